@@ -1,0 +1,148 @@
+"""What the command line and notebooks call: run an experiment, resume a run, load one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedfm.engines import start
+from fedfm.errors import FedfmError, InputError
+from fedfm.experiment import Experiment
+from fedfm.federation import Excluded
+from fedfm.run import Run
+
+
+class Progress:
+    """What a watcher is told; this one is told and says nothing."""
+
+    def started(self, run: Run, rounds: int, done: int) -> None:
+        """The run begins, or goes on after ``done`` rounds."""
+
+    def client(self) -> None:
+        """A client has finished."""
+
+    def round(self, line: Mapping[str, Any]) -> None:
+        """A round is committed and evaluated; ``line`` is its line of metrics.jsonl."""
+
+    def excluded(self, excluded: Excluded) -> None:
+        """A client was left out of a round."""
+
+    def notice(self, text: str) -> None:
+        """Something that the user should know."""
+
+    def finished(self) -> None:
+        """No more of this run."""
+
+
+def run(
+    experiment: str | Path | Mapping[str, Any] | Experiment,
+    out: str | Path | None = None,
+    *,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Run an experiment to its end.
+
+    Args:
+        experiment: a TOML file, nested tables, or an :class:`Experiment`.
+        out: the run directory; by default ``runs/<name>-<time>``.
+
+    Returns:
+        The result line as a dict; ``["run"]`` is the run directory.
+
+    Raises:
+        InputError: the experiment, its data or its model are wrong; before any computation.
+        RunError: the run cannot go on; what was committed is kept and ``resume`` continues it.
+    """
+    experiment = as_experiment(experiment)
+    return drive(Run.create(experiment, Path(out) if out else None), progress or Progress(), fresh=True)
+
+
+def as_experiment(experiment: str | Path | Mapping[str, Any] | Experiment) -> Experiment:
+    """Whatever names an experiment, as one."""
+    if isinstance(experiment, Experiment):
+        return experiment
+    if isinstance(experiment, Mapping):
+        return Experiment.from_dict(experiment)
+    return Experiment.load(experiment)
+
+
+def resume(path: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Go on with a run after its last committed round; of a finished run, return its result.
+
+    On the local engine the final parameters are, bit for bit, those of the run that was never stopped.
+    """
+    return drive(load_run(path), progress or Progress(), fresh=False)
+
+
+def load_run(path: str | Path) -> Run:
+    """A run directory: manifest, metrics, result.
+
+    Raises:
+        InputError: no run is there.
+    """
+    return Run.open(path)
+
+
+def drive(run: Run, progress: Progress, *, fresh: bool) -> dict[str, Any]:
+    """Run or go on to the end, on the experiment's engine."""
+    if run.manifest["result"] is not None:
+        return dict(run.manifest["result"])
+    try:
+        with run.lock(), _stop_flag() as stop:
+            result = start(run, stop, progress)
+    except InputError:
+        if fresh and not run.metrics():
+            _discard(run)
+        raise
+    finally:
+        progress.finished()
+    from fedfm.report import html
+
+    html.write(run.path)
+    return result
+
+
+def _discard(run: Run) -> None:
+    """An experiment that was refused leaves no run behind; only what we made is removed."""
+    import shutil
+
+    for name in ("manifest.json", "checkpoint", "private"):
+        path = run.path / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    try:
+        run.path.rmdir()
+    except OSError:
+        pass
+
+
+class _stop_flag:  # noqa: N801 - used as `with _stop_flag() as stop`
+    """Ctrl-C and SIGTERM ask to stop after the current client; a second Ctrl-C stops at once."""
+
+    def __enter__(self) -> Callable[[], bool]:
+        self._asked = False
+        self._old: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._ask)
+        return lambda: self._asked
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nStopping after the current client ...\n")
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+
+__all__ = ["FedfmError", "Progress", "as_experiment", "drive", "load_run", "resume", "run"]

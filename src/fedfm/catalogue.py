@@ -1,0 +1,115 @@
+"""What is there, read from the sources without importing them: `fedfm list` and `fedfm show` answer at once."""
+
+from __future__ import annotations
+
+import ast
+from importlib.resources import files
+from typing import Any
+
+from fedfm.errors import InputError
+from fedfm.experiment import available
+
+_KINDS = {
+    "methods": "methods",
+    "sources": "data.sources",
+}
+_PARTITIONS = {
+    "iid": "rows dealt evenly at random",
+    "dirichlet": "each class's shares over clients drawn from Dir(alpha); small alpha = skewed",
+    "by_class": "every client holds classes_per_client classes",
+    "by_column": "a client per value of a column; with clients = N each value's rows are dealt evenly",
+}
+_MODELS = {
+    "nano-vit": "built in: 32 x 32 ViT, 1.1 M parameters, pretrained on CIFAR-10 and Fashion-MNIST",
+    "features": "a linear head on feature vectors",
+    "<folder or hub id>": "any ViT, DeiT, DINOv2, CLIP, BERT-like, GPT-2, LLaMA, MobileNet in safetensors; CIFAR ResNets",
+}
+
+
+def listing(kind: str | None = None) -> str:
+    """Names with one line each, of one kind or all."""
+    blocks = []
+    for name in [kind] if kind else ["methods", "models", "partitions", "sources"]:
+        rows = {"models": _MODELS, "partitions": _PARTITIONS}.get(name) or {
+            entry: _headline(module) for entry, module in available(_KINDS[name]).items()
+        }
+        width = max(map(len, rows))
+        blocks.append("\n".join([f"{name}:", *(f"  {entry:<{width}}  {text}" for entry, text in rows.items())]))
+    return "\n\n".join(blocks)
+
+
+def _source(module: str) -> str:
+    package, _, name = module.rpartition(".")
+    for path in (f"{name}.py", f"{name}/__init__.py"):
+        try:
+            return files(package).joinpath(path).read_text(encoding="utf-8")
+        except (FileNotFoundError, ModuleNotFoundError):
+            continue
+    return ""
+
+
+def _headline(module: str) -> str:
+    doc = ast.get_docstring(ast.parse(_source(module.partition(":")[0])))
+    return doc.splitlines()[0] if doc else module
+
+
+def method(name: str) -> str:
+    """A method's paper, its description, and its keys with types, defaults and meaning.
+
+    Raises:
+        InputError: no method has that name.
+    """
+    names = available("methods")
+    if name not in names:
+        import difflib
+
+        near = difflib.get_close_matches(name, names, 1)
+        raise InputError(
+            f'no method is called "{name}"' + (f'; did you mean "{near[0]}"?' if near else "") + "; see `fedfm list methods`"
+        )
+    module = names[name].partition(":")[0]
+    tree = ast.parse(_source(module))
+    rows = _fields(module, None)
+    lines = [ast.get_docstring(tree) or "", "", _describe(tree), "", "[method]", f'name = "{name}"']
+    keys = {key: text for key, text in rows.items() if key != "local"}
+    width = max((len(f"{key} = {default}") for key, (default, _) in keys.items()), default=0)
+    lines += [f"{f'{key} = {default}':<{width}}  # {text}" for key, (default, text) in keys.items()]
+    if "local" in rows:
+        lines += ["", "[method.local]  # the client optimiser: sgd, adam, adamw, proximal", 'name = "sgd"']
+        local = _fields("fedfm.training", "Local") | _fields("fedfm.training", "SGD")
+        width = max(len(f"{key} = {default}") for key, (default, _) in local.items())
+        lines += [f"{f'{key} = {default}':<{width}}  # {text}" for key, (default, text) in local.items()]
+    return "\n".join(lines)
+
+
+def _describe(tree: ast.Module) -> str:
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return (ast.get_docstring(classes[-1]) or "") if classes else ""
+
+
+def _fields(module: str, name: str | None) -> dict[str, tuple[str, str]]:
+    """key -> (default, meaning) of a dataclass, its bases' first; the last class of the module where no name is given."""
+    tree = ast.parse(_source(module))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    node = classes[name] if name else list(classes.values())[-1]
+    imported = {
+        alias.name: part.module
+        for part in tree.body
+        if isinstance(part, ast.ImportFrom) and part.module and part.module.startswith("fedfm.methods")
+        for alias in part.names
+    }
+    rows: dict[str, tuple[str, str]] = {}
+    for base in node.bases:
+        parent = base.value if isinstance(base, ast.Subscript) else base
+        if isinstance(parent, ast.Name):
+            if parent.id in imported:
+                rows |= _fields(imported[parent.id], parent.id)
+            elif parent.id in classes:
+                rows |= _fields(module, parent.id)
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(item.value, ast.Call):
+            keywords: dict[str, Any] = {k.arg or "": k.value for k in item.value.keywords}
+            if "default" in keywords:
+                help_ = ast.literal_eval(keywords["metadata"])["help"] if "metadata" in keywords else ""
+                rows[item.target.id] = (ast.unparse(keywords["default"]).replace("'", '"'), help_)
+    return rows

@@ -1,0 +1,286 @@
+"""The command line. Heavy libraries are imported by the commands that need them: ``--help`` and ``list`` need none."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedfm import __version__
+from fedfm.errors import FedfmError, InputError
+
+INTERRUPTED = 130
+
+_RUN_EXAMPLES = """examples:
+  fedfm run exp.toml                                   run an experiment; the report is in runs/<name>-<time>/
+  fedfm run exp.toml --set method.rounds=5 --set run.seed=1
+  fedfm run exp.toml --engine deployment               SuperLink and SuperNodes on loopback, TLS, fresh keys
+  fedfm run exp.toml --seeds 0,1,2                     each seed, then mean and 95 % interval
+  fedfm run exp.toml --tune 0.01,0.03,0.1              choose the learning rate by validation rows first
+  fedfm run exp.toml --format json | tail -1           the result as one JSON object
+
+an experiment:
+  [data]
+  name = "digits"
+  partition = { name = "dirichlet", alpha = 0.1, clients = 10 }
+  [model]
+  name = "nano-vit"
+  adaptation = { name = "lora", rank = 4 }
+  [method]
+  name = "fedavg"
+  rounds = 10
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 stopped by the user."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        return int(args.command(args) or 0)
+    except InputError as error:
+        print(f"fedfm: {error}", file=sys.stderr)
+        return 2
+    except FedfmError as error:
+        print(f"fedfm: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("fedfm: stopped", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fedfm",
+        description="Adapt foundation models across organisations that cannot pool their data.",
+        epilog="first steps: `fedfm demo`, then `fedfm show fedavg`, then `fedfm run exp.toml`",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fedfm {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, function: Callable[[Any], Any], text: str, examples: str = "") -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(command=function)
+        return sub
+
+    def with_format(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        sub.add_argument("--format", choices=("text", "json"), default="text", help="json: last line of stdout is one object")
+        return sub
+
+    def with_changes(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the experiment")
+        sub.add_argument("--engine", choices=("local", "simulation", "deployment"), help="instead of run.engine")
+        return sub
+
+    demo = with_format(command("demo", _demo, "run the built-in example beside its baselines, under a minute"))
+    demo.add_argument("--out", type=Path, help="folder for the runs [runs/demo-<time>]")
+    demo.add_argument("--seed", type=int, default=0)
+
+    run = with_changes(with_format(command("run", _run, "run an experiment", _RUN_EXAMPLES)))
+    run.add_argument("experiment", type=Path, help="TOML file")
+    run.add_argument("--out", type=Path, help="run directory [runs/<name>-<time>]")
+    run.add_argument("--seeds", help="comma-separated: run each, report mean and interval")
+    run.add_argument("--tune", help="comma-separated learning rates; the best by validation rows is used")
+
+    resume = with_format(command("resume", _resume, "go on with a run that was stopped or killed"))
+    resume.add_argument("run", type=Path)
+
+    report = command("report", _report, "write a run's report.html again and print its table")
+    report.add_argument("run", type=Path)
+
+    compare = command("compare", _compare, "a table of several runs, and a page that compares them")
+    compare.add_argument("run", type=Path, nargs="+")
+    compare.add_argument("--out", type=Path, default=Path("compare.html"), help="the page [compare.html]")
+
+    predict = with_format(command("predict", _predict, "label the rows of a file with a run's model"))
+    predict.add_argument("run", type=Path)
+    predict.add_argument("file", type=Path, help="csv, jsonl, parquet, npz, txt or image folder; labels are not needed")
+    predict.add_argument("--client", help="whose model, where every client has its own")
+
+    export = command("export", _export, "write a run's model for other libraries")
+    export.add_argument("run", type=Path)
+    export.add_argument("--to", choices=("peft", "hf", "torch"), required=True, help="PEFT adapter, transformers, torch")
+    export.add_argument("--out", type=Path, required=True)
+    export.add_argument("--client", help="whose model, where every client has its own")
+
+    listing = command("list", _list, "what is there: methods, models, partitions, sources")
+    listing.add_argument("kind", nargs="?", choices=("methods", "models", "partitions", "sources"))
+
+    show = command("show", _show, "a method's paper, keys, defaults and meaning")
+    show.add_argument("method")
+
+    check = with_changes(with_format(command("check", _check, "check an experiment and print it with every default")))
+    check.add_argument("experiment", type=Path)
+
+    app = command("app", _app, "write a Flower app that `flwr run` takes")
+    app.add_argument("folder", type=Path)
+    app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
+
+    with_format(command("doctor", _doctor, "check this installation"))
+    return parser
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def _experiment(args: Any) -> Any:
+    from fedfm.experiment import Experiment, parse_override
+
+    overrides = dict(parse_override(text) for text in args.set)
+    if args.engine:
+        overrides["run.engine"] = args.engine
+    return Experiment.load(args.experiment, overrides)
+
+
+def _run(args: Any) -> int:
+    from fedfm import api, studies
+
+    experiment = _experiment(args)
+    progress = _watch()
+    if args.tune:
+        experiment = studies.tune(experiment, _numbers("--tune", args.tune, float), args.out, progress)
+    if args.seeds:
+        result = studies.seeds(experiment, _numbers("--seeds", args.seeds, int), args.out, progress)
+        return _say(args, result, studies.seeds_text(result))
+    result = _guarded(lambda: api.run(experiment, args.out, progress=progress), progress)
+    return _say(args, result, _summary(result))
+
+
+def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"{flag} {text}: expected numbers separated by commas") from None
+
+
+def _resume(args: Any) -> int:
+    from fedfm import api
+
+    progress = _watch()
+    result = _guarded(lambda: api.resume(args.run, progress=progress), progress)
+    return _say(args, result, _summary(result))
+
+
+def _guarded(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any]:
+    """Whatever stops a run, say how to go on with it."""
+    try:
+        return call()
+    except InputError:
+        raise
+    except (KeyboardInterrupt, Exception):
+        if progress.path is not None:
+            print(f"fedfm: what was committed is kept; go on with: fedfm resume {progress.path}", file=sys.stderr)
+        raise
+
+
+def _watch() -> Any:
+    from fedfm.watch import Bar
+
+    return Bar()
+
+
+def _say(args: Any, result: dict[str, Any], text: str) -> int:
+    if args.format == "json":
+        print(json.dumps(result), flush=True)
+    else:
+        print(text)
+    return 0
+
+
+def _summary(result: dict[str, Any]) -> str:
+    from fedfm.report import compare
+
+    return f"{compare.table([Path(result['run'])])}\nreport: {Path(result['run']) / 'report.html'}"
+
+
+def _report(args: Any) -> int:
+    from fedfm.report import compare, html
+
+    path = html.write(args.run)
+    print(compare.table([args.run]))
+    print(f"report: {path}")
+    return 0
+
+
+def _compare(args: Any) -> int:
+    from fedfm.report import compare
+
+    print(compare.table(args.run))
+    print(f"page: {compare.write(args.run, args.out)}")
+    return 0
+
+
+def _demo(args: Any) -> int:
+    from fedfm import studies
+
+    result = studies.demo(args.out, args.seed, _watch())
+    return _say(args, result, studies.demo_text(result))
+
+
+def _predict(args: Any) -> int:
+    from fedfm.use import predict
+
+    result = predict(args.run, args.file, args.client)
+    rows = zip(result["predictions"], result["probabilities"], strict=True)
+    return _say(args, result, "\n".join(f"{label}\t{max(p):.3f}" if p else str(label) for label, p in rows))
+
+
+def _export(args: Any) -> int:
+    from fedfm.use import export
+
+    print(export(args.run, args.to, args.out, args.client))
+    return 0
+
+
+def _list(args: Any) -> int:
+    from fedfm import catalogue
+
+    print(catalogue.listing(args.kind))
+    return 0
+
+
+def _show(args: Any) -> int:
+    from fedfm import catalogue
+
+    print(catalogue.method(args.method))
+    return 0
+
+
+def _check(args: Any) -> int:
+    experiment = _experiment(args)
+    return _say(args, {"valid": True, "experiment": experiment.to_dict()}, experiment.to_toml().rstrip())
+
+
+def _app(args: Any) -> int:
+    from fedfm.engines.app import write
+
+    print(write(args.folder, args.experiment))
+    return 0
+
+
+def _doctor(args: Any) -> int:
+    from fedfm.doctor import examine
+
+    lines = examine()
+    bad = [line for line in lines if line["status"] == "bad"]
+    text = "\n".join(f"{line['status']:<5} {line['what']}: {line['found']}" for line in lines)
+    _say(args, {"ok": not bad, "checks": lines}, text)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Requests and replies as Flower messages' records, and what they weigh. The only importer of Flower's records.
+
+A message is one ArrayRecord with one Array (the packed data) and one ConfigRecord (the head): five objects on Flower's wire,
+whatever the number of tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from fedfm import wire
+from fedfm.errors import E_FORMAT, ClientFault
+
+CHUNK = 5 * 1024 * 1024  # Flower slices an array's bytes into chunks of this length
+_STYPE = "fedfm.packed"
+
+
+def to_record(value: Any) -> Any:
+    """``value`` as a Flower RecordDict."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    head, pieces = wire.encode(value)
+    data = b"".join(pieces)
+    array = Array("uint8", (len(data),), _STYPE, data)
+    return RecordDict({"data": ArrayRecord({"packed": array}), "head": ConfigRecord({"json": head})})
+
+
+def from_record(record: Any, hint: Any = Any) -> Any:
+    """The value of a RecordDict made by :func:`to_record`.
+
+    Raises:
+        ClientFault: it is not one, or the value is not what ``hint`` says.
+    """
+    try:
+        array, head = record["data"]["packed"], record["head"]["json"]
+        stype, data = array.stype, array.data
+    except (KeyError, TypeError, AttributeError, IndexError):
+        raise ClientFault(E_FORMAT, "the message is not a fedfm payload") from None
+    if stype != _STYPE or not isinstance(head, str) or not isinstance(data, bytes):
+        raise ClientFault(E_FORMAT, "the message is not a fedfm payload")
+    return wire.decode(head, data, hint)
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of ``to_record(value)`` as Flower serialises it, computed from structure and shapes.
+
+    Flower stores equal chunks of one array once; this counts every chunk, so that the figure does not depend on values.
+    """
+    head, data = wire.size(value)
+    return _record_nbytes(head, data)
+
+
+def _varint(n: int) -> int:
+    return max((n.bit_length() + 6) // 7, 1)
+
+
+def _object(kind: str, children: int, body: int) -> int:
+    """An object on Flower's wire: "<kind> <child ids of 64 digits, comma-separated> <body length>", a zero byte, the body."""
+    ids = children * 64 + max(children - 1, 0)
+    return len(kind) + 1 + ids + 1 + len(str(body)) + 1 + body
+
+
+@functools.lru_cache(maxsize=4096)
+def _record_nbytes(head: int, data: int) -> int:
+    chunks = -(-data // CHUNK)
+    # {"dtype": "uint8", "shape": [N], "stype": "fedfm.packed", "arraychunk_ids": [0, 1, ...]}
+    indexes = sum(len(str(i)) for i in range(chunks)) + 2 * max(chunks - 1, 0)
+    meta = len('{"dtype": "uint8", "shape": [], "stype": "", "arraychunk_ids": []}') + len(str(data)) + len(_STYPE) + indexes
+    total = _object("Array", chunks, meta)
+    for i in range(chunks):
+        total += _object("ArrayChunk", 0, min(CHUNK, data - i * CHUNK))
+    total += _object("ArrayRecord", 1, len('{"packed": ""}') + 64)
+    text = 1 + _varint(head) + head  # protobuf: the string, in its value, in its item with the key "json"
+    item = 6 + 1 + _varint(text) + text
+    total += _object("ConfigRecord", 0, 1 + _varint(item) + item)
+    return total + _object("RecordDict", 2, len('{"data": "", "head": ""}') + 128)
+
+
+def envelope(round: int, call: int, body: Any) -> Mapping[str, Any]:
+    """What travels in both directions: the request's name and the payload or the reply's value."""
+    return {"round": round, "call": call, "body": body}

@@ -1,0 +1,1 @@
+"""Data: sources, partitions, and the rows that each client holds."""

@@ -1,0 +1,292 @@
+"""From the [data] table to a Table: reads the source, marks test rows, limits training rows, scales feature vectors."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from fedfm.data.partition import CLIENT
+from fedfm.data.partition import check as check_partition
+from fedfm.data.sources.files import FORMATS, close, content_of, existing, listing, str_array
+from fedfm.data.spec import DataSpec
+from fedfm.data.strata import hold_out, thin
+from fedfm.data.table import Kind, Table
+from fedfm.errors import InputError
+from fedfm.seeds import generator
+
+BUILT_IN = ("digits",)
+SCALES = ("none", "row", "unit")
+
+_SUFFIXES = {
+    ".csv": "csv",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".parquet": "parquet",
+    ".npz": "npz",
+    ".txt": "text",
+}
+_WORDS: dict[Kind, str] = {
+    "image": "pictures",
+    "text": "texts",
+    "features": "feature vectors",
+    "instruction": "instructions",
+    "passages": "running text",
+}
+_TASKS: dict[str, tuple[Kind, ...]] = {
+    "classification": ("image", "text", "features"),
+    "zero_shot": ("image", "text", "features"),
+    "language_modelling": ("passages",),
+    "instruction": ("instruction",),
+}
+
+
+def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
+    """The rows that ``spec`` asks for, each marked train, val or test.
+
+    Where a source marks no test rows, ``test_fraction`` of its training rows become test rows: stratified by class (and
+    by the column of a ``by_column`` partition, so that every client has its own), for running text its end. With
+    ``clients`` every file is read, and treated, on its own; classes are united by name; the column "client" says whose
+    a row is. ``limit`` then thins training rows, never test rows.
+
+    Args:
+        seed: which rows are test rows, and which stay under a limit.
+        task: the model's task; None lets the data decide.
+
+    Raises:
+        InputError: the table is contradictory, or the data are not what they should be; says where.
+
+    Example:
+        >>> table = load_table(DataSpec(name="digits", limit=200), seed=0)
+        >>> table.kind, len(table.rows("train")), len(table.rows("test"))
+        ('image', 200, 359)
+    """
+    check(spec)
+    if task is not None and task not in _TASKS:
+        raise InputError(f'model.task: there is no task "{task}"; known are {listing(_TASKS)}{close(task, _TASKS)}')
+    if spec.clients:
+        table = _of_clients(spec, seed, task)
+    else:
+        source = _read(spec, task)
+        table = _mark_test(_fit(source, task), spec, generator(seed, "split"))
+    table = _limit(table, spec, generator(seed, "limit"))
+    return scaled(table, spec.scale)
+
+
+def read_inputs(path: str | Path, spec: DataSpec, *, kind: Kind) -> Table:
+    """Rows to predict: any of the formats of ``data.path``; no labels are needed, and none are read.
+
+    Args:
+        spec: names of the columns and the scale, as in training.
+        kind: what the model takes.
+
+    Returns:
+        All rows in the order of the file, ``labels`` None, each marked "test". A folder of pictures needs no classes.
+
+    Raises:
+        InputError: as load_table; or the file holds another kind of rows.
+    """
+    task = {"instruction": "instruction", "passages": "language_modelling"}.get(kind)
+    table = _read_path(existing(path, "file"), spec, task, labelled=False)
+    if table.kind != kind:
+        raise InputError(f"{path} holds {_WORDS[table.kind]}; the model takes {_WORDS[kind]}")
+    return scaled(table, spec.scale)
+
+
+def check(spec: DataSpec) -> None:
+    """Refuse what is wrong with a [data] table before anything is read."""
+    given = [key for key in ("name", "path", "hub", "clients") if getattr(spec, key) is not None]
+    if len(given) != 1:
+        what = f"{' and '.join(given)} are given" if given else "none is given"
+        raise InputError(f"data: {what}; exactly one of name, path, hub, clients is needed")
+    if spec.name is not None and spec.name not in BUILT_IN:
+        file = Path(spec.name).suffix in _SUFFIXES or "/" in spec.name
+        hint = "; a file or folder is data.path" if file else close(spec.name, BUILT_IN)
+        raise InputError(f'data.name: there is no built-in set "{spec.name}"; built in: {listing(BUILT_IN)}{hint}')
+    if spec.limit is not None and spec.limit < 1:
+        raise InputError(f"data.limit: {spec.limit} is too small; at least 1, or leave it out")
+    for key in ("test_fraction", "val_fraction"):
+        value = getattr(spec, key)
+        if not 0 <= value < 1:
+            raise InputError(f"data.{key}: {value} is not in [0, 1)")
+    if spec.scale not in SCALES:
+        raise InputError(f'data.scale: "{spec.scale}" is not one of none, row, unit{close(spec.scale, SCALES)}')
+    if spec.clients is not None and not spec.clients:
+        raise InputError('data.clients: no clients; expected { north = "north.csv", ... }')
+    for name in spec.clients or ():
+        # The name becomes that of a folder.
+        if not re.fullmatch(r"[^\W_][\w.-]*", name):
+            raise InputError(f'data.clients: "{name}" is no client name: letters, digits, "-", "_" and "." only')
+    check_partition(spec)
+
+
+def scaled(table: Table, scale: str) -> Table:
+    """Feature vectors scaled one by one: "row" to mean 0 and variance 1, "unit" to norm 1; constant rows become 0."""
+    if scale == "none":
+        return table
+    if table.kind != "features":
+        raise InputError(f'data.scale: "{scale}" is for feature vectors; {table.source} holds {_WORDS[table.kind]}')
+    x = table.inputs.astype(np.float64)  # (N, d)
+    if scale == "row":
+        x = x - x.mean(axis=1, keepdims=True)
+        size = x.std(axis=1, keepdims=True)
+    else:
+        size = np.linalg.norm(x, axis=1, keepdims=True)
+    return replace(table, inputs=np.divide(x, size, out=np.zeros_like(x), where=size > 0).astype(np.float32))
+
+
+def _read(spec: DataSpec, task: str | None) -> Table:
+    """One source as it is."""
+    if spec.name is not None:
+        from fedfm.data.sources import digits
+
+        return digits.read()
+    if spec.hub is not None:
+        from fedfm.data.sources import hub
+
+        return hub.read(spec.hub, spec, task=task)
+    return _read_path(existing(spec.path or "", "data.path"), spec, task, labelled=True)
+
+
+def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Table:
+    if path.is_dir():
+        if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+            raise InputError(f'{path} is a folder written by save_to_disk: give it as data.hub = "{path}"')
+        module = "images"
+    else:
+        endings = [suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix)]
+        if not endings:
+            with path.open("rb") as file:
+                words = content_of(file.read(16))
+            hint = "" if words == "something else" else f" (it holds {words})"
+            raise InputError(f"{path}: files of this name are not known{hint}; expected {FORMATS}")
+        module = _SUFFIXES[endings[-1]]
+    source = importlib.import_module(f"fedfm.data.sources.{module}")
+    table: Table = source.read(path, spec, task=task, labelled=labelled)
+    return table
+
+
+def _fit(table: Table, task: str | None) -> Table:
+    """Refuse a table that does not serve the task, or has nothing to train on."""
+    if task is not None and table.kind not in _TASKS[task]:
+        wanted = " or ".join(_WORDS[kind] for kind in _TASKS[task])
+        fits = next(name for name, kinds in _TASKS.items() if table.kind in kinds)
+        raise InputError(
+            f'model.task: "{task}" needs {wanted}; {table.source} holds {_WORDS[table.kind]}, for task "{fits}"'
+        )
+    if len(table.rows("train")) == 0:
+        have = ", ".join(f"{len(table.rows(s))} {s}" for s in ("val", "test"))
+        raise InputError(f"{table.source} has no training rows ({have}): mark some as train")
+    return table
+
+
+def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
+    """The table with test rows: its own, or ``test_fraction`` of its training rows."""
+    rows = table.rows("train")
+    if len(table.rows("test")) or spec.test_fraction == 0:
+        return table
+    if table.kind == "passages":
+        # The end of the text: passages drawn at random would have their neighbours in training.
+        count = min(max(1, round(spec.test_fraction * len(rows))), len(rows) - 1)
+        held = rows[len(rows) - count :]
+    else:
+        values = _owner_to_be(table, spec)
+        labels = np.zeros(len(table), dtype=np.int64) if table.labels is None else table.labels
+        held = np.concatenate(
+            [
+                hold_out(labels[part], part, spec.test_fraction, rng)
+                for value in np.unique(values[rows])
+                for part in [rows[values[rows] == value]]
+            ]
+        )
+    if not len(held):
+        note = f"{table.source} has too few rows to keep any for testing: there are no test rows"
+        return replace(table, notices=(*table.notices, note))
+    split = table.split.astype("<U5")
+    split[held] = "test"
+    return replace(table, split=split)
+
+
+def _owner_to_be(table: Table, spec: DataSpec) -> np.ndarray:
+    """Number (N,) of the client, where the rows' columns already say whose they are; zeros otherwise."""
+    column = CLIENT if spec.clients else spec.partition.column  # None unless the partition is by_column
+    if column not in table.columns:
+        return np.zeros(len(table), dtype=np.int64)
+    number: np.ndarray = np.unique(table.columns[column], return_inverse=True)[1]
+    return number
+
+
+def _limit(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
+    if spec.limit is None:
+        return table
+    rows = table.rows("train")
+    groups = np.zeros(len(table), dtype=np.int64) if table.labels is None else table.labels
+    groups = groups + max(1, len(table.classes)) * _owner_to_be(table, spec)
+    kept = thin(groups[rows], rows, spec.limit, rng)
+    return table.take(np.sort(np.concatenate([kept, np.flatnonzero(table.split != "train")])))
+
+
+def _of_clients(spec: DataSpec, seed: int, task: str | None) -> Table:
+    """All clients' files in one table, in the order of their names."""
+    tables: dict[str, Table] = {}
+    for name, path in sorted((spec.clients or {}).items()):
+        try:
+            table = _read_path(existing(path, f"data.clients.{name}"), spec, task, labelled=True)
+            tables[name] = _mark_test(_fit(table, task), spec, generator(seed, "split", name))
+        except InputError as error:
+            key = f"data.clients.{name}"
+            raise error if str(error).startswith(key) else InputError(f"{key}: {error}") from None
+    first = next(iter(tables))
+    for name, table in tables.items():
+        mine, theirs = _form(table), _form(tables[first])
+        if mine != theirs:
+            raise InputError(
+                f"data.clients: {name} ({table.source}) holds {mine} and {first} ({tables[first].source}) {theirs}: "
+                "all clients' rows must have one form"
+            )
+    classes = unite([table.classes for table in tables.values()])
+    code = {name: index for index, name in enumerate(classes)}
+    labels = []
+    for table in tables.values():
+        if table.labels is not None:
+            labels.append(np.array([code[name] for name in table.classes], dtype=np.int64)[table.labels])
+    keys = sorted({key for table in tables.values() for key in table.columns} - {CLIENT})
+    columns = {
+        key: str_array([v for t in tables.values() for v in t.columns.get(key, np.full(len(t), "")).tolist()])
+        for key in keys
+    }
+    columns[CLIENT] = str_array([name for name, table in tables.items() for _ in range(len(table))])
+    parts = [table.inputs for table in tables.values()]
+    arrays = isinstance(parts[0], np.ndarray)
+    return Table(
+        tables[first].kind,
+        np.concatenate(parts) if arrays else [item for part in parts for item in part],
+        np.concatenate(labels) if labels else None,
+        classes,
+        np.concatenate([table.split for table in tables.values()]),
+        columns,
+        ", ".join(table.source for table in tables.values()),
+        tuple(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices),
+    )
+
+
+def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """All class names: in their own order where every client has the same, else sorted (integers by value)."""
+    if len(set(classes)) == 1:
+        return classes[0]
+    names = {name for one in classes for name in one}
+    if all(re.fullmatch(r"0|-?[1-9][0-9]*", name) for name in names):
+        return tuple(sorted(names, key=int))
+    return tuple(sorted(names))
+
+
+def _form(table: Table) -> str:
+    """Words for what must agree between the clients."""
+    words = _WORDS[table.kind]
+    if not isinstance(table.inputs, np.ndarray):
+        return words + (" as files" if table.kind == "image" else "")
+    return f"{words} of {'x'.join(map(str, table.inputs.shape[1:]))}"

@@ -1,0 +1,338 @@
+"""Partitions: which client holds which training row, and on which test rows its own model is judged.
+
+Every training row is in exactly one client.
+
+iid        rows in random order, dealt like cards: sizes differ by at most one.
+dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019): the rows of the class, in
+           random order, are cut at floor(cumulative share n_c). Sizes are not balanced, empty clients are not redrawn.
+by_class   every client holds ``classes_per_client`` classes; each class is held by K m / C clients, rounded up or
+           down, and dealt evenly to them.
+by_column  one client a value of the column; with ``clients = N`` each of V values' rows are dealt evenly to N / V.
+
+Rows that the source marks val are dealt by the same rule, with the same shares and the same holders.
+"""
+
+# These four are short and exactly specified, so they are written out: flwr-datasets has partitioners of the same names,
+# but its Dirichlet stops giving a client rows once it is above the average and redraws, its import takes 3 to 4 s (it
+# pulls in datasets, matplotlib and seaborn), and it draws from one generator, so that a row more or less moves all.
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fedfm.data.sources.files import close, listing
+from fedfm.data.spec import DataSpec, PartitionSpec
+from fedfm.data.strata import hold_out, quota
+from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.errors import InputError
+from fedfm.seeds import generator
+
+DEFAULT_CLIENTS = 10
+CLIENT = "client"  # the column that says whose row it is, where every client has its own file
+
+_KEYS = {
+    "iid": ("clients",),
+    "dirichlet": ("alpha", "clients"),
+    "by_class": ("classes_per_client", "clients"),
+    "by_column": ("column", "clients"),
+}
+_REQUIRED = {"dirichlet": "alpha", "by_class": "classes_per_client", "by_column": "column"}
+
+Owner = np.ndarray  # (n,) int64: the client of each of n rows
+
+
+def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
+    """The table dealt to clients, the same for the same seed.
+
+    Of a client's training rows ``val_fraction`` are kept for validation, stratified by class. Its own test rows are,
+    with ``by_column`` or ``clients``, those that are its; otherwise the test rows of each class are dealt in proportion
+    to the clients' training rows of that class (``own_test``). Clients without training rows are dropped with a notice.
+
+    Raises:
+        InputError: a key of the partition is wrong, or more clients are asked for than there are rows.
+
+    Example:
+        >>> from fedfm.data.load import load_table
+        >>> from fedfm.data.spec import DataSpec, PartitionSpec
+        >>> spec = DataSpec(name="digits", partition=PartitionSpec("iid", clients=3))
+        >>> data = deal(load_table(spec, seed=0), spec, seed=0)
+        >>> {name: len(rows.train) for name, rows in data.clients.items()}
+        {'client-00': 480, 'client-01': 479, 'client-02': 479}
+    """
+    check(spec)
+    train, val, test = table.rows("train"), table.rows("val"), table.rows("test")
+    if not len(train):
+        raise InputError(f"{table.source} has no training rows to deal")
+    part = spec.partition
+    notices: list[str] = []
+    if spec.clients is not None or part.name == "by_column":
+        column = CLIENT if spec.clients is not None else part.column or ""
+        names, owners = _by_column(table, column, part, (train, val, test), seed, notices)
+    else:
+        names, owners = _by_rule(table, part, (train, val, test), seed)
+        if orphans := int((owners[2] < 0).sum()):
+            notices.append(
+                f"{orphans} test rows are of classes that no client trains on: they are in the global test only"
+            )
+    clients: dict[str, ClientRows] = {}
+    empty: list[str] = []
+    for k, name in enumerate(names):
+        mine, kept, own = (rows[owner == k] for rows, owner in zip((train, val, test), owners, strict=True))
+        if not len(mine):
+            empty.append(name)
+            lost = f", and {len(kept)} validation rows with it" if len(kept) else ""
+            if lost:
+                notices.append(f"{name} has no training rows{lost}: they are not used")
+            continue
+        labels = None if table.labels is None else table.labels[mine]
+        held = hold_out(labels, mine, spec.val_fraction, generator(seed, "val", name))
+        clients[name] = ClientRows(np.setdiff1d(mine, held), np.sort(np.concatenate([kept, held])), own)
+    if empty:
+        notices.append(
+            f"the partition left {len(empty)} of {len(names)} clients without training rows: {listing(empty)}"
+        )
+    return FederatedData(table, clients, test, (*table.notices, *notices))
+
+
+def check(spec: DataSpec) -> None:
+    """Refuse what is wrong with ``data.partition`` before any row is read."""
+    part, key = spec.partition, "data.partition"
+    if spec.clients is not None:
+        if part != PartitionSpec():
+            raise InputError(f"{key} does not go with data.clients: every file is a client; remove one of the two")
+        return
+    if part.name not in _KEYS:
+        raise InputError(
+            f'{key}.name: there is no partition "{part.name}"; known are {listing(_KEYS)}{close(part.name, _KEYS)}'
+        )
+    for other in ("alpha", "classes_per_client", "column"):
+        if getattr(part, other) is not None and other not in _KEYS[part.name]:
+            home = next(name for name, keys in _KEYS.items() if other in keys)
+            raise InputError(
+                f'{key}.{other} belongs to "{home}", not to "{part.name}", which takes {listing(_KEYS[part.name])}'
+            )
+    needed = _REQUIRED.get(part.name)
+    if needed and getattr(part, needed) is None:
+        raise InputError(f'{key}.{needed} is required by "{part.name}"')
+    if part.alpha is not None and not 0 < part.alpha < float("inf"):
+        raise InputError(
+            f"{key}.alpha: {part.alpha} is not a finite number above 0, such as 0.1 (skewed) or 100 (even)"
+        )
+    for count in ("clients", "classes_per_client"):
+        value = getattr(part, count)
+        if value is not None and value < 1:
+            raise InputError(f"{key}.{count}: {value} is too small; at least 1")
+
+
+def summary(data: FederatedData) -> dict[str, Any]:
+    """Counts of rows per client, split and class, as JSON has them.
+
+    Returns:
+        ``kind``, ``source``, ``classes``; ``test``: the global test rows; ``clients``: name -> ``train``, ``val``,
+        ``test``. Each count is ``{"rows": n, "by_class": [n_1 ... n_C]}``, ``by_class`` null where rows have no labels.
+    """
+    labels, classes = data.table.labels, data.table.classes
+
+    def count(rows: np.ndarray) -> dict[str, Any]:
+        by = None if labels is None else np.bincount(labels[rows], minlength=len(classes)).tolist()
+        return {"rows": len(rows), "by_class": by}
+
+    return {
+        "kind": data.table.kind,
+        "source": data.table.source,
+        "classes": list(classes),
+        "test": count(data.test),
+        "clients": {
+            name: {"train": count(rows.train), "val": count(rows.val), "test": count(rows.test)}
+            for name, rows in data.clients.items()
+        },
+    }
+
+
+def own_test(
+    table: Table, test: np.ndarray, train: np.ndarray, owner: Owner, clients: int, seed: int, part: str = ""
+) -> Owner:
+    """Who is judged on which test row: the client of each of ``test`` (n,), -1 for a class that nobody trains on.
+
+    For each class c: the clients' shares of its test rows are in proportion to their training rows of c by largest
+    remainder, equal remainders settled by a generator derived from the seed; which rows they are is drawn from it too.
+    """
+    labels = np.zeros(len(table), dtype=np.int64) if table.labels is None else table.labels
+    result = np.full(len(test), -1, dtype=np.int64)
+    for c in np.unique(labels[test]):
+        rng = generator(seed, "partition", "test", part, int(c))
+        counts = np.bincount(owner[labels[train] == c], minlength=clients)
+        places = rng.permutation(np.flatnonzero(labels[test] == c))
+        if counts.any():
+            result[places] = np.repeat(np.arange(clients), quota(counts, len(places), rng))
+    return result
+
+
+Splits = tuple[np.ndarray, np.ndarray, np.ndarray]  # row indexes: train, val, test
+
+
+def _by_rule(table: Table, part: PartitionSpec, splits: Splits, seed: int) -> tuple[list[str], list[Owner]]:
+    """Names of K clients and the owners of the rows of each split."""
+    train, val, test = splits
+    clients = DEFAULT_CLIENTS if part.clients is None else part.clients
+    if clients > len(train):
+        raise InputError(
+            f"data.partition.clients: {clients} clients and {len(train)} training rows: at most a client a row"
+        )
+    if part.name != "iid" and table.labels is None:
+        raise InputError(
+            f'data.partition.name: "{part.name}" deals by class, and {table.source} has no labels: '
+            'use "iid" or "by_column"'
+        )
+    if part.name == "iid":
+        owners = [_evenly(rows, clients, generator(seed, "partition", "iid", s)) for s, rows in _named(train, val)]
+    else:
+        assert table.labels is not None
+        shares = (
+            _dirichlet(part, clients, seed)
+            if part.name == "dirichlet"
+            else _by_class(table, part, clients, splits, seed)
+        )
+        owners = []
+        for name, rows in _named(train, val):
+            owner = np.empty(len(rows), dtype=np.int64)
+            for c in np.unique(table.labels[rows]):
+                rng = generator(seed, "partition", part.name, "rows", name, int(c))
+                places = rng.permutation(np.flatnonzero(table.labels[rows] == c))
+                owner[places] = shares(int(c), len(places))
+            owners.append(owner)
+    owners.append(own_test(table, test, train, owners[0], clients, seed))
+    return numbered("client", clients, 2), owners
+
+
+def _named(train: np.ndarray, val: np.ndarray) -> tuple[tuple[str, np.ndarray], ...]:
+    return ("train", train), ("val", val)
+
+
+def _evenly(rows: np.ndarray, clients: int, rng: np.random.Generator) -> Owner:
+    owner = np.empty(len(rows), dtype=np.int64)
+    owner[rng.permutation(len(rows))] = np.arange(len(rows)) % clients
+    return owner
+
+
+def _dirichlet(part: PartitionSpec, clients: int, seed: int) -> Callable[[int, int], Owner]:
+    """(class, number of its rows) -> their owners."""
+
+    def shares(c: int, count: int) -> Owner:
+        # Drawn again from the class's own stream for every split: training and validation rows have the same shares.
+        p = dirichlet(part.alpha or 0.0, clients, generator(seed, "partition", "dirichlet", c))
+        cuts = np.floor(np.cumsum(p)[:-1] * count).astype(np.int64).clip(0, count)
+        return np.repeat(np.arange(clients), np.diff(cuts, prepend=0, append=count))
+
+    return shares
+
+
+def dirichlet(alpha: float, clients: int, rng: np.random.Generator) -> np.ndarray:
+    """Shares (K,) from Dir(alpha 1_K), summing to 1."""
+    p = rng.dirichlet(np.full(clients, alpha))
+    if np.isfinite(p).all() and abs(p.sum() - 1) < 1e-6:
+        return p
+    # Below about 1e-300 the gamma variates underflow; the limit for alpha -> 0 is one client, drawn uniformly.
+    p = np.zeros(clients)
+    p[rng.integers(clients)] = 1.0
+    return p
+
+
+def _by_class(
+    table: Table, part: PartitionSpec, clients: int, splits: Splits, seed: int
+) -> Callable[[int, int], Owner]:
+    """(class, number of its rows) -> their owners."""
+    assert table.labels is not None
+    each, key = part.classes_per_client or 0, "data.partition.classes_per_client"
+    classes = np.unique(table.labels[np.concatenate(splits[:2])])
+    if each > len(classes):
+        raise InputError(f"{key}: {each} classes a client, and the training rows have {len(classes)}")
+    if each * clients < len(classes):
+        raise InputError(
+            f"{key}: {clients} clients of {each} classes hold at most {each * clients} of {len(classes)} classes, and "
+            f"every row belongs to a client: raise it to {-(-len(classes) // clients)}, "
+            f"or clients to {-(-len(classes) // each)}"
+        )
+    # Every client takes the classes that the fewest hold so far, ties at random: how often each is held differs by one.
+    rng = generator(seed, "partition", "by_class")
+    held = np.zeros(len(classes), dtype=np.int64)
+    holders: dict[int, list[int]] = {int(c): [] for c in classes}
+    for k in rng.permutation(clients):
+        chosen = np.lexsort((rng.random(len(classes)), held))[:each]
+        held[chosen] += 1
+        for c in classes[chosen]:
+            holders[int(c)].append(int(k))
+    return lambda c, count: np.array(holders[c])[np.arange(count) % len(holders[c])]
+
+
+def _by_column(
+    table: Table, column: str, part: PartitionSpec, splits: Splits, seed: int, notices: list[str]
+) -> tuple[list[str], list[Owner]]:
+    """Clients named by the column's values, and the owners of the rows of each split."""
+    key = "data.partition"
+    if column not in table.columns:
+        found = listing(table.columns) or "none"
+        raise InputError(
+            f'{key}.column: {table.source} has no column "{column}"; found {found}{close(column, table.columns)}'
+        )
+    of = table.columns[column]
+    train, val, test = splits
+    values = sorted(set(of[train].tolist()))
+    if "" in values:
+        raise InputError(
+            f'{key}.column: {int((of[train] == "").sum())} training rows have no value in column "{column}"'
+        )
+    for name, rows in (("val", val), ("test", test)):
+        strange = sorted(set(of[rows].tolist()) - set(values))
+        if strange:
+            count = int(np.isin(of[rows], strange).sum())
+            use = "are not used" if name == "val" else "are in the global test only"
+            notices.append(
+                f"{count} {name} rows are of {column} {listing(strange, 5)}, which has no training rows: they {use}"
+            )
+    stems = [_stem(value) for value in values]
+    for stem, value in zip(stems, values, strict=True):
+        if stems.count(stem) > 1:
+            raise InputError(
+                f'{key}.column: "{value}" and another value of "{column}" both give the client name "{stem}"'
+            )
+    total = len(values) if part.clients is None else part.clients
+    if total % len(values):
+        raise InputError(
+            f'{key}.clients: {total} is no multiple of the {len(values)} values of "{column}" ({listing(values, 6)}): '
+            "each value's rows go to equally many clients"
+        )
+    each = total // len(values)
+    names: list[str] = []
+    owners = [np.full(len(rows), -1, dtype=np.int64) for rows in splits]
+    for value, stem in zip(values, stems, strict=True):
+        places = [np.flatnonzero(of[rows] == value) for rows in splits]
+        if each > len(places[0]):
+            raise InputError(f'{key}.clients: "{value}" has {len(places[0])} training rows for {each} clients')
+        mine = [
+            _evenly(place, each, generator(seed, "partition", "by_column", s, value))
+            for s, place in zip(("train", "val"), places[:2], strict=True)
+        ]
+        mine.append(own_test(table, test[places[2]], train[places[0]], mine[0], each, seed, value))
+        # A class that none of several clients of this value trains on: the row is still theirs.
+        lost = np.flatnonzero(mine[2] < 0)
+        mine[2][lost] = np.arange(len(lost)) % each
+        for owner, place, local in zip(owners, places, mine, strict=True):
+            owner[place] = len(names) + local
+        names += [stem] if each == 1 else numbered(stem, each)
+    return names, owners
+
+
+def _stem(value: str) -> str:
+    """A value as a client's name, which is also that of its folder."""
+    return re.sub(r"[^\w.-]+", "_", value.strip()).lstrip(".") or "_"
+
+
+def numbered(stem: str, count: int, digits: int = 1) -> list[str]:
+    """``client-00`` ... ``client-11``: padded, so that names sort as they are counted."""
+    width = max(digits, len(str(count - 1)))
+    return [f"{stem}-{k:0{width}d}" for k in range(count)]

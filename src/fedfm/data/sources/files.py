@@ -1,0 +1,132 @@
+"""What every source needs of a file: its bytes, its text, and words for what is wrong with them."""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedfm.errors import InputError
+
+At = Callable[[int], str]  # index of a data row -> "silo.csv, row 7", as a user counts
+
+FORMATS = ".csv, .jsonl, .jsonl.gz, .parquet, .npz, .txt or an image folder"
+
+_SIGNATURES = (
+    (b"\x89PNG", "a PNG picture"),
+    (b"\xff\xd8\xff", "a JPEG picture"),
+    (b"GIF8", "a GIF picture"),
+    (b"PAR1", "a Parquet file"),
+    (b"PK\x03\x04", "a zip archive (as .npz and .xlsx files are)"),
+    (b"PK\x05\x06", "an empty zip archive"),
+    (b"\x1f\x8b", "gzip-compressed data"),
+    (b"\x93NUMPY", "a single NumPy array (.npy)"),
+    (b"ARROW1", "an Arrow file"),
+    (b"%PDF", "a PDF document"),
+    (b"\xd0\xcf\x11\xe0", "an old Office document"),
+    (b"{", "text that begins like JSON"),
+)
+
+
+def content_of(data: bytes) -> str:
+    """Words for what these bytes are, by how they begin."""
+    for start, words in _SIGNATURES:
+        if data.startswith(start):
+            return words
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "a WebP picture"
+    return "something else"
+
+
+def existing(path: str | Path, key: str = "data.path") -> Path:
+    """The path, if it is there; otherwise InputError with what lies nearby."""
+    path = Path(path).expanduser()
+    try:
+        if path.exists():
+            return path
+    except OSError as error:
+        raise InputError(f'{key}: "{str(path)[:200]}" cannot be opened: {error.strerror}') from None
+    parent = path.parent
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    try:
+        names = sorted(p.name for p in parent.iterdir() if not p.name.startswith("."))
+    except OSError:
+        names = []
+    # The first part of the path that is missing: a/b/c.csv where only a exists is a question about b.
+    wanted = path.parts[len(parent.parts)] if len(path.parts) > len(parent.parts) else path.name
+    raise InputError(
+        f'{key}: there is no "{path}"; "{parent}" holds {listing(names) or "nothing"}{close(wanted, names)}'
+    )
+
+
+def read_bytes(path: Path, holds: str) -> bytes:
+    """Content of a file that must not be empty."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder, and {holds} is a file")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    if not data:
+        raise InputError(f"{path} is empty (0 bytes): {holds} is expected")
+    return data
+
+
+def gunzip(data: bytes, path: Path) -> bytes:
+    """Decompressed content."""
+    if not data.startswith(b"\x1f\x8b"):
+        raise InputError(f"{path} holds {content_of(data)}, not gzip-compressed data: remove .gz from its name")
+    try:
+        return gzip.decompress(data)
+    except (EOFError, OSError, zlib.error) as error:
+        raise InputError(f"{path} is damaged or cut short ({error}): compress it again") from None
+
+
+def decode(data: bytes, path: Path, holds: str) -> str:
+    """The text of these bytes: UTF-8, with or without a byte order mark, without NUL bytes."""
+    words = content_of(data)
+    if words != "something else" and data[:1] != b"{":
+        raise InputError(f"{path} holds {words}, not {holds}: rename it, or save it as {holds}")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        utf16 = " (it begins like UTF-16)" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        raise InputError(
+            f"{path}, line {line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8{utf16}: "
+            "save the file as UTF-8"
+        ) from None
+    nul = text.find("\0")
+    if nul >= 0:
+        raise InputError(f"{path}, line {text.count(chr(10), 0, nul) + 1}: a NUL byte, so this is not {holds}")
+    if not text.strip():
+        raise InputError(f"{path} holds only blanks: {holds} is expected")
+    return text
+
+
+def listing(names: Iterable[str], most: int = 12) -> str:
+    """``a, b, c and 4 more``."""
+    names = list(names)
+    shown = ", ".join(f'"{name}"' for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def close(name: str, names: Iterable[str]) -> str:
+    """``; did you mean "label"?`` where one of the names is close, else nothing."""
+    by_lower = {known.lower(): known for known in names}
+    match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f'; did you mean "{by_lower[match[0]]}"?' if match else ""
+
+
+def str_array(values: Sequence[str]) -> np.ndarray:
+    """Strings as an array (N,); as objects where one is long, since fixed width pads every entry to the longest."""
+    if values and max(map(len, values)) > 100:
+        array = np.empty(len(values), dtype=object)
+        array[:] = values
+        return array
+    return np.array(values, dtype=np.str_)

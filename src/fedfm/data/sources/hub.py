@@ -1,0 +1,152 @@
+"""Hugging Face data sets: an id on the hub ("cifar10", or "glue:mrpc" with a configuration) or a save_to_disk folder.
+
+Official splits are kept: "test" stays test, "validation" becomes val; where a set has only train and validation, its
+validation rows are the test rows. A split whose labels are withheld (-1 throughout) is left out.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedfm.data.sources import images
+from fedfm.data.sources.files import existing, listing
+from fedfm.data.sources.tabular import column, labels_of, others, split_of, to_table
+from fedfm.data.spec import DataSpec
+from fedfm.data.table import Table
+from fedfm.errors import InputError
+
+
+def read(hub: str, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
+    """Table of a hub data set, with pictures or text.
+
+    Raises:
+        InputError: the set cannot be loaded, a column is missing, or what ``tabular.to_table`` refuses.
+    """
+    import datasets
+
+    loaded = _load(hub)
+    notices: list[str] = []
+    single = isinstance(loaded, datasets.Dataset)
+    parts = {"train": loaded} if single else dict(loaded)
+    if not parts:
+        raise InputError(f'data.hub: "{hub}" has no splits')
+    named = {name: images.SPLIT_NAMES.get(name.lower()) for name in parts}
+    for name, split in named.items():
+        why = "is no train, validation or test split" if split is None else ""
+        if not why and labelled and _withheld(parts[name], spec.label):
+            why = "has no labels (-1)"
+        if why:
+            notices.append(f'split "{name}" of {hub} {why} and was left out')
+            named[name] = None
+    kept = {name: split for name, split in named.items() if split is not None}
+    if not kept:
+        raise InputError(f'data.hub: "{hub}" has the splits {listing(parts)}; a "train" split is expected')
+    if set(kept.values()) == {"train", "val"}:
+        notices.append(f"{hub} has no test split with labels: its validation rows are the test rows")
+        kept = {name: "test" if split == "val" else split for name, split in kept.items()}
+    features = next(iter(parts.values())).features
+    picture = _picture_column(features, spec, notices)
+    columns: dict[str, list[Any]] = {}
+    for name in kept:
+        part = parts[name]
+        if picture:
+            part = part.cast_column(picture, datasets.Image(decode=False))
+        for key in features:
+            if key not in part.features:
+                raise InputError(f'data.hub: split "{name}" of {hub} has no column "{key}", which another split has')
+            columns.setdefault(key, []).extend(part[key][:])
+    official = np.array([split for name, split in kept.items() for _ in range(len(parts[name]))])
+    places = [(name, row) for name in kept for row in range(len(parts[name]))]
+    if not places:
+        raise InputError(f'data.hub: "{hub}" has no rows')
+
+    def at(row: int) -> str:
+        return f"{hub}, {places[row][0]}[{places[row][1]}]"
+
+    kind = features.get(spec.label)
+    names = tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else None
+    if len(kept) > 1 or (not single and spec.split not in columns):
+        columns.pop(spec.split, None)
+        columns[spec.split] = official.tolist()
+    if not picture:
+        table = to_table(columns, spec, source=hub, at=at, task=task, labelled=labelled, classes=names)
+    else:
+        pictures = _pictures(columns.pop(picture), at)
+        labels: np.ndarray | None = None
+        classes: tuple[str, ...] = ()
+        more: tuple[str, ...] = ()
+        if labelled:
+            labels, classes, more = labels_of(columns, spec, source=hub, at=at, classes=names)
+        used = {spec.label, spec.label_name, spec.split} if labelled else {spec.split}
+        marks = split_of(columns, spec, len(places), at) if labelled else np.full(len(places), "test")
+        table = Table("image", pictures, labels, classes, marks, others(columns, used), hub, more)
+    return replace(table, notices=(*table.notices, *notices))
+
+
+def _load(hub: str) -> Any:
+    import datasets
+
+    folder = Path(hub).expanduser()
+    try:
+        if folder.is_dir():
+            return datasets.load_from_disk(str(folder))
+        if hub.startswith(("/", ".", "~")) or "\\" in hub or not hub.strip():
+            existing(folder, "data.hub")
+        name, _, configuration = hub.partition(":")
+        return datasets.load_dataset(name, configuration or None)
+    except InputError:
+        raise
+    except Exception as error:  # the library raises its own, the network's and the file system's errors
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        right = (
+            "a folder written by save_to_disk" if folder.is_dir() else 'a data set id, "id:configuration", or a folder'
+        )
+        raise InputError(f'data.hub: "{hub}" cannot be loaded ({why}); expected {right}') from None
+
+
+def _withheld(part: Any, label: str) -> bool:
+    """True where every label is -1, as hub sets mark the labels that they keep back."""
+    return label in part.features and len(part) > 0 and set(part[label][:]) == {-1}
+
+
+def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | None:
+    """The column of pictures: the one named, or the only one there is."""
+    import datasets
+
+    found = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    if spec.image in found:
+        return spec.image
+    if len(found) == 1 and spec.text not in features:
+        notices.append(f'pictures are read from column "{found[0]}", the only one that holds pictures')
+        return str(found[0])
+    if found and spec.text not in features:
+        column(dict.fromkeys(found, ()), spec.image, "data.image", "pictures")
+    return None
+
+
+def _pictures(items: list[dict[str, Any]], at: Any) -> Any:
+    """Pictures of one size as uint8 (N, H, W, C); else their paths, or their encoded bytes where they have no files."""
+    encoded = []
+    for row, item in enumerate(items):
+        data = item and (item.get("bytes") or item.get("path"))
+        if not data:
+            raise InputError(f"{at(row)}: no picture")
+        why = images.opens(data)
+        if why:
+            raise InputError(f"{at(row)}: {why}")
+        encoded.append(data)
+    from PIL import Image
+
+    sizes, grey = set(), True
+    for data in encoded:
+        with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as picture:
+            sizes.add(picture.size)
+            grey = grey and picture.mode in ("1", "L", "LA")
+    if len(sizes) > 1:
+        return encoded
+    return np.stack([images.decode(data, 1 if grey else 3) for data in encoded])

@@ -1,0 +1,181 @@
+"""Image folders, as Hugging Face's ``imagefolder`` has them.
+
+``train/<class>/*.png`` and ``test/<class>/*.png`` (also ``val``), or ``<class>/*.png`` without splits; optionally
+``metadata.csv`` beside the class folders or above the splits, with ``file_name`` relative to itself and further
+columns. A label column there stands for the class folders.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from fedfm.data.sources import csv
+from fedfm.data.sources.files import close, listing
+from fedfm.data.sources.tabular import column, labels_of, others, split_of
+from fedfm.data.spec import DataSpec
+from fedfm.data.table import Table
+from fedfm.errors import InputError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "validation", "valid", "dev"), "val"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+
+
+def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
+    """Table of an image folder: ``inputs`` are paths, each of which was opened once to see that it is a picture.
+
+    Raises:
+        InputError: no pictures, no classes, a picture that does not open, metadata that does not fit the files.
+    """
+    parts = _parts(path) if labelled else {}
+    files: list[Path] = []
+    splits: list[str] = []
+    strange: list[str] = []
+    for folder, split in parts.items() or {path: "test"}.items():
+        found = _pictures(folder, strange, deep=not labelled)
+        files += found
+        splits += [split or "train"] * len(found)
+    if not files:
+        wanted = "train/<class>/*.png, test/<class>/*.png" if labelled else "pictures"
+        raise InputError(f"{path}: no pictures ({', '.join(SUFFIXES[:4])}, ...) in this folder; expected {wanted}")
+    meta = _metadata(path, list(parts), files)
+    if labelled and spec.label not in meta:
+        homes = {path, *parts}
+        for file in files:
+            if file.parent in homes:
+                raise InputError(
+                    f"{file} is in no class folder; expected train/<class>/*.png and test/<class>/*.png, "
+                    f'or a metadata.csv with the columns "file_name" and "{spec.label}"'
+                )
+        meta[spec.label] = [file.parent.name for file in files]
+    _check(files)
+
+    def at(row: int) -> str:
+        return str(files[row])
+
+    labels: np.ndarray | None = None
+    classes: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+    if labelled:
+        labels, classes, notices = labels_of(meta, spec, source=str(path), at=at)
+        if set(parts.values()) == {None}:
+            splits = split_of(meta, spec, len(files), at).tolist()
+    if strange:
+        notices += (f"{len(strange)} files of {path} are no pictures and were left out, e.g. {strange[0]}",)
+    return Table(
+        "image",
+        [str(file) for file in files],
+        labels,
+        classes,
+        np.array(splits),
+        others(meta, {spec.label, spec.label_name, spec.split} if labelled else set()),
+        str(path),
+        notices,
+    )
+
+
+def decode(item: str | bytes, channels: int | None = None) -> np.ndarray:
+    """Pixels (H, W, C) uint8 of a path or of an encoded picture; C = 1 for grey ones and 3 otherwise, or as asked."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+        grey = picture.mode in ("1", "L", "LA") if channels is None else channels == 1
+        pixels = np.asarray(picture.convert("L" if grey else "RGB"))
+    return pixels[..., None] if grey else pixels
+
+
+def opens(item: str | bytes) -> str | None:
+    """None where the picture is whole; otherwise what is wrong with it."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+            if picture.format == "PNG":
+                picture.verify()  # checks the sums of all chunks, which is quicker than decoding
+            else:
+                picture.draft("L", (8, 8))  # JPEG: reads the whole file, decodes an eighth
+                picture.load()
+    except Exception as error:  # Pillow's plugins raise whatever the bytes make them raise
+        return (
+            "not a picture that can be read" if "cannot identify" in str(error) else str(error).strip() or repr(error)
+        )
+    return None
+
+
+def _check(files: Sequence[Path]) -> None:
+    with ThreadPoolExecutor(4) as pool:  # Pillow decodes outside the interpreter's lock
+        wrong = [(f, why) for f, why in zip(files, pool.map(opens, map(str, files)), strict=True) if why]
+    if wrong:
+        more = f" ({len(wrong) - 1} more files are like it)" if len(wrong) > 1 else ""
+        raise InputError(f"{wrong[0][0]}: {wrong[0][1]}{more}: replace the file, or remove it")
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if not p.name.startswith((".", "__")))
+
+
+def _parts(path: Path) -> dict[Path, str | None]:
+    """Folder -> its split, or the folder itself -> None where there are no splits."""
+    folders = [p for p in _visible(path) if p.is_dir()]
+    named = {p: SPLIT_NAMES[p.name.lower()] for p in folders if p.name.lower() in SPLIT_NAMES}
+    if not named:
+        return {path: None}
+    for folder in folders:
+        if folder not in named:
+            hint = close(folder.name, SPLIT_NAMES)
+            raise InputError(f"{folder} stands beside {listing(p.name for p in named)} and is no split{hint}")
+    for file in _visible(path):
+        if file.suffix.lower() in SUFFIXES and file.is_file():
+            raise InputError(f"{file} stands outside {listing(p.name for p in named)}: move it into a class folder")
+    return dict(named)
+
+
+def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
+    """Pictures in the folder and in its class folders, by name."""
+    found = []
+    for entry in _visible(folder):
+        inside = _visible(entry) if entry.is_dir() else [entry]
+        for file in inside:
+            if file.is_dir() and deep:
+                found += _pictures(file, strange, deep=True)
+            elif file.is_dir():
+                raise InputError(
+                    f"{file} is a folder inside the class folder {entry.name}, where only pictures are expected; "
+                    "a further property, such as the domain, is a column of metadata.csv"
+                )
+            elif file.suffix.lower() in SUFFIXES:
+                found.append(file)
+            elif file.name != "metadata.csv":
+                strange.append(str(file))
+    return found
+
+
+def _metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[str]]:
+    """Columns of all metadata.csv, in the order of ``files``; a file without a row is refused."""
+    rows: dict[Path, dict[str, str]] = {}
+    for home in dict.fromkeys((path, *folders)):
+        table = home / "metadata.csv"
+        if not table.is_file():
+            continue
+        columns, at = csv.columns_of(table)
+        known = {file for file in files if home in file.parents}
+        for index, name in enumerate(column(columns, "file_name", "file_name", str(table))):
+            file = home / name.strip()
+            if file not in known:
+                hint = close(name, [str(f.relative_to(home)) for f in known])
+                raise InputError(f'{at(index)}: there is no picture "{name}" below {home}{hint}')
+            if file in rows:
+                raise InputError(f'{at(index)}: "{name}" has a row already')
+            rows[file] = {key: cells[index] for key, cells in columns.items() if key != "file_name"}
+        for file in sorted(known - set(rows)):
+            raise InputError(f"{file} has no row in {table}: add one, or remove the file")
+    keys = dict.fromkeys(key for row in rows.values() for key in row)
+    return {key: [rows.get(file, {}).get(key, "") for file in files] for key in keys}

@@ -1,0 +1,150 @@
+"""NumPy archives: pictures or feature vectors.
+
+``x`` uint8 (N, H, W, C) or float (N, d), ``y`` integers (N,); optionally ``classes`` strings (C,), ``split`` strings
+(N,), ``domain`` strings (N,), and further string or integer arrays (N,), which become columns.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from fedfm.data.sources.files import close, content_of, listing, read_bytes, str_array
+from fedfm.data.sources.tabular import check_split, codes_of
+from fedfm.data.spec import DataSpec
+from fedfm.data.table import Table
+from fedfm.errors import InputError
+
+_EXPECTED = "uint8 (N, H, W, C) pictures with C = 1 or 3, or float (N, d) feature vectors"
+
+
+def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
+    """Table of an npz file; places in it are named as NumPy indexes them, from 0.
+
+    Raises:
+        InputError: not an npz file, an array missing, of another type or length, NaN or infinity, pickled objects.
+    """
+    arrays = _arrays(path)
+    x = _array(arrays, "x", path)
+    length = len(x) if x.ndim else 0
+    if x.dtype == np.uint8 and x.ndim == 4 and x.shape[3] in (1, 3):
+        image = True
+    elif x.dtype.kind == "f" and x.ndim == 2:
+        image = False
+    else:
+        hint = ": x[..., None] adds the channel" if x.dtype == np.uint8 and x.ndim == 3 else ""
+        raise InputError(f"{path}: x is {x.dtype} {x.shape}{hint}; expected {_EXPECTED}")
+    if length == 0:
+        raise InputError(f"{path}: x has no rows")
+    if 0 in x.shape:
+        raise InputError(f"{path}: x {x.shape} holds no values")
+    inputs = np.ascontiguousarray(x) if image else _finite(x, path)
+    labels: np.ndarray | None = None
+    classes: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+    if labelled:
+        labels, classes, notices = _labels(arrays, length, path)
+    split = np.full(length, "train" if labelled else "test")
+    if labelled and "split" in arrays:
+        values = _strings(arrays, "split", length, path)
+        check_split(values, "", lambda i: f"{path}: split[{i}]")
+        split = np.array(values)
+    columns = {}
+    for name in sorted(set(arrays) - {"x", "y", "classes", "split"}):
+        array = arrays[name]
+        if array.shape == (length,) and array.dtype.kind in "USiu":
+            columns[name] = str_array(_strings(arrays, name, length, path))
+        elif name == "domain":
+            raise InputError(f"{path}: domain is {array.dtype} {array.shape}; expected strings ({length},)")
+        else:
+            notices += (f'array "{name}" {array.dtype} {array.shape} of {path} is not used',)
+    return Table("image" if image else "features", inputs, labels, classes, split, columns, str(path), notices)
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    data = read_bytes(path, "an npz file")
+    if not data.startswith(b"PK"):
+        raise InputError(f"{path} holds {content_of(data)}, not an npz file: write it with numpy.savez")
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            names = archive.files
+            arrays = {}
+            for name in names:
+                try:
+                    arrays[name] = archive[name]
+                except ValueError as error:
+                    if "allow_pickle" not in str(error):
+                        raise
+                    raise InputError(
+                        f'{path}: array "{name}" holds Python objects, which are not loaded (a pickle can run code): '
+                        "save numbers or strings, e.g. with .astype(str)"
+                    ) from None
+    except InputError:
+        raise
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError, NotImplementedError) as error:
+        raise InputError(f"{path} is damaged or cut short ({error}): write it again with numpy.savez") from None
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise InputError(f'{path}: "{name}" is not a NumPy array: is this an npz file? Write it with numpy.savez')
+    return arrays
+
+
+def _array(arrays: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:
+    if name in arrays:
+        return arrays[name]
+    raise InputError(f'{path}: no array "{name}"; found {listing(arrays) or "none"}{close(name, arrays)}')
+
+
+def _finite(x: np.ndarray, path: Path) -> np.ndarray:
+    """Feature vectors as float32 (N, d)."""
+    with np.errstate(over="ignore"):
+        narrow = np.ascontiguousarray(x, dtype=np.float32)
+    bad = np.argwhere(~np.isfinite(narrow))
+    if len(bad):
+        row, place = bad[0].tolist()
+        more = f", and {len(bad) - 1} more values are like it" if len(bad) > 1 else ""
+        raise InputError(
+            f"{path}: x[{row}, {place}] is {x[row, place]}{more}: feature vectors must be finite numbers (float32)"
+        )
+    return narrow
+
+
+def _labels(
+    arrays: dict[str, np.ndarray], length: int, path: Path
+) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
+    y = _array(arrays, "y", path)
+    if y.dtype.kind not in "iu":
+        hint = "; names go into classes" if y.dtype.kind in "US" else ""
+        raise InputError(f"{path}: y is {y.dtype}; expected integers{hint}")
+    if y.shape != (length,):
+        raise InputError(f"{path}: y has shape {y.shape} and x has {length} rows; expected y of shape ({length},)")
+    if "classes" not in arrays:
+        return codes_of(y.tolist(), "y", lambda i: f"{path}: y[{i}]")
+    classes = arrays["classes"]
+    if classes.ndim != 1 or classes.dtype.kind != "U":
+        raise InputError(f"{path}: classes is {classes.dtype} {classes.shape}; expected strings (C,)")
+    names = tuple(str(name).strip() for name in classes)
+    for name in names:
+        if not name or names.count(name) > 1:
+            raise InputError(f'{path}: classes must be different, non-empty names; "{name}" is not')
+    outside = np.flatnonzero((y < 0) | (y >= len(names)))
+    if len(outside):
+        raise InputError(
+            f"{path}: y[{outside[0]}] is {y[outside[0]]}, outside the {len(names)} classes (0..{len(names) - 1})"
+        )
+    return y.astype(np.int64), names, ()
+
+
+def _strings(arrays: dict[str, np.ndarray], name: str, length: int, path: Path) -> list[str]:
+    array = arrays[name]
+    if array.shape != (length,):
+        raise InputError(f"{path}: {name} has shape {array.shape} and x has {length} rows; expected ({length},)")
+    if array.dtype.kind not in "USiu":
+        raise InputError(f"{path}: {name} is {array.dtype}; expected strings")
+    if array.dtype.kind == "S":
+        return [value.decode("utf-8", "replace") for value in array.tolist()]
+    return [str(value) for value in array.tolist()]

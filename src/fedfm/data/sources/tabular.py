@@ -1,0 +1,220 @@
+"""Rows with named columns: what csv, jsonl, parquet and hub sets have in common.
+
+Labels
+    Class names or integers. Integers are class names too: the sorted distinct values are the classes, whatever their
+    range, so that 1..5 and 0..4 both give five classes; a column of class names (``label_name``) renames them.
+    Names sort by code point. Blanks around a label do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedfm.data.sources.files import At, close, listing, str_array
+from fedfm.data.spec import DataSpec
+from fedfm.data.table import Kind, Table
+from fedfm.errors import InputError
+
+SPLITS = ("train", "val", "test")
+_ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+
+Columns = Mapping[str, Sequence[Any]]
+
+
+def to_table(
+    columns: Columns,
+    spec: DataSpec,
+    *,
+    source: str,
+    at: At,
+    task: str | None = None,
+    labelled: bool = True,
+    classes: tuple[str, ...] | None = None,
+) -> Table:
+    """Table of these columns, all of one length N.
+
+    Args:
+        task: "instruction" reads pairs, "language_modelling" reads each text as a passage; else the columns decide.
+        labelled: False for rows to predict: label, output and split are not looked at, and every row is a test row.
+        classes: names of the integers in the label column, where the source knows them.
+
+    Raises:
+        InputError: a column is missing; a cell is empty, or not what its column holds.
+    """
+    length = len(next(iter(columns.values()), ()))
+    if length == 0:
+        raise InputError(f"{source} has no rows below its column names")
+    pairs = task == "instruction" or (task is None and spec.instruction in columns and spec.text not in columns)
+    kind: Kind
+    used = {spec.split}
+    inputs: list[Any]
+    labels: np.ndarray | None = None
+    notices: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    if pairs:
+        kind = "instruction"
+        instructions = _texts(columns, spec.instruction, "data.instruction", source, at)
+        outputs = [""] * length
+        if labelled:
+            outputs = _texts(columns, spec.output, "data.output", source, at)
+        inputs = list(zip(instructions, outputs, strict=True))
+        used |= {spec.instruction, spec.output}
+    else:
+        kind = "passages" if task == "language_modelling" else "text"
+        if spec.text not in columns and spec.instruction in columns:
+            raise InputError(
+                f'{source}: no column "{spec.text}" (data.text); it has instructions: set model.task = "instruction"'
+            )
+        inputs = _texts(columns, spec.text, "data.text", source, at)
+        used |= {spec.text}
+        if kind == "text" and labelled:
+            labels, names, notices = labels_of(columns, spec, source=source, at=at, classes=classes)
+            used |= {spec.label, spec.label_name}
+    return Table(
+        kind=kind,
+        inputs=inputs,
+        labels=labels,
+        classes=names,
+        split=split_of(columns, spec, length, at) if labelled else np.full(length, "test"),
+        columns=others(columns, used),
+        source=source,
+        notices=notices,
+    )
+
+
+def column(columns: Columns, name: str, key: str, source: str) -> Sequence[Any]:
+    """One column; InputError with what there is where it is missing."""
+    if name in columns:
+        return columns[name]
+    found = list(columns)
+    hint = close(name, found)
+    set_it = f" Rename it, or set {key}" if hint else f"; {key} says which column to read"
+    raise InputError(f'{source}: no column "{name}" ({key}); found {listing(found)}{hint}{set_it}')
+
+
+def labels_of(
+    columns: Columns, spec: DataSpec, *, source: str, at: At, classes: tuple[str, ...] | None = None
+) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
+    """Labels (N,) int64, class names and notices of the label column, named by ``label_name`` where there is one."""
+    values = column(columns, spec.label, "data.label", source)
+    if classes is not None:
+        return codes_within(values, classes, spec.label, at), classes, ()
+    labels, keys, notices = codes_of(values, spec.label, at)
+    if spec.label_name not in columns or spec.label_name == spec.label:
+        return labels, keys, notices
+    names = _texts(columns, spec.label_name, "data.label_name", source, at)
+    first: dict[int, int] = {}
+    owner: dict[str, int] = {}
+    for row, (label, name) in enumerate(zip(labels.tolist(), names, strict=True)):
+        known = first.setdefault(label, row)
+        if names[known].strip() != name.strip():
+            raise InputError(
+                f'{at(row)}: label "{keys[label]}" is named "{name}" here and "{names[known]}" in {at(known)}: '
+                "every label has one name"
+            )
+        if owner.setdefault(name.strip(), label) != label:
+            raise InputError(
+                f'{at(row)}: "{name}" names label "{keys[label]}" here and label "{keys[owner[name.strip()]]}" '
+                f"in {at(first[owner[name.strip()]])}: every name belongs to one label"
+            )
+    return labels, tuple(names[first[label]].strip() for label in range(len(keys))), ()
+
+
+def codes_of(values: Sequence[Any], name: str, at: At) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
+    """Labels (N,) int64, class names and notices of raw label values."""
+    cleaned = [_label(value, name, at, row) for row, value in enumerate(values)]
+    distinct = set(cleaned)
+    integers = all(isinstance(v, int) or _INTEGER.fullmatch(v) for v in distinct)
+    keys = sorted({int(v) for v in distinct}) if integers else sorted({str(v) for v in distinct})
+    code = {str(key): index for index, key in enumerate(keys)}
+    notices: tuple[str, ...] = ()
+    if integers and keys != list(range(len(keys))):
+        shown = listing([str(k) for k in keys], 5)
+        notices = (f'the integers in column "{name}" are not 0..{len(keys) - 1}: taken as class names {shown}',)
+    return np.array([code[str(v)] for v in cleaned], dtype=np.int64), tuple(map(str, keys)), notices
+
+
+def codes_within(values: Sequence[Any], classes: tuple[str, ...], name: str, at: At) -> np.ndarray:
+    """Labels (N,) int64 of integers that index ``classes``, or of names among them."""
+    code: dict[Any, int] = {known: index for index, known in enumerate(classes)}
+    labels = np.empty(len(values), dtype=np.int64)
+    for row, value in enumerate(values):
+        label = _label(value, name, at, row)
+        index = label if isinstance(label, int) else code.get(label, -1)
+        if not 0 <= index < len(classes):
+            raise InputError(
+                f'{at(row)}: label "{label}" is outside the {len(classes)} classes {listing(classes, 5)}'
+                + (f" (0..{len(classes) - 1})" if isinstance(label, int) else "")
+            )
+        labels[row] = index
+    return labels
+
+
+def split_of(columns: Columns, spec: DataSpec, length: int, at: At) -> np.ndarray:
+    """The split column, "train" throughout where there is none."""
+    if spec.split not in columns:
+        return np.full(length, "train")
+    values = [str(v) if v is not None else "" for v in columns[spec.split]]
+    check_split(values, spec.split, at)
+    return np.array(values)
+
+
+def check_split(values: Sequence[str], name: str, at: At) -> None:
+    """Refuse what is not train, val or test."""
+    for value in sorted(set(values) - set(SPLITS)):
+        like = _ALIASES.get(value.strip().lower(), value.strip().lower())
+        hint = f'; did you mean "{like}"?' if like in SPLITS else ""
+        raise InputError(f'{at(values.index(value))}: {name} "{value}" is not one of train, val, test{hint}')
+
+
+def others(columns: Columns, used: set[str]) -> dict[str, np.ndarray]:
+    """The further columns as strings; an absent value is the empty string."""
+    return {
+        name: str_array([_cell(v) for v in values]) for name, values in columns.items() if name and name not in used
+    }
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    return (
+        json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+        if isinstance(value, dict | list)
+        else str(value)
+    )
+
+
+def _texts(columns: Columns, name: str, key: str, source: str, at: At) -> list[str]:
+    """A column of non-empty strings."""
+    values = column(columns, name, key, source)
+    for row, value in enumerate(values):
+        if not isinstance(value, str) or not value.strip():
+            if value is None or isinstance(value, str):
+                raise InputError(f'{at(row)}: column "{name}" is empty: fill it, or remove the row')
+            raise InputError(f'{at(row)}: column "{name}" holds {type(value).__name__} {value!r:.40}: text is expected')
+    return list(values)
+
+
+def _label(value: Any, name: str, at: At, row: int) -> int | str:
+    """A label as an integer or a name without blanks around it."""
+    if isinstance(value, str):
+        value = value.strip()
+        if value:
+            return str(value)
+    elif isinstance(value, bool | np.bool_):
+        return str(bool(value))
+    elif isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer()):
+        return int(value)  # pandas writes integers as floats where one is missing
+    elif value is not None and not (isinstance(value, float) and math.isnan(value)):
+        what = f"{type(value).__name__} {value!r:.40}"
+        raise InputError(f'{at(row)}: column "{name}" holds {what}: labels are class names or integers')
+    raise InputError(f'{at(row)}: column "{name}" is empty: give a label, or remove the row')

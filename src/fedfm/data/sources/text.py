@@ -1,0 +1,42 @@
+"""Plain text (.txt) for language models: one running text in consecutive passages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fedfm.data.sources.files import decode, read_bytes
+from fedfm.data.spec import DataSpec
+from fedfm.data.table import Table
+
+PASSAGE = 2000  # characters at most
+
+
+def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
+    """Passages of at most 2,000 characters, which joined give the file's text.
+
+    Raises:
+        InputError: empty, not UTF-8, or not text.
+    """
+    text = decode(read_bytes(path, "a text file"), path, "plain text").replace("\r\n", "\n")
+    passages = cut(text)
+    split = np.full(len(passages), "train" if labelled else "test")
+    return Table("passages", passages, None, (), split, source=str(path))
+
+
+def cut(text: str, size: int = PASSAGE) -> list[str]:
+    """Consecutive pieces of at most ``size`` characters, cut after a line break or a blank of the second half."""
+    pieces = []
+    start = 0
+    while len(text) - start > size:
+        end = start + size
+        half = start + size // 2
+        for mark in "\n ":
+            found = text.rfind(mark, half, end)
+            if found >= 0:
+                end = found + 1
+                break
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]

@@ -1,0 +1,143 @@
+"""The local engine: all clients on this machine, no sockets to the outside, no start-up cost.
+
+With one worker the clients run in this process and tensors pass by reference; with more, in forked worker processes that
+share the model and the data with this one. What a client computes does not depend on it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fedfm import codec
+from fedfm.engines.pool import Pool
+from fedfm.errors import ClientFault
+from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
+from fedfm.population import describe, judge, populate, record_error
+from fedfm.serve import Server, single_thread
+from fedfm.silo import Silos
+
+if TYPE_CHECKING:
+    from fedfm.api import Progress
+    from fedfm.run import Run
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user asked to stop; what is committed stays, and the clients that had started have finished."""
+
+
+class LocalLink:
+    """Delivers requests by calling :class:`Silos` directly.
+
+    Args:
+        workers: processes; 1 runs the clients in this one.
+        timeout: seconds that one client may take (only worker processes can be stopped).
+        wire: serialise every message as Flower would send it, and decode it again.
+        stop: asked between clients; True raises :class:`Interrupted`.
+    """
+
+    def __init__(
+        self,
+        silos: Silos,
+        *,
+        workers: int = 1,
+        timeout: float = 600.0,
+        wire: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._silos, self._wire, self._stop, self._progress = silos, wire, stop, progress
+        self._pool = Pool(silos, workers, timeout) if workers > 1 else None
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        """Names, sorted."""
+        return self._silos.population.clients
+
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        """Deliver; replies come as clients finish."""
+        if self._stop():
+            raise Interrupted
+        if self._pool is not None:
+            for reply in self._pool.exchange(requests, self._stop):
+                self._progress()
+                yield reply
+        else:
+            weigh = _Weigher()
+            width = self._silos.width
+            for start in range(0, len(requests), width):
+                chunk = requests[start : start + width]
+                for request, value in zip(chunk, self._answer(chunk), strict=True):
+                    self._progress()
+                    yield weigh(request, value)
+                if self._stop():
+                    raise Interrupted
+        if self._stop():
+            raise Interrupted
+
+    def _answer(self, chunk: Sequence[Request]) -> Sequence[object]:
+        if not self._wire:
+            return self._silos.answer(chunk)
+        from fedfm.engines.flower import over_the_wire
+
+        return over_the_wire(self._silos, chunk)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+class _Weigher:
+    """Builds replies with the bytes of both directions; a broadcast payload is weighed once."""
+
+    def __init__(self) -> None:
+        self._payload: object = None
+        self._nbytes = 0
+
+    def __call__(self, request: Request, value: object) -> Reply:
+        if self._payload is not request.payload:
+            self._payload = request.payload
+            self._nbytes = codec.nbytes(codec.envelope(request.round, request.call, request.payload))
+        if isinstance(value, ClientFault):
+            return Reply(request.client, None, request.round, request.call, self._nbytes, 0, value)
+        up = codec.nbytes(codec.envelope(request.round, request.call, value))
+        return Reply(request.client, value, request.round, request.call, self._nbytes, up)
+
+
+def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
+    """Run to the end in this process and its workers."""
+    experiment = run.experiment
+    spec = experiment.run
+    with single_thread():
+        population = populate(experiment)
+        describe(run, population, progress)
+        silos = Silos(
+            experiment.method,
+            Aggregator(),
+            population,
+            memory=run.path / "private" / "memory",
+            seed=spec.seed,
+            on_error=partial(record_error, run.path),
+        )
+        link = LocalLink(
+            silos,
+            workers=spec.workers or os.cpu_count() or 1,
+            timeout=spec.timeout,
+            wire=spec.wire,
+            stop=stop,
+            progress=progress.client,
+        )
+        fed = Federation(
+            link,
+            model=population.model,
+            seed=spec.seed,
+            min_clients=spec.min_clients,
+            on_excluded=progress.excluded,
+        )
+        try:
+            return Server(run, fed, judge=judge(population), on_round=progress.round).go()
+        finally:
+            link.close()

@@ -1,0 +1,314 @@
+"""Worker processes of the local engine: forked, so that model and data are shared; spoken to without pickle.
+
+A payload is written once into an anonymous memory file, whose descriptor goes to each worker; control messages are short JSON
+texts on a socket pair. The workers are our children: one that dies is noticed at once, with its signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedfm import codec, wire
+from fedfm.errors import E_DIED, E_EXCEPTION, E_TIMEOUT, ClientFault, RunError
+from fedfm.federation import ClientId, Reply, Request
+from fedfm.silo import Silos
+
+_LIMIT = 1 << 16  # bytes of a control message
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _Worker:
+    pid: int
+    socket: socket.socket
+    requests: list[Request] = field(default_factory=list)
+    deadline: float = 0.0
+    known: set[int] = field(default_factory=set)  # payloads of this exchange that it holds
+
+
+class Pool:
+    """``count`` workers; chunks of requests go to whoever is free, a client preferably to the worker that has its rows."""
+
+    def __init__(self, silos: Silos, count: int, timeout: float) -> None:
+        if not hasattr(os, "fork"):
+            raise RunError('this system cannot fork: set run.workers = 1 for engine = "local"')
+        self._silos, self._count, self._timeout = silos, count, timeout
+        self._workers: list[_Worker] = []
+        self._home: dict[ClientId, int] = {}  # client -> slot of the worker that ran it last
+
+    def exchange(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[Reply]:
+        """Deliver; after ``stop`` nothing new starts."""
+        while len(self._workers) < min(self._count, max(len(requests), 1)):
+            self._workers.append(self._fork())
+        for worker in self._workers:
+            worker.known.clear()
+        payloads = _Payloads()
+        width = max(1, min(self._silos.width, -(-len(requests) // self._count)))
+        waiting = _chunks(requests, width, self._home)
+        try:
+            with selectors.DefaultSelector() as selector:
+                for slot, worker in enumerate(self._workers):
+                    selector.register(worker.socket, selectors.EVENT_READ, slot)
+                while True:
+                    for slot, worker in enumerate(self._workers):
+                        if not worker.requests and waiting and not stop():
+                            self._send(slot, worker, _take(waiting, slot, self._home), payloads)
+                    busy = [w for w in self._workers if w.requests]
+                    if not busy:
+                        break
+                    patience = max(min(w.deadline for w in busy) - time.monotonic(), 0.0)
+                    ready = selector.select(min(patience, 1.0))
+                    for key, _ in ready:
+                        slot = key.data
+                        worker = self._workers[slot]
+                        if not worker.requests:
+                            continue
+                        done = list(self._receive(worker, payloads))
+                        if not done:
+                            yield from self._lost(slot, selector, waiting, None)
+                        yield from done
+                    for slot, worker in enumerate(self._workers):
+                        if worker.requests and time.monotonic() > worker.deadline:
+                            yield from self._lost(slot, selector, waiting, self._timeout)
+        finally:
+            payloads.close()
+
+    def _send(self, slot: int, worker: _Worker, chunk: list[Request], payloads: _Payloads) -> None:
+        fds, tasks = [], []
+        for request in chunk:
+            number = payloads.number(request)
+            fd = -1
+            if number not in worker.known:
+                worker.known.add(number)
+                fd = len(fds)
+                fds.append(payloads.files[number])
+            tasks.append(
+                [request.client, request.handler, request.round, request.call, number, fd, payloads.heads[number]]
+            )
+            self._home[request.client] = slot
+        message = json.dumps(tasks).encode()
+        worker.requests, worker.deadline = chunk, time.monotonic() + self._timeout * len(chunk)
+        with contextlib.suppress(OSError):  # a worker that is gone shows as an end of file when we listen
+            socket.send_fds(worker.socket, [message], fds)
+
+    def _receive(self, worker: _Worker, payloads: _Payloads) -> Iterator[Reply]:
+        """Replies of the chunk; nothing if the worker is gone."""
+        try:
+            message, fds, _, _ = socket.recv_fds(worker.socket, _LIMIT, 1)
+        except OSError:
+            return
+        if not message:
+            return
+        requests, worker.requests = worker.requests, []
+        block = _read(fds[0])
+        at = 0
+        for request, (code, reason, head_size, data_size) in zip(requests, json.loads(message), strict=True):
+            down = payloads.nbytes(request)
+            fault, value, up = (ClientFault(code, reason) if code else None), None, 0
+            if fault is None:
+                try:
+                    head = bytes(block[at : at + head_size]).decode()
+                    value = wire.decode(head, block[at + head_size : at + head_size + data_size], None)
+                    up = codec.nbytes(codec.envelope(request.round, request.call, value))
+                except ClientFault as bad:
+                    fault = bad
+            at += head_size + data_size
+            yield Reply(request.client, value, request.round, request.call, down, up, fault)
+
+    def _lost(
+        self, slot: int, selector: selectors.BaseSelector, waiting: list[list[Request]], timeout: float | None
+    ) -> Iterator[Reply]:
+        """A worker died, or has to: replace it, and find out which client of its chunk it was."""
+        worker = self._workers[slot]
+        selector.unregister(worker.socket)
+        worker.socket.close()
+        if timeout is not None:
+            os.kill(worker.pid, signal.SIGKILL)
+        _, status = os.waitpid(worker.pid, 0)
+        self._workers[slot] = self._fork()
+        selector.register(self._workers[slot].socket, selectors.EVENT_READ, slot)
+        if len(worker.requests) > 1:
+            waiting.extend([request] for request in worker.requests)
+            return
+        (request,) = worker.requests
+        if timeout is not None:
+            fault = ClientFault(E_TIMEOUT, f"no reply within {timeout:g} s; its process was ended")
+        else:
+            fault = ClientFault(E_DIED, f"its process was ended: {_cause(status)}")
+        yield Reply(request.client, None, request.round, request.call, 0, 0, fault)
+
+    def _fork(self) -> _Worker:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            return _Worker(pid, ours)
+        status = 1
+        try:
+            ours.close()
+            for worker in self._workers:
+                worker.socket.close()
+            _die_with(parent)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _work(self._silos, theirs)
+            status = 0
+        finally:
+            os._exit(status)
+
+    def close(self) -> None:
+        """Idle workers end when their socket closes."""
+        for worker in self._workers:
+            worker.socket.close()
+            if worker.requests:
+                os.kill(worker.pid, signal.SIGKILL)
+        for worker in self._workers:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(worker.pid, 0)
+        self._workers = []
+
+
+def _cause(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        hint = ", likely out of memory" if number == signal.SIGKILL else ""
+        return f"signal {number} ({signal.Signals(number).name}{hint})"
+    return f"exit status {os.waitstatus_to_exitcode(status)}"
+
+
+def _chunks(requests: Sequence[Request], width: int, home: dict[ClientId, int]) -> list[list[Request]]:
+    """Requests in order, ``width`` at a time, those of one home together."""
+    groups: dict[int, list[Request]] = {}
+    for request in requests:
+        groups.setdefault(home.get(request.client, -1), []).append(request)
+    chunks = [group[i : i + width] for group in groups.values() for i in range(0, len(group), width)]
+    return sorted(chunks, key=lambda chunk: chunk[0].client)
+
+
+def _take(waiting: list[list[Request]], slot: int, home: dict[ClientId, int]) -> list[Request]:
+    """The next chunk for a worker: one whose rows it has, else a new one, else somebody else's."""
+    for wanted in (slot, -1):
+        for i, chunk in enumerate(waiting):
+            if home.get(chunk[0].client, -1) == wanted:
+                return waiting.pop(i)
+    return waiting.pop(0)
+
+
+class _Payloads:
+    """The payloads of one exchange, each encoded once into a memory file."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # so that an id is not used twice
+        self.files: list[int] = []
+        self.heads: list[int] = []
+        self._nbytes: list[int] = []
+
+    def number(self, request: Request) -> int:
+        key = id(request.payload)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.files)
+            self._kept.append(request.payload)
+            fd, ((head, _),) = _write([request.payload])
+            self.files.append(fd)
+            self.heads.append(head)
+            self._nbytes.append(codec.nbytes(codec.envelope(request.round, request.call, request.payload)))
+        return self._numbers[key]
+
+    def nbytes(self, request: Request) -> int:
+        return self._nbytes[self._numbers[id(request.payload)]]
+
+    def close(self) -> None:
+        for fd in self.files:
+            os.close(fd)
+
+
+def _write(values: Sequence[Any]) -> tuple[int, list[tuple[int, int]]]:
+    """Encoded values one after the other in a new memory file; and (head, data) lengths of each."""
+    encoded = [(head.encode(), pieces) for head, pieces in map(wire.encode, values)]
+    fd = _memory_file()
+    sizes = []
+    with os.fdopen(os.dup(fd), "wb") as file:
+        for head, pieces in encoded:
+            file.write(head)
+            for piece in pieces:
+                file.write(piece)
+            sizes.append((len(head), sum(len(piece) for piece in pieces)))
+        if not sum(h + d for h, d in sizes):
+            file.write(b"\0")  # an empty file cannot be mapped
+    return fd, sizes
+
+
+def _memory_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("fedfm", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _read(fd: int) -> memoryview:
+    """The file's bytes, mapped; the descriptor is closed."""
+    try:
+        return memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+    finally:
+        os.close(fd)
+
+
+def _die_with(parent: int) -> None:
+    """A worker never outlives the server: an orphan would write memories beside those of a resumed run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _work(silos: Silos, link: socket.socket) -> None:
+    """A worker's life: receive tasks, answer, until the socket closes."""
+    payloads: dict[int, Any] = {}
+    exchange = (-1, -1)
+    while True:
+        message, fds, _, _ = socket.recv_fds(link, _LIMIT, 64)
+        if not message:
+            return
+        tasks = json.loads(message)
+        if (tasks[0][2], tasks[0][3]) != exchange:
+            payloads, exchange = {}, (tasks[0][2], tasks[0][3])
+        requests = []
+        for client, handler, round, call, number, fd, head in tasks:
+            if fd >= 0:
+                block = _read(fds[fd])
+                payloads[number] = silos.conform(handler, wire.decode(bytes(block[:head]).decode(), block[head:], None))
+            requests.append(Request(client, handler, payloads[number], round, call))
+        lines: list[tuple[str, str, int, int]] = []
+        values: list[Any] = []
+        for value in silos.answer(requests):
+            if not isinstance(value, ClientFault):
+                try:
+                    wire.size(value)
+                except TypeError as error:
+                    value = ClientFault(E_EXCEPTION, str(error))
+            if isinstance(value, ClientFault):
+                lines.append((value.code, value.reason[:400], 0, 0))
+            else:
+                lines.append(("", "", len(values), 0))
+                values.append(value)
+        fd, sizes = _write(values)
+        out = [(c, r, *(sizes[n] if not c else (0, 0))) for c, r, n, _ in lines]
+        socket.send_fds(link, [json.dumps(out).encode()], [fd])
+        os.close(fd)

@@ -1,0 +1,49 @@
+"""The three ways in which something goes wrong, and who is told."""
+
+from __future__ import annotations
+
+
+class FedfmError(Exception):
+    """Base of every error that fedfm raises on purpose; the command line prints it without a traceback (exit 1)."""
+
+
+class InputError(FedfmError, ValueError):
+    """What the user gave is wrong: the message says where, what, and what would be right (exit 2)."""
+
+
+class RunError(FedfmError, RuntimeError):
+    """The run cannot go on (too few clients, a full disk): everything committed is kept (exit 1)."""
+
+
+class MissingExtra(FedfmError, ImportError):
+    """An optional dependency is absent: the message names the extra that installs it."""
+
+
+class ClientFault(FedfmError):
+    """A client failed or sent what it must not: it is left out of the round, and the run goes on.
+
+    Attributes:
+        code: one of the ``E_...`` codes below, stable across releases.
+    """
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+        self.code, self.reason = code, reason
+
+
+E_EXCEPTION = "E_EXCEPTION"  # the handler raised
+E_TIMEOUT = "E_TIMEOUT"  # no reply in time
+E_DIED = "E_DIED"  # the process is gone
+E_REFUSED = "E_REFUSED"  # the silo's policy does not allow the handler
+E_FORMAT = "E_FORMAT"  # not a payload of this wire format
+E_FIELD = "E_FIELD"  # a field is missing, unknown or of the wrong type
+E_TENSORS = "E_TENSORS"  # tensor names differ from those asked for
+E_SHAPE = "E_SHAPE"
+E_DTYPE = "E_DTYPE"
+E_NONFINITE = "E_NONFINITE"  # NaN or infinity
+E_WEIGHT = "E_WEIGHT"  # negative, zero, absurd
+E_SIZE = "E_SIZE"  # larger than the limit
+E_ROUND = "E_ROUND"  # a reply for another round
+E_DUPLICATE = "E_DUPLICATE"
+E_CLIENT = "E_CLIENT"  # a reply from somebody who was not asked
+E_VERSION = "E_VERSION"  # the site runs another fedfm or another model

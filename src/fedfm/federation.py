@@ -1,0 +1,380 @@
+"""What each half of a method can touch: ``Client`` in the silo, ``Federation`` at the server."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, get_type_hints
+
+from torch import Tensor
+
+from fedfm import seeds, wire
+from fedfm.errors import (
+    E_CLIENT,
+    E_DUPLICATE,
+    E_ROUND,
+    E_TIMEOUT,
+    E_WEIGHT,
+    ClientFault,
+    RunError,
+)
+from fedfm.params import Layout, Mean, Params
+from fedfm.rows import Batch, Rows
+from fedfm.transcript import Crossing, Transcript
+
+ClientId = str  # the name a silo gives itself, e.g. "hospital-a"
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+MAX_WEIGHT = 1e9  # nobody has more rows: a larger weight would let one client replace the mean
+
+
+class Model(Protocol):
+    """What methods and client optimisers use of a model: trainable parameters in, parameters and losses out."""
+
+    task: str
+    classes: tuple[str, ...]
+    names: tuple[str, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Names, dtypes and shapes of :meth:`params`."""
+
+    def params(self) -> Params:
+        """A copy of the trainable tensors."""
+
+    def load(self, w: Params) -> None:
+        """Take these trainable tensors; a mismatch raises."""
+
+    def live(self) -> dict[str, Tensor]:
+        """The trainable leaf tensors themselves."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean loss of a batch, a scalar."""
+
+    def predict(self, rows: Rows) -> Tensor:
+        """Logits (n, C)."""
+
+
+class ClientData:
+    """One client's rows, ready for the model: ``train``, ``val`` and ``test``, each made when it is first asked for."""
+
+    def __init__(self, train: Callable[[], Rows], val: Callable[[], Rows], test: Callable[[], Rows]) -> None:
+        self._make = {"train": train, "val": val, "test": test}
+
+    @functools.cached_property
+    def train(self) -> Rows:
+        """Rows to train on."""
+        return self._make["train"]()
+
+    @functools.cached_property
+    def val(self) -> Rows:
+        """Rows that decide (early stopping, tuning); never test rows."""
+        return self._make["val"]()
+
+    @functools.cached_property
+    def test(self) -> Rows:
+        """Rows that judge."""
+        return self._make["test"]()
+
+
+@dataclass
+class Client:
+    """Everything the client half may use. Nothing here leaves the silo unless a handler returns it.
+
+    Attributes:
+        memory: survives between messages and rounds; never sent.
+        seed: of this client in this round; derive from it what is random.
+        metrics: what the client optimiser noted about its last pass, e.g. ``loss``.
+    """
+
+    id: ClientId
+    data: ClientData
+    model: Any  # Model; methods of one family use more of it than the protocol
+    memory: MutableMapping[str, Any]
+    seed: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The usual reply: a change of parameters and its weight in the mean (n_k unless the method says otherwise)."""
+
+    delta: Params
+    weight: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= MAX_WEIGHT:  # NaN fails too
+            raise ClientFault(E_WEIGHT, f"weight {self.weight} is not in (0, {MAX_WEIGHT:g}]")
+
+
+class each(dict[ClientId, Any]):  # noqa: N801 - reads as a word: fed.ask(self.train, w=each(theta_bar))
+    """A payload that differs by client."""
+
+
+def on_client(handler: Handler) -> Handler:
+    """Mark the client half: it runs in a silo, called by message."""
+    handler.on_client = True  # type: ignore[attr-defined]
+    return handler
+
+
+def action(handler: Callable[..., Any]) -> str:
+    """The wire name of a handler: its class and its name."""
+    return f"{type(handler.__self__).__name__}_{handler.__name__}"  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One message to one client: call ``handler`` (``train.X`` or ``query.X``) with ``payload``.
+
+    (round, call) names the request: a reply carries both back, and a client's memory is versioned by them.
+    """
+
+    client: ClientId
+    handler: str
+    payload: Mapping[str, Any]
+    round: int
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back: a value, or the fault that took its place.
+
+    Attributes:
+        nbytes_down, nbytes_up: of request and reply as Flower serialises their records.
+    """
+
+    client: ClientId
+    value: Any
+    round: int
+    call: int
+    nbytes_down: int = 0
+    nbytes_up: int = 0
+    fault: ClientFault | None = None
+
+
+class Link(Protocol):
+    """An engine, as the server sees it: deliver requests, yield replies as they come."""
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        """Names of the clients, sorted."""
+
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        """Deliver; yield at most one reply a request, in any order; what has not come in time is not yielded."""
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A client left out of a round, and why."""
+
+    round: int
+    client: ClientId
+    code: str
+    reason: str
+
+
+class Federation:
+    """The server half's view: the clients, two verbs, and the transcript of what they exposed.
+
+    Attributes:
+        clients: names, sorted: the same order on every engine.
+        model: the server's copy of the model.
+        initial: w_0, the trainable parameters before the first round.
+        round: 1, 2, ... while a round runs; 0 before the first.
+        excluded: who was left out so far, with the reason.
+        metrics: what the clients' updates of this round noted, as means weighted like the updates.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        model: Any,
+        aggregator: Aggregator | None = None,
+        seed: int = 0,
+        min_clients: int = 1,
+        on_excluded: Callable[[Excluded], None] = lambda excluded: None,
+    ) -> None:
+        self._link = link
+        self.model = model
+        self.initial: Params = model.params()
+        self.aggregator = aggregator or Aggregator()
+        self.seed, self.min_clients = seed, min_clients
+        self.round, self._call = 0, 0
+        self.transcript = Transcript()
+        self.excluded: list[Excluded] = []
+        self.metrics: dict[str, float] = {}
+        self.cohort: tuple[ClientId, ...] = ()
+        self._on_excluded = on_excluded
+        self.clients: tuple[ClientId, ...] = tuple(sorted(link.clients))
+
+    def begin(self, t: int) -> None:
+        """Start round t: its random streams, its metrics."""
+        self.round, self._call, self.metrics, self.cohort = t, 0, {}, ()
+
+    def seed_for(self, *purpose: str | int) -> int:
+        """A seed of this round for one purpose."""
+        return seeds.derive(self.seed, "server", self.round, *purpose)
+
+    def sample(self, fraction: float) -> Sequence[ClientId]:
+        """A cohort S_t of max(floor(C K), 1) clients, drawn without replacement, in order of names."""
+        m = max(math.floor(fraction * len(self.clients) + 1e-9), 1)
+        rng = seeds.generator(self.seed, "server", self.round, "cohort")
+        chosen = rng.choice(len(self.clients), size=m, replace=False)
+        return [self.clients[i] for i in sorted(chosen)]
+
+    def ask(
+        self,
+        handler: Callable[..., Any],
+        *,
+        of: Iterable[ClientId] | None = None,
+        counted: bool = True,
+        **payload: Any,
+    ) -> dict[ClientId, Any]:
+        """Run a client handler in each silo. The server SEES each client's reply.
+
+        Raises:
+            RunError: fewer than ``min_clients`` gave a valid reply.
+        """
+        hint = get_type_hints(handler)["return"]
+        return dict(self.exchange("query", handler, of, payload, hint, counted=counted))
+
+    def mean(
+        self,
+        handler: Callable[..., Any],
+        *,
+        of: Iterable[ClientId] | None = None,
+        like: Layout | None = None,
+        **payload: Any,
+    ) -> Params:
+        """Weighted mean of the replies' deltas. The server sees only what the aggregator shows it.
+
+        Args:
+            like: what a delta must look like; by default the model's own parameters.
+
+        Raises:
+            RunError: fewer than ``min_clients`` gave a valid reply.
+        """
+        return self.aggregator.mean(self, handler, of, payload, like or self.initial.layout)
+
+    def exchange(
+        self,
+        kind: str,
+        handler: Callable[..., Any],
+        of: Iterable[ClientId] | None,
+        payload: Mapping[str, Any],
+        hint: Any,
+        *,
+        form: str = "plain",
+        counted: bool = True,
+        check: Callable[[Any], None] = lambda value: None,
+    ) -> Iterator[tuple[ClientId, Any]]:
+        """Deliver, validate, record; yield (client, value) in order of names, so that sums do not depend on timing.
+
+        A client whose reply is absent or not valid is excluded from this round with a line that says why.
+        """
+        cohort = sorted(self.clients if of is None else of)
+        name = f"{kind}.{action(handler)}"
+        self._call += 1
+        if counted and not self.cohort:
+            self.cohort = tuple(cohort)
+        varying = [k for k, v in payload.items() if isinstance(v, each)]
+        requests = [
+            Request(
+                c, name, {**payload, **{k: payload[k][c] for k in varying}} if varying else payload, self.round, self._call
+            )
+            for c in cohort
+        ]
+        pending = dict.fromkeys(cohort)  # still to come, in order
+        early: dict[ClientId, Any] = {}  # came before its turn
+        good, waiting = 0, iter(cohort)
+        turn = next(waiting, None)
+        answered: set[ClientId] = set()
+        for reply in self._link.exchange(requests):
+            try:
+                if reply.client not in pending and reply.client not in answered:
+                    raise ClientFault(E_CLIENT, "was not asked in this call")
+                if reply.client in answered:
+                    raise ClientFault(E_DUPLICATE, "a second reply to one request")
+                if reply.fault is not None:
+                    raise reply.fault
+                if (reply.round, reply.call) != (self.round, self._call):
+                    raise ClientFault(E_ROUND, f"a reply to round {reply.round}, call {reply.call}")
+                value = wire.conform(reply.value, hint)
+                check(value)
+            except ClientFault as fault:
+                self._exclude(reply.client, fault)
+                if fault.code not in (E_CLIENT, E_DUPLICATE, E_ROUND):  # its own reply may still be valid, or come
+                    del pending[reply.client]
+                    answered.add(reply.client)
+                    self._record(name, reply, form, counted)
+                value = None
+                if reply.client in pending or reply.client not in answered:
+                    continue
+            else:
+                del pending[reply.client]
+                answered.add(reply.client)
+                self._record(name, reply, form, counted)
+                early[reply.client] = value
+                good += 1
+            while turn is not None and turn not in pending:
+                if turn in early:
+                    yield turn, early.pop(turn)
+                turn = next(waiting, None)
+        for client in pending:
+            self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"))
+        for client in sorted(early):
+            yield client, early.pop(client)
+        if good < self.min_clients:
+            raise RunError(
+                f"round {self.round}: {good} of {len(cohort)} clients gave a valid reply to {name}, "
+                f"min_clients is {self.min_clients}"
+            )
+
+    def _exclude(self, client: ClientId, fault: ClientFault) -> None:
+        excluded = Excluded(self.round, client, fault.code, fault.reason)
+        self.excluded.append(excluded)
+        self._on_excluded(excluded)
+
+    def _record(self, name: str, reply: Reply, form: str, counted: bool) -> None:
+        down = Crossing(self.round, "server", reply.client, name, reply.nbytes_down, "plain", counted)
+        self.transcript.add(down)
+        if reply.nbytes_up:
+            self.transcript.add(Crossing(self.round, reply.client, "server", name, reply.nbytes_up, form, counted))
+
+
+class Aggregator:
+    """How sum_k n_k x_k / sum_k n_k is computed, and what the server sees meanwhile. Here: every update, in the clear.
+
+    Subclasses mask, encrypt or add noise: ``protect`` is the client half, ``mean`` the server half.
+    """
+
+    form = "plain"
+    wire_type: Any = Update
+
+    def protect(self, client: Client, update: Update) -> Any:
+        """Client half: what is sent instead of ``update``."""
+        return update
+
+    def mean(
+        self,
+        fed: Federation,
+        handler: Callable[..., Any],
+        of: Iterable[ClientId] | None,
+        payload: Mapping[str, Any],
+        like: Layout,
+    ) -> Params:
+        """Server half: one running sum in memory, whatever the number of clients."""
+        mean, metrics = Mean(), dict[str, float]()
+        replies = fed.exchange(
+            "train", handler, of, payload, self.wire_type, form=self.form, check=lambda u: wire.match(u.delta, like, "delta")
+        )
+        for _, update in replies:
+            mean.add(update.weight, update.delta)
+            for name, value in update.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + update.weight * value
+        fed.metrics.update({name: total / mean.weight for name, total in metrics.items()})
+        return mean.result()

@@ -1,0 +1,77 @@
+"""A client's memory between messages, on the client's own disk.
+
+Every (round, call) that writes makes a version of its own, and reads see the newest version before it. A server that was
+killed and asks the same round again therefore finds each client exactly as it was: nothing has to be rolled back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from fedfm import store
+
+_NAME = re.compile(r"r(\d{7})c(\d{5})\.safetensors")
+KEEP = 3  # versions; two rounds back covers a checkpoint that fell back by one
+
+
+class DiskMemory(MutableMapping[str, Any]):
+    """Loaded on first use, written by :meth:`commit` if it changed. A failed handler never commits.
+
+    Args:
+        folder: this client's own; made when something is written.
+        version: (round, call) of the message that is being handled.
+    """
+
+    def __init__(self, folder: Path, version: tuple[int, int]) -> None:
+        self._folder, self._version = folder, version
+        self._values: dict[str, Any] | None = None
+        self._changed = False
+
+    def _versions(self) -> list[tuple[int, int]]:
+        if not self._folder.is_dir():
+            return []
+        found = (_NAME.fullmatch(p.name) for p in self._folder.iterdir())
+        return sorted((int(m[1]), int(m[2])) for m in found if m)
+
+    def _path(self, version: tuple[int, int]) -> Path:
+        return self._folder / f"r{version[0]:07d}c{version[1]:05d}.safetensors"
+
+    def _load(self) -> dict[str, Any]:
+        if self._values is None:
+            self._values = {}
+            for version in reversed([v for v in self._versions() if v < self._version]):
+                if (value := store.load(self._path(version))) is not None:
+                    self._values = value
+                    break
+        return self._values
+
+    def commit(self) -> None:
+        """Write this version if anything changed, and drop versions that no resume can need."""
+        if not self._changed:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        store.save(self._path(self._version), self._values, 0o600, sync=False)
+        versions = self._versions()
+        older = [v for v in versions if v <= self._version]
+        for version in older[:-KEEP] + [v for v in versions if v > self._version]:
+            self._path(version).unlink(missing_ok=True)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._load()[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._load()[key] = value
+        self._changed = True
+
+    def __delitem__(self, key: str) -> None:
+        del self._load()[key]
+        self._changed = True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._load())
+
+    def __len__(self) -> int:
+        return len(self._load())

@@ -1,0 +1,57 @@
+"""Method: a federated algorithm, client half and server half in one class."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+from fedfm.federation import Client, ClientId, Federation, on_client
+from fedfm.params import Params
+
+S = TypeVar("S")  # server state, carried from round to round: Params, numbers, dicts or dataclasses of them
+
+
+class Method(ABC, Generic[S]):
+    """Subclass as a frozen dataclass: its fields are the hyper-parameters, and nothing else.
+
+    ``init`` and ``step`` are the server half; functions marked ``@on_client`` are the client half. The halves share only
+    ``self``'s hyper-parameters: all else travels by message. State is a value: what ``step`` returns is written to
+    disk after every round, and a resumed run continues from it.
+
+    Attributes:
+        rounds: number of communication rounds; 0 evaluates the start.
+        personal: every client ends with a model of its own.
+        adaptation: what is trainable when the experiment does not say.
+    """
+
+    rounds: int
+    personal: ClassVar[bool] = False
+    adaptation: ClassVar[str] = "lora"
+    state_type: ClassVar[Any] = Params  # the class of S, by which a checkpoint is read back
+
+    @abstractmethod
+    def init(self, fed: Federation) -> S:
+        """Server state before the first round."""
+
+    @abstractmethod
+    def step(self, fed: Federation, state: S, t: int) -> S:
+        """One communication round (t = 1, 2, ...)."""
+
+    @abstractmethod
+    def params_for(self, state: S, client: ClientId) -> Params:
+        """The parameters that ``client`` would use if training ended here; "" asks for the server's own."""
+
+    @on_client
+    def evaluate(self, client: Client, w: Params) -> dict[str, Any]:
+        """The client's model on the client's own test rows (see ``models.metrics.evaluate``)."""
+        from fedfm.models.metrics import evaluate
+
+        client.model.load(w)
+        return evaluate(client.model, client.data.test)
+
+    def validate(self) -> None:
+        """Refuse hyper-parameters that make no sense.
+
+        Raises:
+            InputError: with the key and what would be right.
+        """

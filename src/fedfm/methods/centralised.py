@@ -1,0 +1,31 @@
+"""Centralised: one model trained on the rows of all clients together. The yardstick above, which a federation may not use.
+
+The pooled comparison of McMahan et al., AISTATS 2017, arXiv:1602.05629; Algorithm 1 with a single client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from fedfm.federation import Client, Federation, on_client
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+
+POOLED = "(pooled)"  # the client that holds everybody's training rows; it exists on the local engine only
+
+
+@dataclass(frozen=True)
+class Centralised(FedAvg):
+    """E epochs a round on the pooled rows, as many as the clients of a federated run do together."""
+
+    pools: ClassVar[bool] = True
+
+    weighting: str = field(default="size", metadata={"help": "unused: nothing is averaged"})
+
+    def step(self, fed: Federation, w: Params, t: int) -> Params:
+        return fed.ask(self.train_pooled, of=[POOLED], w=w)[POOLED]  # type: ignore[no-any-return]
+
+    @on_client
+    def train_pooled(self, client: Client, w: Params) -> Params:
+        return self.local(client, w)

@@ -1,0 +1,64 @@
+"""FedAdam: Adaptive Federated Optimization.
+
+Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan. ICLR 2021. arXiv:2003.00295, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from fedfm.errors import InputError
+from fedfm.federation import ClientId, Federation
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Server state: the model x and the two moments of its pseudo-gradient."""
+
+    x: Params
+    m: Params
+    v: Params
+
+
+@dataclass(frozen=True)
+class FedAdam(FedAvg):
+    """Adam at the server on the mean update Delta_t; no bias correction, m_0 = v_0 = 0."""
+
+    state_type: ClassVar[Any] = Moments
+
+    server_learning_rate: float = field(default=0.01, metadata={"help": "eta"})
+    beta_1: float = field(default=0.9, metadata={"help": "decay of the first moment"})
+    beta_2: float = field(default=0.99, metadata={"help": "decay of the second moment"})
+    tau: float = field(default=0.001, metadata={"help": "adaptivity: added to the root of the second moment"})
+
+    def init(self, fed: Federation) -> Moments:  # type: ignore[override]
+        x = fed.initial
+        return Moments(x, 0.0 * x, 0.0 * x)
+
+    def step(self, fed: Federation, state: Moments, t: int) -> Moments:  # type: ignore[override]
+        delta = fed.mean(self.train, of=fed.sample(self.fraction), w=state.x)
+        m = self.beta_1 * state.m + (1 - self.beta_1) * delta  # line 10
+        v = self.second_moment(state.v, delta)  # line 13
+        x = state.x + self.server_learning_rate * m.map(lambda m, v: m / (v.sqrt() + self.tau), v)  # line 15
+        return Moments(x, m, v)
+
+    def second_moment(self, v: Params, delta: Params) -> Params:
+        """v_t = beta_2 v_{t-1} + (1 - beta_2) Delta_t^2."""
+        return self.beta_2 * v + (1 - self.beta_2) * delta.map(torch.square)
+
+    def params_for(self, state: Moments, client: ClientId) -> Params:  # type: ignore[override]
+        return state.x
+
+    def validate(self) -> None:
+        super().validate()
+        for key, value in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
+            if not 0 <= value < 1:
+                raise InputError(f"method.{key} = {value}: expected a number in [0, 1)")
+        for key, value in (("server_learning_rate", self.server_learning_rate), ("tau", self.tau)):
+            if not value > 0:
+                raise InputError(f"method.{key} = {value}: expected a number above 0")

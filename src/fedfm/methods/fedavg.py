@@ -1,0 +1,49 @@
+"""FedAvg: Communication-Efficient Learning of Deep Networks from Decentralized Data.
+
+McMahan, Moore, Ramage, Hampson, Aguera y Arcas. AISTATS 2017. arXiv:1602.05629, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fedfm.errors import InputError
+from fedfm.federation import Client, ClientId, Federation, Update, on_client
+from fedfm.method import Method
+from fedfm.params import Params
+from fedfm.training import SGD, Local
+
+
+@dataclass(frozen=True)
+class FedAvg(Method[Params]):
+    """Average of the clients' locally trained models, weighted by their numbers of examples."""
+
+    rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
+    fraction: float = field(default=1.0, metadata={"help": "C, the fraction of clients that a round asks"})
+    weighting: str = field(default="size", metadata={"help": "of the mean: size (n_k) or uniform"})
+    local: Local = field(default=SGD(), metadata={"help": "client optimiser: E, B, eta"})
+
+    def init(self, fed: Federation) -> Params:
+        return fed.initial
+
+    def step(self, fed: Federation, w: Params, t: int) -> Params:
+        cohort = fed.sample(self.fraction)  # S_t
+        return w + fed.mean(self.train, of=cohort, w=w)  # w_{t+1} = sum_k n_k/n w^k_{t+1}
+
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        w_k = self.local(client, w)  # ClientUpdate(k, w_t)
+        n_k = len(client.data.train) if self.weighting == "size" else 1
+        return Update(w_k - w, n_k, client.metrics)
+
+    def params_for(self, w: Params, client: ClientId) -> Params:
+        return w
+
+    def validate(self) -> None:
+        if self.rounds < 0:
+            raise InputError(f"method.rounds = {self.rounds}: expected a whole number of at least 0")
+        if not 0 < self.fraction <= 1:
+            raise InputError(f"method.fraction = {self.fraction}: expected a number in (0, 1]")
+        if self.weighting not in ("size", "uniform"):
+            raise InputError(f'method.weighting = "{self.weighting}": expected "size" or "uniform"')
+        self.local.validate("method.local")

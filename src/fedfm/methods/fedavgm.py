@@ -1,0 +1,51 @@
+"""FedAvgM: Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification.
+
+Hsu, Qi, Brown. 2019. arXiv:1909.06335, Section 4 (the server's momentum on top of Algorithm 1 of FedAvg).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fedfm.errors import InputError
+from fedfm.federation import ClientId, Federation
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """Server state: the model w and the momentum m."""
+
+    w: Params
+    m: Params
+
+
+@dataclass(frozen=True)
+class FedAvgM(FedAvg):
+    """FedAvg with momentum at the server: m <- beta m + Delta, w <- w + eta m."""
+
+    state_type: ClassVar[Any] = Momentum
+
+    server_momentum: float = field(default=0.9, metadata={"help": "beta"})
+    server_learning_rate: float = field(default=1.0, metadata={"help": "eta"})
+
+    def init(self, fed: Federation) -> Momentum:  # type: ignore[override]
+        w = fed.initial
+        return Momentum(w, 0.0 * w)
+
+    def step(self, fed: Federation, state: Momentum, t: int) -> Momentum:  # type: ignore[override]
+        delta = fed.mean(self.train, of=fed.sample(self.fraction), w=state.w)
+        m = self.server_momentum * state.m + delta
+        return Momentum(state.w + self.server_learning_rate * m, m)
+
+    def params_for(self, state: Momentum, client: ClientId) -> Params:  # type: ignore[override]
+        return state.w
+
+    def validate(self) -> None:
+        super().validate()
+        if not 0 <= self.server_momentum < 1:
+            raise InputError(f"method.server_momentum = {self.server_momentum}: expected a number in [0, 1)")
+        if not self.server_learning_rate > 0:
+            raise InputError(f"method.server_learning_rate = {self.server_learning_rate}: expected a number above 0")

@@ -1,0 +1,36 @@
+"""Local: every client trains alone, for as many epochs as a federated run would give it. The yardstick below.
+
+Named "local training" in McMahan et al., AISTATS 2017, arXiv:1602.05629; Algorithm 1 without its communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fedfm.federation import Client, ClientId, Federation, each, on_client
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class LocalOnly(FedAvg):
+    """Nothing is averaged: client k goes on from its own model each round."""
+
+    personal: ClassVar[bool] = True
+    state_type: ClassVar[Any] = dict[str, Params]
+
+    weighting: str = field(default="size", metadata={"help": "unused: nothing is averaged"})
+
+    def init(self, fed: Federation) -> dict[ClientId, Params]:  # type: ignore[override]
+        return dict.fromkeys(fed.clients, fed.initial)
+
+    def step(self, fed: Federation, w: dict[ClientId, Params], t: int) -> dict[ClientId, Params]:  # type: ignore[override]
+        return w | fed.ask(self.train_alone, of=fed.sample(self.fraction), w=each(w))
+
+    @on_client
+    def train_alone(self, client: Client, w: Params) -> Params:
+        return self.local(client, w)
+
+    def params_for(self, w: dict[ClientId, Params], client: ClientId) -> Params:  # type: ignore[override]
+        return w[client]

@@ -1,0 +1,71 @@
+"""SCAFFOLD: Stochastic Controlled Averaging for Federated Learning.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh. ICML 2020. arXiv:1910.06378, Algorithm 1 with option II.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fedfm.errors import InputError
+from fedfm.federation import Client, ClientId, Federation, Update, on_client
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+from fedfm.training import SGD, Proximal
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """Server state: the model x and the server's control variate c."""
+
+    x: Params
+    c: Params
+
+
+@dataclass(frozen=True)
+class Scaffold(FedAvg):
+    """Clients correct their drift by control variates: each local step follows g(y) - c_k + c. Means are uniform."""
+
+    state_type: ClassVar[Any] = Controlled
+
+    weighting: str = field(default="uniform", metadata={"help": "of the mean: uniform, as in the paper"})
+    server_learning_rate: float = field(default=1.0, metadata={"help": "eta_g"})
+
+    def init(self, fed: Federation) -> Controlled:  # type: ignore[override]
+        x = fed.initial
+        return Controlled(x, 0.0 * x)
+
+    def step(self, fed: Federation, state: Controlled, t: int) -> Controlled:  # type: ignore[override]
+        x, c = state.x, state.c
+        cohort = fed.sample(self.fraction)  # S
+        like = Params.join(y=x, c=c).layout
+        mean = fed.mean(self.train, of=cohort, like=like, x=x, c=c)  # 1/|S| sum (Delta y_k, Delta c_k), line 16
+        x = x + self.server_learning_rate * mean.part("y")  # line 17
+        c = c + (len(cohort) / len(fed.clients)) * mean.part("c")
+        return Controlled(x, c)
+
+    @on_client
+    def train(self, client: Client, x: Params, c: Params) -> Update:
+        c_k = client.memory.get("c", 0.0 * x)
+        y = self.local(client, x, correction=c - c_k)  # y <- y - eta_l (g(y) - c_k + c), line 10
+        steps = self.local.steps(len(client.data.train))
+        c_new = c_k - c + (x - y) / (steps * self.local.learning_rate)  # line 12, option II
+        client.memory["c"] = c_new
+        return Update(Params.join(y=y - x, c=c_new - c_k), 1.0, client.metrics)
+
+    def params_for(self, state: Controlled, client: ClientId) -> Params:  # type: ignore[override]
+        return state.x
+
+    def validate(self) -> None:
+        super().validate()
+        if not self.server_learning_rate > 0:
+            raise InputError(f"method.server_learning_rate = {self.server_learning_rate}: expected a number above 0")
+        if self.weighting != "uniform":
+            raise InputError(f'method.weighting = "{self.weighting}": scaffold takes uniform means')
+        plain = isinstance(self.local, SGD) and not isinstance(self.local, Proximal)
+        if not plain or self.local.momentum or self.local.weight_decay:  # type: ignore[attr-defined]
+            raise InputError(
+                "method.local: scaffold's control variates are exact for plain SGD only; "
+                'expected name = "sgd" without momentum and weight_decay'
+            )

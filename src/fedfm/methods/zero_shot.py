@@ -1,0 +1,24 @@
+"""Zero-shot: the foundation model as it is, without a round of training. The yardstick at the start.
+
+For a CLIP-like model the classifier is the text encoder's view of the class names (Radford et al., ICML 2021,
+arXiv:2103.00020, Section 3.1); for others it is the untrained head. No Algorithm: nothing is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fedfm.errors import InputError
+from fedfm.methods.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class ZeroShot(FedAvg):
+    """Evaluates the start; sends nothing."""
+
+    rounds: int = field(default=0, metadata={"help": "0: nothing is trained"})
+
+    def validate(self) -> None:
+        super().validate()
+        if self.rounds:
+            raise InputError(f"method.rounds = {self.rounds}: zero_shot trains nothing, expected 0")

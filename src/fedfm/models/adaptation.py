@@ -1,0 +1,149 @@
+"""What of a foundation model is trainable: full, head, top_layers, lora (PEFT), ffa_lora.
+
+LoRA: Low-Rank Adaptation of Large Language Models. Hu et al. ICLR 2022: W x + (alpha / r) B A x, B = 0 at the start.
+FFA-LoRA: Improving LoRA in Privacy-preserving Federated Learning. Sun et al. ICLR 2024: A stays at its first value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedfm import seeds
+from fedfm.errors import InputError
+from fedfm.models.families import Parts, query_value_names, unwrapped
+from fedfm.models.quiet import quiet
+from fedfm.models.spec import AdaptationSpec
+
+NAMES = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt")
+LORA = ("lora", "ffa_lora")
+
+
+def check(spec: AdaptationSpec) -> AdaptationSpec:
+    """The specification with its defaults filled in.
+
+    Raises:
+        InputError: an unknown name, or a number out of its range.
+    """
+    if spec.name not in NAMES:
+        close = difflib.get_close_matches(spec.name, NAMES, 1)
+        hint = f": did you mean {close[0]!r}?" if close else f": expected one of {', '.join(NAMES)}"
+        raise InputError(f"model.adaptation.name: unknown {spec.name!r}{hint}")
+    if spec.name == "prompt":
+        raise InputError(
+            "model.adaptation.name: 'prompt' is not available yet: use lora, ffa_lora, head, top_layers, full"
+        )
+    if spec.name in LORA:
+        if spec.rank < 1:
+            raise InputError(f"model.adaptation.rank: {spec.rank}, expected an integer of at least 1")
+        if spec.alpha is not None and not spec.alpha > 0:
+            raise InputError(f"model.adaptation.alpha: {spec.alpha}, expected a positive number")
+        if not 0 <= spec.dropout < 1:
+            raise InputError(f"model.adaptation.dropout: {spec.dropout}, expected at least 0 and below 1")
+        spec = dataclasses.replace(spec, alpha=2.0 * spec.rank if spec.alpha is None else spec.alpha)
+    if spec.layers is not None and spec.layers < 1:
+        raise InputError(f"model.adaptation.layers: {spec.layers}, expected an integer of at least 1")
+    return spec
+
+
+def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: str, seed: int) -> nn.Module:
+    """Make trainable what the (checked) specification says; LoRA returns the module wrapped by PEFT.
+
+    Args:
+        module: the whole model; changed in place.
+        spec: checked by :func:`check`.
+        parts: of the module.
+        new: paths of the modules that were made for this task (the classification head).
+        task: classification, zero_shot, language_modelling or instruction.
+        seed: LoRA's A is drawn from ``derive(seed, "adaptation")``, so that it is the same everywhere.
+
+    Raises:
+        InputError: the specification does not fit the architecture.
+    """
+    module.requires_grad_(spec.name == "full")
+    if spec.name == "full":
+        return module
+    if spec.name == "head":
+        if not parts.head or task in ("language_modelling", "instruction"):
+            raise InputError(
+                f"model.adaptation.name: 'head' needs a classification head, task {task!r} has none: use lora"
+            )
+        module.get_submodule(parts.head).requires_grad_(True)
+        return module
+    if spec.name == "top_layers":
+        count = spec.layers or 1
+        _enough(count, parts)
+        tops: list[nn.Module | None] = [block for _, block in parts.blocks[-count:]]
+        for top in [*tops, parts.norm, parts.pooler, *(module.get_submodule(n) for n in {*new, parts.head} if n)]:
+            if top is not None:
+                top.requires_grad_(True)
+        return module
+    return _lora(module, spec, parts, new=new, task=task, seed=seed)
+
+
+def live_head(module: nn.Module, path: str) -> nn.Linear | None:
+    """The linear head that the forward pass uses: PEFT puts a trained copy in its place."""
+    if not path:
+        return None
+    found: Any = unwrapped(module)
+    for name in path.split("."):
+        found = getattr(found, "modules_to_save")["default"] if hasattr(found, "modules_to_save") else found  # noqa: B009
+        found = getattr(found, name)
+    found = found.modules_to_save["default"] if hasattr(found, "modules_to_save") else found
+    return found if isinstance(found, nn.Linear) else None
+
+
+def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: str, seed: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    targets = list(spec.targets or query_value_names(parts))
+    if not targets:
+        raise InputError(
+            "model.adaptation.targets: lora finds no query and value projections: name modules, or use head or full"
+        )
+    if spec.targets:
+        known = {name for name, _ in module.named_modules()}
+        for target in spec.targets:
+            if not any(name == target or name.endswith(f".{target}") for name in known):
+                leaves = {n.rpartition(".")[2] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+                right = ", ".join(sorted(leaves - {p.rpartition(".")[2] for p in (*new, parts.head)}))
+                raise InputError(f"model.adaptation.targets: no module {target!r} in this model: it has {right}")
+    if spec.layers is not None:
+        _enough(spec.layers, parts)
+        tops = tuple(path for path, _ in parts.blocks[-spec.layers :])
+        targets = [
+            name
+            for name, _ in module.named_modules()
+            if any(name == t or name.endswith(f".{t}") for t in targets)
+            and any(name == top or name.startswith(f"{top}.") for top in tops)
+        ]
+    transposed = any(
+        type(m).__name__ == "Conv1D" and any(n == t or n.endswith(f".{t}") for t in targets)
+        for n, m in module.named_modules()
+    )
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha if spec.alpha is None or spec.alpha % 1 else int(spec.alpha),
+        lora_dropout=spec.dropout,
+        target_modules=targets,
+        modules_to_save=list(new) or None,
+        fan_in_fan_out=transposed,
+        task_type="CAUSAL_LM" if task in ("language_modelling", "instruction") else None,
+    )
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeds.derive(seed, "adaptation"))
+        adapted: nn.Module = get_peft_model(module, config)
+    if spec.name == "ffa_lora":
+        for name, parameter in adapted.named_parameters():
+            if ".lora_A." in name:
+                parameter.requires_grad_(False)
+    return adapted
+
+
+def _enough(count: int, parts: Parts) -> None:
+    if count > len(parts.blocks):
+        raise InputError(f"model.adaptation.layers: {count}, but the model has {len(parts.blocks)} blocks")

@@ -1,0 +1,165 @@
+"""A trained model for other programs: PEFT's own files, a Hugging Face folder, or plain safetensors."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from fedfm.errors import InputError
+from fedfm.models.adaptation import LORA
+from fedfm.models.model import Model
+from fedfm.models.quiet import quiet
+from fedfm.params import Params
+
+Target = Literal["peft", "hf", "torch"]
+ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fedfm.json"
+
+
+def save_adapter(model: Model, w: Params, folder: Path | str) -> Path:
+    """Write what was trained: ``adapter_config.json`` and ``adapter_model.safetensors`` where it is LoRA, else
+    ``model.safetensors`` with the trainable tensors; ``fedfm.json`` beside them says of which model and which classes.
+
+    Raises:
+        KeyError, ValueError: ``w`` is not of this model.
+    """
+    folder = _folder(folder)
+    if _is_lora(model):
+        with holding(model, w), quiet():
+            # Without this PEFT would ask the hub whether the base model's vocabulary has changed.
+            model.module.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
+        (folder / "README.md").unlink(missing_ok=True)  # an empty model card
+    else:
+        _check(model, w)
+        _save(dict(w), folder / WEIGHTS)
+    _about(model, folder)
+    return folder
+
+
+def load_adapter(model: Model, folder: Path | str) -> Params:
+    """What :func:`save_adapter` wrote for such a model.
+
+    Raises:
+        InputError: the files are missing, or of another model.
+    """
+    from safetensors.torch import load_file
+
+    path = Path(folder) / (ADAPTER if _is_lora(model) else WEIGHTS)
+    if not path.exists():
+        raise InputError(f"{folder}: no {path.name} of adaptation {model.adaptation!r}")
+    saved = load_file(path)
+    state = model.params().state()
+    short = {name: _peft_name(name) if _is_lora(model) else name for name in state}
+    if missing := [name for name in state if short[name] not in saved]:
+        raise InputError(f"{path}: no tensor {short[missing[0]]!r}, it is of another model")
+    for name, tensor in state.items():
+        if saved[short[name]].shape != tensor.shape:
+            raise InputError(
+                f"{path}: {short[name]} is {tuple(saved[short[name]].shape)}, expected {tuple(tensor.shape)}"
+            )
+    return Params({name: saved[short[name]].to(tensor.dtype) for name, tensor in state.items()})
+
+
+def export(model: Model, w: Params, to: Target, out: Path | str) -> Path:
+    """Write the model with weights ``w`` into the folder ``out``, with the names of the classes and what prepares rows.
+
+    Args:
+        model: on any device.
+        w: trained tensors of this model.
+        to: ``peft``: an adapter for ``PeftModel.from_pretrained``; ``hf``: the whole model, the adapter merged into it,
+            for ``AutoModelFor....from_pretrained(out)``; ``torch``: the same tensors as safetensors, and a json.
+        out: made where it does not exist.
+
+    Raises:
+        InputError: the model does not go into this form.
+    """
+    if to not in ("peft", "hf", "torch"):
+        raise InputError(f"--to: unknown {to!r}, expected peft, hf or torch")
+    if to == "peft":
+        if not _is_lora(model):
+            raise InputError(f"--to peft: adaptation {model.adaptation!r} makes no PEFT adapter: use hf or torch")
+        save_adapter(model, w, out)
+    elif to == "hf":
+        module = merged(model, w)
+        if not hasattr(module, "save_pretrained"):
+            raise InputError(f"--to hf: {model.spec.name!r} is no transformers model: use torch")
+        with quiet():
+            module.save_pretrained(str(_folder(out)))
+    else:
+        _save(merged(model, w).state_dict(), _folder(out) / WEIGHTS)
+        _about(model, Path(out))
+    _save_tools(model, Path(out))
+    return Path(out)
+
+
+def merged(model: Model, w: Params) -> Any:
+    """A copy of the module with weights ``w``, on the CPU, with LoRA multiplied out."""
+    with holding(model, w):
+        module: Any = copy.deepcopy(model.module).cpu()
+    if _is_lora(model):
+        with quiet():
+            module = module.merge_and_unload()
+    module._forward_pre_hooks.clear()
+    return module
+
+
+@contextmanager
+def holding(model: Model, w: Params) -> Iterator[None]:
+    """Within it the model has the weights ``w``; afterwards it has its own again."""
+    own = model.params()
+    model.load(w)
+    try:
+        yield
+    finally:
+        model.load(own)
+
+
+def _is_lora(model: Model) -> bool:
+    return model.adaptation in LORA and hasattr(model.module, "peft_config")
+
+
+def _check(model: Model, w: Params) -> None:
+    with holding(model, w):
+        pass
+
+
+def _folder(path: Path | str) -> Path:
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _peft_name(name: str) -> str:
+    """The name in PEFT's file of a parameter of the module."""
+    return name.replace(".modules_to_save.default", "").replace(".default.", ".")
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    # Clones, because tied tensors share memory, which the format does not allow.
+    save_file({k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}, path, {"format": "pt"})
+
+
+def _about(model: Model, folder: Path) -> None:
+    about: dict[str, Any] = {
+        "model": model.spec.name,
+        "task": model.task,
+        "adaptation": model.adaptation,
+        "classes": list(model.classes),
+        "fingerprint": model.fingerprint,
+        "names": list(model.names),
+    }
+    (folder / ABOUT).write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _save_tools(model: Model, folder: Path) -> None:
+    with quiet():
+        for tool in (model.tools.processor, model.tools.tokenizer):
+            if tool is not None:
+                tool.save_pretrained(str(folder))

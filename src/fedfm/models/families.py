@@ -1,0 +1,181 @@
+"""Where the parts of a model lie: embedding, blocks, final norm, pooler, head.
+
+An explicit table for the families that are tested, by ``config.model_type``; other models fall back on what their
+modules look like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Family:
+    """Paths inside the base model (``module.<base_model_prefix>``), or inside the whole module where there is none.
+
+    Attributes:
+        embedding: turns the model's input into b_0.
+        blocks: the ModuleLists that hold the blocks, in order.
+        norm: final normalisation and whatever else stands between the blocks and the pooler.
+        pooler: turns (n, T, d) into (n, d) with weights of its own.
+        head: the last linear layer; a path inside the whole module.
+    """
+
+    embedding: str
+    blocks: tuple[str, ...]
+    norm: str = ""
+    pooler: str = ""
+    head: str = "classifier"
+
+
+_VIT = Family("embeddings", ("layers",), "layernorm")
+_CLIP = Family("vision_model.embeddings", ("vision_model.encoder.layers",), "vision_model.post_layernorm")
+_BERT = Family("embeddings", ("encoder.layer",), "", "pooler")
+_ROBERTA = Family("embeddings", ("encoder.layer",), "", "", "classifier.out_proj")
+_LLAMA = Family("embed_tokens", ("layers",), "norm", "", "score")
+
+FAMILIES: dict[str, Family] = {
+    "vit": _VIT,
+    "deit": _VIT,
+    "ijepa": _VIT,
+    "dinov2": Family("embeddings", ("encoder.layer",), "layernorm"),
+    "clip": _CLIP,
+    "clip_vision_model": _CLIP,
+    "siglip": Family(_CLIP.embedding, _CLIP.blocks, _CLIP.norm, "vision_model.head"),
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "distilbert": Family("embeddings", ("transformer.layer",), "", ""),
+    "gpt2": Family("wte", ("h",), "ln_f", "", "score"),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "resnet": Family("embedder", ("encoder.stages",), "", "", "classifier.1"),
+    "mobilenet_v2": Family("conv_stem", ("layer",), "conv_1x1"),
+    "cifar_resnet": Family("bn1", ("layer1", "layer2", "layer3"), "", "", "linear"),
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one model, as modules and as paths from its root.
+
+    Attributes:
+        embedding: module, or None where it was not found.
+        blocks: (path, module) in order; empty where none was found.
+        norm: final norm, or None.
+        pooler: or None.
+        head: path of the last linear layer; "" where the model has none.
+    """
+
+    embedding: nn.Module | None
+    blocks: tuple[tuple[str, nn.Module], ...]
+    norm: nn.Module | None
+    pooler: nn.Module | None
+    head: str
+
+
+def find(module: nn.Module, model_type: str) -> Parts:
+    """The parts of ``module``, before any adapter is put into it."""
+    prefix = getattr(module, "base_model_prefix", "")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        return _guess(module)
+    blocks = tuple(
+        (f"{path}.{i}", block)
+        for path in (_resolve(module, prefix, list_) for list_ in family.blocks)
+        if path
+        for i, block in enumerate(_children(module.get_submodule(path)))
+    )
+    head = next((h for h in (family.head, "lm_head", "head") if _linear(module, h)), "")
+    if not blocks or not head:
+        guess = _guess(module)
+        blocks, head = blocks or guess.blocks, head or guess.head
+    embedding, norm, pooler = (
+        _module(module, _resolve(module, prefix, p)) for p in (family.embedding, family.norm, family.pooler)
+    )
+    return Parts(embedding, blocks, norm, pooler, head)
+
+
+def unwrapped(module: Any) -> Any:
+    """The module below PEFT's wrapper."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+def query_value_names(parts: Parts) -> tuple[str, ...]:
+    """What LoRA adapts by default: the query and value projections (all of a fused one), and in a network of
+    convolutions those without groups; () where there is neither.
+    """
+    leaves = {
+        name.rpartition(".")[2]
+        for _, block in parts.blocks
+        for name, m in block.named_modules()
+        if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
+    }
+    for names in _QUERY_VALUE:
+        if leaves.issuperset(names):
+            return names
+    if any(type(block).__name__.startswith("MobileNet") for _, block in parts.blocks):
+        return ()  # transformers reads the strides of their convolutions, which PEFT's wrapper does not have
+    return tuple(
+        f"{path}.{name}" if name else path
+        for path, block in parts.blocks
+        for name, m in block.named_modules()
+        if isinstance(m, nn.Conv2d) and m.groups == 1
+    )
+
+
+_QUERY_VALUE: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "v_proj"),
+    ("query", "value"),
+    ("q_lin", "v_lin"),
+    ("query_proj", "value_proj"),
+    ("c_attn",),
+    ("query_key_value",),
+    ("qkv_proj",),
+    ("qkv",),
+    ("Wqkv",),
+    ("q", "v"),
+)
+
+
+def _children(module: nn.Module) -> Sequence[nn.Module]:
+    return list(module.children())
+
+
+def _linear(module: nn.Module, path: str) -> bool:
+    found = _module(module, path)
+    return isinstance(found, nn.Linear)
+
+
+def _module(module: nn.Module, path: str) -> nn.Module | None:
+    if not path:
+        return None
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _resolve(module: nn.Module, prefix: str, path: str) -> str:
+    """``path`` from the root of ``module``; "" where there is no such module."""
+    if not path:
+        return ""
+    candidates = [f"{prefix}.{path}" if prefix else path, path]
+    return next((c for c in candidates if _module(module, c) is not None), "")
+
+
+def _guess(module: nn.Module) -> Parts:
+    """The longest ModuleList of one class holds the blocks; the last linear layer is the head."""
+    best: tuple[tuple[str, nn.Module], ...] = ()
+    head = ""
+    for path, m in module.named_modules():
+        if isinstance(m, nn.Linear):
+            head = path
+        if isinstance(m, nn.ModuleList) and len(m) > len(best) and len({type(c) for c in m}) == 1:
+            best = tuple((f"{path}.{i}", c) for i, c in enumerate(m))
+    return Parts(None, best, None, None, head)

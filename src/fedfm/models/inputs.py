@@ -1,0 +1,167 @@
+"""From rows as they were read to tensors: the model's own image processor or tokenizer, in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.errors import InputError
+from fedfm.models.quiet import quiet
+from fedfm.rows import Rows
+
+if TYPE_CHECKING:
+    from fedfm.data.table import Table
+
+CHUNK = 256  # pictures decoded at a time
+PROMPT = "{instruction}\n"  # what an instruction model reads before it answers
+
+Preprocess = Callable[[list[Any]], Tensor]  # PIL pictures -> (n, 3, H, W)
+
+
+def prepare(
+    table: Table,
+    index: Sequence[int] | np.ndarray,
+    *,
+    classes: tuple[str, ...],
+    image: Preprocess | None = None,
+    tokenizer: Any = None,
+    max_length: int = 128,
+    language_model: bool = False,
+) -> Rows:
+    """The model-ready rows ``index`` of ``table``.
+
+    Passages become blocks, so that there are not as many rows as indexes: see :func:`passages`.
+
+    Raises:
+        InputError: the model does not take this kind of data, or a label is none of ``classes``.
+    """
+    index = np.asarray(index, dtype=np.int64)
+    part = table.take(index)
+    if table.kind == "features":
+        x = torch.from_numpy(np.array(part.inputs, dtype=np.float32))
+        return Rows({"features": x}, labels=_labels(part, classes))
+    if table.kind == "image":
+        if image is None:
+            raise InputError(f"{table.source or 'the data'} holds images, which model.name does not take")
+        return Rows({"pixel_values": pixels(part.inputs, image)}, labels=_labels(part, classes))
+    if tokenizer is None:
+        raise InputError(f"{table.source or 'the data'} holds {table.kind}, which model.name does not take")
+    pad = int(tokenizer.pad_token_id or 0)
+    if table.kind == "passages" or (language_model and table.kind == "text"):
+        return Rows(tokens=passages(list(part.inputs), tokenizer, max_length), pad=pad)
+    if table.kind == "instruction":
+        tokens, starts = instructions(list(part.inputs), tokenizer, max_length)
+        return Rows({"answer_start": starts}, tokens=tokens, pad=pad)
+    return Rows(tokens=texts(list(part.inputs), tokenizer, max_length), labels=_labels(part, classes), pad=pad)
+
+
+def _labels(table: Table, classes: tuple[str, ...]) -> Tensor | None:
+    if table.labels is None:
+        return None
+    labels = np.asarray(table.labels, dtype=np.int64)
+    if table.classes and table.classes != classes:
+        place = {name: i for i, name in enumerate(classes)}
+        present = {int(i) for i in np.unique(labels)}
+        if unknown := [table.classes[i] for i in sorted(present) if table.classes[i] not in place]:
+            raise InputError(f"{table.source or 'the data'}: label {unknown[0]!r} is none of the model's classes")
+        labels = np.array([place.get(name, -1) for name in table.classes], dtype=np.int64)[labels]
+    return torch.from_numpy(labels.copy())
+
+
+def pixels(pictures: Any, preprocess: Preprocess) -> Tensor:
+    """uint8 (N, H, W, C) or N paths -> float32 (N, 3, H', W'); paths are opened a chunk at a time."""
+    done = [preprocess(chunk) for chunk in _opened(pictures)]
+    return torch.cat(done) if done else torch.zeros(0, 3, 1, 1)
+
+
+def _opened(pictures: Any) -> Iterator[list[Any]]:
+    """Chunks of RGB pictures."""
+    from PIL import Image, UnidentifiedImageError
+
+    for start in range(0, len(pictures), CHUNK):
+        chunk = []
+        for x in pictures[start : start + CHUNK]:
+            if isinstance(x, np.ndarray):
+                chunk.append(Image.fromarray(x[..., 0] if x.shape[-1] == 1 else x).convert("RGB"))
+                continue
+            try:
+                with Image.open(x) as picture:
+                    chunk.append(picture.convert("RGB"))
+            except (OSError, UnidentifiedImageError) as error:
+                raise InputError(f"{Path(x)}: not a readable picture ({error})") from None
+        yield chunk
+
+
+def processor_call(processor: Any) -> Preprocess:
+    """A transformers image processor as a function of PIL pictures."""
+
+    def call(pictures: list[Any]) -> Tensor:
+        with quiet():
+            array = np.stack(processor(pictures, return_tensors="np")["pixel_values"])
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))  # (n, 3, H, W)
+
+    return call
+
+
+def plain_call(size: int, mean: Sequence[float], std: Sequence[float]) -> Preprocess:
+    """Resize to ``size`` (bilinear), x / 255, normalise: for models that come without a processor of their own."""
+
+    def call(pictures: list[Any]) -> Tensor:
+        from PIL import Image
+
+        side = (size, size)
+        array = np.stack(
+            [np.asarray(p if p.size == side else p.resize(side, Image.Resampling.BILINEAR)) for p in pictures]
+        )
+        x = torch.from_numpy(array.astype(np.float32) / 255).permute(0, 3, 1, 2)  # (n, 3, H, W)
+        return ((x - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]).contiguous()
+
+    return call
+
+
+def texts(strings: list[str], tokenizer: Any, max_length: int) -> tuple[Tensor, ...]:
+    """One token vector a string, cut at ``max_length``, with the tokenizer's special tokens."""
+    if not strings:
+        return ()
+    with quiet():
+        ids = tokenizer(strings, truncation=True, max_length=max_length)["input_ids"]
+    # A string without any token would be a row of length zero, which no model takes.
+    return tuple(torch.tensor(i or [tokenizer.pad_token_id or 0], dtype=torch.int64) for i in ids)
+
+
+def passages(pieces: list[str], tokenizer: Any, max_length: int) -> tuple[Tensor, ...]:
+    """The pieces joined, tokenised, and cut into blocks of ``max_length``.
+
+    Every block starts with the tokenizer's BOS token where the tokenizer adds one by itself. The last block is shorter
+    than the others, and is dropped where it holds fewer than two tokens: it would predict nothing.
+    """
+    if not pieces:
+        return ()
+    with quiet():
+        text = "".join(p if p[-1:].isspace() else p + "\n" for p in pieces)
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        empty = tokenizer("")["input_ids"]
+    first = empty[:1] if empty and tokenizer.bos_token_id is not None and empty[0] == tokenizer.bos_token_id else []
+    step = max_length - len(first)
+    blocks = [first + ids[i : i + step] for i in range(0, len(ids), step)]
+    return tuple(torch.tensor(b, dtype=torch.int64) for b in blocks if len(b) > 1)
+
+
+def instructions(pairs: list[tuple[str, str]], tokenizer: Any, max_length: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(token vectors of prompt and answer, (n,) where the answer starts); long prompts lose their beginning."""
+    rows, starts = [], []
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for instruction, output in pairs:
+        with quiet():
+            prompt = tokenizer(PROMPT.format(instruction=instruction))["input_ids"]
+            answer = tokenizer(output, add_special_tokens=False)["input_ids"] + eos
+        answer = answer[: max_length // 2]
+        prompt = prompt[-(max_length - len(answer)) :]
+        rows.append(torch.tensor(prompt + answer, dtype=torch.int64))
+        starts.append(len(prompt))
+    return tuple(rows), torch.tensor(starts, dtype=torch.int64)

@@ -1,0 +1,269 @@
+"""load_model: from the [model] table to a Model.
+
+A name is, in this order: built in, "features", a folder in the format of ``save_pretrained``, a .safetensors file of
+a CIFAR ResNet, a Hugging Face hub id. Weights are read from safetensors only, and no code that comes with a model runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib.resources
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedfm import seeds
+from fedfm.errors import InputError
+from fedfm.models import adaptation, families, inputs, resnet
+from fedfm.models.model import Model, Tools
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.params import to_bytes
+
+BUILT_IN = {"nano-vit": "nano_vit"}
+TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
+_FITS = {
+    "classification": ("image", "text", "features"),
+    "zero_shot": ("image",),
+    "language_modelling": ("passages", "text"),
+    "instruction": ("instruction",),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_VOLATILE = (  # of a configuration: what does not distinguish one model from another
+    *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "problem_type"),
+    *("id2label", "label2id", "num_labels", "pad_token_id", "finetuning_task"),
+)
+
+
+@dataclasses.dataclass
+class Loaded:
+    """A module before its adaptation.
+
+    Attributes:
+        module: on the CPU.
+        model_type: the key of :data:`fedfm.models.families.FAMILIES`.
+        config: what distinguishes the architecture, JSON-able.
+        new: paths of the modules that were made for this task.
+        tools: what prepares its rows.
+    """
+
+    module: nn.Module
+    model_type: str
+    config: dict[str, Any]
+    new: list[str]
+    tools: Tools
+
+
+class LinearSoftmax(nn.Module):
+    """A linear softmax classifier of feature vectors."""
+
+    def __init__(self, dim: int, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(dim, classes)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(b, d) -> logits (b, C)."""
+        return self.head(features)  # type: ignore[no-any-return]
+
+
+def load_model(
+    spec: ModelSpec,
+    *,
+    classes: Sequence[str],
+    kind: str,
+    task: str | None = None,
+    seed: int = 0,
+    feature_dim: int | None = None,
+) -> Model:
+    """The model of an experiment.
+
+    Args:
+        spec: the [model] table.
+        classes: class names; () for language models.
+        kind: of the data: image, text, features, instruction or passages.
+        task: overrides ``spec.task``; None for what the data imply.
+        seed: the new head, LoRA's A and random weights derive from it, so that they are the same everywhere.
+        feature_dim: d, where kind is "features".
+
+    Raises:
+        InputError: no such model, or it does not fit the data, the task or the adaptation.
+
+    Example:
+        >>> model = load_model(ModelSpec("features"), classes=("a", "b"), kind="features", feature_dim=3)
+        >>> model.names
+        ('head.weight', 'head.bias')
+    """
+    task = _task(task or spec.task, kind, classes)
+    if spec.weights not in ("pretrained", "random"):
+        raise InputError(f"model.weights: {spec.weights!r}, expected pretrained or random")
+    if spec.dtype not in DTYPES:
+        raise InputError(f"model.dtype: {spec.dtype!r}, expected one of {', '.join(DTYPES)}")
+    if spec.max_length < 2:
+        raise InputError(f"model.max_length: {spec.max_length}, expected at least 2")
+    adapt = adaptation.check(spec.adaptation or AdaptationSpec("head" if spec.name == "features" else "lora"))
+    spec = dataclasses.replace(spec, task=task, adaptation=adapt)
+    device = _device(spec.device)
+    loaded = _load(spec, tuple(classes), kind, task, seed, feature_dim)
+    parts = families.find(loaded.module, loaded.model_type)
+    _draw_head(loaded.module, loaded.new, seed)
+    print_ = fingerprint(loaded.module.state_dict(), loaded.config, loaded.new)
+    loaded.module.eval()
+    module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
+    head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
+    _keep_head_exact(head, spec)
+    return Model(
+        module.to(device),
+        spec=spec,
+        task=task,
+        classes=classes,
+        parts=parts,
+        tools=loaded.tools,
+        fingerprint=print_,
+        head=head,
+    )
+
+
+def fingerprint(state: Mapping[str, Tensor], config: Mapping[str, Any], new: Iterable[str] = ()) -> str:
+    """sha256 of the weights, in order of names, and of the configuration; the new modules are left out."""
+    digest = hashlib.sha256(json.dumps(_stable(config), sort_keys=True, default=str).encode())
+    for name in sorted(state):
+        if any(name == n or name.startswith(f"{n}.") for n in new):
+            continue
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}".encode())
+        digest.update(to_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _stable(config: Any) -> Any:
+    if isinstance(config, Mapping):
+        return {k: _stable(v) for k, v in config.items() if k not in _VOLATILE}
+    return config
+
+
+def _task(task: str | None, kind: str, classes: Sequence[str]) -> str:
+    implied = {"instruction": "instruction", "passages": "language_modelling"}.get(kind, "classification")
+    task = task or implied
+    if task not in TASKS:
+        close = difflib.get_close_matches(task, TASKS, 1)
+        raise InputError(
+            f"model.task: unknown {task!r}: " + (f"did you mean {close[0]!r}?" if close else ", ".join(TASKS))
+        )
+    if kind not in _FITS[task]:
+        raise InputError(
+            f"model.task: {task!r} needs data of kind {' or '.join(_FITS[task])}, these are of kind {kind}"
+        )
+    if task in ("classification", "zero_shot") and len(classes) < 1:
+        raise InputError("data.label: classification needs labelled rows, these have no classes")
+    return task
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        mps = torch.backends.mps.is_available()
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise InputError(f"model.device: {name!r} is not available here, expected auto, cpu, cuda or mps") from None
+    return device
+
+
+def _load(
+    spec: ModelSpec, classes: tuple[str, ...], kind: str, task: str, seed: int, feature_dim: int | None
+) -> Loaded:
+    if (spec.name == "features") != (kind == "features"):
+        right = '"features"' if kind == "features" else "a model that reads them"
+        raise InputError(f"model.name: {spec.name!r} does not fit data of kind {kind}: use {right}")
+    if spec.name == "features":
+        if not feature_dim:
+            raise InputError("data: feature vectors of unknown length")
+        module = LinearSoftmax(feature_dim, len(classes))
+        return Loaded(module, "features", {"model_type": "features", "dim": feature_dim}, ["head"], Tools())
+    path = locate(spec.name)
+    if isinstance(path, Path) and path.is_file():
+        return _resnet(path, spec, classes, kind, seed)
+    from fedfm.models import hub
+
+    if task == "zero_shot":
+        return Loaded(*hub.zero_shot(path, spec, classes, seed))
+    return Loaded(*hub.pretrained(path, spec, classes, kind, task, seed))
+
+
+def locate(name: str) -> Path | str:
+    """Folder or file of a model name; a str where it is a hub id.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    if not name:
+        raise InputError(f"model.name: missing, expected {', '.join(BUILT_IN)}, a folder, a hub id or features")
+    if name in BUILT_IN:
+        return Path(str(importlib.resources.files("fedfm.models") / BUILT_IN[name]))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise InputError(f"model.name: {path} has no config.json, expected a folder as save_pretrained writes it")
+        return path
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise InputError(f"model.name: {path} is a file, expected a folder with config.json and model.safetensors")
+        return path
+    close = difflib.get_close_matches(name, [*BUILT_IN, "features"], 1)
+    if close and "/" not in name:
+        raise InputError(f"model.name: unknown {name!r}: did you mean {close[0]!r}?")
+    if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise InputError(
+            f"model.name: no folder {name}, expected {', '.join(BUILT_IN)}, a folder, a hub id or features"
+        )
+    return name
+
+
+def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...], kind: str, seed: int) -> Loaded:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if kind != "image":
+        raise InputError(f"model.name: {path} reads images, the data are of kind {kind}")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seeds.derive(seed, "weights"))
+            net = resnet.build(load_file(path), len(classes), pretrained=spec.weights == "pretrained")
+    except (KeyError, RuntimeError, SafetensorError, OSError) as error:
+        text = error.args[0] if error.args else error
+        raise InputError(f"model.name: {path} is not a CIFAR ResNet: {text}") from None
+    net = net.to(DTYPES[spec.dtype])
+    config = {"model_type": "cifar_resnet", "blocks": net.config.blocks}
+    image = inputs.plain_call(resnet.SIZE, resnet.IMAGE_MEAN, resnet.IMAGE_STD)
+    return Loaded(net, "cifar_resnet", config, ["linear"], Tools(image=image))
+
+
+def _draw_head(module: nn.Module, new: list[str], seed: int) -> None:
+    """First value of the new modules: N(0, 0.02^2), biases zero, norms one; every name has a stream of its own."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for path in new:
+            for name, parameter in module.get_submodule(path).named_parameters():
+                torch.manual_seed(seeds.derive(seed, "adaptation", f"{path}.{name}"))
+                if parameter.dim() > 1:
+                    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02))
+                else:
+                    parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+
+
+def _keep_head_exact(head: nn.Linear | None, spec: ModelSpec) -> None:
+    """Under half precision the trained head is kept in float32, and what enters it is converted."""
+    if head is None or spec.dtype == "float32" or (spec.adaptation and spec.adaptation.name == "full"):
+        return
+    if any(p.requires_grad for p in head.parameters()):
+        head.float()
+        head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+
+
+__all__ = ["Loaded", "fingerprint", "load_model", "locate"]

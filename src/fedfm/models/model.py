@@ -1,0 +1,316 @@
+"""Model: a foundation model with its adaptation, as clients and server use it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedfm.models import inputs
+from fedfm.models.families import Parts, unwrapped
+from fedfm.models.spec import ModelSpec
+from fedfm.params import Layout, Params, layout_of
+from fedfm.rows import Batch, Rows
+
+if TYPE_CHECKING:
+    from fedfm.data.table import Table
+
+ENCODE = 32  # rows that the frozen backbone sees at a time
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+IGNORE = -100  # F.cross_entropy's mark of a target that does not count
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What turns rows into tensors.
+
+    Attributes:
+        image: PIL pictures -> (n, 3, H, W), or None.
+        processor: the transformers image processor behind it, to be saved with an export, or None.
+        tokenizer: or None.
+        max_length: tokens.
+    """
+
+    image: inputs.Preprocess | None = None
+    processor: Any = None
+    tokenizer: Any = None
+    max_length: int = 128
+
+
+class Model:
+    """A foundation model adapted to one task.
+
+    Attributes:
+        spec: the [model] table that it was made from, with the defaults filled in.
+        task: classification, zero_shot, language_modelling or instruction.
+        classes: class names in the order of the logits; () for language models.
+        module: the torch module (Hugging Face, PEFT or our own), on ``device``.
+        parts: where its blocks and head lie.
+        tools: what prepares its rows.
+        fingerprint: sha256 of the starting weights without new heads, and of the configuration.
+        names: the trainable tensors that travel, in the module's order.
+        layout: of :meth:`params`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        spec: ModelSpec,
+        task: str,
+        classes: Sequence[str],
+        parts: Parts,
+        tools: Tools,
+        fingerprint: str,
+        head: nn.Linear | None,
+    ) -> None:
+        self.spec, self.task, self.classes = spec, task, tuple(classes)
+        self.module, self.parts, self.tools, self.fingerprint = module, parts, tools, fingerprint
+        self.adaptation = spec.adaptation.name if spec.adaptation else "full"
+        self._head = head
+        self._arguments = frozenset(inspect.signature(unwrapped(module).forward).parameters)
+        self._tensors = dict(_travelling(module, running_statistics=self.adaptation == "full"))
+        self.names = tuple(self._tensors)
+        self.layout: Layout = layout_of(tuple((n, t.dtype, tuple(t.shape)) for n, t in self._tensors.items()))
+        self._train_too = [
+            m
+            for name, m in module.named_modules()
+            if "lora_dropout" in name or (self.adaptation == "full" and isinstance(m, BATCH_NORMS))
+        ]
+        self.eval_mode()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return next(self.module.parameters()).device
+
+    @property
+    def head(self) -> nn.Linear | None:
+        """The live linear head; None where the model has none."""
+        return self._head
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+    def params(self) -> Params:
+        """Copies of the trainable tensors, on the CPU."""
+        return Params(self._tensors)
+
+    def load(self, w: Params) -> None:
+        """Take these values.
+
+        Raises:
+            KeyError: names differ from :attr:`names`.
+            ValueError: shapes or dtypes differ.
+        """
+        if w.layout is not self.layout:
+            if w.layout.slots.keys() != self.layout.slots.keys():
+                raise KeyError(
+                    f"parameter names differ: {sorted(w.layout.slots.keys() ^ self.layout.slots.keys())[:6]}"
+                )
+            for name, tensor in self._tensors.items():
+                if w[name].shape != tensor.shape or w[name].dtype != tensor.dtype:
+                    raise ValueError(
+                        f"{name}: {w[name].dtype} {tuple(w[name].shape)}, expected {tensor.dtype} {tuple(tensor.shape)}"
+                    )
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(w[name])
+
+    def live(self) -> dict[str, Tensor]:
+        """The trainable parameters themselves, leaves that require a gradient."""
+        return {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+    def prepare(self, table: Table, index: Sequence[int] | np.ndarray) -> Rows:
+        """These rows of the table as the model takes them, on the CPU.
+
+        Raises:
+            InputError: the model does not take this kind of data.
+        """
+        return inputs.prepare(
+            table,
+            index,
+            classes=self.classes,
+            image=self.tools.image,
+            tokenizer=self.tools.tokenizer,
+            max_length=self.tools.max_length,
+            language_model=self.task == "language_modelling",
+        )
+
+    def encode(self, rows: Rows) -> Rows:
+        """Adaptation ``head``: the rows behind the frozen backbone, ``features`` (n, d); else the rows as they are.
+
+        The backbone sees 32 rows at a time, always, so that a row's bits depend on these rows alone.
+        """
+        if self.adaptation != "head" or "features" in rows.tensors:
+            return rows
+        return Rows({"features": self.features(rows)}, labels=rows.labels)
+
+    def features(self, rows: Rows) -> Tensor:
+        """What enters the head, (n, d), on the CPU; for language models of the last token that is no padding.
+
+        Raises:
+            ValueError: the model has no head.
+        """
+        if "features" in rows.tensors:
+            return rows.tensors["features"]
+        if self.head is None:
+            raise ValueError("the model has no linear head, hence no features")
+        caught: list[Tensor] = []
+        hook = self.head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
+        try:
+            done = []
+            with self.evaluating():
+                for batch, n in self._fixed(rows):
+                    self._outputs(batch)
+                    done.append(self._pool(caught.pop(), batch)[:n].float().cpu())
+        finally:
+            hook.remove()
+        return torch.cat(done) if done else torch.zeros(0, self.head.in_features)
+
+    def blocks(self, rows: Rows) -> list[Tensor]:
+        """Block outputs b_0 (what enters the first block) ... b_L, each (n, T, d), on the CPU.
+
+        Rows of unequal length are padded to the longest; maps of convolutions (n, d, H, W) are read as T = H W.
+
+        Raises:
+            ValueError: no blocks are known of this architecture.
+        """
+        if not self.parts.blocks:
+            raise ValueError("no blocks are known of this architecture")
+        caught: list[list[Tensor]] = [[] for _ in range(len(self.parts.blocks) + 1)]
+
+        def keep(level: int, x: Any) -> None:
+            x = x[0] if isinstance(x, tuple) else x
+            x = x.flatten(2).transpose(1, 2) if x.dim() == 4 else x
+            caught[level].append(x.float().cpu())
+
+        modules = [block for _, block in self.parts.blocks]
+        hooks = [
+            modules[0].register_forward_pre_hook(lambda _, a, k: keep(0, a or next(iter(k.values()))), with_kwargs=True)
+        ]
+        hooks += [m.register_forward_hook(lambda _, a, y, i=i: keep(i, y)) for i, m in enumerate(modules, 1)]
+        try:
+            with self.evaluating():
+                whole = rows if rows.tokens is None else _padded(rows)
+                for batch, n in self._fixed(whole):
+                    self._outputs(batch)
+                    for level in caught:
+                        level[-1] = level[-1][:n]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [torch.cat(level) if level else torch.zeros(0, 0, 0) for level in caught]
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+    def logits(self, batch: Batch) -> Tensor:
+        """(b, C), for language models (b, L, V); takes batches of rows and of encoded rows."""
+        if "features" in batch and self.head is not None:
+            weight = self.head.weight
+            return self.head(batch["features"].to(weight.device, weight.dtype))  # type: ignore[no-any-return]
+        return self._outputs(batch)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean cross-entropy, a scalar: over the rows, for language models over the next tokens that are no padding."""
+        logits = self.logits(batch)
+        return F.cross_entropy(*self.flat(logits, batch), ignore_index=IGNORE)
+
+    def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What cross-entropy compares: logits (m, C) and targets (m,), in which ``IGNORE`` marks what does not count.
+
+        A language model's logits at position i face token i + 1; padding and an instruction's prompt are ignored.
+        """
+        if not self.is_language_model:
+            return logits.float(), batch["labels"].to(logits.device)
+        targets = batch["input_ids"].to(logits.device)
+        if "attention_mask" in batch:
+            targets = targets.masked_fill(batch["attention_mask"].to(logits.device) == 0, IGNORE)
+        if "answer_start" in batch:
+            place = torch.arange(targets.shape[1], device=logits.device)
+            targets = targets.masked_fill(place < batch["answer_start"].to(logits.device)[:, None], IGNORE)
+        return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets[:, 1:].reshape(-1)
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether the logits are over tokens."""
+        return self.task in ("language_modelling", "instruction")
+
+    def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
+        """Logits of all rows without gradients, float32 on the CPU; a language model pads to the longest row."""
+        whole = _padded(rows) if self.is_language_model and rows.tokens is not None else rows
+        with self.evaluating():
+            done = [self.logits(batch).float().cpu() for batch in whole.batches(batch_size)]
+        return torch.cat(done) if done else torch.zeros(0, len(self.classes))
+
+    def train_mode(self) -> None:
+        """LoRA's dropout, and under ``full`` batch norm, as in training; the model's own dropout stays off."""
+        self.module.eval()
+        for module in self._train_too:
+            module.train()
+
+    def eval_mode(self) -> None:
+        """Everything as in evaluation."""
+        self.module.eval()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+    def _outputs(self, batch: Batch) -> Tensor:
+        device = self.device
+        out = self.module(**{k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"})
+        return out if isinstance(out, Tensor) else out.logits
+
+    def _pool(self, x: Tensor, batch: Batch) -> Tensor:
+        """(b, T, d) -> (b, d) where the head is applied to every token and the last real one counts."""
+        if x.dim() != 3:
+            return x
+        last = torch.full((len(x),), x.shape[1] - 1, device=x.device)
+        if "input_ids" in batch and self.tools.tokenizer is not None:
+            real = batch["input_ids"].to(x.device) != self.tools.tokenizer.pad_token_id
+            last = (torch.arange(x.shape[1], device=x.device) * real).argmax(-1)
+        return x[torch.arange(len(x), device=x.device), last]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients; afterwards the mode is as before."""
+        training = [m for m in self._train_too if m.training]
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module in training:
+                module.train()
+
+    def _fixed(self, rows: Rows) -> Iterator[tuple[Batch, int]]:
+        """(batch of exactly ENCODE rows, how many of them count); the last row fills the last batch."""
+        for start in range(0, len(rows), ENCODE):
+            index = list(range(start, min(start + ENCODE, len(rows))))
+            yield rows.batch(index + index[-1:] * (ENCODE - len(index))), len(index)
+
+
+def _padded(rows: Rows) -> Rows:
+    """The same rows as tensors of one length."""
+    if not len(rows):
+        return rows
+    batch = rows.batch(range(len(rows)))
+    labels = batch.pop("labels", None)
+    return replace(rows, tensors=batch, tokens=None, labels=labels)
+
+
+def _travelling(module: nn.Module, *, running_statistics: bool) -> Iterator[tuple[str, Tensor]]:
+    """Trainable tensors in module order: parameters that require a gradient, running means and variances on demand."""
+    seen: set[int] = set()
+    for prefix, m in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in m.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield dot + name, parameter
+        if running_statistics and isinstance(m, BATCH_NORMS) and m.track_running_stats:
+            for name in ("running_mean", "running_var"):
+                yield dot + name, getattr(m, name)

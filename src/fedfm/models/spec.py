@@ -1,0 +1,33 @@
+"""The [model] table of an experiment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class AdaptationSpec:
+    """What of the model is trainable."""
+
+    name: str = field(default="lora", metadata={"help": "full, head, top_layers, lora, ffa_lora or prompt"})
+    rank: int = field(default=8, metadata={"help": "lora: rank r"})
+    alpha: float | None = field(default=None, metadata={"help": "lora: scale is alpha / rank [2 rank]"})
+    dropout: float = field(default=0.0, metadata={"help": "lora: dropout on the adapter's input"})
+    targets: tuple[str, ...] | None = field(default=None, metadata={"help": "lora: module names [queries and values]"})
+    layers: int | None = field(default=None, metadata={"help": "top_layers: how many; lora: only in the last so many"})
+    tokens: int = field(default=8, metadata={"help": "prompt: number of learned tokens"})
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which foundation model, for which task, and what of it is trainable."""
+
+    name: str = field(default="", metadata={"help": 'built in ("nano-vit"), a folder, a hub id, or "features"'})
+    weights: str = field(default="pretrained", metadata={"help": "pretrained or random"})
+    task: str | None = field(
+        default=None, metadata={"help": "classification, zero_shot, language_modelling, instruction [what the data imply]"}
+    )
+    adaptation: AdaptationSpec | None = field(default=None, metadata={"help": "[lora; head for features]"})
+    max_length: int = field(default=128, metadata={"help": "tokens"})
+    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, mps"})
+    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16, float16: of the frozen weights"})

@@ -1,0 +1,121 @@
+"""Any torch module with a loss of its own, as a Model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor, nn
+
+from fedfm.models import load
+from fedfm.models.families import Parts
+from fedfm.models.model import Model, Tools
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.rows import Batch, Rows
+
+if TYPE_CHECKING:
+    from fedfm.data.table import Table
+
+
+class WrappedModel(Model):
+    """A :class:`Model` whose loss, logits and preparation of rows are given as functions."""
+
+    loss_function: Callable[[nn.Module, Batch], Tensor]
+    logits_function: Callable[[nn.Module, Batch], Tensor] | None = None
+    prepare_function: Callable[[Table, np.ndarray], Rows] | None = None
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The given loss."""
+        return self.loss_function(self.module, self._moved(batch))
+
+    def logits(self, batch: Batch) -> Tensor:
+        """The given logits, else what the module returns for the batch without its labels."""
+        batch = self._moved(batch)
+        if self.logits_function is not None:
+            return self.logits_function(self.module, batch)
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        if len(inputs) == 1:  # a module of one argument may call it as it likes
+            return self.module(*inputs.values())  # type: ignore[no-any-return]
+        return self.module(**inputs)  # type: ignore[no-any-return]
+
+    def prepare(self, table: Table, index: Sequence[int] | np.ndarray) -> Rows:
+        """The given preparation, else that of feature vectors."""
+        if self.prepare_function is not None:
+            return self.prepare_function(table, np.asarray(index, dtype=np.int64))
+        return super().prepare(table, index)
+
+    def encode(self, rows: Rows) -> Rows:
+        """The rows as they are."""
+        return rows
+
+    def features(self, rows: Rows) -> Tensor:
+        """What enters the given head, (n, d)."""
+        tensors = {("vectors" if name == "features" else name): x for name, x in rows.tensors.items()}
+        return super().features(dataclasses.replace(rows, tensors=tensors))
+
+    def _outputs(self, batch: Batch) -> Tensor:
+        return self.logits({("features" if name == "vectors" else name): x for name, x in batch.items()})
+
+    def _moved(self, batch: Batch) -> Batch:
+        return {name: x.to(self.device) for name, x in batch.items()}
+
+
+def wrap(
+    module: nn.Module,
+    loss: Callable[[nn.Module, Batch], Tensor],
+    *,
+    classes: Sequence[str] = (),
+    head: str = "",
+    trainable: Iterable[str] | None = None,
+    logits: Callable[[nn.Module, Batch], Tensor] | None = None,
+    prepare: Callable[[Table, np.ndarray], Rows] | None = None,
+    name: str = "wrapped",
+) -> WrappedModel:
+    """Make a module that knows nothing of fedfm one that can be federated.
+
+    Args:
+        module: on the device where it shall run.
+        loss: (module, batch) -> scalar, the mean over the batch.
+        classes: class names, for metrics.
+        head: path of the last linear layer, for methods that need features.
+        trainable: names of the parameters that travel; None: all.
+        logits: (module, batch) -> (b, C); None: the module's output.
+        prepare: (table, index) -> Rows; None: rows of feature vectors.
+        name: for messages and manifests.
+
+    Raises:
+        KeyError: a name in ``trainable`` is no parameter.
+        ValueError: ``head`` is not a linear layer.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> model = wrap(net, lambda m, b: nn.functional.cross_entropy(m(b["features"]), b["labels"]), head="2")
+        >>> model.names
+        ('0.weight', '0.bias', '2.weight', '2.bias')
+    """
+    if trainable is not None:
+        wanted = set(trainable)
+        if unknown := wanted - {n for n, _ in module.named_parameters()}:
+            raise KeyError(f"no such parameters: {sorted(unknown)[:6]}")
+        for n, p in module.named_parameters():
+            p.requires_grad_(n in wanted)
+    found = module.get_submodule(head) if head else None
+    if found is not None and not isinstance(found, nn.Linear):
+        raise ValueError(f"head: {head!r} is a {type(found).__name__}, expected a Linear")
+    spec = ModelSpec(name, task="classification", adaptation=AdaptationSpec("full"))
+    print_ = load.fingerprint(module.state_dict(), {"model_type": type(module).__name__})
+    parts = Parts(None, (), None, None, head)
+    model = WrappedModel(
+        module,
+        spec=spec,
+        task="classification",
+        classes=classes,
+        parts=parts,
+        tools=Tools(),
+        fingerprint=print_,
+        head=found,
+    )
+    model.loss_function, model.logits_function, model.prepare_function = loss, logits, prepare
+    return model

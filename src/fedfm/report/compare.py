@@ -1,0 +1,220 @@
+"""Runs side by side: a table for the terminal, a page, and the section that a report with baselines has."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedfm.errors import InputError
+from fedfm.report.page import figure, legend, note, page, save, table as html_table
+from fedfm.report.read import RunFiles, mapping, read
+from fedfm.report.svg import COLOURS, Bar, Format, Series, bars, lines
+from fedfm.report.text import NBSP, NONE, duration, esc, finite, number, percent, plural, shorten, size, width_of
+
+_HEAD = ("run", "method", "accuracy", "global", "local", "worst client", "spread", "up", "down", "seconds")
+
+
+def table(run_dirs: Sequence[Path]) -> str:
+    """The runs as an aligned text table, one a line, in the order given.
+
+    Accuracies are fractions, ``spread`` is the standard deviation over the clients' accuracies. Where an accuracy is not
+    defined (a language model) the column ``perplexity`` is added.
+
+    Raises:
+        InputError: no run is given, or a file is missing or not what it should be.
+    """
+    runs = _read(run_dirs)
+    values = [
+        [run.value("accuracy"), run.value("global_accuracy"), run.value("local_accuracy"), run.worst, run.spread]
+        for run in runs
+    ]
+    rows = [
+        [
+            label,
+            shorten(run.method, 24),
+            *map(_fraction, v),
+            size(run.traffic_total("up")),
+            size(run.traffic_total("down")),
+        ]
+        + [_seconds(run.seconds)]
+        for label, run, v in zip(labels(runs), runs, values, strict=True)
+    ]
+    head = list(_HEAD)
+    if any(run.value("accuracy") is None and run.value("perplexity") is not None for run in runs):
+        head.append("perplexity")
+        rows = [[*row, number(run.value("perplexity"))] for row, run in zip(rows, runs, strict=True)]
+    rows = [[shorten(cell, 40).replace(NBSP, " ") for cell in row] for row in [head, *rows]]
+    widths = [max(width_of(row[j]) for row in rows) for j in range(len(head))]
+    out = []
+    for i, row in enumerate(rows):
+        pads = [" " * (w - width_of(c)) for w, c in zip(widths, row, strict=True)]
+        out.append(
+            "  ".join(c + p if j < 2 else p + c for j, (c, p) in enumerate(zip(row, pads, strict=True))).rstrip()
+        )
+        if i == 0:
+            out.append("  ".join("-" * w for w in widths))
+    return "\n".join(out) + "\n"
+
+
+def write(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Write one self-contained page that compares runs.
+
+    Args:
+        run_dirs: the runs' directories, in the order in which they are to stand.
+        out: the file to write, e.g. ``compare.html``.
+
+    Raises:
+        InputError: no run is given, a file is missing or not what it should be, or ``out`` cannot be written.
+    """
+    runs = _read(run_dirs)
+    head = f'<p class="eyebrow">fedfm · comparison</p><h1>{plural(len(runs), "run")} compared</h1>'
+    names = ", ".join(esc(n) for n in labels(runs)[:8]) + (" and others" if len(runs) > 8 else "")
+    head += f'<p class="lead">{names}.</p>'
+    texts = [(f"run-{i}", run, label) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True), start=1)]
+    rows = [[label, run.path.resolve().name, _state(run), _plain_seed(run)] for _, run, label in texts]
+    where = html_table(["run", "directory", "state", "seed"], rows, "Where the runs lie", words=(1, 2))
+    parts = [("compare", "Side by side", section(runs)), ("runs", "The runs", where)]
+    return save(page("Comparison · fedfm", head, parts, "Written by fedfm from the runs' own files."), Path(out))
+
+
+def section(runs: Sequence[RunFiles]) -> str:
+    """Table and plots of the runs; the first is the one that the others are held against."""
+    names = labels(runs)
+    alike = differences(runs)
+    warning = ""
+    if alike:
+        items = "".join(f"<li>{esc(d)}</li>" for d in alike)
+        warning = f'<aside aria-label="Not like for like"><strong>Not like for like</strong><ul>{items}</ul></aside>'
+    rows = [
+        [name, run.method, *(percent(run.value(k), 2) for k in ("accuracy", "global_accuracy", "local_accuracy"))]
+        + [percent(run.worst, 2), NONE if run.spread is None else f"{100 * run.spread:.2f}"]
+        + [size(run.traffic_total("up")), size(run.traffic_total("down")), duration(run.seconds), _state(run)]
+        for name, run in zip(names, runs, strict=True)
+    ]
+    head = [
+        "run",
+        "method",
+        "accuracy",
+        "global",
+        "local",
+        "worst client",
+        "spread (points)",
+        "up",
+        "down",
+        "time",
+        "state",
+    ]
+    meaning = note(
+        "Global: mean over the models on the global test rows. Local: mean of the clients on their own test rows. "
+        "Spread: standard deviation over the clients."
+    )
+    return (
+        warning
+        + html_table(head, rows, "Runs compared", words=(1, 10))
+        + meaning
+        + _curves(runs, names)
+        + _ranges(runs, names)
+    )
+
+
+def labels(runs: Sequence[RunFiles]) -> list[str]:
+    """A short name for each run that no other has: the method, else with the run's name, else with its directory."""
+    out = [run.method for run in runs]
+    for more in (lambda r: r.name, lambda r: r.path.resolve().name, lambda r: str(r.path)):
+        seen = Counter(out)
+        out = [f"{run.method} ({more(run)})" if seen[o] > 1 else o for o, run in zip(out, runs, strict=True)]
+    return out
+
+
+def differences(runs: Sequence[RunFiles]) -> list[str]:
+    """In what the runs differ that makes their numbers hard to compare."""
+    first, out = runs[0], []
+    names = labels(runs)
+
+    def unlike(what: str, of: list[object]) -> None:
+        keys = [json.dumps(v, sort_keys=True, default=str) for v in of]
+        others = [n for n, k in zip(names, keys, strict=True) if k != keys[0]]
+        if others:
+            out.append(f"{what} of {', '.join(others)} {'is' if len(others) == 1 else 'are'} not that of {names[0]}.")
+
+    for key, what in (("data", "The data (fingerprint)"), ("model", "The model (fingerprint)")):
+        unlike(what, [mapping(run.manifest.get("fingerprints")).get(key) for run in runs])
+    unlike("The split among clients", [mapping(run.manifest.get("split")).get("clients") for run in runs])
+    unlike("The seed", [mapping(run.experiment.get("run")).get("seed") for run in runs])
+    unlike("The attack", [run.experiment.get("attack") for run in runs])
+    unfinished = [n for n, run in zip(names, runs, strict=True) if not run.finished]
+    if unfinished:
+        out.append(f"Unfinished: {', '.join(unfinished)}.")
+    if len({run.done_rounds for run in runs}) > 1:
+        out.append(f"The number of rounds differs ({first.done_rounds} for {names[0]}).")
+    return out
+
+
+def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
+    defined = any(r.values.get("accuracy") is not None for run in runs for r in run.rounds)
+    key, form = ("accuracy", percent) if defined else ("perplexity", number)
+    shown: Format = form
+    series = [
+        Series(name, [(float(r.number), r.values.get(key)) for r in run.rounds], i % COLOURS + 1)
+        for i, (run, name) in enumerate(zip(runs, names, strict=True))
+        if run.rounds
+    ]
+    if not series:
+        return ""
+    ends = [shown(s.points[-1][1]) for s in series]
+    label = (
+        f"Lines of {key} per round. Last: "
+        + "; ".join(f"{s.name} {e}" for s, e in zip(series, ends, strict=True))
+        + "."
+    )
+    within = (0.0, 1.0) if defined else None
+    draw = figure(lambda w: lines(w, series, label, shown, within=within))
+    return f"<h3>{key.capitalize()} by round</h3>" + legend(series, ends) + draw
+
+
+def _ranges(runs: Sequence[RunFiles], names: list[str]) -> str:
+    rows, spans = [], []
+    for run, name in zip(runs, names, strict=True):
+        seen, mean = run.measured, run.value("local_accuracy")
+        if not seen:
+            continue
+        mean = mean if finite(mean) else math.fsum(seen) / len(seen)
+        title = f"{name}: worst {percent(min(seen))}, mean {percent(mean)}, best {percent(max(seen))}"
+        rows.append(Bar(name, mean, percent(mean), title))
+        spans.append((min(seen), max(seen)))
+    if not rows:
+        return ""
+    label = (
+        "Mean of the clients, on the range from the worst to the best client. " + "; ".join(r.title for r in rows) + "."
+    )
+    draw = figure(lambda w: bars(w, rows, label, spans=spans))
+    said = note(
+        "A dot is the mean of the clients, the bar behind it runs from the worst to the best client; from 0 to 100 %."
+    )
+    return "<h3>Clients of each run</h3>" + said + draw
+
+
+def _read(run_dirs: Sequence[Path]) -> list[RunFiles]:
+    if not run_dirs:
+        raise InputError("compare: no run given; name the directories of one or more runs")
+    return [read(Path(d), messages=False) for d in run_dirs]
+
+
+def _fraction(value: float | None) -> str:
+    return f"{value:.4f}" if value is not None and math.isfinite(value) else number(value)
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.1f}" if value is not None and math.isfinite(value) else number(value)
+
+
+def _state(run: RunFiles) -> str:
+    return "finished" if run.finished else f"unfinished, round {run.done_rounds}"
+
+
+def _plain_seed(run: RunFiles) -> str:
+    seed = mapping(run.experiment.get("run")).get("seed")
+    return NONE if seed is None else str(seed)

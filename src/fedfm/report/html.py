@@ -1,0 +1,108 @@
+"""``report.html``: one self-contained file from the files of a run directory. Nothing is fetched, no script runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedfm.report import account, compare, sections
+from fedfm.report.page import page, save
+from fedfm.report.read import RunFiles, mapping, numeric, read
+from fedfm.report.text import NONE, count, duration, esc, number, percent, plural, size
+
+
+def write(run_dir: Path, baselines: Sequence[Path] = ()) -> Path:
+    """Write ``report.html`` into a run's directory.
+
+    The same files give the same bytes. A run that is unfinished is reported as far as it came.
+
+    Args:
+        run_dir: the run's directory: manifest.json, metrics.jsonl, messages.jsonl.
+        baselines: directories of other runs to compare this one with.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        InputError: a file is missing, not what it should be, or of a newer schema.
+    """
+    run = read(run_dir)
+    others = [read(path, messages=False) for path in baselines]
+    return save(render(run, others), Path(run_dir) / "report.html")
+
+
+def render(run: RunFiles, others: Sequence[RunFiles] = ()) -> str:
+    """The document."""
+    parts = [
+        ("rounds", "Progress by round", sections.curves(run)),
+        ("clients", "Clients", sections.clients(run)),
+        ("compare", "Compared with baselines", compare.section([run, *others]) if others else ""),
+        ("split", "How the data are split", sections.split(run)),
+        ("messages", "Messages", account.messages(run)),
+        ("privacy", "Privacy", account.privacy(run)),
+        ("time", "Time by round", sections.time(run)),
+        ("excluded", "Excluded clients", sections.excluded(run)),
+        ("result", "Result in detail", account.result(run)),
+        ("manifest", "Manifest", account.manifest(run)),
+    ]
+    version = esc(run.manifest.get("fedfm") or "")
+    head = f'<p class="eyebrow">fedfm {version} · run report</p><h1>{esc(run.name)}</h1>'
+    head += f'<p class="lead">{_sentence(run)}</p>{_status(run)}{_tiles(run)}{account.share_box(run)}'
+    made = f"Written by fedfm {version} from manifest.json, metrics.jsonl and messages.jsonl of this run."
+    return page(f"{run.name} · fedfm", head, [p for p in parts if p[2]], made)
+
+
+def _sentence(run: RunFiles) -> str:
+    """The result in one line."""
+    model = mapping(run.experiment.get("model")).get("name") or "a model"
+    clients = len(run.client_accuracy) or len(run.manifest.get("clients") or ())
+    said = f"<strong>{esc(run.method)}</strong> on {esc(model)} with {esc(_data(run))} at {plural(clients, 'client')}: "
+    if run.value("accuracy") is not None or run.value("perplexity") is None:
+        said += f"accuracy {percent(run.value('accuracy'))}"
+    else:
+        said += f"perplexity {number(run.value('perplexity'))}"
+    said += f" after {plural(run.done_rounds, 'round')} and {duration(run.seconds)}, "
+    return said + f"{size(run.traffic_total('up'))} sent up and {size(run.traffic_total('down'))} down."
+
+
+def _data(run: RunFiles) -> str:
+    data = mapping(run.experiment.get("data"))
+    named = next((data[k] for k in ("name", "hub", "path") if data.get(k)), None)
+    partition = mapping(data.get("partition"))
+    how = str(partition.get("name", ""))
+    if partition.get("alpha") is not None:
+        how += f" {number(numeric(partition['alpha']))}"
+    return f"{named or 'the silos’ own data'}{f' ({how})' if how else ''}"
+
+
+def _status(run: RunFiles) -> str:
+    if run.finished:
+        return ""
+    planned = f" of {run.planned_rounds}" if run.planned_rounds is not None else ""
+    said = f"{run.done_rounds}{planned} rounds are committed; what follows is as of the last of them."
+    if not run.rounds:
+        said = "No round is committed yet."
+    said += " <code>fedfm resume</code> goes on from there."
+    return f'<aside id="status" role="status"><strong>Unfinished run</strong><p>{said}</p></aside>'
+
+
+def _tiles(run: RunFiles) -> str:
+    worst = next((c for c, v in run.client_accuracy.items() if v is not None and v == run.worst), "")
+    spread = run.spread
+    planned = run.planned_rounds
+    of = f"of {planned} planned" if planned is not None and planned != run.done_rounds else ""
+    epsilon = numeric(run.result.get("epsilon", mapping(run.manifest.get("ledger")).get("epsilon")))
+    tiles = [
+        ("Global accuracy", percent(run.value("global_accuracy")), "on the global test rows"),
+        ("Local accuracy", percent(run.value("local_accuracy")), "mean of the clients"),
+        ("Worst client", percent(run.worst), worst),
+        ("Spread", NONE if spread is None else f"{100 * spread:.1f}", "points, standard deviation over clients"),
+        ("Rounds", count(run.done_rounds), of),
+        ("Time", duration(run.seconds), ""),
+        ("Sent", f"{size(run.traffic_total('up'))}", f"up; {size(run.traffic_total('down'))} down"),
+        ("Epsilon", number(epsilon), "nothing is claimed" if epsilon is None else ""),
+    ]
+    if run.value("accuracy") is None and run.value("perplexity") is not None:
+        tiles[0] = ("Perplexity", number(run.value("perplexity")), "on the global test rows")
+    cells = "".join(f"<div><dt>{esc(a)}</dt><dd>{esc(b)}</dd><dd>{esc(c)}</dd></div>" for a, b, c in tiles)
+    return f'<dl class="tiles">{cells}</dl>'

@@ -1,0 +1,108 @@
+"""The parts of a page: its shell, sections, figures in two widths, tables that scroll in their own box."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from fedfm.errors import InputError
+from fedfm.report.svg import Series
+from fedfm.report.text import count, esc
+
+WIDE, NARROW = 892, 358  # pixels that a drawing has at 1280 and at 390
+MOST_ROWS = 2000  # of a table; the rest is in the run's own files
+# Nothing may be fetched and no script run, whatever a name in the run looks like.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: str) -> str:
+    """One self-contained document of (id, heading, HTML) sections."""
+    style = files("fedfm.report").joinpath("style.css").read_text(encoding="utf-8")
+    links = "".join(f'<a href="#{i}">{esc(name)}</a>' for i, name, _ in sections)
+    body = "".join(f'<section id="{i}"><h2>{esc(name)}</h2>{html}</section>\n' for i, name, html in sections)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="robots" content="noindex">'
+        f"<title>{esc(title)}</title><style>\n{style}</style></head>\n<body><header>{head}"
+        f'<nav aria-label="Sections">{links}</nav></header>\n<main>{body}</main>\n<footer>{foot}</footer></body></html>\n'
+    )
+
+
+def save(text: str, path: Path) -> Path:
+    """Write the file whole or not at all.
+
+    Raises:
+        InputError: the path is a folder or cannot be written.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"{path}: a folder; give the name of a file, e.g. {path / 'report.html'}")
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose a place that can") from error
+    return path
+
+
+def figure(draw: Callable[[int], str]) -> str:
+    """The drawing at both widths; the style sheet shows one of them, so text keeps its size on a phone."""
+    return f'<figure><div class="wide">{draw(WIDE)}</div><div class="narrow">{draw(NARROW)}</div></figure>'
+
+
+def legend(series: Sequence[Series], values: Sequence[str], band: str = "") -> str:
+    """A sample of each line with its name and last value."""
+    items = []
+    for s, value in zip(series, values, strict=True):
+        line = f'<svg viewBox="0 0 30 12" aria-hidden="true"><path class="line s{s.colour}" d="M1 6L29 6"/></svg>'
+        items.append(f"<li>{line}<span>{esc(s.name)} <b>{esc(value)}</b></span></li>")
+    if band:
+        box = '<svg viewBox="0 0 30 12" aria-hidden="true"><rect class="band" width="30" height="12" rx="2"/></svg>'
+        items.append(f"<li>{box}<span>{esc(band)}</span></li>")
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def swatches(names: Sequence[str]) -> str:
+    """A filled sample of each colour with its name."""
+    box = '<svg viewBox="0 0 30 12" aria-hidden="true"><rect class="s{}" width="30" height="12" rx="2"/></svg>'
+    return f'<ul class="legend">{"".join(f"<li>{box.format(i + 1)}{esc(n)}</li>" for i, n in enumerate(names))}</ul>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], label: str, words: Sequence[int] = ()) -> str:
+    """A table in its own scrolling box; the first column names the row, ``words`` are columns of text, others numbers."""
+    kind = [' class="t"' if j in words else ' class="n"' for j in range(len(head))]
+    start = [k if j and j not in words else "" for j, k in enumerate(kind)]
+    top = "".join(f'<th scope="col"{s}>{esc(h)}</th>' for s, h in zip(start, head, strict=True))
+    body = []
+    for row in rows[:MOST_ROWS]:
+        cells = "".join(f"<td{k}>{esc(c)}</td>" for k, c in zip(kind[1:], row[1:], strict=True))
+        body.append(f'<tr><th scope="row">{esc(row[0])}</th>{cells}</tr>')
+    box = f'<div class="box" tabindex="0" role="region" aria-label="{esc(label)}">'
+    rest = (
+        f'<p class="note">The first {count(MOST_ROWS)} of {count(len(rows))} rows.</p>' if len(rows) > MOST_ROWS else ""
+    )
+    return f"{box}<table><thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{rest}"
+
+
+def details(summary: str, html: str) -> str:
+    """Folded away until asked for."""
+    return f"<details><summary>{esc(summary)}</summary>{html}</details>"
+
+
+def code(text: str, label: str) -> str:
+    """Preformatted text in its own scrolling box."""
+    return f'<div class="box" tabindex="0" role="region" aria-label="{esc(label)}"><pre>{_lines(text)}</pre></div>'
+
+
+def note(html: str) -> str:
+    """A quiet sentence (HTML, already escaped)."""
+    return f'<p class="note">{html}</p>'
+
+
+def _lines(text: str) -> str:
+    return "\n".join(esc(line) for line in text.split("\n"))

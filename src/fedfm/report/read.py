@@ -1,0 +1,261 @@
+"""A run directory, read for its report: strict about what makes no sense, patient about what is not there yet."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedfm.errors import InputError
+
+SCHEMA = 1  # the newest manifest that this module understands
+SERVER = "server"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One line of metrics.jsonl; a value is None where it is not defined, and may be NaN where training diverged.
+
+    Attributes:
+        number: 0 before training, then 1, 2, ...
+        values: accuracy, global_accuracy, local_accuracy, loss, balanced_accuracy, macro_f1, perplexity, train_loss.
+        clients: accuracy of each client on its own test rows; None where it has none.
+    """
+
+    number: int
+    seconds: float | None
+    values: Mapping[str, float | None]
+    clients: Mapping[str, float | None]
+    cohort: tuple[str, ...]
+    excluded: tuple[tuple[str, str, str], ...]  # (client, code, reason)
+    bytes_up: float
+    bytes_down: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All crossings of one handler that went one way in one form."""
+
+    handler: str
+    direction: str  # up, down, across
+    form: str  # plain, masked, encrypted
+    counted: bool
+    messages: int
+    bytes: float
+    clients: int
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What the files of one run say.
+
+    Attributes:
+        result: the result line, empty while the run is unfinished.
+        rounds: committed rounds in order of number.
+        traffic: the crossings, summed; largest first.
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+    result: Mapping[str, Any]
+    rounds: tuple[Round, ...]
+    traffic: tuple[Traffic, ...] = field(default=())
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return bool(self.manifest.get("finished")) and bool(self.result)
+
+    @property
+    def experiment(self) -> Mapping[str, Any]:
+        """The experiment with every default filled in."""
+        return mapping(self.manifest.get("experiment"))
+
+    @property
+    def name(self) -> str:
+        """The run's own name, else its directory's."""
+        return str(self.manifest.get("name") or self.path.resolve().name)
+
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return str(self.result.get("method") or mapping(self.experiment.get("method")).get("name") or "unknown method")
+
+    @property
+    def planned_rounds(self) -> int | None:
+        """How many rounds the experiment asks for."""
+        asked = numeric(mapping(self.experiment.get("method")).get("rounds"))
+        return int(asked) if asked is not None and math.isfinite(asked) else None
+
+    @property
+    def done_rounds(self) -> int:
+        """How many rounds of training were committed."""
+        return max((r.number for r in self.rounds), default=0)
+
+    def value(self, name: str) -> float | None:
+        """A metric at the end: of the result line, else of the last committed round."""
+        if name in self.result:
+            return numeric(self.result[name])
+        return self.rounds[-1].values.get(name) if self.rounds else None
+
+    @property
+    def client_accuracy(self) -> Mapping[str, float | None]:
+        """Each client's accuracy at the end; None where it has no test rows."""
+        final = mapping(self.result.get("client_accuracy"))
+        if final:
+            return {str(k): numeric(v) for k, v in final.items()}
+        return next((r.clients for r in reversed(self.rounds) if r.clients), {})
+
+    @property
+    def measured(self) -> list[float]:
+        """The clients' accuracies that are numbers."""
+        return [v for v in self.client_accuracy.values() if v is not None and math.isfinite(v)]
+
+    @property
+    def worst(self) -> float | None:
+        """The least of the clients' accuracies."""
+        return min(self.measured, default=None)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the clients (of these clients, not of a population behind them)."""
+        return statistics.pstdev(self.measured) if self.measured else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the result line, else the sum over the rounds."""
+        total = numeric(self.result.get("seconds"))
+        return total if total is not None else sum(r.seconds or 0.0 for r in self.rounds) if self.rounds else None
+
+    def traffic_total(self, direction: str) -> float | None:
+        """Bytes of the method's own messages ``"up"`` or ``"down"``."""
+        total = numeric(self.result.get(f"bytes_{direction}"))
+        if total is not None or not self.rounds:
+            return total
+        return sum(r.bytes_up if direction == "up" else r.bytes_down for r in self.rounds)
+
+    @property
+    def excluded(self) -> list[tuple[int, str, str, str]]:
+        """(round, client, code, reason) of whoever was left out of a round."""
+        return [(r.number, *e) for r in self.rounds for e in r.excluded]
+
+
+def read(run_dir: Path, messages: bool = True) -> RunFiles:
+    """The files of a run, finished or not.
+
+    Args:
+        run_dir: holds manifest.json, metrics.jsonl and messages.jsonl.
+        messages: whether to sum up messages.jsonl too, which may be long.
+
+    Raises:
+        InputError: a file is missing or not what it should be, or a newer fedfm wrote it.
+    """
+    run_dir = Path(run_dir)
+    path = run_dir / "manifest.json"
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; the directory of a run holds one (fedfm run writes it)")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON ({error}); restore the file as fedfm wrote it") from error
+    if not isinstance(manifest, dict):
+        raise InputError(f"{path}: a JSON object is wanted, not {type(manifest).__name__}")
+    schema = manifest.get("schema", SCHEMA)
+    if not isinstance(schema, int) or schema > SCHEMA:
+        raise InputError(
+            f"{path}: schema {schema!r}, this fedfm reads up to {SCHEMA}; use the fedfm that wrote the run"
+        )
+    finished = bool(manifest.get("finished"))
+    rounds = {r.number: r for r in map(_round, _lines(run_dir / "metrics.jsonl", finished))}
+    return RunFiles(
+        path=run_dir,
+        manifest=manifest,
+        result=mapping(manifest.get("result")),
+        rounds=tuple(rounds[t] for t in sorted(rounds)),  # a resumed round replaces the one written before the kill
+        traffic=_traffic(run_dir / "messages.jsonl", finished) if messages else (),
+    )
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """The value where it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def sequence(value: Any) -> Sequence[Any]:
+    """The value where it is a JSON array, else an empty one."""
+    return value if isinstance(value, list) else []
+
+
+def numeric(value: Any) -> float | None:
+    """The value where it is a number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _lines(path: Path, finished: bool) -> Iterator[Mapping[str, Any]]:
+    """Objects of a JSON Lines file, one at a time."""
+    if not path.is_file():
+        if finished:
+            raise InputError(f"{path}: no such file, although the run is finished; restore it from where it ran")
+        return  # killed before its first round
+    with path.open(encoding="utf-8") as file:
+        for i, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                if not finished and not line.endswith("\n"):
+                    return  # the line that was being written when the run was killed
+                raise InputError(f"{path}:{i}: not JSON ({error}); restore the file as fedfm wrote it") from error
+            if not isinstance(value, dict):
+                raise InputError(f"{path}:{i}: a JSON object is wanted, not {type(value).__name__}")
+            yield value
+
+
+_VALUES = ("accuracy", "global_accuracy", "local_accuracy", "loss", "balanced_accuracy", "macro_f1", "perplexity")
+
+
+def _round(line: Mapping[str, Any]) -> Round:
+    left_out = (mapping(e) for e in sequence(line.get("excluded")))
+    return Round(
+        number=int(_whole(line.get("round"))),
+        seconds=numeric(line.get("seconds")),
+        values={name: numeric(line.get(name)) for name in (*_VALUES, "train_loss")},
+        clients={str(k): numeric(v) for k, v in mapping(line.get("client_accuracy")).items()},
+        cohort=tuple(str(c) for c in sequence(line.get("cohort"))),
+        excluded=tuple((str(e.get("client", "")), str(e.get("code", "")), str(e.get("reason", ""))) for e in left_out),
+        bytes_up=_whole(line.get("bytes_up")),
+        bytes_down=_whole(line.get("bytes_down")),
+    )
+
+
+def _whole(value: Any) -> float:
+    x = numeric(value)
+    return x if x is not None and math.isfinite(x) else 0.0
+
+
+def _traffic(path: Path, finished: bool) -> tuple[Traffic, ...]:
+    sums: dict[tuple[str, str, str, bool], tuple[int, float, set[str]]] = {}
+    for line in _lines(path, finished):
+        sender, receiver = str(line.get("from", "")), str(line.get("to", ""))
+        direction = "up" if receiver == SERVER else "down" if sender == SERVER else "across"
+        key = (
+            str(line.get("handler", "")),
+            direction,
+            str(line.get("form", "plain")),
+            line.get("counted") is not False,
+        )
+        n, total, clients = sums.get(key, (0, 0.0, set()))
+        clients.add(receiver if direction == "down" else sender)
+        sums[key] = (n + 1, total + _whole(line.get("bytes")), clients)
+    rows = (Traffic(*key, n, total, len(clients)) for key, (n, total, clients) in sums.items())
+    return tuple(sorted(rows, key=lambda r: (not r.counted, -r.bytes, r.handler, r.direction)))

@@ -1,0 +1,281 @@
+"""Small plots as inline SVG text. Colours come from the page's style sheet by class (``s1`` to ``s8``), so that one drawing
+serves light and dark; every drawing says in ``aria-label`` what it shows. Values that are absent or not finite leave a gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fedfm.report.text import NBSP, esc, finite, shorten, width_of
+
+Point = tuple[float, float | None]
+Format = Callable[[float | None], str]
+MOST_POINTS = 1200  # more are below the resolution of a screen and only make the file large
+COLOURS = 8
+_COLUMN = 6.6  # mean width of a character at 12 px
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line: its name, its points in order of x, the number of its colour and dash (1 to 8)."""
+
+    name: str
+    points: Sequence[Point]
+    colour: int = 1
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values to pixels, linearly or by logarithm."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        at = (
+            (math.log10(value), math.log10(self.low), math.log10(self.high))
+            if self.log
+            else (value, self.low, self.high)
+        )
+        share = (at[0] - at[1]) / (at[2] - at[1]) if at[2] > at[1] else 0.5
+        return self.start + min(max(share, -0.01), 1.01) * (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of a bar chart. ``text`` stands behind the bar, ``value`` None draws none; ``title`` shows on hover."""
+
+    label: str
+    value: float | None
+    text: str
+    title: str = ""
+    parts: Sequence[tuple[float, str]] = field(default=())  # stacked: (value, hover text), coloured in order
+
+
+def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> list[float]:
+    """At most ``most`` round numbers from low to high, both inside or on the ends."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(most - 1, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * k for k in (1, 2, 2.5, 5, 10, 20) if power * k >= raw * (1 - 1e-9))
+    if whole:
+        step = float(max(1, math.ceil(step)))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [k * step for k in range(first, min(last, first + 50) + 1)]
+
+
+def domain(values: Sequence[float], within: tuple[float, float] | None = None) -> tuple[float, float]:
+    """A range with round ends that holds the values with some air, inside ``within`` if given."""
+    low, high = min(values), max(values)
+    air = max((high - low) * 0.06, abs(high) * 0.01, 1e-3 if within else 1e-9)
+    low, high = low - air, high + air
+    if within:
+        low, high = max(low, within[0]), min(high, within[1])
+    steps = ticks(low, high)
+    step = steps[1] - steps[0] if len(steps) > 1 else high - low
+    low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    return (max(low, within[0]), min(high, within[1])) if within else (low, high)
+
+
+def thin(points: Sequence[Point]) -> Sequence[Point]:
+    """Every nth point and the last, so that no more than MOST_POINTS remain."""
+    stride = math.ceil(len(points) / MOST_POINTS)
+    return points if stride < 2 else [*points[:-1:stride], points[-1]]
+
+
+def lines(
+    width: int,
+    series: Sequence[Series],
+    label: str,
+    form: Format,
+    band: Sequence[tuple[float, float | None, float | None]] = (),
+    within: tuple[float, float] | None = None,
+    x_label: str = "round",
+    height: int = 0,
+) -> str:
+    """Lines over whole-numbered x, with an optional band (x, least, greatest) behind them."""
+    shown = [y for s in series for _, y in s.points if finite(y)] + [y for _, *b in band for y in b if finite(y)]
+    known = [y for y in shown if y is not None and abs(y) < 1e100]
+    if not known:
+        return empty(width, label)
+    height = height or (300 if width > 500 else 230)
+    log = within is None and min(known) > 0 and max(known) / min(known) > 1000
+    low, high = (min(known) / 1.3, max(known) * 1.3) if log else domain(known, within)
+    marks = [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)] if log else []
+    marks = marks[:: math.ceil(len(marks) / 6)] if len(marks) > 1 else ticks(low, high)
+    named = [form(t) for t in marks]
+    if all(".0" + NBSP in name for name in named):
+        named = [name.replace(".0" + NBSP, NBSP) for name in named]
+    left = 14 + _COLUMN * max(map(len, named))
+    xs = [x for s in series for x, _ in s.points]
+    x = Scale(min(xs), max(xs), left + 6, width - max(12.0, len(f"{max(xs):.0f}") * _COLUMN / 2 + 2))
+    y = Scale(low, high, height - 40, 10, log)
+    body = []
+    for t, name in zip(marks, named, strict=True):
+        body.append(f'<line class="grid" x1="{left:.1f}" x2="{width - 4}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>')
+        body.append(f'<text x="{left - 8:.1f}" y="{y(t) + 4:.1f}" text-anchor="end">{esc(name)}</text>')
+    for t in ticks(x.low, x.high, 8 if width > 500 else 5, whole=True):
+        body.append(f'<text x="{x(t):.1f}" y="{height - 20}" text-anchor="middle">{t:.0f}</text>')
+    body.append(f'<text x="{(left + width) / 2:.1f}" y="{height - 3}" text-anchor="middle">{esc(x_label)}</text>')
+    body += [_band(run, x, y) for run in _runs([(a, lo, hi) for a, lo, hi in band])]
+    for s in series:
+        body += _line(s, x, y, form)
+    return frame(width, height, label, body)
+
+
+def _runs(points: Sequence[tuple[float, float | None, float | None]]) -> list[list[tuple[float, float, float]]]:
+    """The points cut where a value is missing."""
+    runs: list[list[tuple[float, float, float]]] = [[]]
+    for a, lo, hi in points:
+        if lo is not None and hi is not None and math.isfinite(lo) and math.isfinite(hi):
+            runs[-1].append((a, lo, hi))
+        elif runs[-1]:
+            runs.append([])
+    return [r for r in runs if r]
+
+
+def _band(run: list[tuple[float, float, float]], x: Scale, y: Scale) -> str:
+    if len(run) == 1:
+        a, lo, hi = run[0]
+        return f'<line class="band-1" x1="{x(a):.1f}" x2="{x(a):.1f}" y1="{y(lo):.1f}" y2="{y(hi):.1f}"/>'
+    top = [f"{x(a):.1f},{y(hi):.1f}" for a, _, hi in run]
+    return (
+        f'<polygon class="band" points="{" ".join(top + [f"{x(a):.1f},{y(lo):.1f}" for a, lo, _ in reversed(run)])}"/>'
+    )
+
+
+def _line(s: Series, x: Scale, y: Scale, form: Format) -> list[str]:
+    out, few = [], len(s.points) <= 30
+    for run in _runs([(a, b, b) for a, b in thin(s.points) if not (y.log and b is not None and b <= 0)]):
+        path = "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b, _ in run)
+        out.append(f'<path class="line s{s.colour}" d="M{path}"/>')
+        for a, b, _ in run if few or len(run) == 1 else ():
+            hover = f"<title>{esc(s.name)}, {a:.0f}: {esc(form(b))}</title>"
+            out.append(f'<circle class="dot s{s.colour}" cx="{x(a):.1f}" cy="{y(b):.1f}" r="3">{hover}</circle>')
+    return out
+
+
+def bars(
+    width: int,
+    rows: Sequence[Bar],
+    label: str,
+    high: float = 1.0,
+    reference: tuple[float, str] | None = None,
+    spans: Sequence[tuple[float, float] | None] = (),
+) -> str:
+    """Horizontal bars, one a row; with parts they are stacked, with spans each is a dot on its range (least, greatest)."""
+    if not rows:
+        return empty(width, label)
+    step, top = 26, 22 if reference else 4
+    left = min(max(width_of(r.label) for r in rows) * _COLUMN + 12, width * 0.32)
+    right = max(max(width_of(r.text) for r in rows) * _COLUMN + 10, 30)
+    x = Scale(0, high if high > 0 else 1.0, left, width - right)
+    body = []
+    for i, row in enumerate(rows):
+        y = top + i * step
+        name = esc(shorten(row.label, int((left - 10) / _COLUMN)))
+        body.append(f"<g><title>{esc(row.title or f'{row.label}: {row.text}')}</title>")
+        body.append(f'<text class="name" x="{left - 8:.1f}" y="{y + 17}" text-anchor="end">{name}</text>')
+        body.append(f'<rect class="track" x="{left:.1f}" y="{y + 4}" width="{x.end - left:.1f}" height="18" rx="2"/>')
+        value, end = row.value, left
+        if value is not None and math.isfinite(value):
+            end = x(max(value, 0.0))
+            span = spans[i] if spans else None
+            if row.parts:
+                body += _parts(row, x, y)
+            elif spans:
+                if span:
+                    a, b = x(span[0]), x(span[1])
+                    body.append(f'<line class="span" x1="{a:.1f}" x2="{b:.1f}" y1="{y + 13}" y2="{y + 13}"/>')
+                body.append(f'<circle class="dot s1" cx="{end:.1f}" cy="{y + 13}" r="5"/>')
+            else:
+                body.append(
+                    f'<rect class="s1" x="{left:.1f}" y="{y + 4}" width="{end - left:.1f}" height="18" rx="2"/>'
+                )
+        body.append(f'<text class="value" x="{x.end + 8:.1f}" y="{y + 17}">{esc(row.text)}</text></g>')
+    height = top + len(rows) * step
+    if reference and math.isfinite(reference[0]):
+        at = x(reference[0])
+        body.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{top - 4}" y2="{height}"/>')
+        side = "end" if at > (left + x.end) / 2 else "start"
+        body.append(f'<text x="{at:.1f}" y="13" text-anchor="{side}">{esc(reference[1])}</text>')
+    return frame(width, height, label, body)
+
+
+def _parts(row: Bar, x: Scale, y: int) -> list[str]:
+    out, sum_ = [], 0.0
+    for i, (value, hover) in enumerate(row.parts):
+        a, b = x(sum_), x(sum_ + value)
+        sum_ += value
+        if value > 0:
+            shape = f'<rect class="s{i % COLOURS + 1} part" x="{a:.1f}" y="{y + 4}" width="{max(b - a, 0.5):.1f}" height="18">'
+            out.append(f"{shape}<title>{esc(hover)}</title></rect>")
+    return out
+
+
+def heat(
+    width: int, rows: Sequence[tuple[str, Sequence[float], str]], columns: Sequence[str], label: str, high: float
+) -> str:
+    """Cells by share: rows (name, share per column, text at the right end); the darker, the nearer to ``high``."""
+    if not rows or not columns:
+        return empty(width, label)
+    left = min(max(width_of(r[0]) for r in rows) * _COLUMN + 12, width * 0.28)
+    right = max(width_of(r[2]) for r in rows) * _COLUMN + 12
+    cell = (width - left - right) / len(columns)
+    step = 24 if len(rows) <= 20 else 18
+    upright = cell >= 13 and max(width_of(c) for c in columns) * _COLUMN > cell - 3
+    names = [shorten(c, 14) for c in columns]
+    top = 20 if not upright else 12 + _COLUMN * max(width_of(c) for c in names)
+    gap = 1.5 if cell > 6 else 0.0
+    body = []
+    for j, name in enumerate(names if cell >= 13 else ()):
+        at = left + (j + 0.5) * cell
+        place = (
+            f'transform="translate({at + 4:.1f} {top - 6:.1f}) rotate(-90)"'
+            if upright
+            else f'x="{at:.1f}" y="{top - 6:.1f}"'
+        )
+        body.append(
+            f"<text {place}{'' if upright else ' text-anchor=' + chr(34) + 'middle' + chr(34)}>{esc(name)}</text>"
+        )
+    if cell < 13:
+        body.append(f'<text x="{left:.1f}" y="{top - 6:.1f}">{esc(shorten(columns[0], 14))}</text>')
+        last = esc(shorten(columns[-1], 14))
+        body.append(f'<text x="{left + cell * len(columns):.1f}" y="{top - 6:.1f}" text-anchor="end">{last}</text>')
+    for i, (name, shares, text) in enumerate(rows):
+        y = top + i * step
+        cut = esc(shorten(name, int((left - 10) / _COLUMN)))
+        base = f"{y + step / 2 + 4:.1f}"
+        body.append(
+            f'<text class="name" x="{left - 8:.1f}" y="{base}" text-anchor="end">{cut}<title>{esc(name)}</title></text>'
+        )
+        body.append(
+            f'<rect class="track" x="{left:.1f}" y="{y:.1f}" width="{cell * len(columns):.1f}" height="{step - 1.5}"/>'
+        )
+        for j, share in enumerate(shares):
+            if share > 0:
+                ink = 0.14 + 0.86 * math.sqrt(min(share / high, 1.0)) if high > 0 else 1.0
+                shape = f'<rect class="s1" fill-opacity="{ink:.2f}" x="{left + j * cell:.1f}" y="{y:.1f}"'
+                size = f'width="{max(cell - gap, 0.5):.1f}" height="{step - 1.5}"'
+                body.append(f"{shape} {size}><title>{esc(name)}, {esc(columns[j])}: {100 * share:.1f} %</title></rect>")
+        body.append(f'<text class="value" x="{width}" y="{base}" text-anchor="end">{esc(text)}</text>')
+    return frame(width, top + len(rows) * step, label, body)
+
+
+def empty(width: int, label: str) -> str:
+    """What stands where there is nothing to draw."""
+    text = f'<text x="{width / 2:.1f}" y="42" text-anchor="middle">no values yet</text>'
+    return frame(width, 72, label, [f'<rect class="track" width="{width}" height="72" rx="4"/>', text])
+
+
+def frame(width: int, height: float, label: str, body: Sequence[str]) -> str:
+    """The drawing as one element."""
+    size = f'viewBox="0 0 {width} {height:.0f}" width="{width}" height="{height:.0f}"'
+    return f'<svg {size} role="img" aria-label="{esc(label)}">{"".join(body)}</svg>'

@@ -1,0 +1,151 @@
+"""Words and numbers for people: escaping what a run says, and units.
+
+Names of clients, classes and files come from whoever ran the experiment, so nothing of a run reaches a page or a terminal
+except through :func:`visible`, and nothing reaches a page except through :func:`esc`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+NBSP = "\N{NO-BREAK SPACE}"
+NONE = "\N{EN DASH}"  # what stands where there is no value
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def visible(text: object) -> str:
+    """The text with every character that could act unseen (control, bidirectional, surrogate) written as its code."""
+    return "".join(
+        f"\\u{ord(c):04x}" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp") else c for c in str(text)
+    )
+
+
+def esc(text: object) -> str:
+    """Safe as an element's text and inside a double-quoted attribute, in HTML and in XML."""
+    return escape(visible(text), quote=True)
+
+
+def width_of(text: str) -> int:
+    """Columns that the text takes in a fixed-width font: East Asian wide characters take two, combining ones none."""
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in visible(text)
+    )
+
+
+def shorten(text: object, columns: int) -> str:
+    """At most so many columns, the cut marked by an ellipsis."""
+    text = visible(text)
+    if width_of(text) <= columns:
+        return text
+    while text and width_of(text) > columns - 1:
+        text = text[:-1]
+    return text.rstrip() + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def finite(value: float | None) -> bool:
+    """Whether there is a value and it is a number that can be drawn."""
+    return value is not None and math.isfinite(value)
+
+
+def numbers(values: Iterable[float | None]) -> list[float]:
+    """Those of the values that can be drawn."""
+    return [v for v in values if v is not None and math.isfinite(v)]
+
+
+def sound(value: float | None, otherwise: float) -> float:
+    """The value where it can be drawn."""
+    return value if value is not None and math.isfinite(value) else otherwise
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """``0.8421`` as ``84.2 %``."""
+    if value is None or not math.isfinite(value):
+        return number(value)
+    return f"{100 * value:.{digits}f}{NBSP}%"
+
+
+def number(value: float | None) -> str:
+    """Four significant digits."""
+    if value is None:
+        return NONE
+    if math.isnan(value):
+        return "not a number"
+    if math.isinf(value):
+        return "infinite" if value > 0 else "minus infinite"
+    if value == int(value) and abs(value) < 1e15:
+        return count(int(value))
+    return f"{value:.4g}"
+
+
+def count(value: int) -> str:
+    """Thousands set apart by a narrow no-break space."""
+    return f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
+
+
+def size(value: float | None) -> str:
+    """Bytes in decimal units: ``1.23 MB``."""
+    if value is None or not math.isfinite(value):
+        return number(value)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    digits = 0 if unit == "B" or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f}{NBSP}{unit}"
+
+
+def duration(seconds: float | None) -> str:
+    """``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``2 h 13 min``."""
+    if seconds is None or not math.isfinite(seconds):
+        return number(seconds)
+    if seconds < 59.95:
+        return f"{seconds:.{2 if seconds < 9.995 else 1}f}{NBSP}s"
+    if seconds < 3599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes}{NBSP}min {rest:02d}{NBSP}s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours}{NBSP}h {minutes:02d}{NBSP}min"
+
+
+def plural(n: int, one: str, many: str = "") -> str:
+    """``1 round``, ``2 rounds``."""
+    return f"{count(n)}{NBSP}{one if n == 1 else many or one + 's'}"
+
+
+def toml(table: Mapping[str, Any]) -> str:
+    """The mapping as TOML; a key without a value stands as a comment, since TOML has no null."""
+    return "\n".join(_lines(table, ())).strip() + "\n"
+
+
+def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterable[str]:
+    for key, value in table.items():
+        if value is None:
+            yield f"# {_key(key)}: absent"
+        elif not isinstance(value, Mapping):
+            yield f"{_key(key)} = {_value(value)}"
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            inner = (*path, _key(key))
+            yield from ("", f"[{'.'.join(inner)}]", *_lines(value, inner))
+
+
+def _key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else json.dumps(visible(key), ensure_ascii=False)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(v) for v in value if v is not None) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return json.dumps(visible(value), ensure_ascii=False)

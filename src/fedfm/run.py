@@ -1,0 +1,251 @@
+"""A run directory: what a run was, what it did, and everything that is needed to go on.
+
+``manifest.json`` is there before the first round. After every round ``commit`` writes a checkpoint atomically; only then is
+the round done. ``metrics.jsonl`` gets a line when a committed round has been evaluated, ``messages.jsonl`` the round's crossings
+just before its commit. A run that was killed at any moment is opened again at its last commit, and lines that
+belong to nothing committed are cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fedfm import __version__, store
+from fedfm.errors import InputError, RunError
+from fedfm.experiment import Experiment
+from fedfm.federation import Excluded, Federation
+
+SCHEMA = 1
+KEEP = 2  # checkpoints: the newest, and one to fall back on
+DO_NOT_SHARE = (
+    "private/ holds clients' memories and keys: never share it.",
+    "clients/ holds one model per client: each was fitted to that client's rows and tells about them.",
+    "checkpoint/, adapter/ and metrics.jsonl tell about the clients' data as far as the trained model and the per-client "
+    "accuracies do; nothing in this run is differentially private.",
+)
+
+
+class Run:
+    """One run directory.
+
+    Attributes:
+        path: the folder.
+        experiment: what runs.
+        manifest: contents of ``manifest.json``.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path, self.manifest = path, manifest
+        self.experiment = Experiment.from_dict(manifest["experiment"])
+        self.seconds = 0.0  # spent before this process
+
+    @classmethod
+    def create(cls, experiment: Experiment, out: Path | None = None) -> Run:
+        """Make the folder and its manifest.
+
+        Raises:
+            InputError: the folder holds a run already, or something else.
+        """
+        if out is None:
+            stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+            out = Path("runs") / f"{experiment.name}-{stamp}"
+        if (out / "manifest.json").exists():
+            raise InputError(f"{out} holds a run already: `fedfm resume {out}` goes on with it, or give another --out")
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InputError(f"{out} is there and is not an empty folder; give another --out")
+        try:
+            for folder in ("checkpoint", "private"):
+                (out / folder).mkdir(parents=True, exist_ok=True)
+            (out / "private").chmod(0o700)
+        except OSError as error:
+            raise InputError(f"{out}: cannot be made: {error.strerror}") from None
+        run = cls(out, _manifest(experiment))
+        run.write_manifest()
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """A run that is there.
+
+        Raises:
+            InputError: no run, or one written by a later release.
+        """
+        path = Path(path)
+        try:
+            manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise InputError(f"{path}: no run here (manifest.json is missing)") from None
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}/manifest.json cannot be read: {error}") from None
+        if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+            schema = manifest.get("schema") if isinstance(manifest, dict) else None
+            raise InputError(f"{path}: schema {schema}; this release reads {SCHEMA}: use the fedfm that wrote it")
+        return cls(path, manifest)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Two processes never write one run. The lock goes with the process, however that ends."""
+        with open(self.path / "private" / "lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InputError(f"{self.path}: another process is running this run") from None
+            yield
+
+    def write_manifest(self) -> None:
+        """Replace ``manifest.json``."""
+        text = json.dumps(self.manifest, indent=1, ensure_ascii=False, default=_number)
+        store.write_atomic(self.path / "manifest.json", text.encode() + b"\n")
+
+    # --- commits -----------------------------------------------------------------------------------------------------
+
+    def commit(self, t: int, state: Any, fed: Federation, seconds: float, extra: Mapping[str, Any] | None = None) -> None:
+        """Round t is done: from here on a resumed run continues after it."""
+        lines = "".join(crossing.line() + "\n" for crossing in fed.transcript.drain())
+        length = self._append("messages.jsonl", lines)
+        record = {
+            "round": t,
+            "state": state,
+            "bytes_up": fed.transcript.bytes_up,
+            "bytes_down": fed.transcript.bytes_down,
+            "messages": length,
+            "seconds": seconds,
+            "excluded": [asdict(e) for e in fed.excluded],
+            "cohort": list(fed.cohort),
+            "metrics": dict(fed.metrics),
+            "extra": dict(extra or {}),
+        }
+        store.save(self._checkpoint(t), record)
+        for path in self._checkpoints()[:-KEEP]:
+            path.unlink(missing_ok=True)
+
+    def restore(self, state_type: Any) -> dict[str, Any] | None:
+        """The newest checkpoint that is whole; None before the first commit. Later lines of the logs are cut off.
+
+        A damaged checkpoint is passed over for the one before, and the manifest says so.
+        """
+        from fedfm import wire
+
+        for path in reversed(self._checkpoints()):
+            record = store.load(path)
+            if record is None:
+                self.manifest.setdefault("notices", []).append(f"{path.name} was damaged; went back one round")
+                path.unlink(missing_ok=True)
+                continue
+            record["state"] = wire.conform(record["state"], state_type, "state")
+            self._truncate("messages.jsonl", record["messages"])
+            self._keep_metrics(record["round"])
+            return record
+        self._truncate("messages.jsonl", 0)
+        self._keep_metrics(-1)
+        return None
+
+    def state(self, state_type: Any) -> Any:
+        """The server's state after the last committed round; nothing is changed.
+
+        Raises:
+            InputError: no checkpoint can be read.
+        """
+        from fedfm import wire
+
+        for path in reversed(self._checkpoints()):
+            if (record := store.load(path)) is not None:
+                return wire.conform(record["state"], state_type, "state")
+        raise InputError(f"{self.path}: no checkpoint can be read")
+
+    def into(self, fed: Federation, record: Mapping[str, Any]) -> None:
+        """Give a federation the counts of a restored checkpoint."""
+        fed.begin(record["round"])
+        fed.transcript.bytes_up, fed.transcript.bytes_down = record["bytes_up"], record["bytes_down"]
+        fed.excluded = [Excluded(**e) for e in record["excluded"]]
+        fed.cohort, fed.metrics = tuple(record["cohort"]), dict(record["metrics"])
+        self.seconds = record["seconds"]
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Append a line to ``metrics.jsonl``."""
+        self._append("metrics.jsonl", json.dumps(line, ensure_ascii=False, default=_number) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``; a torn last line is left out."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        return [json.loads(line) for line in lines[:-1] if line]
+
+    def _checkpoint(self, t: int) -> Path:
+        return self.path / "checkpoint" / f"round-{t:06d}.safetensors"
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.path / "checkpoint").glob("round-*.safetensors"))
+
+    def _append(self, name: str, text: str) -> int:
+        path = self.path / name
+        try:
+            with open(path, "ab") as file:
+                file.write(text.encode())
+                return file.tell()
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error.strerror}; what was committed before is kept") from error
+
+    def _truncate(self, name: str, length: int) -> None:
+        path = self.path / name
+        if path.exists() and path.stat().st_size > length:
+            os.truncate(path, length)
+
+    def _keep_metrics(self, last: int) -> None:
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            kept = [m for m in self.metrics() if m["round"] <= last]
+            text = "".join(json.dumps(m, ensure_ascii=False) + "\n" for m in kept)
+            if text.encode() != path.read_bytes():
+                store.write_atomic(path, text.encode())
+
+
+def _manifest(experiment: Experiment) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "fedfm": __version__,
+        "name": experiment.name,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "finished": None,
+        "experiment": experiment.to_dict(),
+        "versions": versions(),
+        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+        "fingerprints": {},
+        "split": None,
+        "clients": [],
+        "model": None,
+        "notices": [],
+        "result": None,
+        "ledger": {"epsilon": None, "entries": []},
+        "do_not_share": list(DO_NOT_SHARE),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the libraries that decide about bits."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for name in ("fedfm", "torch", "transformers", "peft", "flwr", "numpy", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _number(value: Any) -> Any:
+    """What json does not know: NumPy's and torch's scalars, and NaN as null."""
+    if hasattr(value, "item"):
+        value = value.item()
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+    raise TypeError(f"{type(value).__name__} in a log")

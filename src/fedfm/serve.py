@@ -1,0 +1,191 @@
+"""The server's side of a run: init, rounds, commits, evaluation, and the result. The same on every engine."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from fedfm.errors import RunError
+from fedfm.federation import ClientId, Federation, each
+from fedfm.method import Method
+from fedfm.params import Params, sha256_of
+from fedfm.run import Run
+
+
+class Server:
+    """Drives one method over one federation and writes the run.
+
+    Args:
+        judge: metrics of one model on the global test rows (see ``models.metrics.evaluate``); None where the server
+            has no test rows.
+        on_round: told of every line of metrics.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        fed: Federation,
+        *,
+        judge: Callable[[Params], dict[str, Any]] | None,
+        on_round: Callable[[dict[str, Any]], None] = lambda line: None,
+    ) -> None:
+        self.run, self.fed, self._judge, self._on_round = run, fed, judge, on_round
+        self.method: Method[Any] = run.experiment.method
+        self._start = time.perf_counter()
+        self._best: tuple[float, int] = (float("inf"), 0)
+
+    def go(self) -> dict[str, Any]:
+        """From the last commit to the result line."""
+        run, fed, method = self.run, self.fed, self.method
+        record = run.restore(method.state_type)
+        if record is None:
+            fed.begin(0)
+            state, t = method.init(fed), 0
+            run.commit(0, state, fed, self._seconds())
+        else:
+            run.into(fed, record)
+            state, t = record["state"], record["round"]
+        done = {line["round"] for line in run.metrics()}
+        if t not in done:
+            self._evaluate(t, state, last=t == method.rounds)
+        while t < method.rounds and not self._stop_early():
+            t += 1
+            fed.begin(t)
+            state = method.step(fed, state, t)
+            run.commit(t, state, fed, self._seconds())
+            self._evaluate(t, state, last=t == method.rounds)
+        return self._finish(t, state)
+
+    def _seconds(self) -> float:
+        return self.run.seconds + time.perf_counter() - self._start
+
+    def _evaluate(self, t: int, state: Any, last: bool) -> None:
+        """Write round t's line; the round itself is committed already."""
+        every = self.run.experiment.run.evaluate_every
+        line: dict[str, Any] = {"round": t, "seconds": round(self._seconds(), 3)}
+        if last or (every and t % every == 0):
+            line |= self.scores(state, thorough=last)
+        line |= {
+            "train_loss": self.fed.metrics.get("loss"),
+            "cohort": list(self.fed.cohort),
+            "excluded": [
+                {"client": e.client, "code": e.code, "reason": e.reason} for e in self.fed.excluded if e.round == t
+            ],
+            "bytes_up": self.fed.transcript.bytes_up,
+            "bytes_down": self.fed.transcript.bytes_down,
+        }
+        self.run.log(line)
+        self._on_round(line)
+
+    def models(self, state: Any) -> dict[ClientId, Params]:
+        """The final models: one by client name for personal methods, else one under ""."""
+        if self.method.personal:
+            return {client: self.method.params_for(state, client) for client in self.fed.clients}
+        return {"": self.method.params_for(state, "")}
+
+    def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
+        """Metrics of the state: every client on its own test rows, the server's model (or models) on the global ones."""
+        models = self.models(state)
+        by_client = {client: models.get(client) or models[""] for client in self.fed.clients}
+        own = self._own(by_client)
+        local = _mean(own.values())
+        line: dict[str, Any] = {"client_accuracy": own, "local_accuracy": local}
+        if self._judge is not None and (thorough or not self.method.personal):
+            judged = [self._judge(w) for w in models.values()]
+            line["global_accuracy"] = _mean(m["accuracy"] for m in judged)
+            for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
+                line[key] = _mean(m.get(key) for m in judged)
+        line["accuracy"] = local if self.method.personal else line.get("global_accuracy", local)
+        return line
+
+    def _own(self, models: Mapping[ClientId, Params]) -> dict[ClientId, float | None]:
+        """Accuracy of each client's model on its own test rows; None where it has none or did not answer."""
+        first = next(iter(models.values()))
+        shared = all(w is first for w in models.values())
+        payload: Any = first if shared else each(models)
+        excluded, drained = list(self.fed.excluded), self.fed.cohort
+        try:
+            replies = self.fed.ask(self.method.evaluate, counted=False, w=payload)
+        except RunError:  # nobody could be judged; the training goes on
+            replies = {}
+        self.fed.excluded, self.fed.cohort = excluded, drained
+        return {client: replies.get(client, {}).get("accuracy") for client in self.fed.clients}
+
+    def _stop_early(self) -> bool:
+        """Patience is over: no better validation loss for so many rounds."""
+        patience = self.run.experiment.run.patience
+        if not patience:
+            return False
+        losses = [(line["val_loss"], line["round"]) for line in self.run.metrics() if line.get("val_loss") is not None]
+        return bool(losses) and losses[-1][1] - min(losses)[1] >= patience
+
+    def _finish(self, t: int, state: Any) -> dict[str, Any]:
+        run, fed = self.run, self.fed
+        models = self.models(state)
+        last = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
+        if not last or last["round"] != t:
+            last = self.scores(state, thorough=True)
+        key = {"": ""} if not self.method.personal else {c: c for c in models}
+        result = {
+            "run": str(run.path),
+            "method": run.experiment.method_name,
+            "engine": run.experiment.run.engine,
+            "seed": run.experiment.run.seed,
+            "rounds": t,
+            "seconds": round(self._seconds(), 3),
+            **{
+                name: last.get(name)
+                for name in (
+                    "accuracy",
+                    "global_accuracy",
+                    "local_accuracy",
+                    "client_accuracy",
+                    "balanced_accuracy",
+                    "macro_f1",
+                    "loss",
+                    "perplexity",
+                )
+            },
+            "bytes_up": fed.transcript.bytes_up,
+            "bytes_down": fed.transcript.bytes_down,
+            "epsilon": None,
+            "params_sha256": sha256_of({key[name]: w for name, w in models.items()}),
+            "excluded": [asdict(e) for e in fed.excluded],
+            "details": {},
+        }
+        self._write_models(models)
+        run.manifest["result"] = result
+        run.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        run.write_manifest()
+        return result
+
+    def _write_models(self, models: Mapping[ClientId, Params]) -> None:
+        from fedfm import store
+        from fedfm.models.export import save_adapter
+
+        for client, w in models.items():
+            folder = self.run.path / ("adapter" if not client else f"clients/{store.safe_name(client)}/adapter")
+            folder.mkdir(parents=True, exist_ok=True)
+            save_adapter(self.fed.model, w, folder)
+
+
+def _mean(values: Any) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+@contextlib.contextmanager
+def single_thread() -> Any:
+    """One thread a client: its result does not depend on what runs beside it, and two processes beat two threads."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,140 @@
+"""The client side of a run: turns a request into a call of a method's client half, in the silo that was asked.
+
+The same code answers on every engine: the local engine calls :meth:`Silos.answer` directly, a Flower ClientApp decodes a
+message, calls it, and encodes what it returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, get_type_hints
+
+from fedfm import seeds, store, wire
+from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
+from fedfm.federation import Aggregator, Client, ClientData, ClientId, Request, action
+from fedfm.memory import DiskMemory
+from fedfm.method import Method
+from fedfm.training import cohort
+
+
+class Population(Protocol):
+    """Where clients' data come from: one experiment's partition, or a silo's own file."""
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        """Names, sorted."""
+
+    @property
+    def model(self) -> Any:
+        """The model that clients train."""
+
+    def data(self, client: ClientId) -> ClientData:
+        """The client's rows, ready for the model."""
+
+
+class Silos:
+    """Runs handlers for the clients of a population.
+
+    Args:
+        memory: folder of clients' memories, one subfolder each.
+        attack: what some clients do instead (None: all are honest).
+        allow: the silo's policy, patterns of handlers that it answers, e.g. ``("train.*",)`` refuses to show the server
+            any single update.
+        on_error: told of a handler's exception with its traceback; it stays at the client.
+    """
+
+    def __init__(
+        self,
+        method: Method[Any],
+        aggregator: Aggregator,
+        population: Population,
+        *,
+        memory: Path,
+        seed: int = 0,
+        attack: Any = None,
+        allow: Sequence[str] = ("*",),
+        on_error: Callable[[ClientId, str], None] = lambda client, text: None,
+    ) -> None:
+        self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
+        self._memory, self._seed, self._on_error = memory, seed, on_error
+        self._handlers = {action(fn): fn for fn in handlers(method)}
+        self._hints = {name: get_type_hints(fn) for name, fn in self._handlers.items()}
+
+    @property
+    def width(self) -> int:
+        """How many clients to hand to one :meth:`answer`."""
+        return cohort.width(self.population.model)
+
+    def answer(self, requests: Sequence[Request]) -> list[Any]:
+        """Run the requests side by side; each result is the reply's value, or a ClientFault."""
+        results = cohort.run_chunk([partial(self._answer, request) for request in requests])
+        return [
+            r if isinstance(r, ClientFault) else self._fault(request.client, r) if isinstance(r, Exception) else r
+            for request, r in zip(requests, results, strict=True)
+        ]
+
+    def conform(self, handler: str, payload: Any) -> Any:
+        """A payload that came over a wire, as the handler's annotations say.
+
+        Raises:
+            ClientFault: it is not what the handler takes.
+        """
+        name = handler.partition(".")[2]
+        if not isinstance(payload, Mapping) or name not in self._hints:
+            return payload  # answer() says what is wrong
+        hints = self._hints[name]
+        if unknown := payload.keys() - (hints.keys() - {"client", "return"}):
+            raise ClientFault(E_FIELD, f"{name} takes no {sorted(unknown)}")
+        return {key: wire.conform(value, hints[key], key) for key, value in payload.items()}
+
+    def _fault(self, client: ClientId, error: Exception) -> ClientFault:
+        self._on_error(client, "".join(traceback.format_exception(error)))
+        text = str(error).splitlines()[0][:160] if str(error) else ""
+        return ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+    def _answer(self, request: Request) -> Any:
+        kind, _, name = request.handler.partition(".")
+        if not any(fnmatch(request.handler, pattern) for pattern in self.allow):
+            raise ClientFault(E_REFUSED, f"this silo's policy {list(self.allow)} does not allow {request.handler}")
+        if name not in self._handlers:
+            raise ClientFault(E_REFUSED, f"{name} is not a handler of this method")
+        fn, payload = self._handlers[name], request.payload
+        client = self.client(request)
+        versions = _versions(payload)
+        reply = fn(client, **payload) if self.attack is None else self.attack(fn, client, payload)
+        if _versions(payload) != versions:
+            raise ValueError(f"{name} changed a tensor that it was sent; payloads are read-only")
+        if kind == "train":
+            reply = self.aggregator.protect(client, reply)
+        client.memory.commit()  # type: ignore[attr-defined]
+        return reply
+
+    def client(self, request: Request) -> Client:
+        """The client as it stands at this request."""
+        return Client(
+            id=request.client,
+            data=self.population.data(request.client),
+            model=self.population.model,
+            memory=DiskMemory(self._memory / store.safe_name(request.client), (request.round, request.call)),
+            seed=seeds.derive(self._seed, "client", request.round, request.client),
+        )
+
+
+def _versions(payload: Mapping[str, Any]) -> int:
+    """A number that grows when somebody writes into a Params of the payload."""
+    return sum(flat._version for v in payload.values() if isinstance(v, wire.Params) for flat in v.flats.values())
+
+
+def handlers(*parts: Any) -> Iterator[Callable[..., Any]]:
+    """The @on_client functions of the parts, and of the methods nested in their fields."""
+    for part in parts:
+        for name in dir(type(part)):
+            if getattr(inspect.getattr_static(type(part), name, None), "on_client", False):
+                yield getattr(part, name)
+        if isinstance(part, Method):
+            yield from handlers(*(v for v in vars(part).values() if isinstance(v, Method)))

@@ -1,0 +1,164 @@
+"""Several runs for one answer: seeds with an interval, a learning rate chosen by validation rows, the demo's table."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedfm import api
+from fedfm.errors import InputError
+from fedfm.experiment import Experiment
+from fedfm.run import Run
+
+# Two-sided 95 % quantiles of Student's t, degrees of freedom 1, 2, ...; beyond the table the normal one is close.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, half-width of the 95 % interval of the mean by Student's t); the half-width of one value is NaN."""
+    n = len(values)
+    mean = sum(values) / n
+    if n < 2:
+        return mean, math.nan
+    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
+    t = _T95[n - 2] if n - 2 < len(_T95) else 1.96 + 2.4 / (n - 1)
+    return mean, t * deviation / math.sqrt(n)
+
+
+def _stamp(name: str) -> Path:
+    return Path("runs") / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')[:-3]}"
+
+
+def _at(experiment: Experiment, **changes: Any) -> Experiment:
+    """The experiment with keys of nested tables changed, e.g. ``run__seed=1``."""
+    from fedfm.experiment import put
+
+    table = experiment.to_dict()
+    for key, value in changes.items():
+        put(table, key.replace("__", "."), value)
+    return Experiment.from_dict(table)
+
+
+def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progress: api.Progress) -> dict[str, Any]:
+    """Run each seed in a folder of its own; those that are finished are not run again.
+
+    Returns:
+        The runs' results, and mean and 95 % interval of every figure.
+    """
+    if len(set(which)) != len(which):
+        raise InputError(f"--seeds {','.join(map(str, which))}: a seed occurs twice")
+    out = out or _stamp(experiment.name)
+    results = [_finished(_at(experiment, run__seed=seed), out / f"seed-{seed}", progress) for seed in which]
+    figures = {}
+    for key in ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity"):
+        values = [r[key] for r in results if r.get(key) is not None]
+        if len(values) == len(results):
+            mean, half = interval(values)
+            figures[key] = {"mean": mean, "low": mean - half, "high": mean + half, "values": values}
+            if len(values) == 1:
+                figures[key] |= {"low": None, "high": None}
+    return {"runs": results, "seeds": list(which), "figures": figures} | {k: v["mean"] for k, v in figures.items()}
+
+
+def _finished(experiment: Experiment, folder: Path, progress: api.Progress) -> dict[str, Any]:
+    """Run, or go on with, or read the result of, this experiment in this folder."""
+    if (folder / "manifest.json").exists():
+        run = Run.open(folder)
+        if run.manifest["experiment"] != experiment.to_dict():
+            raise InputError(f"{folder} holds a run of another experiment; give another --out")
+        return api.resume(folder, progress=progress)
+    return api.run(experiment, folder, progress=progress)
+
+
+def seeds_text(result: dict[str, Any]) -> str:
+    """A line a figure."""
+    lines = [f"seeds {', '.join(map(str, result['seeds']))}"]
+    for key, figure in result["figures"].items():
+        if figure["low"] is None:
+            lines.append(f"{key:<18} {figure['mean']:.4f}")
+        else:
+            lines.append(f"{key:<18} {figure['mean']:.4f}  95 % interval {figure['low']:.4f} to {figure['high']:.4f}")
+    return "\n".join(lines)
+
+
+def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progress: api.Progress) -> Experiment:
+    """The experiment with the learning rate of the lowest validation loss; never test rows decide.
+
+    What the search cost in bytes and seconds goes on the chosen run's ledger.
+
+    Raises:
+        InputError: there are no validation rows.
+    """
+    if not experiment.data.val_fraction:
+        raise InputError("--tune: the choice needs validation rows; set data.val_fraction, e.g. --set data.val_fraction=0.1")
+    folder = (out.parent / f"{out.name}-tune") if out else _stamp(f"{experiment.name}-tune")
+    best: tuple[float, float] | None = None
+    trials = []
+    for rate in rates:
+        trial = _at(experiment, method__local__learning_rate=rate)
+        result = _finished(trial, folder / f"rate-{rate:g}", progress)
+        losses = [m["val_loss"] for m in Run.open(folder / f"rate-{rate:g}").metrics() if m.get("val_loss") is not None]
+        loss = losses[-1] if losses else math.inf
+        trials.append(
+            {"learning_rate": rate, "val_loss": loss, **{k: result[k] for k in ("bytes_up", "bytes_down", "seconds")}}
+        )
+        progress.notice(f"learning rate {rate:g}: validation loss {loss:.4f}")
+        if best is None or loss < best[0]:
+            best = (loss, rate)
+    assert best is not None  # noqa: S101 - rates has at least one element: the command line splits a text
+    chosen = _at(experiment, method__local__learning_rate=best[1])
+    return dataclasses.replace(chosen, tuning=tuple(trials))
+
+
+# --- the demo --------------------------------------------------------------------------------------------------------
+
+DEMO: dict[str, Any] = {
+    "name": "demo",
+    "data": {"name": "digits", "partition": {"name": "dirichlet", "alpha": 0.1, "clients": 10}},
+    "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 4}},
+    "method": {"name": "fedavg", "rounds": 8, "local": {"learning_rate": 0.1, "epochs": 2}},
+    "run": {"evaluate_every": 1},
+}
+
+
+def demo(out: Path | None, seed: int, progress: api.Progress) -> dict[str, Any]:
+    """LoRA of nano-vit over ten clients with skewed digits, beside its baselines."""
+    out = out or _stamp("demo")
+    rounds = DEMO["method"]["rounds"]
+    rows: list[tuple[str, str, dict[str, Any]]] = [
+        ("FedProx", "prox", {"method.name": "fedprox"}),
+        ("FedAvg", "fedavg", {}),
+        ("FedAvg, random weights", "random", {"model.weights": "random"}),
+        ("zero rounds", "start", {"method.rounds": 0}),
+        ("each client alone", "local", {"method.name": "local", "run.evaluate_every": 0}),
+        ("centralised", "centralised", {"method.name": "centralised", "run.evaluate_every": rounds}),
+    ]
+    from fedfm.experiment import put
+    from fedfm.report import html
+
+    began, results = time.perf_counter(), {}
+    for label, name, changes in rows:
+        table = {k: (dict(v) if isinstance(v, dict) else v) for k, v in DEMO.items()} | {"name": f"demo-{name}"}
+        table["method"] = DEMO["method"] | {}
+        for key, value in ({"run.seed": seed} | changes).items():
+            put(table, key, value)
+        if hasattr(progress, "label"):
+            progress.label = label
+        results[label] = _finished(Experiment.from_dict(table), out / name, progress)
+    report = html.write(out / "fedavg", baselines=[out / name for _, name, _ in rows if name != "fedavg"])
+    return {"rows": results, "report": str(report), "seconds": round(time.perf_counter() - began, 1)}
+
+
+def demo_text(result: dict[str, Any]) -> str:
+    """The demo's table."""
+    from fedfm.report import compare
+
+    table = compare.table([Path(r["run"]) for r in result["rows"].values()], list(result["rows"]))
+    return f"{table}\n\nreport: {result['report']}   ({result['seconds']} s)"
+
+

@@ -1,0 +1,97 @@
+"""Client optimisers: what a client does with w between two messages. They are fields of methods.
+
+``SGD``, ``Adam``, ``AdamW`` and ``Proximal`` describe local training; how it is computed - one client in a loop, a
+cohort of heads as one batched product - is chosen by :func:`fedfm.training.cohort.train` and never changes what a method
+reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fedfm.errors import InputError
+from fedfm.federation import Client
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class Local:
+    """E epochs of mini-batch descent on one client's training rows; the state of the optimiser starts afresh each round."""
+
+    learning_rate: float = field(default=0.1, metadata={"help": "eta"})
+    epochs: int = field(default=1, metadata={"help": "E, passes over the client's rows a round"})
+    batch_size: int = field(default=32, metadata={"help": "B"})
+    weight_decay: float = field(default=0.0, metadata={"help": "L2 (sgd, adam) or decoupled (adamw)"})
+
+    def __call__(self, client: Client, w: Params, *, mu: float = 0.0, correction: Params | None = None) -> Params:
+        """Train from ``w``; return the trained parameters.
+
+        Args:
+            mu: weight of the proximal term mu/2 ||v - w||^2 in the local objective.
+            correction: added to every gradient (SCAFFOLD's c - c_k).
+        """
+        from fedfm.training.cohort import Job, train
+
+        return train(Job(client, w, self, mu, correction))
+
+    def steps(self, n: int) -> int:
+        """Number of optimiser steps over n rows."""
+        return self.epochs * -(-n // self.batch_size)
+
+    def validate(self, where: str) -> None:
+        """Refuse values that make no sense, naming the key."""
+        for key, ok, right in (
+            ("learning_rate", self.learning_rate > 0, "a number above 0"),
+            ("epochs", self.epochs >= 1, "a whole number of at least 1"),
+            ("batch_size", self.batch_size >= 1, "a whole number of at least 1"),
+            ("weight_decay", self.weight_decay >= 0, "a number of at least 0"),
+        ):
+            if not ok:
+                raise InputError(f"{where}.{key} = {getattr(self, key)}: expected {right}")
+
+
+@dataclass(frozen=True)
+class SGD(Local):
+    """Stochastic gradient descent, optionally with (heavy-ball) momentum."""
+
+    momentum: float = field(default=0.0, metadata={"help": "of the local optimiser"})
+
+    def validate(self, where: str) -> None:
+        """Also 0 <= momentum < 1."""
+        super().validate(where)
+        if not 0 <= self.momentum < 1:
+            raise InputError(f"{where}.momentum = {self.momentum}: expected a number in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Adam(Local):
+    """Adam with its usual constants (0.9, 0.999, 1e-8); weight decay enters the gradient."""
+
+    learning_rate: float = field(default=0.001, metadata={"help": "eta"})
+
+
+@dataclass(frozen=True)
+class AdamW(Local):
+    """Adam with decoupled weight decay."""
+
+    learning_rate: float = field(default=0.001, metadata={"help": "eta"})
+
+
+@dataclass(frozen=True)
+class Proximal(SGD):
+    """SGD on the local objective f_k(v) + mu/2 ||v - w||^2 (FedProx's), for any method that has a local optimiser."""
+
+    mu: float = field(default=0.01, metadata={"help": "weight of the squared distance to the start"})
+
+    def __call__(self, client: Client, w: Params, *, mu: float = 0.0, correction: Params | None = None) -> Params:
+        """As :class:`SGD`, with this mu added to the method's own."""
+        return super().__call__(client, w, mu=mu + self.mu, correction=correction)
+
+    def validate(self, where: str) -> None:
+        """Also mu >= 0."""
+        super().validate(where)
+        if self.mu < 0:
+            raise InputError(f"{where}.mu = {self.mu}: expected a number of at least 0")
+
+
+BY_NAME: dict[str, type[Local]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "proximal": Proximal}

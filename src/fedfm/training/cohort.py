@@ -1,0 +1,119 @@
+"""How local training is computed: one client at a time, or every client of a chunk as one batch.
+
+A method's client half is written for one client and calls ``self.local(client, w)``. When a chunk of clients runs,
+each client's handler is a greenlet: it stops at that call, the jobs of all are trained together, and each goes on with
+its own result. The method does not see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import greenlet
+import numpy as np
+
+from fedfm import seeds
+from fedfm.federation import Client
+from fedfm.params import Params
+from fedfm.training import Local
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's local training: from w, by this optimiser, with a proximal term and a gradient correction if given."""
+
+    client: Client
+    w: Params
+    local: Local
+    mu: float = 0.0
+    correction: Params | None = None
+
+    def orders(self) -> Iterator[np.ndarray]:
+        """Row indexes of every mini-batch in turn: each epoch a fresh permutation from the client's seed."""
+        n, size = len(self.client.data.train), self.local.batch_size
+        rng = seeds.generator(self.client.seed, "batches")
+        for _ in range(self.local.epochs):
+            order = rng.permutation(n)
+            for start in range(0, n, size):
+                yield order[start : start + size]
+
+
+Trainer = Callable[[Sequence[Job]], list[Params]]
+
+
+class _Chunk(greenlet.greenlet):
+    """A client's handler on its way; its parent is the scheduler that gathers jobs."""
+
+
+def train(job: Job) -> Params:
+    """Called by a client optimiser: train together with the rest of the chunk, or alone where there is none."""
+    current = greenlet.getcurrent()
+    if isinstance(current, _Chunk):
+        return current.parent.switch(job)  # type: ignore[no-any-return, union-attr]
+    return trainer_for(job.client.model)([job])[0]
+
+
+def trainer_for(model: Any) -> Trainer:
+    """The vectorised trainer of this model's kind if there is one, else the loop."""
+    from fedfm.training import heads, loop
+
+    if heads.applies(model):
+        return heads.train
+    return loop.train
+
+
+def width(model: Any) -> int:
+    """How many clients one chunk should hold."""
+    from fedfm.training import heads
+
+    return heads.WIDTH if heads.applies(model) else 1
+
+
+def run_chunk(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run handlers side by side, their local training batched; a handler's exception takes its result's place."""
+    if len(calls) == 1:
+        return [_alone(calls[0])]
+    results: list[Any] = [None] * len(calls)
+    waiting: list[tuple[int, _Chunk, Job]] = []
+
+    def advance(i: int, run: _Chunk, *value: Any, error: BaseException | None = None) -> None:
+        try:
+            out = run.throw(error) if error is not None else run.switch(*value)
+        except Exception as failure:
+            results[i] = failure
+            return
+        if run.dead:
+            results[i] = out
+        else:
+            waiting.append((i, run, out))
+
+    for i, call in enumerate(calls):
+        advance(i, _Chunk(call))
+    while waiting:
+        batch, waiting = waiting, []
+        by_kind: dict[tuple[Any, ...], list[tuple[int, _Chunk, Job]]] = {}
+        for item in batch:
+            job = item[2]
+            key = (id(job.client.model), job.local, job.mu > 0, job.correction is None, job.w.layout)
+            by_kind.setdefault(key, []).append(item)
+        for items in by_kind.values():
+            jobs = [job for _, _, job in items]
+            try:
+                trained: list[Any] = trainer_for(jobs[0].client.model)(jobs)
+            except Exception:
+                trained = [_alone(lambda job=job: trainer_for(job.client.model)([job])[0]) for job in jobs]
+            for (i, run, _), out in zip(items, trained, strict=True):
+                if isinstance(out, Exception):
+                    advance(i, run, error=out)
+                else:
+                    advance(i, run, out)
+    return results
+
+
+def _alone(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as failure:
+        return failure

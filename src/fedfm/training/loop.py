@@ -1,0 +1,87 @@
+"""Local training of one client: forward, backward, step. Works for every model; its result depends on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from fedfm.params import Params
+from fedfm.training.cohort import Job
+from fedfm.training.rules import Rule
+
+
+class _Flat:
+    """A model's trainable parameters and gradients as views of two flat vectors: one copy loads, one operation steps."""
+
+    def __init__(self, live: dict[str, Tensor]) -> None:
+        first = next(iter(live.values()))
+        total = sum(p.numel() for p in live.values())
+        self.names = tuple(live)
+        self.p = torch.empty(total, dtype=first.dtype, device=first.device)
+        self.g = torch.zeros_like(self.p)
+        at = 0
+        for tensor in live.values():
+            if tensor.dtype != first.dtype:
+                raise TypeError("trainable parameters of one model have one dtype")
+            piece = slice(at, at + tensor.numel())
+            self.p[piece] = tensor.detach().reshape(-1)
+            tensor.data = self.p[piece].view(tensor.shape)
+            tensor.grad = self.g[piece].view(tensor.shape)
+            at += tensor.numel()
+
+    def flat(self, w: Params) -> Tensor:
+        """The vector of these parameters in ``w``."""
+        if tuple(w) == self.names:
+            return w.flats[self.p.dtype].to(self.p.device)
+        return torch.cat([w[name].reshape(-1) for name in self.names]).to(self.p.device)
+
+    def bound(self, live: dict[str, Tensor]) -> bool:
+        """The model still uses our storage."""
+        return next(iter(live.values())).untyped_storage().data_ptr() == self.p.untyped_storage().data_ptr()
+
+
+_flats: WeakKeyDictionary[Any, _Flat] = WeakKeyDictionary()
+
+
+def _flat_of(model: Any) -> _Flat:
+    live = model.live()
+    flat = _flats.get(model)
+    if flat is None or not flat.bound(live):
+        flat = _flats[model] = _Flat(live)
+    return flat
+
+
+def train(jobs: Sequence[Job]) -> list[Params]:
+    """One after the other."""
+    return [_train(job) for job in jobs]
+
+
+def _train(job: Job) -> Params:
+    model, rows = job.client.model, job.client.data.train
+    model.load(job.w)
+    flat = _flat_of(model)
+    rule = Rule(job.local, flat.p)
+    start = flat.p.clone() if job.mu else None
+    correction = flat.flat(job.correction) if job.correction is not None else None
+    seen, total = 0, 0.0
+    model.train_mode()
+    # Dropout, where an adaptation has it, draws from torch's global generator: give it this client's own stream.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.client.seed)
+        for index in job.orders():
+            loss = model.loss(rows.batch(index))
+            loss.backward()
+            if start is not None:
+                flat.g.add_(flat.p - start, alpha=job.mu)
+            if correction is not None:
+                flat.g.add_(correction)
+            rule.step(flat.p, flat.g)
+            flat.g.zero_()
+            seen, total = seen + len(index), total + float(loss.detach()) * len(index)
+    model.eval_mode()
+    job.client.metrics["loss"] = total / max(seen, 1)
+    return model.params()  # type: ignore[no-any-return]

@@ -1,0 +1,143 @@
+"""One transformer layer on a packed batch, forward and backward by hand.
+
+Only what the frozen weights ask for is computed and kept: no gradient of a frozen weight, none below the lowest adapted
+layer, and where the model reads the class token alone, the last layer computes that token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fedfm.training.packed import attention
+from fedfm.training.packed.adapters import Adapted, Segment
+from fedfm.training.packed.attention import Shape
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Frozen layer normalisation."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        """(N, d) -> (N, d), and what the gradient needs."""
+        y, mean, rstd = torch.native_layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return y, (x, mean, rstd)
+
+    def backward(self, gradient: Tensor, saved: Any) -> Tensor:
+        """dL/dy (N, d) -> dL/dx (N, d)."""
+        x, mean, rstd = saved
+        out: Tensor = torch.ops.aten.native_layer_norm_backward(
+            gradient, x, self.weight.shape, mean, rstd, self.weight, self.bias, [True, False, False]
+        )[0]
+        return out
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Frozen weights and adapters of one layer.
+
+    Attributes:
+        qkv: queries (scaled by 1 / sqrt(d / H)), keys and values as one map (d -> 3d); where ``first_only``, the
+            queries' map (d -> d) and that of keys and values (d -> 2d).
+        before: normalise before attention and MLP (ViT), not after adding them (BERT).
+        first_only: the model reads only each sequence's first token of this layer's output.
+        lowest: nothing below is trained: no gradient leaves this layer.
+    """
+
+    qkv: tuple[Adapted, ...]
+    out: Adapted
+    up: Adapted
+    down: Adapted
+    norm_1: Norm
+    norm_2: Norm
+    heads: int
+    before: bool
+    first_only: bool = False
+    lowest: bool = False
+
+    @property
+    def maps(self) -> tuple[Adapted, ...]:
+        """What may carry adapters."""
+        return *self.qkv, self.out, self.up, self.down
+
+    def forward(self, x: Tensor, shape: Shape, segments: Sequence[Segment], firsts: Sequence[Segment]) -> tuple[Tensor, Any]:
+        """(N, d) -> (N, d), or (S, d) where ``first_only``; ``firsts`` are the clients' segments of the S sequences."""
+        if self.before:
+            normed, n1 = self.norm_1.forward(x)
+            o, residual, attended = self._attend(normed, x, shape, segments, firsts)
+        else:
+            n1 = None
+            o, residual, attended = self._attend(x, x, shape, segments, firsts)
+        segments = firsts if self.first_only else segments
+        a, out = self.out.forward(o, segments)
+        a.add_(residual)
+        n, n2 = (self.norm_2 if self.before else self.norm_1).forward(a)
+        u, up = self.up.forward(n, segments)
+        h = F.gelu(u)
+        y, down = self.down.forward(h, segments)
+        if self.before:
+            y.add_(a)
+            n3 = None
+        else:
+            y, n3 = self.norm_2.forward(y.add_(n))
+        return y, (attended, n1, n2, n3, o, out, n, u, up, h if self.down.sites else None, down)
+
+    def backward(
+        self, gradient: Tensor, saved: Any, shape: Shape, segments: Sequence[Segment], firsts: Sequence[Segment]
+    ) -> Tensor | None:
+        """dL/dy -> dL/dx (N, d), or None from the lowest layer; the adapters' gradients go into the segments."""
+        attended, n1, n2, n3, o, out, n, u, up, h, down = saved
+        parts = firsts if self.first_only else segments
+        gy = gradient if n3 is None else self.norm_2.backward(gradient, n3)
+        gh = self.down.backward(gy, h, down, parts, need_input=True)
+        gn = self.up.backward(torch.ops.aten.gelu_backward(gh, u), n, up, parts, need_input=True)
+        assert gn is not None
+        ga = self.norm_2.backward(gn, n2).add_(gy) if self.before else self.norm_1.backward(gn.add_(gy), n2)
+        go = self.out.backward(ga, o, out, parts, need_input=True)
+        assert go is not None
+        gx = self._attend_backward(go, attended, shape, segments, firsts)
+        if gx is None:
+            return None
+        if self.before:
+            gx = self.norm_1.backward(gx, n1)
+        if self.first_only:
+            return gx.index_add_(0, shape.first, ga)
+        return gx.add_(ga)
+
+    def _attend(
+        self, x: Tensor, residual: Tensor, shape: Shape, segments: Sequence[Segment], firsts: Sequence[Segment]
+    ) -> tuple[Tensor, Tensor, Any]:
+        if not self.first_only:
+            qkv, hidden = self.qkv[0].forward(x, segments)
+            o, saved = attention.forward(qkv, shape, self.heads)
+            return o, residual, (x, hidden, saved)
+        x0 = x.index_select(0, shape.first)
+        q, hidden_q = self.qkv[0].forward(x0, firsts)
+        kv, hidden_kv = self.qkv[1].forward(x, segments)
+        o, saved = attention.forward_first(q, kv, shape, self.heads)
+        return o, residual.index_select(0, shape.first), (x, x0, hidden_q, hidden_kv, saved)
+
+    def _attend_backward(
+        self, gradient: Tensor, attended: Any, shape: Shape, segments: Sequence[Segment], firsts: Sequence[Segment]
+    ) -> Tensor | None:
+        need = not self.lowest
+        if not self.first_only:
+            x, hidden, saved = attended
+            g = attention.backward(gradient, saved, shape, self.heads)
+            return self.qkv[0].backward(g, x, hidden, segments, need_input=need)
+        x, x0, hidden_q, hidden_kv, saved = attended
+        gq, gkv = attention.backward_first(gradient, saved, shape, self.heads)
+        gx0 = self.qkv[0].backward(gq, x0, hidden_q, firsts, need_input=need)
+        gx = self.qkv[1].backward(gkv, x, hidden_kv, segments, need_input=need)
+        if gx is None or gx0 is None:
+            return None
+        return gx.index_add_(0, shape.first, gx0)

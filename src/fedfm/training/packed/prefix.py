@@ -1,0 +1,105 @@
+"""What enters the lowest adapted layer: computed once for a client's rows and kept as long as they live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fedfm.rows import Rows
+from fedfm.training.packed.attention import Shape
+from fedfm.training.packed.net import Net
+
+CAP = 256 << 20  # bytes kept by one process; a client that needs more than a quarter is computed batch by batch
+_ROWS = 32  # rows that pass the frozen layers together
+
+
+class Prefix:
+    """Packed tokens of one client's rows: those of row i are ``x[start[i] : start[i] + length[i]]``.
+
+    Attributes:
+        length: (n,) tokens of each row.
+    """
+
+    def __init__(self, net: Net, rows: Rows) -> None:
+        self.net, self.rows = net, rows
+        if rows.tokens is not None:
+            self.length = np.array([len(t) for t in rows.tokens], dtype=np.int64)
+        else:
+            self.length = np.full(len(rows), net.positions, dtype=np.int64)
+        self.start = np.cumsum(self.length) - self.length
+        self.nbytes = int(self.length.sum()) * net.width * 4
+        self.x: Tensor | None = None
+
+    def fill(self) -> None:
+        """Compute all rows now."""
+        chunks = [np.arange(i, min(i + _ROWS, len(self.rows))) for i in range(0, len(self.rows), _ROWS)]
+        self.x = torch.cat([self._compute(chunk) for chunk in chunks])
+
+    def put(self, index: np.ndarray, out: Tensor) -> None:
+        """The tokens of these rows, one row after the other, into ``out`` (n, d)."""
+        if self.x is None:
+            out.copy_(self._compute(index))
+            return
+        length = self.length[index]
+        first = np.repeat(self.start[index] - (np.cumsum(length) - length), length)
+        torch.index_select(self.x, 0, torch.from_numpy(first + np.arange(len(first))), out=out)
+
+    def _compute(self, index: np.ndarray) -> Tensor:
+        shape = Shape(self.length[index])
+        part = self.rows.take(index)
+        if part.tokens is not None:
+            positions = torch.from_numpy(np.concatenate([np.arange(n) for n in shape.lengths]))
+            x = self.net.embed(input_ids=torch.cat(part.tokens)[None], position_ids=positions[None])[0]
+        else:
+            x = self.net.embed(part.tensors["pixel_values"]).flatten(0, 1)
+        if self.net.lowest:
+            x = torch.nn.functional.pad(x, (0, 0, 0, shape.rows - shape.tokens))
+        for layer in self.net.layers[: self.net.lowest]:
+            x, _ = layer.forward(x, shape, (), ())
+        return x[: shape.tokens]
+
+
+class Cache:
+    """The prefixes of the clients seen last, up to a number of bytes."""
+
+    def __init__(self) -> None:
+        self._by_rows: Any = WeakIdKeyDictionary()  # labels tensor of the rows -> Prefix; it dies with them
+
+    def get(self, net: Net, rows: Rows) -> Prefix:
+        """The prefix of these rows. Whether it is kept depends on its own size alone, so that its bits do too."""
+        prefix: Prefix | None = self._by_rows.get(rows.labels)
+        if prefix is not None and prefix.x is not None and prefix.net is net:
+            return prefix
+        prefix = Prefix(net, rows)
+        if prefix.nbytes <= CAP // 4 and len(rows):
+            self._make_room(prefix.nbytes)
+            prefix.fill()
+            self._by_rows[rows.labels] = prefix
+        return prefix
+
+    def _make_room(self, nbytes: int) -> None:
+        kept = list(self._by_rows.items())
+        total = sum(p.nbytes for _, p in kept)
+        for key, old in kept:  # the oldest first
+            if total + nbytes <= CAP:
+                break
+            total -= old.nbytes
+            del self._by_rows[key]
+
+
+def takes(rows: Rows) -> bool:
+    """Rows of the kinds that are packed: token vectors of any length, or pictures."""
+    return rows.labels is not None and (
+        set(rows.tensors) == {"pixel_values"} if rows.tokens is None else not rows.tensors and all(map(len, rows.tokens))
+    )
+
+
+def split(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, stop) of neighbours with these lengths."""
+    ends = np.cumsum(lengths).tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))

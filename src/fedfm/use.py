@@ -1,0 +1,82 @@
+"""What a finished run is good for: predictions, and exports for other libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedfm.errors import InputError
+from fedfm.params import Params
+from fedfm.run import Run
+
+
+def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]:
+    """(run, model, its trained parameters).
+
+    Raises:
+        InputError: the run is not finished, or its clients have models of their own and none is named.
+    """
+    from fedfm.models.load import load_model
+
+    run = Run.open(path)
+    experiment = run.experiment
+    if run.manifest["result"] is None:
+        raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
+    personal = experiment.method.personal
+    if personal and client not in run.manifest["clients"]:
+        raise InputError(f"{path}: every client has its own model; name one with --client: {', '.join(run.manifest['clients'])}")
+    if client is not None and not personal:
+        raise InputError(f"{path} has one model for all; drop --client")
+    name = client if personal and client else ""
+    w: Params = experiment.method.params_for(run.state(experiment.method.state_type), name)
+    shape = run.manifest["model"]
+    model = load_model(
+        experiment.model,
+        classes=tuple(shape["classes"]),
+        kind=shape["kind"],
+        task=experiment.model.task,
+        seed=experiment.run.seed,
+        feature_dim=shape["feature_dim"],
+    )
+    model.load(w)
+    return run, model, w
+
+
+def predict(path: str | Path, file: str | Path, client: str | None = None) -> dict[str, Any]:
+    """Class names and probabilities of every row of a file; for language models the perplexity of its text.
+
+    Args:
+        file: any source that the run could have been trained on; labels are not needed and not used.
+    """
+    import torch
+
+    from fedfm.data.load import read_inputs
+    from fedfm.serve import single_thread
+
+    run, model, _ = load(path, client)
+    with single_thread():
+        table = read_inputs(Path(file), run.experiment.data, kind=run.manifest["model"]["kind"])
+        rows = model.encode(model.prepare(table, range(len(table))))
+        if model.is_language_model:
+            from fedfm.models.metrics import evaluate
+
+            scored = evaluate(model, rows)
+            return {"run": str(path), "predictions": [], "probabilities": [], "perplexity": scored["perplexity"]}
+        probabilities = torch.softmax(model.predict(rows), 1)
+    best = probabilities.argmax(1).tolist()
+    return {
+        "run": str(path),
+        "classes": list(model.classes),
+        "predictions": [model.classes[i] for i in best],
+        "probabilities": [[round(p, 6) for p in row] for row in probabilities.tolist()],
+    }
+
+
+def export(path: str | Path, to: str, out: Path, client: str | None = None) -> str:
+    """Write the run's model for other libraries; returns a line that says how to load it."""
+    from fedfm.models.export import export as write
+
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out} is not empty; give another --out")
+    _, model, w = load(path, client)
+    return str(write(model, w, to, out))

@@ -1,0 +1,66 @@
+"""A progress bar on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedfm.api import Progress
+from fedfm.federation import Excluded
+from fedfm.run import Run
+
+
+class Bar(Progress):
+    """One bar a run: rounds done, clients of the current one, the last accuracy or perplexity.
+
+    Attributes:
+        path: the run directory, once there is one; what to resume if something stops it.
+    """
+
+    def __init__(self, label: str = "") -> None:
+        self.path: Path | None = None
+        self.label = label
+        self._bar: Any = None
+        self._clients = 0
+
+    def started(self, run: Run, rounds: int, done: int) -> None:
+        """Open the bar."""
+        from tqdm import tqdm
+
+        self.path = run.path
+        label = self.label or run.experiment.method_name
+        self._bar = tqdm(total=rounds, initial=done, desc=label, unit="round", file=sys.stderr, dynamic_ncols=True)
+
+    def client(self) -> None:
+        """Count a client."""
+        self._clients += 1
+        if self._bar is not None:
+            self._bar.set_description_str(f"{self._bar.desc.split(' [')[0].rstrip(': ')} [client {self._clients}]")
+
+    def round(self, line: Mapping[str, Any]) -> None:
+        """Advance."""
+        self._clients = 0
+        if self._bar is None:
+            return
+        figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
+        self._bar.set_postfix(figures, refresh=False)
+        if line["round"]:
+            self._bar.update(1)
+
+    def excluded(self, excluded: Excluded) -> None:
+        """Say who, what and why."""
+        self.notice(f"round {excluded.round}: {excluded.client} left out, {excluded.code}: {excluded.reason}")
+
+    def notice(self, text: str) -> None:
+        """Print above the bar."""
+        from tqdm import tqdm
+
+        tqdm.write(f"fedfm: {text}", file=sys.stderr)
+
+    def finished(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
