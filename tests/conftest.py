@@ -10,6 +10,17 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_workers_left():
+    """End the workers that a test's federations started."""
+    yield
+    import toy
+
+    while toy.LINKS:
+        toy.LINKS.pop().close()

@@ -16,6 +16,9 @@ from fedfm.rows import Batch, Rows
 from fedfm.silo import Silos
 
 
+LINKS: list[LocalLink] = []  # ended after each test
+
+
 class Quadratic:
     """One trainable scalar w; the loss of a row a is (w - a)^2 / 2."""
 
@@ -68,7 +71,8 @@ def federation(
     toys = Toys(rows, w)
     silos = Silos(method, Aggregator(), toys, memory=folder)
     out: list[Excluded] = []
-    return Federation(LocalLink(silos, **link), model=toys.model, min_clients=min_clients, on_excluded=out.append)
+    LINKS.append(LocalLink(silos, **link))
+    return Federation(LINKS[-1], model=toys.model, min_clients=min_clients, on_excluded=out.append)
 
 
 def run(method: Any, fed: Federation, rounds: int) -> list[Any]:

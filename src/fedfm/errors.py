@@ -46,4 +46,5 @@ E_SIZE = "E_SIZE"  # larger than the limit
 E_ROUND = "E_ROUND"  # a reply for another round
 E_DUPLICATE = "E_DUPLICATE"
 E_CLIENT = "E_CLIENT"  # a reply from somebody who was not asked
+E_READONLY = "E_READONLY"  # the handler wrote into what it was sent: a defect of the method, which stops the run
 E_VERSION = "E_VERSION"  # the site runs another fedfm or another model

@@ -14,6 +14,7 @@ from fedfm import seeds, wire
 from fedfm.errors import (
     E_CLIENT,
     E_DUPLICATE,
+    E_READONLY,
     E_ROUND,
     E_TIMEOUT,
     E_WEIGHT,
@@ -288,51 +289,48 @@ class Federation:
             )
             for c in cohort
         ]
-        pending = dict.fromkeys(cohort)  # still to come, in order
-        early: dict[ClientId, Any] = {}  # came before its turn
-        good, waiting = 0, iter(cohort)
-        turn = next(waiting, None)
-        answered: set[ClientId] = set()
+        pending = set(cohort)
+        early: dict[ClientId, Any] = {}  # valid, but another's turn
+        turns, good = list(reversed(cohort)), 0
         for reply in self._link.exchange(requests):
             try:
-                if reply.client not in pending and reply.client not in answered:
-                    raise ClientFault(E_CLIENT, "was not asked in this call")
-                if reply.client in answered:
-                    raise ClientFault(E_DUPLICATE, "a second reply to one request")
+                self._expected(reply, pending, cohort)
+            except ClientFault as fault:  # says nothing about the reply that is still to come, if any
+                self._exclude(reply.client, fault)
+                continue
+            pending.remove(reply.client)
+            self._record(name, reply, form, counted)
+            try:
                 if reply.fault is not None:
                     raise reply.fault
-                if (reply.round, reply.call) != (self.round, self._call):
-                    raise ClientFault(E_ROUND, f"a reply to round {reply.round}, call {reply.call}")
                 value = wire.conform(reply.value, hint)
                 check(value)
             except ClientFault as fault:
+                if fault.code == E_READONLY:  # later clients, and the server, may have seen the changed tensor
+                    raise RunError(f"round {self.round}: {fault.reason}") from None
                 self._exclude(reply.client, fault)
-                if fault.code not in (E_CLIENT, E_DUPLICATE, E_ROUND):  # its own reply may still be valid, or come
-                    del pending[reply.client]
-                    answered.add(reply.client)
-                    self._record(name, reply, form, counted)
-                value = None
-                if reply.client in pending or reply.client not in answered:
-                    continue
             else:
-                del pending[reply.client]
-                answered.add(reply.client)
-                self._record(name, reply, form, counted)
                 early[reply.client] = value
                 good += 1
-            while turn is not None and turn not in pending:
-                if turn in early:
-                    yield turn, early.pop(turn)
-                turn = next(waiting, None)
-        for client in pending:
+            while turns and turns[-1] not in pending:
+                if (client := turns.pop()) in early:
+                    yield client, early.pop(client)
+        for client in sorted(pending):
             self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"))
-        for client in sorted(early):
-            yield client, early.pop(client)
+        yield from sorted(early.items())
         if good < self.min_clients:
             raise RunError(
                 f"round {self.round}: {good} of {len(cohort)} clients gave a valid reply to {name}, "
                 f"min_clients is {self.min_clients}"
             )
+
+    def _expected(self, reply: Reply, pending: set[ClientId], cohort: Sequence[ClientId]) -> None:
+        """It answers this call, and is the first that does."""
+        if reply.client not in pending:
+            code, why = (E_DUPLICATE, "a second reply to one request"), (E_CLIENT, "was not asked in this call")
+            raise ClientFault(*(code if reply.client in cohort else why))
+        if (reply.round, reply.call) != (self.round, self._call):
+            raise ClientFault(E_ROUND, f"a reply to round {reply.round}, call {reply.call}")
 
     def _exclude(self, client: ClientId, fault: ClientFault) -> None:
         excluded = Excluded(self.round, client, fault.code, fault.reason)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
 from fedfm import seeds, store, wire
-from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
+from fedfm.errors import E_EXCEPTION, E_FIELD, E_READONLY, E_REFUSED, ClientFault
 from fedfm.federation import Aggregator, Client, ClientData, ClientId, Request, action
 from fedfm.memory import DiskMemory
 from fedfm.method import Method
@@ -108,7 +108,7 @@ class Silos:
         versions = _versions(payload)
         reply = fn(client, **payload) if self.attack is None else self.attack(fn, client, payload)
         if _versions(payload) != versions:
-            raise ValueError(f"{name} changed a tensor that it was sent; payloads are read-only")
+            raise ClientFault(E_READONLY, f"{name} changed a tensor that it was sent; payloads are read-only")
         if kind == "train":
             reply = self.aggregator.protect(client, reply)
         client.memory.commit()  # type: ignore[attr-defined]

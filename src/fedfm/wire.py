@@ -88,7 +88,11 @@ def _encode(value: Any, pieces: list[memoryview | bytes]) -> Any:
             return [_encode(v, pieces) for v in value]
     if dataclasses.is_dataclass(value):
         return {"m": {f.name: _encode(getattr(value, f.name), pieces) for f in dataclasses.fields(value)}}
-    raise TypeError(f"{type(value).__name__} cannot travel: use Params, tensors, numbers, text, lists, dicts, dataclasses")
+    raise _cannot_travel(value)
+
+
+def _cannot_travel(value: Any) -> TypeError:
+    return TypeError(f"{type(value).__name__} cannot travel: use Params, tensors, numbers, text, lists, dicts, dataclasses")
 
 
 def _key(key: Any) -> str:
@@ -146,6 +150,8 @@ def size(value: Any) -> tuple[int, int]:
                 head, data = head + h, data + d
             return head + 2 + max(len(value) - 1, 0), data
         case _:
+            if not dataclasses.is_dataclass(value):
+                raise _cannot_travel(value)
             items = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]  # type: ignore[assignment]
     head, data, count = 8, 0, 0
     for k, v in items:

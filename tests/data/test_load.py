@@ -49,7 +49,8 @@ def test_test_rows_are_stratified_and_the_limit_spares_them() -> None:
 def test_marked_test_rows_stay_alone(tmp_path: Path) -> None:
     path = silo(tmp_path / "a.csv", list("abababab"), ["test", "val", *["train"] * 6])
     table = load_table(DataSpec(path=path, test_fraction=0.5), seed=0)
-    assert table.rows("test").tolist() == [0] and table.rows("val").tolist() == [1]
+    assert table.rows("test").tolist() == [0]
+    assert table.rows("val").tolist() == [1]
 
 
 def test_every_value_of_the_column_keeps_test_rows(tmp_path: Path) -> None:
@@ -60,7 +61,8 @@ def test_every_value_of_the_column_keeps_test_rows(tmp_path: Path) -> None:
     for seed in range(5):
         table = load_table(DataSpec(path=str(tmp_path / "a.csv"), partition=by), seed=seed)
         site = table.columns["site"][table.rows("test")]
-        assert (site == "big").sum() == 18 and (site == "tiny").sum() == 2
+        assert (site == "big").sum() == 18
+        assert (site == "tiny").sum() == 2
         few = load_table(DataSpec(path=str(tmp_path / "a.csv"), partition=by, limit=8), seed=seed)
         assert set(few.columns["site"][few.rows("train")]) == {"big", "tiny"}
 
@@ -81,12 +83,14 @@ def test_clients_files_become_one_table(tmp_path: Path) -> None:
     table = load_table(DataSpec(clients={"south": south, "north": north}), seed=0)
     assert table.classes == ("a", "b", "c")
     assert table.columns["client"].tolist() == ["north"] * 20 + ["south"] * 8
-    assert table.labels is not None and table.labels[20:].tolist() == [2, 1] * 4
+    assert table.labels is not None
+    assert table.labels[20:].tolist() == [2, 1] * 4
     test = table.columns["client"][table.rows("test")].tolist()
     assert test == ["north"] * 4 + ["south"]  # north marks none: a fifth; south marks its own
     assert table.columns["site"].tolist() == ["x"] * 20 + [""] * 8
     turned = load_table(DataSpec(clients={"north": north, "south": south}), seed=0)
-    assert turned.split.tolist() == table.split.tolist() and turned.inputs == table.inputs
+    assert turned.split.tolist() == table.split.tolist()
+    assert turned.inputs == table.inputs
     few = load_table(DataSpec(clients={"north": north, "south": south}, limit=6), seed=0)
     assert set(few.columns["client"][few.rows("train")]) == {"north", "south"}
 
@@ -148,7 +152,8 @@ def test_an_unknown_task_is_refused() -> None:
 
 def test_too_few_rows_for_a_test_are_said(tmp_path: Path) -> None:
     table = load_table(DataSpec(path=silo(tmp_path / "a.csv", ["a", "b"])), seed=0)
-    assert len(table.rows("test")) == 0 and "there are no test rows" in table.notices[-1]
+    assert len(table.rows("test")) == 0
+    assert "there are no test rows" in table.notices[-1]
 
 
 def test_heavy_libraries_wait_until_they_are_needed() -> None:

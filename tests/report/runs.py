@@ -40,9 +40,12 @@ def make(path: Path, n_clients: int = 6, n_rounds: int = 12, n_classes: int = 10
         "fingerprints": {"data": "d" * 64, "model": "e" * 64},
         "split": {
             "classes": [f"class {j}" for j in range(n_classes)],
-            "clients": {c: {"train": v, "val": [0] * n_classes, "test": [n // 4 for n in v]} for c, v in counts.items()},
-            "notices": ["client c99 got no rows and was dropped"],
+            "clients": {
+                c: {"train": _part(v), "val": _part([0] * n_classes), "test": _part([n // 4 for n in v])}
+                for c, v in counts.items()
+            },
         },
+        "notices": ["client c99 got no rows and was dropped"],
         "clients": names,
         "result": {
             "run": "runs/fedavg-digits",
@@ -74,6 +77,10 @@ def make(path: Path, n_clients: int = 6, n_rounds: int = 12, n_classes: int = 10
     return path
 
 
+def _part(by_class: list[int]) -> dict[str, Any]:
+    return {"rows": sum(by_class), "by_class": by_class}
+
+
 def line(t: int, names: list[str], **change: Any) -> dict[str, Any]:
     """A line of metrics.jsonl; the second client has no test rows."""
     rise = 0.85 * (1 - math.exp(-(t + 0.4) / 5))
@@ -81,7 +88,7 @@ def line(t: int, names: list[str], **change: Any) -> dict[str, Any]:
     seen = [v for v in own.values() if v is not None]
     return {
         "round": t,
-        "seconds": 1.5 + 0.4 * math.sin(t),
+        "seconds": 0.25 + 1.5 * t,  # since the start of the run, as the bytes are
         "accuracy": rise,
         "global_accuracy": rise,
         "local_accuracy": sum(seen) / len(seen) if seen else None,
@@ -93,8 +100,8 @@ def line(t: int, names: list[str], **change: Any) -> dict[str, Any]:
         "train_loss": 2.2 * math.exp(-t / 5) + 0.2 if t else None,
         "cohort": names if t else [],
         "excluded": [{"client": names[0], "code": "E_TIMEOUT", "reason": "no reply in 600 s"}] if t == 3 else [],
-        "bytes_up": 1000 * len(names) if t else 0,
-        "bytes_down": 2000 * len(names) if t else 0,
+        "bytes_up": 1000 * len(names) * t,
+        "bytes_down": 2000 * len(names) * t,
         **change,
     }
 

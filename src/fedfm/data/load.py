@@ -54,6 +54,7 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
     a row is. ``limit`` then thins training rows, never test rows.
 
     Args:
+        spec: the [data] table.
         seed: which rows are test rows, and which stay under a limit.
         task: the model's task; None lets the data decide.
 
@@ -81,6 +82,7 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: Kind) -> Table:
     """Rows to predict: any of the formats of ``data.path``; no labels are needed, and none are read.
 
     Args:
+        path: file or folder.
         spec: names of the columns and the scale, as in training.
         kind: what the model takes.
 

@@ -183,26 +183,24 @@ def _by_rule(table: Table, part: PartitionSpec, splits: Splits, seed: int) -> tu
         raise InputError(
             f"data.partition.clients: {clients} clients and {len(train)} training rows: at most a client a row"
         )
-    if part.name != "iid" and table.labels is None:
+    labels = table.labels
+    if part.name == "iid":
+        owners = [_evenly(rows, clients, generator(seed, "partition", "iid", s)) for s, rows in _named(train, val)]
+    elif labels is None:
         raise InputError(
             f'data.partition.name: "{part.name}" deals by class, and {table.source} has no labels: '
             'use "iid" or "by_column"'
         )
-    if part.name == "iid":
-        owners = [_evenly(rows, clients, generator(seed, "partition", "iid", s)) for s, rows in _named(train, val)]
     else:
-        assert table.labels is not None
-        shares = (
-            _dirichlet(part, clients, seed)
-            if part.name == "dirichlet"
-            else _by_class(table, part, clients, splits, seed)
-        )
+        known = np.unique(labels[np.concatenate([train, val])])
+        by_class = part.name == "by_class"
+        shares = _by_class(known, part, clients, seed) if by_class else _dirichlet(part, clients, seed)
         owners = []
         for name, rows in _named(train, val):
             owner = np.empty(len(rows), dtype=np.int64)
-            for c in np.unique(table.labels[rows]):
+            for c in np.unique(labels[rows]):
                 rng = generator(seed, "partition", part.name, "rows", name, int(c))
-                places = rng.permutation(np.flatnonzero(table.labels[rows] == c))
+                places = rng.permutation(np.flatnonzero(labels[rows] == c))
                 owner[places] = shares(int(c), len(places))
             owners.append(owner)
     owners.append(own_test(table, test, train, owners[0], clients, seed))
@@ -233,22 +231,17 @@ def _dirichlet(part: PartitionSpec, clients: int, seed: int) -> Callable[[int, i
 
 def dirichlet(alpha: float, clients: int, rng: np.random.Generator) -> np.ndarray:
     """Shares (K,) from Dir(alpha 1_K), summing to 1."""
-    p = rng.dirichlet(np.full(clients, alpha))
-    if np.isfinite(p).all() and abs(p.sum() - 1) < 1e-6:
-        return p
-    # Below about 1e-300 the gamma variates underflow; the limit for alpha -> 0 is one client, drawn uniformly.
+    if alpha > 1e-9:
+        return rng.dirichlet(np.full(clients, alpha))
+    # One client, drawn uniformly: the limit for alpha -> 0, which NumPy's variates miss where alpha underflows.
     p = np.zeros(clients)
     p[rng.integers(clients)] = 1.0
     return p
 
 
-def _by_class(
-    table: Table, part: PartitionSpec, clients: int, splits: Splits, seed: int
-) -> Callable[[int, int], Owner]:
-    """(class, number of its rows) -> their owners."""
-    assert table.labels is not None
+def _by_class(classes: np.ndarray, part: PartitionSpec, clients: int, seed: int) -> Callable[[int, int], Owner]:
+    """(class, number of its rows) -> their owners; ``classes`` are those that have rows to deal."""
     each, key = part.classes_per_client or 0, "data.partition.classes_per_client"
-    classes = np.unique(table.labels[np.concatenate(splits[:2])])
     if each > len(classes):
         raise InputError(f"{key}: {each} classes a client, and the training rows have {len(classes)}")
     if each * clients < len(classes):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm import codec
 from fedfm.engines.pool import Pool
-from fedfm.errors import ClientFault
+from fedfm.errors import E_EXCEPTION, ClientFault
 from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
 from fedfm.population import describe, judge, populate, record_error
 from fedfm.serve import Server, single_thread
@@ -103,7 +103,11 @@ class _Weigher:
             self._nbytes = codec.nbytes(codec.envelope(request.round, request.call, request.payload))
         if isinstance(value, ClientFault):
             return Reply(request.client, None, request.round, request.call, self._nbytes, 0, value)
-        up = codec.nbytes(codec.envelope(request.round, request.call, value))
+        try:
+            up = codec.nbytes(codec.envelope(request.round, request.call, value))
+        except TypeError as error:  # something that cannot travel
+            fault = ClientFault(E_EXCEPTION, str(error))
+            return Reply(request.client, None, request.round, request.call, self._nbytes, 0, fault)
         return Reply(request.client, value, request.round, request.call, self._nbytes, up)
 
 

@@ -23,6 +23,8 @@ class ZeroShot(nn.Module):
         texts: (C, p), norm 1.
     """
 
+    base_model_prefix = ""  # PEFT asks for it wherever it finds a transformers configuration
+
     def __init__(self, clip: Any, texts: Tensor) -> None:
         super().__init__()
         self.config = clip.config

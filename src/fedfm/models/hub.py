@@ -73,8 +73,13 @@ def _config(path: Path | str, name: str) -> Any:
         raise _refusal(path, name, error) from None
 
 
+def _first(error: Exception) -> str:
+    """The first line of what a library says."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _refusal(path: Path | str, name: str, error: Exception) -> InputError:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = _first(error)
     if isinstance(path, Path):
         return InputError(f"model.name: {path} cannot be read as a model: {first}")
     return InputError(
@@ -94,6 +99,8 @@ def _weights(
             except ValueError as error:
                 raise _refusal(path, spec.name, error) from None
         return module, set()
+    from safetensors import SafetensorError
+
     if isinstance(path, Path) and not any(path.glob("*.safetensors")):
         found = next((f.name for p in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in sorted(path.glob(p))), "no weights")
         raise InputError(f"model.name: {path} has {found}, expected model.safetensors (pickled weights are not read)")
@@ -110,7 +117,7 @@ def _weights(
                 output_loading_info=True,
                 trust_remote_code=False,
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _refusal(path, spec.name, error) from None
     mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
     return module, set(info["missing_keys"]) | mismatched
@@ -142,7 +149,7 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"model.name: {path} has no tokenizer for data of kind {kind}: {error}") from None
+        raise InputError(f"model.name: {path} has no tokenizer for data of kind {kind}: {_first(error)}") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedfm.errors import InputError
 from fedfm.report.svg import Series
-from fedfm.report.text import count, esc
+from fedfm.report.text import count, esc, width_of
 
 WIDE, NARROW = 892, 358  # pixels that a drawing has at 1280 and at 390
 MOST_ROWS = 2000  # of a table; the rest is in the run's own files
@@ -75,13 +75,14 @@ def swatches(names: Sequence[str]) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], label: str, words: Sequence[int] = ()) -> str:
     """A table in its own scrolling box; the first column names the row, ``words`` are columns of text, others numbers."""
-    kind = [' class="t"' if j in words else ' class="n"' for j in range(len(head))]
-    start = [k if j and j not in words else "" for j, k in enumerate(kind)]
+    start = ["" if j == 0 or j in words else ' class="n"' for j in range(len(head))]
     top = "".join(f'<th scope="col"{s}>{esc(h)}</th>' for s, h in zip(start, head, strict=True))
     body = []
     for row in rows[:MOST_ROWS]:
-        cells = "".join(f"<td{k}>{esc(c)}</td>" for k, c in zip(kind[1:], row[1:], strict=True))
-        body.append(f'<tr><th scope="row">{esc(row[0])}</th>{cells}</tr>')
+        cells = "".join(
+            f"<td{_short(c) if j in words else start[j]}>{esc(c)}</td>" for j, c in enumerate(row[1:], start=1)
+        )
+        body.append(f'<tr><th scope="row"{_short(row[0])}>{esc(row[0])}</th>{cells}</tr>')
     box = f'<div class="box" tabindex="0" role="region" aria-label="{esc(label)}">'
     rest = (
         f'<p class="note">The first {count(MOST_ROWS)} of {count(len(rows))} rows.</p>' if len(rows) > MOST_ROWS else ""
@@ -102,6 +103,10 @@ def code(text: str, label: str) -> str:
 def note(html: str) -> str:
     """A quiet sentence (HTML, already escaped)."""
     return f'<p class="note">{html}</p>'
+
+
+def _short(text: str) -> str:
+    return ' class="one"' if width_of(text) <= 32 else ""
 
 
 def _lines(text: str) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ class Round:
     Attributes:
         number: 0 before training, then 1, 2, ...
         values: accuracy, global_accuracy, local_accuracy, loss, balanced_accuracy, macro_f1, perplexity, train_loss.
+        seconds: of this round alone, although the file counts from the start of the run.
+        bytes_up, bytes_down: of the method's own messages since the start of the run.
         clients: accuracy of each client on its own test rows; None where it has none.
     """
 
@@ -129,14 +131,16 @@ class RunFiles:
     def seconds(self) -> float | None:
         """Of the result line, else the sum over the rounds."""
         total = numeric(self.result.get("seconds"))
-        return total if total is not None else sum(r.seconds or 0.0 for r in self.rounds) if self.rounds else None
+        if total is not None or not self.rounds:
+            return total
+        return sum(r.seconds for r in self.rounds if r.seconds is not None and math.isfinite(r.seconds))
 
     def traffic_total(self, direction: str) -> float | None:
         """Bytes of the method's own messages ``"up"`` or ``"down"``."""
         total = numeric(self.result.get(f"bytes_{direction}"))
         if total is not None or not self.rounds:
             return total
-        return sum(r.bytes_up if direction == "up" else r.bytes_down for r in self.rounds)
+        return self.rounds[-1].bytes_up if direction == "up" else self.rounds[-1].bytes_down
 
     @property
     def excluded(self) -> list[tuple[int, str, str, str]]:
@@ -175,7 +179,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
         path=run_dir,
         manifest=manifest,
         result=mapping(manifest.get("result")),
-        rounds=tuple(rounds[t] for t in sorted(rounds)),  # a resumed round replaces the one written before the kill
+        rounds=_spans([rounds[t] for t in sorted(rounds)]),  # a resumed round replaces the one written before the kill
         traffic=_traffic(run_dir / "messages.jsonl", finished) if messages else (),
     )
 
@@ -206,7 +210,7 @@ def _lines(path: Path, finished: bool) -> Iterator[Mapping[str, Any]]:
         if finished:
             raise InputError(f"{path}: no such file, although the run is finished; restore it from where it ran")
         return  # killed before its first round
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for i, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -236,6 +240,19 @@ def _round(line: Mapping[str, Any]) -> Round:
         bytes_up=_whole(line.get("bytes_up")),
         bytes_down=_whole(line.get("bytes_down")),
     )
+
+
+def _spans(rounds: Sequence[Round]) -> tuple[Round, ...]:
+    """The rounds with their own seconds instead of the run's so far."""
+    out, before = [], 0.0
+    for r in rounds:
+        if r.seconds is None or not math.isfinite(r.seconds):
+            out.append(r)
+            continue
+        own = r.seconds - before
+        before = r.seconds
+        out.append(replace(r, seconds=own if own >= 0 else r.seconds))  # less than before: the clock began anew
+    return tuple(out)
 
 
 def _whole(value: Any) -> float:

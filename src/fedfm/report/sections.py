@@ -136,7 +136,8 @@ def split(run: RunFiles) -> str:
     table_ = {
         str(c): {k: _counts(v) for k, v in mapping(rows).items()} for c, rows in mapping(part.get("clients")).items()
     }
-    notices = "".join(f"<li>{esc(n)}</li>" for n in sequence(part.get("notices")))
+    said_ = [*sequence(part.get("notices")), *sequence(run.manifest.get("notices"))]
+    notices = "".join(f"<li>{esc(n)}</li>" for n in dict.fromkeys(map(str, said_)))
     notices = f'<ul class="plain">{notices}</ul>' if notices else ""
     if not table_:
         return note("The manifest does not say how the rows were split.") + notices
@@ -204,23 +205,26 @@ def _counts_table(table_: dict[str, dict[str, list[int]]], train: dict[str, list
 
 
 def _counts(value: object) -> list[int]:
+    """Rows of each class, from a list, from {"rows", "by_class"}, or from a number of rows where there are no classes."""
+    if isinstance(value, dict):
+        value = value.get("by_class") or [value.get("rows")]
     items = value if isinstance(value, list) else [value]
     return [max(int(sound(numeric(i), 0.0)), 0) for i in items]
 
 
 def time(run: RunFiles) -> str:
-    """Seconds of each round."""
-    timed = [(float(r.number), r.seconds) for r in run.rounds]
+    """Seconds of each round of training; round 0 only evaluates, so it stands in words."""
+    timed = [(float(r.number), r.seconds) for r in run.rounds if r.number > 0]
     known = numbers(s for _, s in timed)
+    start = numbers(r.seconds for r in run.rounds if r.number == 0)
+    before = f" The evaluation before training took {duration(start[0])}." if start else ""
     if not known:
-        return note("No round has been timed yet.")
-    said = (
-        f"{plural(len(known), 'round')}: median {duration(statistics.median(known))}, longest {duration(max(known))}, "
-    )
-    said += f"together {duration(sum(known))}"
+        return note(f"No round of training has been timed yet.{before}")
+    said = f"{plural(len(known), 'round')}: median {duration(statistics.median(known))}, longest {duration(max(known))}, "
+    said += f"together {duration(sum(known))}."
     line = [Series("seconds", timed)]
-    body = figure(lambda w: lines(w, line, f"Line of seconds per round. {said}.", duration, height=190))
-    return note(f"{esc(said)}. Round 0 is the evaluation before training.") + body
+    label = f"Line of seconds per round. {said}"
+    return note(f"{esc(said)}{before}") + figure(lambda w: lines(w, line, label, duration, height=190, from_zero=True))
 
 
 def excluded(run: RunFiles) -> str:

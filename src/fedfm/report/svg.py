@@ -99,15 +99,17 @@ def lines(
     within: tuple[float, float] | None = None,
     x_label: str = "round",
     height: int = 0,
+    from_zero: bool = False,
 ) -> str:
     """Lines over whole-numbered x, with an optional band (x, least, greatest) behind them."""
     shown = [y for s in series for _, y in s.points if finite(y)] + [y for _, *b in band for y in b if finite(y)]
     known = [y for y in shown if y is not None and abs(y) < 1e100]
     if not known:
         return empty(width, label)
+    known += [0.0] if from_zero else []
     height = height or (300 if width > 500 else 230)
-    log = within is None and min(known) > 0 and max(known) / min(known) > 1000
-    low, high = (min(known) / 1.3, max(known) * 1.3) if log else domain(known, within)
+    log = within is None and not from_zero and min(known) > 0 and max(known) / min(known) > 1000
+    low, high = (min(known) / 1.3, max(known) * 1.3) if log else domain(known, within or ((0.0, math.inf) if from_zero else None))
     marks = [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)] if log else []
     marks = marks[:: math.ceil(len(marks) / 6)] if len(marks) > 1 else ticks(low, high)
     named = [form(t) for t in marks]

@@ -41,6 +41,10 @@ def to_table(
     """Table of these columns, all of one length N.
 
     Args:
+        columns: name -> N values, as the format has them.
+        spec: names of the columns.
+        source: what the file is called in messages.
+        at: what a row is called in messages.
         task: "instruction" reads pairs, "language_modelling" reads each text as a passage; else the columns decide.
         labelled: False for rows to predict: label, output and split are not looked at, and every row is a test row.
         classes: names of the integers in the label column, where the source knows them.

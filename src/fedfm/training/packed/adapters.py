@@ -9,25 +9,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedfm.training.packed.linear import Linear
+from fedfm.training.packed.linear import Linear, product
 
 
 class Flat:
     """Where each trained tensor lies in a client's flat vector; ``views`` cuts a vector (or its gradient) up.
 
     The order is ours, not that of the model's Params: the A of one linear map lie side by side, so that one product
-    serves them all.
+    serves them all, and B lies transposed, since products with r contiguous rows are three times as fast as with r columns.
     """
 
     def __init__(self) -> None:
         self.slots: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+        self.turned: set[str] = set()  # names of tensors that lie transposed
         self.size = 0
 
-    def add(self, name: str, shape: Sequence[int]) -> None:
-        """Append a tensor."""
+    def add(self, name: str, shape: Sequence[int], *, turned: bool = False) -> None:
+        """Append a tensor of this shape; ``turned`` says that the model's tensor is its transpose."""
         stop = self.size + math.prod(shape)
         self.slots[name] = (self.size, stop, tuple(shape))
         self.size = stop
+        if turned:
+            self.turned.add(name)
 
     def join(self, name: str, parts: Sequence[str]) -> None:
         """A name for neighbours that are stacked along their first dimension."""
@@ -35,8 +38,12 @@ class Flat:
         self.slots[name] = (slots[0][0], slots[-1][1], (sum(s[2][0] for s in slots), *slots[0][2][1:]))
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """name -> its piece of ``vector`` (P,)."""
+        """name -> its piece of ``vector`` (P,), as it lies."""
         return {name: vector[start:stop].view(shape) for name, (start, stop, shape) in self.slots.items()}
+
+    def tensor(self, name: str, views: dict[str, Tensor]) -> Tensor:
+        """The piece with this name in the model's own shape."""
+        return views[name].t() if name in self.turned else views[name]
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Adapted:
                 flat.add(site.a, (site.rank, self.base.weight.shape[1]))
             flat.join(self.a, [site.a for site in self.sites])
         for site in self.sites:
-            flat.add(site.b, (site.stop - site.start, site.rank))
+            flat.add(site.b, (site.rank, site.stop - site.start), turned=True)
 
     def part(self, start: int, stop: int) -> Adapted:
         """The map to outputs start:stop only; no site may straddle the border."""
@@ -106,11 +113,11 @@ class Adapted:
             return y, []
         hidden = []
         for s in segments:
-            h = torch.mm(x[s.start : s.stop], self._a(s).t())  # (n, R)
+            h = product(x[s.start : s.stop], self._a(s))  # (n, R)
             at = 0
             for site in self.sites:
                 out = y[s.start : s.stop, site.start : site.stop]
-                out.addmm_(h[:, at : at + site.rank], s.w[site.b].t(), alpha=site.scale)
+                out.addmm_(h[:, at : at + site.rank], s.w[site.b], alpha=site.scale)
                 at += site.rank
             hidden.append(h)
         return y, hidden
@@ -125,9 +132,9 @@ class Adapted:
             parts, at = [], 0
             for site in self.sites:
                 piece, b = g[:, site.start : site.stop], s.gradient[site.b]
-                torch.addmm(b, piece.t(), h[:, at : at + site.rank], beta=0, alpha=site.scale, out=b)
+                torch.addmm(b, h[:, at : at + site.rank].t(), piece, beta=0, alpha=site.scale, out=b)
                 if self.trains_a or need_input:
-                    parts.append(torch.mm(piece, s.w[site.b]).mul_(site.scale))
+                    parts.append(product(piece, s.w[site.b]).mul_(site.scale))  # (n, r)
                 at += site.rank
             if not parts:
                 continue

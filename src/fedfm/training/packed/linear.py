@@ -33,6 +33,13 @@ def _pointwise() -> Any | None:
     return op if good else None
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: (n, in), (out, in), (out,) -> (n, out)."""
+    op = _pointwise() if len(x) >= _FEW_ROWS else None
+    y: Tensor = F.linear(x, weight, bias) if op is None else op(x, weight, bias, "none", [], "")
+    return y
+
+
 class Linear:
     """y = x W^T + b with frozen W, and its gradient in x.
 
@@ -69,6 +76,5 @@ class Linear:
     def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.low:
             x = x.bfloat16()
-        op = _pointwise() if len(x) >= _FEW_ROWS else None
-        y: Tensor = F.linear(x, weight, bias) if op is None else op(x, weight, bias, "none", [], "")
+        y = product(x, weight, bias)
         return y.float() if self.low else y

@@ -59,14 +59,14 @@ def train(net: Net, cache: Cache, jobs: Sequence[Job]) -> list[Params]:
     for k, i in enumerate(sequence):
         job = ordered[k]
         job.client.metrics["loss"] = losses[k] / max(sum(map(len, plans[k])), 1)
-        out[i] = Params({name: weights[k][name] for name in job.w})
+        out[i] = Params({name: net.flat.tensor(name, weights[k]) for name in job.w})
     return out
 
 
 def _fill(net: Net, row: Tensor, w: Params) -> None:
     views = net.flat.views(row)
     for name in net.names:
-        views[name].copy_(w[name])
+        net.flat.tensor(name, views).copy_(w[name])
 
 
 class _Batch:

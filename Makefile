@@ -1,0 +1,59 @@
+# Every target makes the environment where it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+export HF_HUB_OFFLINE ?= 1
+export FLWR_TELEMETRY_ENABLED = 0
+export FLWR_DISABLE_UPDATE_CHECK = 1
+.DEFAULT_GOAL := help
+
+.PHONY: help setup demo test test-engines lint type bench docs clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## the environment, in .venv, pinned by constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedfm needs Python 3.11 or newer")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (once; a few minutes) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## the main job on the built-in example, beside its baselines
+	@$(BIN)/fedfm demo
+
+test: $(STAMP) ## the test suite, under 10 minutes on 2 cores
+	$(BIN)/python -m pytest
+
+$(VENV)/.stamp-engines: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,simulation]'
+	@touch $@
+
+test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a SuperLink with SuperNodes
+	$(BIN)/python -m pytest -m 'simulation or deployment' tests/engines
+
+lint: $(STAMP) ## style, spelling, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell src tests docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/lint-imports
+
+type: $(STAMP) ## static types
+	$(BIN)/mypy
+
+$(VENV)/.stamp-bench: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+
+bench: $(VENV)/.stamp-bench ## speed beside named peers, into docs/results/performance.md
+	$(BIN)/python benchmarks/run.py
+
+docs: $(STAMP) ## check the examples in the documents
+	$(BIN)/python -m pytest tests/docs
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,178 @@
+"""The local engine: same bits whatever the workers and the wire; clients that fail, hang or die."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from toy import Toys, federation, run
+
+from fedfm.errors import RunError
+from fedfm.engines.local import Interrupted, LocalLink
+from fedfm.federation import Aggregator, Federation, Update, on_client
+from fedfm.methods.fedavg import FedAvg
+from fedfm.methods.scaffold import Scaffold
+from fedfm.params import Params
+from fedfm.silo import Silos
+from fedfm.training import SGD
+
+ROWS = {f"c{i}": [float(i), float(i * i), 1.0][: 1 + i % 3] for i in range(9)}
+LINKS = [{"workers": 1}, {"workers": 2}, {"workers": 3}, {"workers": 1, "wire": True}]
+
+
+@pytest.mark.parametrize("method", [FedAvg(local=SGD(epochs=2, batch_size=2)), Scaffold(local=SGD(batch_size=2), fraction=0.5)])
+def test_same_bits_and_bytes_on_every_link(tmp_path, method):
+    got = set()
+    for i, link in enumerate(LINKS):
+        fed = federation(method, ROWS, tmp_path / str(i), **link)
+        state = run(method, fed, 4)[-1]
+        got.add((method.params_for(state, "").sha256(), fed.transcript.bytes_up, fed.transcript.bytes_down))
+        fed._link.close()
+    assert len(got) == 1
+
+
+@dataclass(frozen=True)
+class Naughty(FedAvg):
+    """Some clients misbehave in the way that their name says."""
+
+    @on_client
+    def train(self, client, w: Params) -> Update:
+        if client.id.startswith("raises"):
+            raise ValueError("no such file: /secret/path")
+        if client.id.startswith("dies"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if client.id.startswith("exits"):
+            os._exit(3)
+        if client.id.startswith("hangs"):
+            time.sleep(60)
+        if client.id.startswith("writes"):
+            w["w"].add_(1.0)
+        if client.id.startswith("odd"):
+            return {"delta": object()}
+        if client.id.startswith("nan"):
+            return Update(w * float("nan"), 1)
+        return Update(w * 0 + Params({"w": torch.tensor([1.0])}), 1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "code"), [("raises", "E_EXCEPTION"), ("nan", "E_NONFINITE"), ("odd", "E_")]
+)
+def test_a_bad_client_is_named_and_the_round_goes_on(tmp_path, workers, name, code):
+    method = Naughty()
+    fed = federation(method, {"a": [0.0], name: [0.0], "z": [0.0]}, tmp_path, workers=workers)
+    states = run(method, fed, 2)
+    assert float(states[-1]["w"]) == pytest.approx(3.0)
+    assert [e.client for e in fed.excluded] == [name, name]
+    assert all(e.code.startswith(code) for e in fed.excluded)
+    fed._link.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_method_that_writes_into_its_payload_stops_the_run(tmp_path, workers):
+    method = Naughty()
+    fed = federation(method, {"a": [0.0], "writes": [0.0], "z": [0.0]}, tmp_path, workers=workers)
+    with pytest.raises(RunError, match="read-only"):
+        run(method, fed, 1)
+
+
+@pytest.mark.parametrize(("name", "words"), [("dies", "signal 9"), ("exits", "exit status 3")])
+def test_a_client_that_dies_is_reported_at_once_with_its_signal(tmp_path, name, words):
+    method = Naughty()
+    rows = {"a": [0.0], f"{name}-1": [0.0], f"{name}-2": [0.0], "z": [0.0]}
+    fed = federation(method, rows, tmp_path, workers=2, timeout=60)
+    start = time.monotonic()
+    states = run(method, fed, 2)
+    assert time.monotonic() - start < 20
+    assert float(states[-1]["w"]) == pytest.approx(3.0)
+    assert [(e.code, e.client) for e in fed.excluded] == [("E_DIED", f"{name}-1"), ("E_DIED", f"{name}-2")] * 2
+    assert all(words in e.reason for e in fed.excluded)
+    fed._link.close()
+
+
+def test_a_client_that_hangs_is_ended_after_its_time(tmp_path):
+    method = Naughty()
+    fed = federation(method, {"a": [0.0], "hangs": [0.0], "z": [0.0]}, tmp_path, workers=2, timeout=0.5)
+    states = run(method, fed, 1)
+    assert float(states[-1]["w"]) == pytest.approx(2.0)
+    assert [(e.client, e.code) for e in fed.excluded] == [("hangs", "E_TIMEOUT")]
+    fed._link.close()
+
+
+def test_no_worker_is_left_behind(tmp_path):
+    method = FedAvg()
+    fed = federation(method, ROWS, tmp_path, workers=2)
+    run(method, fed, 1)
+    pids = [w.pid for w in fed._link._pool._workers]
+    assert len(pids) == 2
+    fed._link.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stop_lets_started_clients_finish_and_starts_no_more(tmp_path, workers):
+    method, toys, asked = FedAvg(), Toys(ROWS), []
+    silos = Silos(method, Aggregator(), toys, memory=tmp_path)
+
+    def stop():
+        asked.append(1)
+        return len(asked) > 3
+
+    link = LocalLink(silos, workers=workers, stop=stop)
+    fed = Federation(link, model=toys.model)
+    fed.begin(1)
+    with pytest.raises(Interrupted):
+        method.step(fed, fed.initial, 1)
+    link.close()
+
+
+def test_a_silos_policy_refuses_what_it_does_not_allow(tmp_path):
+    method, toys = FedAvg(), Toys({"a": [0.0], "b": [1.0]})
+    silos = Silos(method, Aggregator(), toys, memory=tmp_path, allow=("train.*",))
+    fed = Federation(LocalLink(silos), model=toys.model)
+    fed.begin(1)
+    assert float(fed.mean(method.train, w=fed.initial)["w"]) == pytest.approx(-0.05)
+    with pytest.raises(Exception, match="0 of 2"):
+        fed.ask(method.train, w=fed.initial)
+    assert {(e.code, e.client) for e in fed.excluded} == {("E_REFUSED", "a"), ("E_REFUSED", "b")}
+    assert "query.FedAvg_train" in fed.excluded[0].reason
+
+
+def test_tensors_pass_by_reference_in_one_process(tmp_path):
+    seen = []
+
+    @dataclass(frozen=True)
+    class Peek(FedAvg):
+        @on_client
+        def train(self, client, w: Params) -> Update:
+            seen.append(w)
+            return Update(w, 1)
+
+    method = Peek()
+    fed = federation(method, {"a": [0.0], "b": [0.0]}, tmp_path)
+    fed.begin(1)
+    fed.mean(method.train, w=fed.initial)
+    assert all(w is fed.initial for w in seen)
+
+
+def test_memory_written_by_a_killed_round_is_not_seen_again(tmp_path):
+    from fedfm.memory import DiskMemory
+
+    first = DiskMemory(tmp_path / "c", (1, 1))
+    first["c"] = torch.ones(2)
+    first.commit()
+    aborted = DiskMemory(tmp_path / "c", (2, 1))
+    aborted["c"] = torch.zeros(2)
+    aborted.commit()
+    again = DiskMemory(tmp_path / "c", (2, 1))  # the server was killed before it committed round 2, and asks again
+    assert again["c"].tolist() == [1.0, 1.0]
+    again["c"] = again["c"] + 1
+    again.commit()
+    assert DiskMemory(tmp_path / "c", (3, 1))["c"].tolist() == [2.0, 2.0]
+    unwritten = DiskMemory(tmp_path / "c", (3, 1))
+    unwritten["c"] = torch.zeros(2)  # its handler failed: never committed
+    assert DiskMemory(tmp_path / "c", (4, 1))["c"].tolist() == [2.0, 2.0]

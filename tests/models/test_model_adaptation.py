@@ -1,0 +1,145 @@
+"""What is trainable under each adaptation: names and numbers."""
+
+import pytest
+import torch
+from tiny_models import images, load, prose, real, sentences
+
+from fedfm.errors import InputError
+from fedfm.models.spec import AdaptationSpec
+
+L, D, C, R, F = 3, 16, 3, 2, 24  # blocks, width, classes, rank, width of the feed-forward layers
+HEAD = D * C + C
+BLOCK = 4 * (D * D + D) + (D * F + F) + (F * D + D) + 4 * D
+PREFIX = "base_model.model."
+
+
+def size(model):
+    return sum(model.layout.sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "tensors", "entries"),
+    [
+        (AdaptationSpec("head"), 2, HEAD),
+        (AdaptationSpec("lora", rank=R), 4 * L + 2, 2 * L * 2 * D * R + HEAD),
+        (AdaptationSpec("lora", rank=R, layers=1), 4 + 2, 2 * 2 * D * R + HEAD),
+        (AdaptationSpec("lora", rank=R, targets=("k_proj",)), 2 * L + 2, L * 2 * D * R + HEAD),
+        (AdaptationSpec("ffa_lora", rank=R), 2 * L + 2, 2 * L * D * R + HEAD),
+        (AdaptationSpec("top_layers", layers=1), 16 + 2 + 2, BLOCK + 2 * D + HEAD),
+        (AdaptationSpec("top_layers", layers=2), 2 * 16 + 2 + 2, 2 * BLOCK + 2 * D + HEAD),
+    ],
+)
+def test_names_and_counts(folder, spec, tensors, entries):
+    model = load(folder("vit"), images(), spec)
+    assert len(model.names) == tensors
+    assert size(model) == entries
+    order = [n for n, p in model.module.named_parameters() if p.requires_grad]
+    assert list(model.names) == order
+    assert set(model.live()) == set(order)
+
+
+def test_full_trains_everything(folder):
+    model = load(folder("vit"), images(), "full")
+    assert list(model.names) == [n for n, _ in model.module.named_parameters()]
+
+
+def test_lora_names_are_those_of_peft(folder):
+    model = load(folder("vit"), images(), "lora")
+    assert model.names[0] == f"{PREFIX}vit.layers.0.attention.q_proj.lora_A.default.weight"
+    assert model.names[-1] == f"{PREFIX}classifier.modules_to_save.default.bias"
+    assert model.spec.adaptation.alpha == 4.0  # twice the rank
+    scaling = {m.scaling["default"] for m in model.module.modules() if hasattr(m, "lora_A")}
+    assert scaling == {2.0}
+
+
+def test_restricted_lora_sits_in_the_last_blocks(folder):
+    model = load(folder("gpt2"), sentences(), AdaptationSpec("lora", rank=R, layers=2))
+    assert {n.split(".h.")[1].split(".")[0] for n in model.names if ".h." in n} == {"1", "2"}
+
+
+def test_ffa_lora_keeps_a_at_its_first_value(folder):
+    lora, ffa = (load(folder("vit"), images(), n) for n in ("lora", "ffa_lora"))
+    own = dict(ffa.module.named_parameters())
+    assert not any("lora_A" in n for n in ffa.names)
+    for name, tensor in lora.params().items():
+        assert torch.equal(own[name], tensor)
+
+
+def test_language_models_train_no_head(folder):
+    model = load(folder("llama"), prose(), "lora")
+    assert model.head is None
+    assert all("lora" in n for n in model.names)
+    with pytest.raises(InputError, match="'head' needs a classification head"):
+        load(folder("llama"), prose(), "head")
+    with pytest.raises(ValueError, match="no linear head"):
+        model.features(model.prepare(prose(), range(2)))
+
+
+def test_tied_embeddings_travel_once(folder):
+    model = load(folder("gpt2"), prose(), "full")
+    assert "transformer.wte.weight" in model.names
+    assert "lm_head.weight" not in model.names
+
+
+def test_prompt_is_refused(folder):
+    with pytest.raises(InputError, match="prompt"):
+        load(folder("vit"), images(), "prompt")
+
+
+def test_the_foundation_models_own_dropout_stays_off(folder, tmp_path):
+    import json
+    import shutil
+
+    shutil.copytree(folder("bert"), tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config["hidden_dropout_prob"] > 0
+    table = sentences()
+    plain = load(tmp_path / "m", table, "lora")
+    rows = plain.prepare(table, range(5)).batch(range(5))
+    plain.train_mode()
+    assert torch.equal(plain.logits(rows), plain.logits(rows))
+    dropping = load(tmp_path / "m", table, AdaptationSpec("lora", rank=R, dropout=0.5))
+    with torch.no_grad():  # B = 0 at the start hides the dropout
+        for name, p in dropping.live().items():
+            if "lora_B" in name:
+                p.fill_(0.5)
+    dropping.train_mode()
+    assert not torch.equal(dropping.logits(rows), dropping.logits(rows))
+    dropping.predict(dropping.prepare(table, range(5)))
+    assert not torch.equal(dropping.logits(rows), dropping.logits(rows))  # predict gives the mode back
+    dropping.eval_mode()
+    assert torch.equal(dropping.logits(rows), dropping.logits(rows))
+
+
+def test_batch_norms_statistics_travel_under_full_only(folder):
+    table = images(8)
+    full, head = load(folder("resnet"), table, "full"), load(folder("resnet"), table, "head")
+    assert any(n.endswith("running_mean") for n in full.names)
+    assert not any("running" in n for n in full.live())
+    assert not any("running" in n for n in head.names)
+    rows = full.prepare(table, range(8)).batch(range(8))
+    before = full.params()
+    full.eval_mode()
+    full.logits(rows)
+    assert full.params().sha256() == before.sha256()
+    full.train_mode()
+    full.logits(rows)
+    moved = [n for n in full.names if not torch.equal(full.params()[n], before[n])]
+    assert moved
+    assert all("running" in n for n in moved)
+    full.load(before)
+    assert full.params().sha256() == before.sha256()
+
+
+def test_lora_learns_on_the_real_resnet():
+    table = images(12)
+    model = load(real("cifar10_resnet20.safetensors"), table, "lora")
+    rows = model.prepare(table, range(12)).batch(range(12))
+    optimiser = torch.optim.Adam(list(model.live().values()), lr=0.02)
+    first = model.loss(rows).item()
+    model.train_mode()
+    for _ in range(15):
+        optimiser.zero_grad()
+        model.loss(rows).backward()
+        optimiser.step()
+    assert model.loss(rows).item() < 0.7 * first

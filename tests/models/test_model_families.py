@@ -1,0 +1,106 @@
+"""What every family of models has to do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import IMAGE, TEXT, load, table_for
+
+from fedfm.errors import InputError
+from fedfm.models.families import FAMILIES, find, query_value_names, unwrapped
+
+EVERY = (*IMAGE, *TEXT)
+LORA = tuple(f for f in EVERY if f != "mobilenet_v2")
+BLOCKS = {"resnet": 2, "mobilenet_v2": 16}
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_head_alone_gives_the_logits_of_the_whole(folder, family):
+    table = table_for(family)
+    model = load(folder(family), table, "head")
+    rows = model.prepare(table, range(5))
+    encoded = model.encode(rows)
+    assert encoded.tensors["features"].shape == (5, model.head.in_features)
+    assert encoded.labels.tolist() == [0, 1, 2, 0, 1]
+    torch.testing.assert_close(model.predict(encoded), model.predict(rows), rtol=1e-4, atol=1e-5)
+    assert set(model.live()) == set(model.names)
+    assert all("weight" in n or "bias" in n for n in model.names)
+    assert len(model.names) == (1 if family in ("gpt2", "llama") else 2)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_loss_is_the_mean_cross_entropy_and_reaches_every_trainable_tensor(folder, family):
+    table = table_for(family)
+    model = load(folder(family), table, "lora" if family in LORA else "top_layers")
+    batch = model.prepare(table, range(5)).batch(range(5))
+    model.train_mode()
+    loss = model.loss(batch)
+    naive = -torch.stack([F.log_softmax(z, -1)[y] for z, y in zip(model.logits(batch), batch["labels"], strict=True)])
+    assert loss.item() == pytest.approx(naive.mean().item(), rel=1e-5)
+    loss.backward()
+    assert all(p.grad is not None for p in model.live().values())
+    assert all(p.grad is None for n, p in model.module.named_parameters() if n not in model.names)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_blocks_from_the_embedding_to_the_last(folder, family):
+    table = table_for(family, 3)
+    model = load(folder(family), table, "head")
+    outputs = model.blocks(model.prepare(table, range(3)))
+    assert len(outputs) == 1 + BLOCKS.get(family, 3)
+    assert all(b.dim() == 3 and len(b) == 3 for b in outputs)
+    if family not in BLOCKS:
+        assert len({b.shape for b in outputs}) == 1
+        assert outputs[0].shape[-1] == 16
+
+
+@pytest.mark.parametrize("family", ["vit", "bert", "gpt2"])
+def test_blocks_are_the_hidden_states_of_transformers(folder, family):
+    table = table_for(family, 3)
+    model = load(folder(family), table, "head")
+    rows = model.prepare(table, range(3))
+    batch = rows.batch(range(3))
+    with torch.no_grad():
+        states = model.module(
+            **{k: v for k, v in batch.items() if k != "labels"}, output_hidden_states=True
+        ).hidden_states
+    for ours, theirs in list(zip(model.blocks(rows), states, strict=True))[:-1]:  # GPT-2's last has passed the norm
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_parts_are_found_by_the_table_and_mostly_without_it(folder, family):
+    table = table_for(family)
+    module = unwrapped(load(folder(family), table, "head").module)
+    by_table, guessed = find(module, family), find(module, "never heard of")
+    assert by_table.embedding is not None
+    assert by_table.head == guessed.head
+    if family not in ("resnet",):  # its stages are a ModuleList of Sequentials
+        assert [p for p, _ in by_table.blocks] == [p for p, _ in guessed.blocks]
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "llama", "gpt2"])
+def test_lora_adapts_what_peft_itself_would(folder, family):
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as table_of_peft
+
+    model = load(folder(family), table_for(family), "head")
+    assert list(query_value_names(model.parts)) == table_of_peft[family]
+
+
+@pytest.mark.parametrize("family", LORA)
+def test_lora_starts_at_the_foundation_model(folder, family):
+    table = table_for(family)
+    plain, adapted = load(folder(family), table, "head"), load(folder(family), table, "lora")
+    rows = plain.prepare(table, range(5))
+    torch.testing.assert_close(adapted.predict(rows), plain.predict(rows))
+    assert adapted.fingerprint == plain.fingerprint
+    assert any("lora_A" in n for n in adapted.names)
+    assert any("modules_to_save" in n for n in adapted.names)
+
+
+def test_mobilenet_refuses_lora(folder):
+    with pytest.raises(InputError, match=r"model\.adaptation\.targets"):
+        load(folder("mobilenet_v2"), table_for("mobilenet_v2"), "lora")
+
+
+def test_every_tested_family_is_in_the_table():
+    assert set(EVERY) <= FAMILIES.keys()

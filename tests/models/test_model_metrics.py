@@ -1,0 +1,115 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, f1_score, log_loss, recall_score
+from tiny_models import load, prose, sentences, vectors
+
+from fedfm.data.table import Table
+from fedfm.models.metrics import answers, evaluate, references, rouge_1, scores
+
+
+@given(st.integers(1, 40), st.integers(2, 6), st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_scores_are_those_of_scikit_learn(n, classes, seed):
+    rng = np.random.default_rng(seed)
+    logits, y = rng.normal(size=(n, classes)), rng.integers(0, classes, n)
+    s, p = scores(torch.tensor(logits), torch.tensor(y)), logits.argmax(1)
+    assert s["n"] == n
+    assert s["accuracy"] == pytest.approx(accuracy_score(y, p))
+    # scikit-learn's balanced accuracy: mean recall over the classes that occur.
+    assert s["balanced_accuracy"] == pytest.approx(
+        recall_score(y, p, labels=np.unique(y), average="macro", zero_division=0)
+    )
+    assert s["macro_f1"] == pytest.approx(f1_score(y, p, average="macro", zero_division=0))
+    proba = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    assert s["loss"] == pytest.approx(log_loss(y, proba, labels=range(classes)))
+    json.dumps(s, allow_nan=False)
+
+
+def test_no_rows_and_no_labels_give_none():
+    table = vectors()
+    model = load("features", table)
+    empty = evaluate(model, model.prepare(table, []))
+    assert empty["n"] == 0
+    assert empty["accuracy"] is None
+    assert empty["loss"] is None
+    blind = Table("features", table.inputs, None, (), table.split)
+    assert evaluate(model, model.prepare(blind, range(5))) == empty | {"n": 5}
+
+
+def test_infinite_loss_is_none():
+    s = scores(torch.tensor([[math.inf, 0.0]]), torch.tensor([1]))
+    assert s["loss"] is None
+    json.dumps(s, allow_nan=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_perplexity_is_that_of_a_naive_loop(folder, family):
+    table = prose(6)
+    model = load(folder(family), table, "lora", max_length=7)
+    rows = model.prepare(table, range(6))
+    assert len({len(t) for t in rows.tokens}) > 1  # the last block is shorter
+    nll, hits, tokens = 0.0, 0, 0
+    with torch.no_grad():
+        for row in rows.tokens:
+            z = model.module(input_ids=row[None]).logits[0]
+            for i in range(len(row) - 1):
+                nll -= F.log_softmax(z[i].double(), -1)[row[i + 1]].item()
+                hits += int(z[i].argmax() == row[i + 1])
+                tokens += 1
+    s = evaluate(model, rows, batch_size=4)
+    assert s["tokens"] == tokens
+    assert s["loss"] == pytest.approx(nll / tokens, rel=1e-5)
+    assert s["perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-5)
+    assert s["accuracy"] == pytest.approx(hits / tokens)
+    assert s["balanced_accuracy"] is None
+    batch = rows.batch(range(len(rows)))
+    assert model.loss(batch).item() == pytest.approx(nll / tokens, rel=1e-5)
+    assert evaluate(model, rows.take([]))["perplexity"] is None
+
+
+def test_blocks_of_a_language_model_hold_every_token_once(folder):
+    table = prose(6)
+    model = load(folder("llama"), table, "lora", max_length=7)
+    rows = model.prepare(table, range(6))
+    tokenizer = model.tools.tokenizer
+    ids = tokenizer("".join(table.inputs), add_special_tokens=False)["input_ids"]
+    assert all(t[0] == tokenizer.bos_token_id and 1 < len(t) <= 7 for t in rows.tokens)
+    assert torch.cat([t[1:] for t in rows.tokens]).tolist() == ids
+    plain = load(folder("llama"), sentences(), "lora", max_length=7, task="language_modelling")
+    assert len(plain.prepare(sentences(), range(5))) > 0  # rows of a csv serve as passages
+    assert len(model.prepare(table, [])) == 0
+
+
+def test_instructions_are_judged_on_the_answer_alone(folder):
+    pairs = [("the quick fox", "jumps over"), ("seven small birds", "sing"), ("a", "b")]
+    table = Table("instruction", pairs, None, (), np.full(3, "train"))
+    model = load(folder("llama"), table, "lora", max_length=16)
+    rows = model.prepare(table, range(3))
+    assert references(model, rows) == ["jumps over", "sing", "b"]
+    nll, tokens = 0.0, 0
+    with torch.no_grad():
+        for row, start in zip(rows.tokens, rows.tensors["answer_start"].tolist(), strict=True):
+            z = F.log_softmax(model.module(input_ids=row[None]).logits[0].double(), -1)
+            for i in range(start, len(row)):
+                nll -= z[i - 1, row[i]].item()
+                tokens += 1
+    assert tokens == 2 + 1 + 1 + 3  # the answers' words, and the end after each
+    s = evaluate(model, rows)
+    assert s["loss"] == pytest.approx(nll / tokens, rel=1e-5)
+    exact = sum(a.strip() == b for a, b in zip(answers(model, rows), references(model, rows), strict=True)) / 3
+    assert s["accuracy"] == s["exact_match"] == exact
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "f1"),
+    [("a b", "a b", 1.0), ("a", "b", 0.0), ("", "", 1.0), ("the cat", "The dog sat", 2 / 5), ("a a", "a", 2 / 3)],
+)
+def test_rouge_1(answer, reference, f1):
+    assert rouge_1(answer, reference) == pytest.approx(f1)

@@ -1,0 +1,81 @@
+"""Runs side by side, in the terminal and on a page."""
+
+import json
+
+import pytest
+
+from fedfm.errors import InputError
+from fedfm.report import compare, html, read
+from report import runs
+
+
+def change(run, **result):
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["result"] |= result
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    return run
+
+
+@pytest.fixture
+def pair(tmp_path):
+    first = change(runs.make(tmp_path / "a"), accuracy=0.5, global_accuracy=0.5, local_accuracy=0.75, client_accuracy={"x": 0.5, "y": 1.0, "z": None})
+    second = change(runs.make(tmp_path / "b"), method="fedpft", bytes_up=999, seconds=7000)
+    return [first, second]
+
+
+def test_the_table_by_hand(pair):
+    lines = compare.table(pair).splitlines()
+    assert lines[0].split() == "run method accuracy global local worst client spread up down seconds".split()
+    assert lines[2].split() == "fedavg fedavg 0.5000 0.5000 0.7500 0.5000 0.2500 12.3 MB 2.35 MB 61.5".split()
+    assert lines[3].split()[-5:] == ["999", "B", "2.35", "MB", "7000.0"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_the_table_is_safe_for_a_terminal(tmp_path):
+    run = change(runs.make(tmp_path / "a"), method="\x1b[2Jgone\u202e")
+    assert not set(compare.table([run])) & {"\x1b", "\u202e"}
+
+
+def test_a_table_of_language_models_has_perplexity(tmp_path):
+    run = change(runs.make(tmp_path / "a"), accuracy=None, perplexity=12.5)
+    assert compare.table([run]).splitlines()[0].endswith("perplexity")
+    assert compare.table([run]).splitlines()[2].endswith("12.5")
+
+
+def test_labels_tell_runs_apart(tmp_path):
+    paths = [runs.make(tmp_path / n, name=m) for n, m in (("a", "x"), ("b", "y"), ("c", "y"))]
+    assert compare.labels([read.read(p) for p in paths]) == ["fedavg (x)", "fedavg (b)", "fedavg (c)"]
+
+
+def test_what_is_not_like_for_like_is_said(tmp_path):
+    first = runs.make(tmp_path / "a")
+    other = runs.make(tmp_path / "b", name="other", n_rounds=3, fingerprints={"data": "0", "model": "e" * 64}, finished=None)
+    said = " ".join(compare.differences([read.read(first), read.read(other)]))
+    assert "The data (fingerprint) of fedavg (other) is not that of fedavg (fedavg-digits)." in said
+    assert "Unfinished: fedavg (other)." in said
+    assert "number of rounds differs (12 for" in said
+    assert "model" not in said
+    assert compare.differences([read.read(first), read.read(first)]) == []
+
+
+def test_the_page_holds_every_run(pair, tmp_path):
+    text = compare.write(pair, tmp_path / "deep" / "compare.html").read_text(encoding="utf-8")
+    assert "2\u00a0runs compared" in text
+    assert "fedpft" in text
+    assert "http:" not in text
+
+
+def test_a_report_with_baselines_has_the_section(pair):
+    assert 'id="compare"' not in html.write(pair[0]).read_text(encoding="utf-8")
+    assert 'id="compare"' in html.write(pair[0], pair[1:]).read_text(encoding="utf-8")
+
+
+def test_wrong_input_is_refused(pair, tmp_path):
+    with pytest.raises(InputError, match="no run given"):
+        compare.table([])
+    with pytest.raises(InputError, match="a folder"):
+        compare.write(pair, tmp_path)
+    with pytest.raises(InputError, match=r"missing/manifest\.json: no such file"):
+        compare.write([tmp_path / "missing"], tmp_path / "out.html")
+    with pytest.raises(InputError, match="cannot be written"):
+        compare.write(pair, pair[0] / "manifest.json" / "out.html")

@@ -1,0 +1,293 @@
+"""report.html says what the files say, of any run in any state, and nothing of a run acts in it."""
+
+import json
+import math
+import re
+import tomllib
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fedfm.errors import InputError
+from fedfm.report import html, read, sections
+from report import runs
+
+SECTIONS = ("rounds", "clients", "split", "messages", "privacy", "time", "excluded", "result", "manifest")
+EVIL = ["<script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "a\x00b\x1b[31m", "\u202ereversed", "\ud800", "{h}%s&amp;"]
+
+
+def document(run: Path, baselines: list[Path] | None = None) -> str:
+    return html.write(run, baselines or []).read_text(encoding="utf-8")
+
+
+class Tags(HTMLParser):
+    """The tags of a document, checked to close what they open."""
+
+    VOID = ("meta", "br", "img", "link", "hr", "input")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(text: str) -> Tags:
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open == []
+    return tags
+
+
+def svgs(text: str) -> list[ET.Element]:
+    return [ET.fromstring(s) for s in re.findall(r"<svg.*?</svg>", text, flags=re.S)]
+
+
+def words(text: str) -> str:
+    body = re.sub(r"<style>.*?</style>", "", text, flags=re.S)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body)).replace("\u202f", " ")
+
+
+def test_it_is_one_document_with_every_section(tmp_path):
+    text = document(runs.make(tmp_path / "run"))
+    tags = parsed(text)
+    ids = [a["id"] for _, a in tags.seen if a.get("id")]
+    assert [i for i in ids if i in SECTIONS] == list(SECTIONS)
+    assert len(ids) == len(set(ids))
+    assert [t for t, _ in tags.seen].count("h1") == 1
+    assert {t for t, _ in tags.seen}.isdisjoint({"script", "link", "img", "iframe", "object", "form"})
+    assert not re.search(r"(src|href|url\(|@import)\s*[=(]?\s*[\"']?(https?:)?//", text)
+    assert "http" not in re.sub(r"http-equiv", "", text)
+
+
+def test_the_head_says_the_result_in_one_line(tmp_path):
+    text = words(document(runs.make(tmp_path / "run")))
+    assert "fedavg on nano-vit with digits (dirichlet 0.1) at 6 clients : accuracy 77.9 %" in text.replace(" clients:", " clients :")
+    assert "after 12 rounds and 1 min 02 s, 12.3 MB sent up and 2.35 MB down." in text
+    assert "Unfinished" not in text
+    assert "Epsilon – nothing is claimed" in text
+
+
+def test_what_the_sections_say(tmp_path):
+    text = words(document(runs.make(tmp_path / "run")))
+    assert "6 clients, each model on the client&#x27;s own test rows: mean 69.5 %, worst 57.9 %, best 77.9 %" in text
+    assert "c1 no test rows" in text
+    assert "client c99 got no rows and was dropped" in text
+    assert "train.FedAvg_train client to server masked 72 72.0 kB 1.00 kB 6 yes" in text
+    assert "query.hello server to client plain 6 720 B 120 B 6 no" in text
+    assert "The server received train.FedAvg_train masked: the masks cancel in the sum" in text
+    assert "12 rounds: median 1.50 s, longest 1.50 s, together 18.0 s." in text
+    assert "evaluation before training took 0.25 s" in text
+    assert "3 c0 E_TIMEOUT no reply in 600 s" in text
+    assert "params_sha256 " + "ab" * 32 in text
+    assert "private/ holds the keys of the masks" in text
+    assert "details: bound 0.25" in text
+
+
+def test_the_experiment_stands_as_toml(tmp_path):
+    run = runs.make(tmp_path / "run")
+    text = document(run)
+    shown = re.search(r'aria-label="Experiment"><pre>(.*?)</pre>', text, flags=re.S)
+    assert shown is not None
+    experiment = json.loads((run / "manifest.json").read_text())["experiment"]
+    del experiment["privacy"], experiment["attack"], experiment["data"]["limit"]
+    assert tomllib.loads(shown[1].replace("&quot;", '"')) == experiment
+
+
+def test_the_same_files_give_the_same_bytes(tmp_path):
+    run = runs.make(tmp_path / "run")
+    assert document(run) == document(run)
+    assert not list(run.glob(".*part"))
+
+
+@pytest.mark.parametrize("place", ["client", "class", "name", "handler", "method", "reason", "notice", "share", "detail"])
+@pytest.mark.parametrize("evil", EVIL)
+def test_nothing_of_a_run_acts(tmp_path, place, evil):
+    names = [evil if place == "client" else "c0", "c1"]
+    run = runs.make(tmp_path / "run", n_rounds=2, n_classes=3, names=names)
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["name"] = evil if place == "name" else "x"
+    if place == "class":
+        manifest["split"]["classes"][0] = evil
+    if place == "method":
+        manifest["result"]["method"] = manifest["experiment"]["method"][evil] = evil
+    if place == "notice":
+        manifest["notices"] = [evil]
+    if place == "share":
+        manifest["do_not_share"] = [evil]
+    if place == "detail":
+        manifest["result"]["details"] = {evil: {evil: [evil]}}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    if place == "reason":
+        excluded = [{"client": evil, "code": evil, "reason": evil}]
+        (run / "metrics.jsonl").write_text(json.dumps(runs.line(1, names, excluded=excluded)) + "\n")
+    if place == "handler":
+        lost = {"round": 1, "from": evil, "to": "server", "handler": evil, "bytes": 1, "form": evil, "counted": True}
+        (run / "messages.jsonl").write_text(json.dumps(lost) + "\n")
+    text = document(run, [run])
+    tags = parsed(text)
+    assert {t for t, _ in tags.seen}.isdisjoint({"script", "img"})
+    assert not any(k.startswith("on") for _, a in tags.seen for k in a)
+    assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e\u2066-\u2069]", text)
+    assert svgs(text)
+
+
+def test_every_drawing_is_xml_with_a_name_and_inside_its_frame(tmp_path):
+    drawn = svgs(document(runs.make(tmp_path / "run"), [runs.make(tmp_path / "other", n_classes=4)]))
+    assert len(drawn) > 10
+    for svg in drawn:
+        assert svg.get("aria-hidden") == "true" or (svg.get("role") == "img" and svg.get("aria-label"))
+        width, height = map(float, svg.get("viewBox", "").split()[2:])
+        for part in svg.iter():
+            if part.tag in ("rect", "circle", "text") and "transform" not in part.attrib:
+                x = float(part.get("x", part.get("cx", "0"))) + float(part.get("width", "0")) * (part.tag == "rect")
+                y = float(part.get("y", part.get("cy", "0")))
+                assert -0.1 <= x <= width + 0.1
+                assert -0.1 <= y <= height + 0.1
+
+
+def test_the_policy_forbids_scripts_and_requests(tmp_path):
+    tags = parsed(document(runs.make(tmp_path / "run")))
+    policy = [a["content"] for t, a in tags.seen if t == "meta" and a.get("http-equiv") == "Content-Security-Policy"]
+    assert len(policy) == 1
+    assert str(policy[0]).startswith("default-src 'none'")
+    assert "script-src" not in str(policy[0])
+
+
+@pytest.mark.parametrize("n_rounds", [0, 1, 1000])
+def test_any_number_of_rounds(tmp_path, n_rounds):
+    text = document(runs.make(tmp_path / "run", n_clients=2, n_rounds=n_rounds, traffic=[]))
+    assert svgs(text)
+    assert "No message has been recorded yet" in text
+    assert "nan" not in re.sub(r"[a-z]*nan[a-z-]+", "", " ".join(re.findall(r'd="(.*?)"', text)))
+
+
+def test_a_run_killed_before_its_first_round(tmp_path):
+    run = runs.make(tmp_path / "run", finished=None, result=None, split=None)
+    (run / "metrics.jsonl").unlink()
+    (run / "messages.jsonl").unlink()
+    text = words(document(run))
+    assert "Unfinished run No round is committed yet." in text
+    assert "accuracy –" in text
+
+
+def test_an_unfinished_run_is_reported_as_far_as_it_came(tmp_path):
+    run = runs.make(tmp_path / "run", rounds=[runs.line(t, ["c0", "c1"]) for t in range(5)], finished=None, result=None)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 5, "accu')  # the kill came here
+    text = words(document(run))
+    assert "4 of 12 rounds are committed" in text
+    assert "8.00 kB sent up and 16.0 kB down" in text
+    assert "after 4 rounds and 6.25 s" in text
+
+
+def test_values_that_are_not_finite_leave_a_gap(tmp_path):
+    rounds = [runs.line(t, ["c0", "c1"]) for t in range(9)]
+    rounds[4] |= {"global_accuracy": math.nan, "loss": math.inf, "train_loss": 10**400}
+    rounds[5] |= {"global_accuracy": None, "client_accuracy": {"c0": math.nan, "c1": None}}
+    rounds[8]["client_accuracy"] = {"c0": math.nan, "c1": None}
+    text = document(runs.make(tmp_path / "run", names=["c0", "c1"], rounds=rounds))
+    assert "1 value that is not finite left out" in words(text)
+    assert "c0 not a number" in words(text)
+    first = next(s for s in svgs(text) if s.get("role") == "img")
+    paths = [p for p in first.iter("path") if "s1" in p.get("class", "")]
+    assert len(paths) == 2  # before and after the gap
+    assert not re.search(r"\b(nan|inf)\b", " ".join(str(p.get("d")) for s in svgs(text) for p in s.iter("path")))
+
+
+def test_a_diverged_loss_is_drawn_by_logarithm(tmp_path):
+    rounds = [runs.line(t, ["c0"], loss=10.0 ** (3 * t), train_loss=None) for t in range(5)]
+    assert svgs(document(runs.make(tmp_path / "run", names=["c0"], rounds=rounds)))
+
+
+def test_a_language_model_shows_its_perplexity(tmp_path):
+    none = dict.fromkeys(("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1", "train_loss"))
+    rounds = [runs.line(t, ["c0"], **none, client_accuracy={}, perplexity=90.0 - t) for t in range(4)]
+    result = {"method": "fedavg", "accuracy": None, "perplexity": 87.0, "seconds": 3.0, "bytes_up": 1, "bytes_down": 1}
+    part = {"classes": [], "clients": {"c0": {"train": {"rows": 70, "by_class": None}, "val": 0, "test": {"rows": 9}}}}
+    text = words(document(runs.make(tmp_path / "run", names=["c0"], rounds=rounds, result=result, split=part)))
+    assert "perplexity 87 after 3 rounds" in text
+    assert "No accuracy per client was measured." in text
+    assert "70 training rows at 1 client" in text
+
+
+@pytest.mark.parametrize(("n_clients", "n_classes"), [(1, 1), (40, 8), (41, 8), (300, 31), (60, 1000)])
+def test_any_size_of_split(tmp_path, n_clients, n_classes):
+    text = document(runs.make(tmp_path / "run", n_clients=n_clients, n_rounds=1, n_classes=n_classes, traffic=[]))
+    parsed(text)
+    assert svgs(text)
+    assert len(text) < 4_000_000
+    assert ("gathered" in text) == (n_clients > sections.MOST_BARS)
+
+
+def test_optional_keys_may_be_absent(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "manifest.json").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"round": 0}\n\n{"round": 1, "client_accuracy": null, "excluded": null}\n')
+    (run / "messages.jsonl").write_text('{"round": 1}\n')
+    parsed(document(run))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "metrics.jsonl", "messages.jsonl"])
+def test_a_missing_file_is_named(tmp_path, name):
+    run = runs.make(tmp_path / "run")
+    (run / name).unlink()
+    with pytest.raises(InputError, match=rf"{name}: no such file"):
+        html.write(run)
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("schema", [2, "1", None, 1.5])
+def test_a_newer_schema_is_refused(tmp_path, schema):
+    with pytest.raises(InputError, match=r"manifest\.json: schema .* reads up to 1"):
+        html.write(runs.make(tmp_path / "run", schema=schema))
+
+
+@pytest.mark.parametrize(("name", "text"), [("manifest.json", "{"), ("manifest.json", "[]"), ("metrics.jsonl", "x\n"), ("messages.jsonl", "7\n")])
+def test_a_damaged_file_is_named_with_its_line(tmp_path, name, text):
+    run = runs.make(tmp_path / "run")
+    (run / name).write_text(text)
+    with pytest.raises(InputError, match=rf"{name}(:1)?: (not JSON|a JSON object is wanted)"):
+        html.write(run)
+
+
+def test_a_long_messages_file_is_summed_as_a_stream(tmp_path):
+    names = [f"c{i}" for i in range(100)]
+    run = runs.make(tmp_path / "run", names=names, n_rounds=1, traffic=[c for t in range(1, 101) for c in runs.crossings(t, names)])
+    sums = {(t.handler, t.direction): (t.messages, t.bytes, t.clients) for t in read.read(run).traffic}
+    assert sums[("train.FedAvg_train", "up")] == (10_000, 10_000_000, 100)
+    assert sums[("query.FedAvg_probe", "up")] == (10_000, 640_000, 100)
+
+
+def test_every_form_and_direction_has_its_sentence(tmp_path):
+    ways = {"up": ("c0", "server"), "down": ("server", "c0"), "across": ("c0", "c1")}
+    traffic = [
+        {"round": 1, "from": a, "to": b, "handler": f"train.{way}_{form}", "bytes": 5, "form": form, "counted": True}
+        for way, (a, b) in ways.items()
+        for form in ("plain", "masked", "encrypted", "sealed")
+    ]
+    text = words(document(runs.make(tmp_path / "run", traffic=traffic)))
+    assert text.count("The method asks only for their mean.") == 1
+    assert text.count("only a holder of the secret key can read it") == 3
+    assert text.count("which this report does not know") == 3
+
+
+def test_the_ledger_is_shown(tmp_path):
+    ledger = {"epsilon": 3.25, "entries": [{"event": "gaussian", "sigma": 1.1}, {"event": "gaussian", "rounds": 3}]}
+    run = runs.make(tmp_path / "run", ledger=ledger, result=None, finished=None)
+    text = words(document(run))
+    assert "Spent: epsilon = 3.25" in text
+    assert "2 gaussian – 3" in text

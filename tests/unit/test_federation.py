@@ -1,0 +1,147 @@
+"""The server's view: who is left out and why, whatever a link delivers; sums in order of names, whatever the timing."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from toy import Quadratic
+
+from fedfm.errors import ClientFault, RunError
+from fedfm.federation import Federation, Reply, Request, Update, each
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+
+
+def update(x: float, weight: float = 1.0) -> Update:
+    return Update(Params({"w": torch.tensor([x])}), weight)
+
+
+class Script:
+    """A link that delivers what the test says."""
+
+    def __init__(self, replies, clients=("a", "b", "c")):
+        self.clients, self.replies, self.requests = clients, replies, []
+
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        self.requests += requests
+        for make in self.replies:
+            yield make(requests[0].round, requests[0].call)
+
+
+def ok(client, x, weight=1.0):
+    return lambda r, c: Reply(client, update(x, weight), r, c, 10, 20)
+
+
+def raw(client, value):
+    return lambda r, c: Reply(client, value, r, c, 10, 20)
+
+
+def fault(client, code="E_EXCEPTION", reason="ValueError: no"):
+    return lambda r, c: Reply(client, None, r, c, 10, 0, ClientFault(code, reason))
+
+
+def mean_of(replies, min_clients=1, clients=("a", "b", "c")):
+    fed = Federation(Script(replies, clients), model=Quadratic(), min_clients=min_clients)
+    fed.begin(4)
+    method = FedAvg()
+    return fed, float(fed.mean(method.train, w=fed.initial)["w"])
+
+
+def test_all_well():
+    fed, mean = mean_of([ok("a", 1.0), ok("b", 3.0), ok("c", 5.0, 2.0)])
+    assert mean == pytest.approx(3.5)
+    assert not fed.excluded
+    assert (fed.transcript.bytes_down, fed.transcript.bytes_up) == (30, 60)
+
+
+def params(**tensors):
+    return Params({name: torch.tensor(v) for name, v in tensors.items()})
+
+
+BAD = {
+    "E_EXCEPTION": fault("b"),
+    "E_DIED": fault("b", "E_DIED", "its process was ended"),
+    "E_TENSORS": raw("b", Update(params(v=[1.0]), 1.0)),
+    "E_SHAPE": raw("b", Update(params(w=[[1.0]]), 1.0)),
+    "E_DTYPE": raw("b", Update(Params({"w": torch.ones(1, dtype=torch.float64)}), 1.0)),
+    "E_NONFINITE": raw("b", Update(params(w=[float("nan")]), 1.0)),
+    "E_FIELD": raw("b", {"delta": params(w=[1.0])}),
+    "E_WEIGHT": raw("b", {"delta": params(w=[1.0]), "weight": -1.0}),
+    "E_TIMEOUT": lambda r, c: Reply("zz", None, r, c),
+}
+
+
+@pytest.mark.parametrize("code", BAD)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_bad_client_is_left_out_and_the_mean_is_that_of_the_others(code, place):
+    replies = [ok("a", 1.0), ok("c", 5.0, 2.0)]
+    replies.insert(place, BAD[code])
+    fed, mean = mean_of(replies)
+    assert mean == pytest.approx((1.0 + 2 * 5.0) / 3)
+    left_out = {e.client: e for e in fed.excluded}
+    assert left_out["b"].code == code
+    assert left_out["b"].round == 4
+    assert left_out["b"].reason
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_metrics_must_be_finite_too(value):
+    fed, _ = mean_of([ok("a", 1.0), raw("b", {"delta": params(w=[1.0]), "weight": 1.0, "metrics": {"loss": value}})])
+    assert {e.client for e in fed.excluded} == {"b", "c"}
+
+
+def test_late_duplicate_and_stray_replies_change_nothing():
+    def late(r, c):
+        return Reply("b", update(100.0), r - 1, c, 1, 1)
+
+    def other_call(r, c):
+        return Reply("b", update(100.0), r, c + 1, 1, 1)
+
+    fed, mean = mean_of(
+        [late, ok("b", 3.0), other_call, ok("a", 1.0), ok("b", 50.0), ok("c", 5.0), ok("stranger", 9.0)],
+    )
+    assert mean == pytest.approx(3.0)
+    assert sorted((e.client, e.code) for e in fed.excluded) == [
+        ("b", "E_DUPLICATE"),
+        ("b", "E_DUPLICATE"),
+        ("b", "E_ROUND"),
+        ("stranger", "E_CLIENT"),
+    ]
+
+
+def test_a_client_that_answers_only_an_old_round_times_out():
+    fed, mean = mean_of([ok("a", 1.0), lambda r, c: Reply("b", update(9.0), r - 1, c), ok("c", 3.0)])
+    assert mean == pytest.approx(2.0)
+    assert [(e.client, e.code) for e in fed.excluded] == [("b", "E_ROUND"), ("b", "E_TIMEOUT")]
+
+
+def test_too_few_stop_the_run():
+    with pytest.raises(RunError, match="1 of 3 clients"):
+        mean_of([ok("a", 1.0), fault("b"), fault("c")], min_clients=2)
+    with pytest.raises(RunError, match="0 of 3"):
+        mean_of([])
+
+
+def test_the_order_of_arrival_does_not_matter():
+    values = {"a": 1e8, "b": 1.0, "c": -1e8}
+    orders = [("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a"), ("c", "a", "b")]
+    means = {mean_of([ok(k, values[k], 0.1) for k in order])[1] for order in orders}
+    assert len(means) == 1
+
+
+def test_a_payload_can_differ_by_client():
+    link = Script([ok("a", 0.0), ok("b", 0.0), ok("c", 0.0)])
+    fed = Federation(link, model=Quadratic())
+    fed.begin(1)
+    fed.ask(FedAvg().train, w=each({"a": 1, "b": 2, "c": 3}), other=7)
+    assert [(r.payload["w"], r.payload["other"]) for r in link.requests] == [(1, 7), (2, 7), (3, 7)]
+    assert {r.handler for r in link.requests} == {"query.FedAvg_train"}
+
+
+def test_ask_shows_single_replies_and_mean_does_not_say_so():
+    link = Script([ok("a", 0.0), ok("b", 0.0), ok("c", 0.0)])
+    fed = Federation(link, model=Quadratic())
+    fed.begin(1)
+    fed.mean(FedAvg().train, w=fed.initial)
+    assert {r.handler for r in link.requests} == {"train.FedAvg_train"}
+    assert {c.form for c in fed.transcript.pending} == {"plain"}
