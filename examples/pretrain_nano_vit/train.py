@@ -5,7 +5,7 @@ by a contrastive loss, and the pooled feature must give back an 8x8 thumbnail of
 the other is often turned into an edge map, a silhouette or a low-resolution copy, so that the features follow shapes
 rather than textures.
 
-    python train.py --data path/to/images --out runs/nano_vit --epochs 100 [--resume]
+    python train.py --data path/to/images --out runs/nano_vit --epochs 65 [--resume]
 """
 
 from __future__ import annotations
@@ -271,7 +271,8 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--data", type=Path, required=True, help="folder with cifar10.npz and fashion_mnist.npz")
     p.add_argument("--out", type=Path, required=True, help="folder for log.txt, state.safetensors and model/")
-    p.add_argument("--epochs", type=int, default=100)
+    p.add_argument("--epochs", type=int, default=65, help="length of the learning-rate schedule")
+    p.add_argument("--stop", type=int, help="end after this epoch of the schedule")
     p.add_argument("--batch", type=int, default=128, help="images a step; each gives two views")
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--weight-decay", type=float, default=0.05)
@@ -298,6 +299,7 @@ def main() -> None:
     state = a.out / "state.safetensors"
     first = load_state(state, net, ema, opt) if a.resume and state.exists() else 0
     steps = len(x) // a.batch
+    last = min(a.stop or a.epochs, a.epochs)
     total, warm = a.epochs * steps, a.warmup * steps
 
     with (a.out / "log.txt").open("a" if first else "w") as log:
@@ -309,7 +311,7 @@ def main() -> None:
 
         settings = " ".join(f"{k}={v}" for k, v in vars(a).items() if k not in ("data", "out"))
         say(f"# {len(x)} training images, {len(xv)} validation images, {steps} steps an epoch; {settings}")
-        for epoch in range(first, a.epochs):
+        for epoch in range(first, last):
             torch.manual_seed(a.seed * 100_003 + epoch)  # makes a resumed run equal to an unbroken one
             net.train()
             began, sums = time.perf_counter(), torch.zeros(4)
@@ -336,7 +338,7 @@ def main() -> None:
             ce_, nce_, mse_, hit_ = (sums / steps).tolist()
             line = f"epoch {epoch + 1}/{a.epochs} lr {lr:.1e} ce {ce_:.3f} nce {nce_:.3f} mse {mse_:.3f}"
             line += f" train {100 * hit_:.1f}%"
-            if (epoch + 1) % 5 == 0 or epoch + 1 == a.epochs:
+            if (epoch + 1) % 5 == 0 or epoch + 1 == last:
                 line += " val " + " ".join(f"{n} {v:.1f}%" for n, v in zip(SETS, accuracy(ema, xv, yv), strict=True))
                 save_state(state, net, ema, opt, epoch + 1)
                 save_model(a.out / "model", ema)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from fedfm.api import load_run, resume, run
     from fedfm.experiment import Experiment
     from fedfm.params import Params
-    from fedfm.run import Run
+    from fedfm.rundir import Run
 
 _WHERE = {
     "Experiment": "fedfm.experiment",
     "Params": "fedfm.params",
-    "Run": "fedfm.run",
+    "Run": "fedfm.rundir",
     "load_run": "fedfm.api",
     "resume": "fedfm.api",
     "run": "fedfm.api",

@@ -14,7 +14,7 @@ from fedfm.engines import start
 from fedfm.errors import FedfmError, InputError
 from fedfm.experiment import Experiment
 from fedfm.federation import Excluded
-from fedfm.run import Run
+from fedfm.rundir import Run
 
 
 class Progress:

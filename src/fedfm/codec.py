@@ -1,8 +1,4 @@
-"""Requests and replies as Flower messages' records, and what they weigh. The only importer of Flower's records.
-
-A message is one ArrayRecord with one Array (the packed data) and one ConfigRecord (the head): five objects on Flower's wire,
-whatever the number of tensors.
-"""
+"""Requests and replies as Flower messages' records, and what they weigh."""
 
 from __future__ import annotations
 
@@ -10,21 +6,16 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from fedfm import wire
-from fedfm.errors import E_FORMAT, ClientFault
+from fedfm import records, wire
+from fedfm.records import STYPE
 
 CHUNK = 5 * 1024 * 1024  # Flower slices an array's bytes into chunks of this length
-_STYPE = "fedfm.packed"
 
 
 def to_record(value: Any) -> Any:
     """``value`` as a Flower RecordDict."""
-    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-
     head, pieces = wire.encode(value)
-    data = b"".join(pieces)
-    array = Array("uint8", (len(data),), _STYPE, data)
-    return RecordDict({"data": ArrayRecord({"packed": array}), "head": ConfigRecord({"json": head})})
+    return records.pack(head, b"".join(pieces))
 
 
 def from_record(record: Any, hint: Any = Any) -> Any:
@@ -33,13 +24,7 @@ def from_record(record: Any, hint: Any = Any) -> Any:
     Raises:
         ClientFault: it is not one, or the value is not what ``hint`` says.
     """
-    try:
-        array, head = record["data"]["packed"], record["head"]["json"]
-        stype, data = array.stype, array.data
-    except (KeyError, TypeError, AttributeError, IndexError):
-        raise ClientFault(E_FORMAT, "the message is not a fedfm payload") from None
-    if stype != _STYPE or not isinstance(head, str) or not isinstance(data, bytes):
-        raise ClientFault(E_FORMAT, "the message is not a fedfm payload")
+    head, data = records.unpack(record)
     return wire.decode(head, data, hint)
 
 
@@ -67,7 +52,7 @@ def _record_nbytes(head: int, data: int) -> int:
     chunks = -(-data // CHUNK)
     # {"dtype": "uint8", "shape": [N], "stype": "fedfm.packed", "arraychunk_ids": [0, 1, ...]}
     indexes = sum(len(str(i)) for i in range(chunks)) + 2 * max(chunks - 1, 0)
-    meta = len('{"dtype": "uint8", "shape": [], "stype": "", "arraychunk_ids": []}') + len(str(data)) + len(_STYPE) + indexes
+    meta = len('{"dtype": "uint8", "shape": [], "stype": "", "arraychunk_ids": []}') + len(str(data)) + len(STYPE) + indexes
     total = _object("Array", chunks, meta)
     for i in range(chunks):
         total += _object("ArrayChunk", 0, min(CHUNK, data - i * CHUNK))

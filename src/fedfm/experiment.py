@@ -80,7 +80,7 @@ class Experiment:
     privacy: PrivacySpec | None
     attack: AttackSpec | None
     run: RunSpec
-    folder: str = "."
+    tuning: tuple[dict[str, Any], ...] = ()  # what a search before this run tried, and what it cost
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Experiment:

@@ -291,7 +291,7 @@ class Federation:
         ]
         pending = set(cohort)
         early: dict[ClientId, Any] = {}  # valid, but another's turn
-        turns, good = list(reversed(cohort)), 0
+        turns, good, before = list(reversed(cohort)), 0, len(self.excluded)
         for reply in self._link.exchange(requests):
             try:
                 self._expected(reply, pending, cohort)
@@ -318,6 +318,7 @@ class Federation:
         for client in sorted(pending):
             self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"))
         yield from sorted(early.items())
+        self.excluded[before:] = sorted(self.excluded[before:], key=lambda e: (e.client, e.code))
         if good < self.min_clients:
             raise RunError(
                 f"round {self.round}: {good} of {len(cohort)} clients gave a valid reply to {name}, "

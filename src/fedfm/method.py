@@ -42,12 +42,12 @@ class Method(ABC, Generic[S]):
         """The parameters that ``client`` would use if training ended here; "" asks for the server's own."""
 
     @on_client
-    def evaluate(self, client: Client, w: Params) -> dict[str, Any]:
-        """The client's model on the client's own test rows (see ``models.metrics.evaluate``)."""
+    def evaluate(self, client: Client, w: Params, part: str) -> dict[str, Any]:
+        """The client's model on the client's own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
         from fedfm.models.metrics import evaluate
 
         client.model.load(w)
-        return evaluate(client.model, client.data.test)
+        return evaluate(client.model, client.data.test if part == "test" else client.data.val)
 
     def validate(self) -> None:
         """Refuse hyper-parameters that make no sense.

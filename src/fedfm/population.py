@@ -19,7 +19,7 @@ from fedfm.rows import Rows
 
 if TYPE_CHECKING:
     from fedfm.api import Progress
-    from fedfm.run import Run
+    from fedfm.rundir import Run
 
 
 class Partitioned:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfm.errors import RunError
 from fedfm.federation import ClientId, Federation, each
 from fedfm.method import Method
 from fedfm.params import Params, sha256_of
-from fedfm.run import Run
+from fedfm.rundir import Run
+
+if TYPE_CHECKING:
+    from fedfm.api import Progress
 
 
 class Server:
@@ -22,7 +25,7 @@ class Server:
     Args:
         judge: metrics of one model on the global test rows (see ``models.metrics.evaluate``); None where the server
             has no test rows.
-        on_round: told of every line of metrics.
+        progress: told of the start and of every line of metrics.
     """
 
     def __init__(
@@ -31,12 +34,11 @@ class Server:
         fed: Federation,
         *,
         judge: Callable[[Params], dict[str, Any]] | None,
-        on_round: Callable[[dict[str, Any]], None] = lambda line: None,
+        progress: Progress,
     ) -> None:
-        self.run, self.fed, self._judge, self._on_round = run, fed, judge, on_round
+        self.run, self.fed, self._judge, self._progress = run, fed, judge, progress
         self.method: Method[Any] = run.experiment.method
         self._start = time.perf_counter()
-        self._best: tuple[float, int] = (float("inf"), 0)
 
     def go(self) -> dict[str, Any]:
         """From the last commit to the result line."""
@@ -49,8 +51,8 @@ class Server:
         else:
             run.into(fed, record)
             state, t = record["state"], record["round"]
-        done = {line["round"] for line in run.metrics()}
-        if t not in done:
+        self._progress.started(run, method.rounds, t)
+        if t not in {line["round"] for line in run.metrics()}:
             self._evaluate(t, state, last=t == method.rounds)
         while t < method.rounds and not self._stop_early():
             t += 1
@@ -79,7 +81,7 @@ class Server:
             "bytes_down": self.fed.transcript.bytes_down,
         }
         self.run.log(line)
-        self._on_round(line)
+        self._progress.round(line)
 
     def models(self, state: Any) -> dict[ClientId, Params]:
         """The final models: one by client name for personal methods, else one under ""."""
@@ -91,9 +93,13 @@ class Server:
         """Metrics of the state: every client on its own test rows, the server's model (or models) on the global ones."""
         models = self.models(state)
         by_client = {client: models.get(client) or models[""] for client in self.fed.clients}
-        own = self._own(by_client)
+        own = {c: m.get("accuracy") for c, m in self._own(by_client, "test").items()}
         local = _mean(own.values())
         line: dict[str, Any] = {"client_accuracy": own, "local_accuracy": local}
+        if self._validates:
+            judged = [m for m in self._own(by_client, "val").values() if m.get("loss") is not None]
+            rows = sum(m["n"] for m in judged)
+            line["val_loss"] = sum(m["n"] * m["loss"] for m in judged) / rows if rows else None
         if self._judge is not None and (thorough or not self.method.personal):
             judged = [self._judge(w) for w in models.values()]
             line["global_accuracy"] = _mean(m["accuracy"] for m in judged)
@@ -102,18 +108,23 @@ class Server:
         line["accuracy"] = local if self.method.personal else line.get("global_accuracy", local)
         return line
 
-    def _own(self, models: Mapping[ClientId, Params]) -> dict[ClientId, float | None]:
-        """Accuracy of each client's model on its own test rows; None where it has none or did not answer."""
+    @property
+    def _validates(self) -> bool:
+        """Clients hold validation rows."""
+        split = self.run.manifest["split"] or {"clients": {}}
+        return any(counts["val"]["rows"] for counts in split["clients"].values())
+
+    def _own(self, models: Mapping[ClientId, Params], part: str) -> dict[ClientId, dict[str, Any]]:
+        """Metrics of each client's model on its own rows; {} where it did not answer."""
         first = next(iter(models.values()))
-        shared = all(w is first for w in models.values())
-        payload: Any = first if shared else each(models)
-        excluded, drained = list(self.fed.excluded), self.fed.cohort
+        payload: Any = first if all(w is first for w in models.values()) else each(models)
+        excluded, cohort = list(self.fed.excluded), self.fed.cohort
         try:
-            replies = self.fed.ask(self.method.evaluate, counted=False, w=payload)
+            replies = self.fed.ask(self.method.evaluate, counted=False, w=payload, part=part)
         except RunError:  # nobody could be judged; the training goes on
             replies = {}
-        self.fed.excluded, self.fed.cohort = excluded, drained
-        return {client: replies.get(client, {}).get("accuracy") for client in self.fed.clients}
+        self.fed.excluded, self.fed.cohort = excluded, cohort
+        return {client: replies.get(client, {}) for client in self.fed.clients}
 
     def _stop_early(self) -> bool:
         """Patience is over: no better validation loss for so many rounds."""
@@ -179,7 +190,7 @@ def _mean(values: Any) -> float | None:
 
 
 @contextlib.contextmanager
-def single_thread() -> Any:
+def single_thread() -> Iterator[None]:
     """One thread a client: its result does not depend on what runs beside it, and two processes beat two threads."""
     import torch
 

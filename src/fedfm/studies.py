@@ -13,7 +13,7 @@ from typing import Any
 from fedfm import api
 from fedfm.errors import InputError
 from fedfm.experiment import Experiment
-from fedfm.run import Run
+from fedfm.rundir import Run
 
 # Two-sided 95 % quantiles of Student's t, degrees of freedom 1, 2, ...; beyond the table the normal one is close.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedfm.errors import InputError
 from fedfm.params import Params
-from fedfm.run import Run
+from fedfm.rundir import Run
 
 
 def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedfm.api import Progress
 from fedfm.federation import Excluded
-from fedfm.run import Run
+from fedfm.rundir import Run
 
 
 class Bar(Progress):

@@ -86,6 +86,17 @@ def test_own_logits_preparation_and_batch_norm(tmp_path):
     torch.testing.assert_close(doubled.predict(rows), 2 * model.predict(rows))
 
 
+def test_dropout_of_ones_own_module_is_on_in_training_only():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    model = wrap(net, cross_entropy, classes=CLASSES)
+    rows = model.prepare(vectors(), range(5))
+    batch = rows.batch(range(5))
+    assert torch.equal(model.logits(batch), model.logits(batch))
+    model.train_mode()
+    assert torch.equal(model.predict(rows), model.predict(rows))
+    assert not torch.equal(model.logits(batch), model.logits(batch))
+
+
 def test_fingerprint_is_of_the_weights():
     a, b = wrap(network(), cross_entropy), wrap(network(), cross_entropy)
     with torch.no_grad():

@@ -28,7 +28,22 @@ _VISION = {
     "patch_size": 8,
 }
 _ENCODER = {k: _VISION[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
-_WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "small", "birds", "sing", "in", "old", "green", "trees"]
+_WORDS = (
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "small",
+    "birds",
+    "sing",
+)
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>")
 
 

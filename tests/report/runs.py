@@ -12,7 +12,9 @@ def make(path: Path, n_clients: int = 6, n_rounds: int = 12, n_classes: int = 10
     """A finished run of FedAvg on digits; ``change`` sets keys of the manifest, ``names`` the clients."""
     names = change.pop("names", [f"c{i}" for i in range(n_clients)])
     rounds = change.pop("rounds", None) or [line(t, names) for t in range(n_rounds + 1)]
-    traffic = change.pop("traffic", None) or [c for t in range(n_rounds + 1) for c in crossings(t, names)]
+    traffic = change.pop("traffic", None)
+    if traffic is None:
+        traffic = [c for t in range(n_rounds + 1) for c in crossings(t, names)]
     counts = {c: [(7 * i + 13 * j) % 60 * int((i + j) % 3 > 0) for j in range(n_classes)] for i, c in enumerate(names)}
     last = rounds[-1]
     manifest: dict[str, Any] = {
@@ -111,7 +113,10 @@ def crossings(t: int, names: list[str]) -> list[dict[str, Any]]:
     out = []
     for c in names:
         if t == 0:
-            kinds = [("server", c, "query.hello", 120, "plain", False), (c, "server", "query.hello", 300, "plain", False)]
+            kinds = [
+                ("server", c, "query.hello", 120, "plain", False),
+                (c, "server", "query.hello", 300, "plain", False),
+            ]
         else:
             kinds = [
                 ("server", c, "train.FedAvg_train", 2000, "plain", True),

@@ -18,15 +18,46 @@ def change(run, **result):
 
 @pytest.fixture
 def pair(tmp_path):
-    first = change(runs.make(tmp_path / "a"), accuracy=0.5, global_accuracy=0.5, local_accuracy=0.75, client_accuracy={"x": 0.5, "y": 1.0, "z": None})
+    first = change(
+        runs.make(tmp_path / "a"),
+        accuracy=0.5,
+        global_accuracy=0.5,
+        local_accuracy=0.75,
+        client_accuracy={"x": 0.5, "y": 1.0, "z": None},
+    )
     second = change(runs.make(tmp_path / "b"), method="fedpft", bytes_up=999, seconds=7000)
     return [first, second]
 
 
 def test_the_table_by_hand(pair):
     lines = compare.table(pair).splitlines()
-    assert lines[0].split() == "run method accuracy global local worst client spread up down seconds".split()
-    assert lines[2].split() == "fedavg fedavg 0.5000 0.5000 0.7500 0.5000 0.2500 12.3 MB 2.35 MB 61.5".split()
+    assert lines[0].split() == [
+        "run",
+        "method",
+        "accuracy",
+        "global",
+        "local",
+        "worst",
+        "client",
+        "spread",
+        "up",
+        "down",
+        "seconds",
+    ]
+    assert lines[2].split() == [
+        "fedavg",
+        "fedavg",
+        "0.5000",
+        "0.5000",
+        "0.7500",
+        "0.5000",
+        "0.2500",
+        "12.3",
+        "MB",
+        "2.35",
+        "MB",
+        "61.5",
+    ]
     assert lines[3].split()[-5:] == ["999", "B", "2.35", "MB", "7000.0"]
     assert len({len(line) for line in lines}) == 1
 
@@ -49,7 +80,9 @@ def test_labels_tell_runs_apart(tmp_path):
 
 def test_what_is_not_like_for_like_is_said(tmp_path):
     first = runs.make(tmp_path / "a")
-    other = runs.make(tmp_path / "b", name="other", n_rounds=3, fingerprints={"data": "0", "model": "e" * 64}, finished=None)
+    other = runs.make(
+        tmp_path / "b", name="other", n_rounds=3, fingerprints={"data": "0", "model": "e" * 64}, finished=None
+    )
     said = " ".join(compare.differences([read.read(first), read.read(other)]))
     assert "The data (fingerprint) of fedavg (other) is not that of fedavg (fedavg-digits)." in said
     assert "Unfinished: fedavg (other)." in said

@@ -15,7 +15,14 @@ from fedfm.report import html, read, sections
 from report import runs
 
 SECTIONS = ("rounds", "clients", "split", "messages", "privacy", "time", "excluded", "result", "manifest")
-EVIL = ["<script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "a\x00b\x1b[31m", "\u202ereversed", "\ud800", "{h}%s&amp;"]
+EVIL = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(2)>',
+    "a\x00b\x1b[31m",
+    "\u202ereversed",
+    "\ud800",
+    "{h}%s&amp;",
+]
 
 
 def document(run: Path, baselines: list[Path] | None = None) -> str:
@@ -74,7 +81,9 @@ def test_it_is_one_document_with_every_section(tmp_path):
 
 def test_the_head_says_the_result_in_one_line(tmp_path):
     text = words(document(runs.make(tmp_path / "run")))
-    assert "fedavg on nano-vit with digits (dirichlet 0.1) at 6 clients : accuracy 77.9 %" in text.replace(" clients:", " clients :")
+    assert "fedavg on nano-vit with digits (dirichlet 0.1) at 6 clients : accuracy 77.9 %" in text.replace(
+        " clients:", " clients :"
+    )
     assert "after 12 rounds and 1 min 02 s, 12.3 MB sent up and 2.35 MB down." in text
     assert "Unfinished" not in text
     assert "Epsilon – nothing is claimed" in text
@@ -112,7 +121,9 @@ def test_the_same_files_give_the_same_bytes(tmp_path):
     assert not list(run.glob(".*part"))
 
 
-@pytest.mark.parametrize("place", ["client", "class", "name", "handler", "method", "reason", "notice", "share", "detail"])
+@pytest.mark.parametrize(
+    "place", ["client", "class", "name", "handler", "method", "reason", "notice", "share", "detail"]
+)
 @pytest.mark.parametrize("evil", EVIL)
 def test_nothing_of_a_run_acts(tmp_path, place, evil):
     names = [evil if place == "client" else "c0", "c1"]
@@ -213,7 +224,9 @@ def test_a_diverged_loss_is_drawn_by_logarithm(tmp_path):
 
 
 def test_a_language_model_shows_its_perplexity(tmp_path):
-    none = dict.fromkeys(("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1", "train_loss"))
+    none = dict.fromkeys(
+        ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1", "train_loss")
+    )
     rounds = [runs.line(t, ["c0"], **none, client_accuracy={}, perplexity=90.0 - t) for t in range(4)]
     result = {"method": "fedavg", "accuracy": None, "perplexity": 87.0, "seconds": 3.0, "bytes_up": 1, "bytes_down": 1}
     part = {"classes": [], "clients": {"c0": {"train": {"rows": 70, "by_class": None}, "val": 0, "test": {"rows": 9}}}}
@@ -256,7 +269,10 @@ def test_a_newer_schema_is_refused(tmp_path, schema):
         html.write(runs.make(tmp_path / "run", schema=schema))
 
 
-@pytest.mark.parametrize(("name", "text"), [("manifest.json", "{"), ("manifest.json", "[]"), ("metrics.jsonl", "x\n"), ("messages.jsonl", "7\n")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("manifest.json", "{"), ("manifest.json", "[]"), ("metrics.jsonl", "x\n"), ("messages.jsonl", "7\n")],
+)
 def test_a_damaged_file_is_named_with_its_line(tmp_path, name, text):
     run = runs.make(tmp_path / "run")
     (run / name).write_text(text)
@@ -266,7 +282,9 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path, name, text):
 
 def test_a_long_messages_file_is_summed_as_a_stream(tmp_path):
     names = [f"c{i}" for i in range(100)]
-    run = runs.make(tmp_path / "run", names=names, n_rounds=1, traffic=[c for t in range(1, 101) for c in runs.crossings(t, names)])
+    run = runs.make(
+        tmp_path / "run", names=names, n_rounds=1, traffic=[c for t in range(1, 101) for c in runs.crossings(t, names)]
+    )
     sums = {(t.handler, t.direction): (t.messages, t.bytes, t.clients) for t in read.read(run).traffic}
     assert sums[("train.FedAvg_train", "up")] == (10_000, 10_000_000, 100)
     assert sums[("query.FedAvg_probe", "up")] == (10_000, 640_000, 100)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedfm.api import Progress
-    from fedfm.run import Run
+    from fedfm.rundir import Run
 
 
 def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:

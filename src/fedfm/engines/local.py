@@ -21,7 +21,7 @@ from fedfm.silo import Silos
 
 if TYPE_CHECKING:
     from fedfm.api import Progress
-    from fedfm.run import Run
+    from fedfm.rundir import Run
 
 
 class Interrupted(KeyboardInterrupt):
@@ -142,6 +142,6 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
             on_excluded=progress.excluded,
         )
         try:
-            return Server(run, fed, judge=judge(population), on_round=progress.round).go()
+            return Server(run, fed, judge=judge(population), progress=progress).go()
         finally:
             link.close()

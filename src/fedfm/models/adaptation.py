@@ -47,6 +47,8 @@ def check(spec: AdaptationSpec) -> AdaptationSpec:
         spec = dataclasses.replace(spec, alpha=2.0 * spec.rank if spec.alpha is None else spec.alpha)
     if spec.layers is not None and spec.layers < 1:
         raise InputError(f"model.adaptation.layers: {spec.layers}, expected an integer of at least 1")
+    if spec.name == "top_layers" and spec.layers is None:
+        spec = dataclasses.replace(spec, layers=1)
     return spec
 
 

@@ -40,7 +40,7 @@ def pretrained(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], kind
             config.pad_token_id = tools.tokenizer.pad_token_id
         module, missing = _weights(getattr(transformers, auto), path, spec, config, seed, DTYPES[spec.dtype])
     new = _new_modules(module, config.model_type, missing) if task == "classification" else []
-    return module, config.model_type, config.to_dict(), new, tools
+    return module, config.model_type, config.to_diff_dict(), new, tools
 
 
 def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed: int) -> _Parts:
@@ -61,7 +61,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
         module = ZeroShot(clip, text_embeddings(clip, tokenizer, [PROMPT.format(c.replace("_", " ")) for c in classes]))
         processor = _image_processor(path, config)
     tools = Tools(image=inputs.processor_call(processor), processor=processor)
-    return module, "clip", config.to_dict() | {"classes": list(classes)}, [], tools
+    return module, "clip", config.to_diff_dict() | {"classes": list(classes)}, [], tools
 
 
 def _config(path: Path | str, name: str) -> Any:

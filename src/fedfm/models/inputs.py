@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,7 @@ def _opened(pictures: Any) -> Iterator[list[Any]]:
                 chunk.append(Image.fromarray(x[..., 0] if x.shape[-1] == 1 else x).convert("RGB"))
                 continue
             try:
-                with Image.open(x) as picture:
+                with Image.open(io.BytesIO(x) if isinstance(x, bytes) else x) as picture:
                     chunk.append(picture.convert("RGB"))
             except (OSError, UnidentifiedImageError) as error:
                 raise InputError(f"{Path(x)}: not a readable picture ({error})") from None

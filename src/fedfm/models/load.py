@@ -48,7 +48,8 @@ class Loaded:
     Attributes:
         module: on the CPU.
         model_type: the key of :data:`fedfm.models.families.FAMILIES`.
-        config: what distinguishes the architecture, JSON-able.
+        config: what distinguishes the architecture, JSON-able; for transformers only what differs from the defaults, so
+            that a field which another version adds changes nothing.
         new: paths of the modules that were made for this task.
         tools: what prepares its rows.
     """

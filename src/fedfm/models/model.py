@@ -153,7 +153,7 @@ class Model:
         return Rows({"features": self.features(rows)}, labels=rows.labels)
 
     def features(self, rows: Rows) -> Tensor:
-        """What enters the head, (n, d), on the CPU; for language models of the last token that is no padding.
+        """What enters the head, (n, d), on the CPU; in causal models at the last token that is no padding.
 
         Raises:
             ValueError: the model has no head.
@@ -261,7 +261,10 @@ class Model:
     # --- inside -------------------------------------------------------------------------------------------------------
     def _outputs(self, batch: Batch) -> Tensor:
         device = self.device
-        out = self.module(**{k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"})
+        fixed = {"use_cache": False} if "use_cache" in self._arguments else {}
+        out = self.module(
+            **{k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}, **fixed
+        )
         return out if isinstance(out, Tensor) else out.logits
 
     def _pool(self, x: Tensor, batch: Batch) -> Tensor:

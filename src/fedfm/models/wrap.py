@@ -117,5 +117,6 @@ def wrap(
         fingerprint=print_,
         head=found,
     )
+    model._train_too = list(module.modules())  # its dropout was chosen for this training, unlike a foundation model's
     model.loss_function, model.logits_function, model.prepare_function = loss, logits, prepare
     return model

@@ -20,7 +20,7 @@ _SEEN = {
     (
         "up",
         "encrypted",
-    ): "The server received {h} as ciphertext: it could count and time it; only a holder of the secret key can read it.",
+    ): "The server received {h} as ciphertext: it saw sizes and times; only a holder of the secret key can read it.",
     ("down", "plain"): "Clients received {h} in the clear and could read all of it.",
     ("down", "masked"): "Clients received {h} masked: they hold the masked values, not what is underneath.",
     ("down", "encrypted"): "Clients received {h} as ciphertext: only a holder of the secret key can read it.",
@@ -53,8 +53,8 @@ def messages(run: RunFiles) -> str:
             size(t.bytes),
             size(t.bytes / t.messages),
             str(t.clients),
+            "yes" if t.counted else "no",
         ]
-        + ["yes" if t.counted else "no"]
         for t in run.traffic
     ]
     head = ["handler", "direction", "form", "messages", "total", "mean", "clients", "counted"]
@@ -131,11 +131,10 @@ def result(run: RunFiles) -> str:
 def share_box(run: RunFiles) -> str:
     """What must not leave the place where the run lies; the report itself tells something too."""
     items = [str(s) for s in sequence(run.manifest.get("do_not_share"))]
-    items.append(
-        "This report names the clients and shows how many rows of each class they hold; ask them before it is passed on."
-    )
+    items.append("This report names the clients and shows their rows per class; ask them before passing it on.")
     body = "".join(f"<li>{esc(s)}</li>" for s in items)
-    return f'<aside id="share" aria-label="What must not be shared"><strong>What must not be shared</strong><ul>{body}</ul></aside>'
+    title = "What must not be shared"
+    return f'<aside id="share" aria-label="{title}"><strong>{title}</strong><ul>{body}</ul></aside>'
 
 
 def _plain(value: Any) -> str:

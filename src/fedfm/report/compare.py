@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedfm.errors import InputError
-from fedfm.report.page import figure, legend, note, page, save, table as html_table
+from fedfm.report.page import figure, legend, note, page, save
+from fedfm.report.page import table as html_table
 from fedfm.report.read import RunFiles, mapping, read
 from fedfm.report.svg import COLOURS, Bar, Format, Series, bars, lines
 from fedfm.report.text import NBSP, NONE, duration, esc, finite, number, percent, plural, shorten, size, width_of
@@ -20,8 +21,8 @@ _HEAD = ("run", "method", "accuracy", "global", "local", "worst client", "spread
 def table(run_dirs: Sequence[Path]) -> str:
     """The runs as an aligned text table, one a line, in the order given.
 
-    Accuracies are fractions, ``spread`` is the standard deviation over the clients' accuracies. Where an accuracy is not
-    defined (a language model) the column ``perplexity`` is added.
+    Accuracies are fractions, ``spread`` is the standard deviation over the clients' accuracies. Where an accuracy
+    is not defined (a language model) the column ``perplexity`` is added.
 
     Raises:
         InputError: no run is given, or a file is missing or not what it should be.
@@ -38,8 +39,8 @@ def table(run_dirs: Sequence[Path]) -> str:
             *map(_fraction, v),
             size(run.traffic_total("up")),
             size(run.traffic_total("down")),
+            _seconds(run.seconds),
         ]
-        + [_seconds(run.seconds)]
         for label, run, v in zip(labels(runs), runs, values, strict=True)
     ]
     head = list(_HEAD)
@@ -89,19 +90,25 @@ def section(runs: Sequence[RunFiles]) -> str:
         items = "".join(f"<li>{esc(d)}</li>" for d in alike)
         warning = f'<aside aria-label="Not like for like"><strong>Not like for like</strong><ul>{items}</ul></aside>'
     rows = [
-        [name, run.method, *(percent(run.value(k), 2) for k in ("accuracy", "global_accuracy", "local_accuracy"))]
-        + [percent(run.worst, 2), NONE if run.spread is None else f"{100 * run.spread:.2f}"]
-        + [size(run.traffic_total("up")), size(run.traffic_total("down")), duration(run.seconds), _state(run)]
+        [
+            name,
+            *(percent(run.value(k), 2) for k in ("accuracy", "global_accuracy", "local_accuracy")),
+            percent(run.worst, 2),
+            NONE if run.spread is None else f"{100 * run.spread:.2f}",
+            size(run.traffic_total("up")),
+            size(run.traffic_total("down")),
+            duration(run.seconds),
+            _state(run),
+        ]
         for name, run in zip(names, runs, strict=True)
     ]
     head = [
         "run",
-        "method",
         "accuracy",
         "global",
         "local",
         "worst client",
-        "spread (points)",
+        "spread",
         "up",
         "down",
         "time",
@@ -109,11 +116,11 @@ def section(runs: Sequence[RunFiles]) -> str:
     ]
     meaning = note(
         "Global: mean over the models on the global test rows. Local: mean of the clients on their own test rows. "
-        "Spread: standard deviation over the clients."
+        "Spread: standard deviation over the clients, in points."
     )
     return (
         warning
-        + html_table(head, rows, "Runs compared", words=(1, 10))
+        + html_table(head, rows, "Runs compared", words=(9,))
         + meaning
         + _curves(runs, names)
         + _ranges(runs, names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -26,7 +27,8 @@ def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: 
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="robots" content="noindex">'
         f"<title>{esc(title)}</title><style>\n{style}</style></head>\n<body><header>{head}"
-        f'<nav aria-label="Sections">{links}</nav></header>\n<main>{body}</main>\n<footer>{foot}</footer></body></html>\n'
+        f'<nav aria-label="Sections">{links}</nav></header>\n<main>{body}</main>\n'
+        f"<footer>{foot}</footer></body></html>\n"
     )
 
 
@@ -45,7 +47,8 @@ def save(text: str, path: Path) -> Path:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         raise InputError(f"{path}: cannot be written ({error.strerror}); choose a place that can") from error
     return path
 
@@ -74,7 +77,7 @@ def swatches(names: Sequence[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], label: str, words: Sequence[int] = ()) -> str:
-    """A table in its own scrolling box; the first column names the row, ``words`` are columns of text, others numbers."""
+    """A table in its own scrolling box; the first column names the row, ``words`` are text, others numbers."""
     start = ["" if j == 0 or j in words else ' class="n"' for j in range(len(head))]
     top = "".join(f'<th scope="col"{s}>{esc(h)}</th>' for s, h in zip(start, head, strict=True))
     body = []

@@ -183,10 +183,10 @@ def _heat(train: dict[str, list[int]], classes: list[str], label: str) -> str:
         for part in _chunks(order, MOST_BARS):
             mean = [statistics.fmean(column) for column in zip(*(s for _, s, _ in part), strict=True)]
             rows.append((plural(len(part), "client"), mean, count(sum(sum(train[c]) for c, _, _ in part))))
-        many = " Clients are ordered by their largest class and gathered; a row is a group's mean share, its number the group's rows."
+        many = " Clients are ordered by their largest class and gathered; a row is a group's mean share."
     high = max((max(s, default=0.0) for _, s, _ in rows), default=0.0)
     key = note(
-        f'Share of a client\'s rows: 0 <span class="ramp"></span> {percent(high, 0)}. At the right: training rows.{many}'
+        f'Share of a client\'s rows: 0 <span class="ramp"></span> {percent(high, 0)}. Right: training rows.{many}'
     )
     return key + figure(lambda w: heat(w, rows, names, label, high))
 
@@ -205,7 +205,7 @@ def _counts_table(table_: dict[str, dict[str, list[int]]], train: dict[str, list
 
 
 def _counts(value: object) -> list[int]:
-    """Rows of each class, from a list, from {"rows", "by_class"}, or from a number of rows where there are no classes."""
+    """Rows of each class, from a list, from {"rows", "by_class"}, or from a number of rows."""
     if isinstance(value, dict):
         value = value.get("by_class") or [value.get("rows")]
     items = value if isinstance(value, list) else [value]
@@ -220,7 +220,9 @@ def time(run: RunFiles) -> str:
     before = f" The evaluation before training took {duration(start[0])}." if start else ""
     if not known:
         return note(f"No round of training has been timed yet.{before}")
-    said = f"{plural(len(known), 'round')}: median {duration(statistics.median(known))}, longest {duration(max(known))}, "
+    said = (
+        f"{plural(len(known), 'round')}: median {duration(statistics.median(known))}, longest {duration(max(known))}, "
+    )
     said += f"together {duration(sum(known))}."
     line = [Series("seconds", timed)]
     label = f"Line of seconds per round. {said}"

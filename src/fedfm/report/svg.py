@@ -1,5 +1,6 @@
-"""Small plots as inline SVG text. Colours come from the page's style sheet by class (``s1`` to ``s8``), so that one drawing
-serves light and dark; every drawing says in ``aria-label`` what it shows. Values that are absent or not finite leave a gap.
+"""Small plots as inline SVG text. Colours come from the page's style sheet by class (``s1`` to ``s8``), so that one
+drawing serves light and dark; every drawing says in ``aria-label`` what it shows. Values that are absent or not finite
+leave a gap.
 """
 
 from __future__ import annotations
@@ -109,7 +110,11 @@ def lines(
     known += [0.0] if from_zero else []
     height = height or (300 if width > 500 else 230)
     log = within is None and not from_zero and min(known) > 0 and max(known) / min(known) > 1000
-    low, high = (min(known) / 1.3, max(known) * 1.3) if log else domain(known, within or ((0.0, math.inf) if from_zero else None))
+    low, high = (
+        (min(known) / 1.3, max(known) * 1.3)
+        if log
+        else domain(known, within or ((0.0, math.inf) if from_zero else None))
+    )
     marks = [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)] if log else []
     marks = marks[:: math.ceil(len(marks) / 6)] if len(marks) > 1 else ticks(low, high)
     named = [form(t) for t in marks]
@@ -172,7 +177,7 @@ def bars(
     reference: tuple[float, str] | None = None,
     spans: Sequence[tuple[float, float] | None] = (),
 ) -> str:
-    """Horizontal bars, one a row; with parts they are stacked, with spans each is a dot on its range (least, greatest)."""
+    """Horizontal bars, one a row; stacked where they have parts; with spans, dots on their ranges."""
     if not rows:
         return empty(width, label)
     step, top = 26, 22 if reference else 4
@@ -217,8 +222,8 @@ def _parts(row: Bar, x: Scale, y: int) -> list[str]:
         a, b = x(sum_), x(sum_ + value)
         sum_ += value
         if value > 0:
-            shape = f'<rect class="s{i % COLOURS + 1} part" x="{a:.1f}" y="{y + 4}" width="{max(b - a, 0.5):.1f}" height="18">'
-            out.append(f"{shape}<title>{esc(hover)}</title></rect>")
+            shape = f'<rect class="s{i % COLOURS + 1} part" x="{a:.1f}" y="{y + 4}"'
+            out.append(f'{shape} width="{max(b - a, 0.5):.1f}" height="18"><title>{esc(hover)}</title></rect>')
     return out
 
 

@@ -1,7 +1,7 @@
 """Words and numbers for people: escaping what a run says, and units.
 
-Names of clients, classes and files come from whoever ran the experiment, so nothing of a run reaches a page or a terminal
-except through :func:`visible`, and nothing reaches a page except through :func:`esc`.
+Names of clients, classes and files come from whoever ran the experiment, so nothing of a run reaches a page or a
+terminal except through :func:`visible`, and nothing reaches a page except through :func:`esc`.
 """
 
 from __future__ import annotations

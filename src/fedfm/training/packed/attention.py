@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm.training.packed.linear import softmax_backward
+
 _MULTIPLE = 16  # torch's softmax over fewer than 16 entries is ten times slower than over 16
 
 
@@ -119,7 +121,7 @@ def backward(gradient: Tensor, saved: Saved, shape: Shape, heads: int) -> Tensor
         g = _split(rows, 1, count, length, heads)[0]
         out = q.new_empty(3, *q.shape)
         torch.bmm(p.transpose(1, 2), g, out=out[2])
-        ds = torch._softmax_backward_data(torch.bmm(g, v.transpose(1, 2)), p, 2, torch.float32)
+        ds = softmax_backward(torch.bmm(g, v.transpose(1, 2)), p, 2, torch.float32)
         torch.bmm(ds, k, out=out[0])
         torch.bmm(ds.transpose(1, 2), q, out=out[1])
         outs.append(_merge(out, count, heads))
@@ -153,7 +155,7 @@ def backward_first(gradient: Tensor, saved: Saved, shape: Shape, heads: int) -> 
         g = g.reshape(count * heads, 1, -1)
         out = k.new_empty(2, *k.shape)
         torch.bmm(p.transpose(1, 2), g, out=out[1])
-        ds = torch._softmax_backward_data(torch.bmm(g, v.transpose(1, 2)), p, 2, torch.float32)
+        ds = softmax_backward(torch.bmm(g, v.transpose(1, 2)), p, 2, torch.float32)
         torch.bmm(ds.transpose(1, 2), q, out=out[0])
         answer = torch.bmm(ds, k).view(count, -1)
         if group is None:

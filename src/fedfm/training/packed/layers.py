@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fedfm.training.packed import attention
+from fedfm.training.packed import attention, linear
 from fedfm.training.packed.adapters import Adapted, Segment
 from fedfm.training.packed.attention import Shape
 
@@ -35,7 +35,7 @@ class Norm:
     def backward(self, gradient: Tensor, saved: Any) -> Tensor:
         """dL/dy (N, d) -> dL/dx (N, d)."""
         x, mean, rstd = saved
-        out: Tensor = torch.ops.aten.native_layer_norm_backward(
+        out: Tensor = linear.layer_norm_backward(
             gradient, x, self.weight.shape, mean, rstd, self.weight, self.bias, [True, False, False]
         )[0]
         return out
@@ -99,7 +99,7 @@ class Layer:
         parts = firsts if self.first_only else segments
         gy = gradient if n3 is None else self.norm_2.backward(gradient, n3)
         gh = self.down.backward(gy, h, down, parts, need_input=True)
-        gn = self.up.backward(torch.ops.aten.gelu_backward(gh, u), n, up, parts, need_input=True)
+        gn = self.up.backward(linear.gelu_backward(gh, u), n, up, parts, need_input=True)
         assert gn is not None
         ga = self.norm_2.backward(gn, n2).add_(gy) if self.before else self.norm_1.backward(gn.add_(gy), n2)
         go = self.out.backward(ga, o, out, parts, need_input=True)

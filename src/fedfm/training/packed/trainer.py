@@ -13,6 +13,7 @@ from fedfm.params import Params
 from fedfm.training.cohort import Job
 from fedfm.training.packed.adapters import Segment
 from fedfm.training.packed.attention import Shape
+from fedfm.training.packed.linear import tanh_backward
 from fedfm.training.packed.net import Net
 from fedfm.training.packed.prefix import Cache, Prefix, split
 from fedfm.training.rules import Rule
@@ -118,7 +119,7 @@ class _Batch:
 
     def _unpool(self, gz: Tensor, saved: Any) -> Tensor:
         if self.net.pooler is not None:
-            return self.net.pooler.backward(torch.ops.aten.tanh_backward(gz, saved))
+            return self.net.pooler.backward(tanh_backward(gz, saved))
         assert self.net.norm is not None
         if self.net.mean:
             gz = (gz / self.shape.equal).repeat_interleave(self.shape.equal, 0)

@@ -227,7 +227,7 @@ def _manifest(experiment: Experiment) -> dict[str, Any]:
         "model": None,
         "notices": [],
         "result": None,
-        "ledger": {"epsilon": None, "entries": []},
+        "ledger": {"epsilon": None, "entries": [{"what": "tuning", **trial} for trial in experiment.tuning]},
         "do_not_share": list(DO_NOT_SHARE),
     }
 

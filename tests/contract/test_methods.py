@@ -1,0 +1,98 @@
+"""What every method keeps, over all that are found."""
+
+import dataclasses
+import inspect
+import sys
+
+import pytest
+from small import experiment
+
+import fedfm
+from fedfm.experiment import Experiment, available, resolve
+from fedfm.method import Method
+
+METHODS = sorted(available("methods"))
+TRAINED = [m for m in METHODS if m != "zero_shot"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+class TestEveryMethod:
+    def test_is_a_frozen_dataclass_with_documented_keys(self, name):
+        cls = resolve("methods", name)
+        assert issubclass(cls, Method)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            cls().rounds = 3
+        assert [f.name for f in dataclasses.fields(cls) if not f.metadata.get("help")] == []
+
+    def test_cites_its_paper(self, name):
+        doc = sys.modules[resolve("methods", name).__module__].__doc__
+        assert "Algorithm" in doc
+        assert "arXiv:" in doc
+
+    def test_tells_nothing_of_engines_data_or_flower(self, name):
+        source = inspect.getsource(sys.modules[resolve("methods", name).__module__])
+        for word in ("flwr", "fedfm.engines", "fedfm.data", "fedfm.run"):
+            assert f"import {word}" not in source
+            assert f"from {word}" not in source
+
+    def test_its_experiment_survives_toml(self, name, tmp_path):
+        import tomllib
+
+        rounds = 0 if name == "zero_shot" else 4
+        e = Experiment.from_dict(experiment(tmp_path, method={"name": name, "rounds": rounds}))
+        assert Experiment.from_dict(tomllib.loads(e.to_toml())).to_dict() == e.to_dict()
+
+
+@pytest.mark.parametrize("name", TRAINED)
+class TestEveryTrainedMethod:
+    def test_same_seed_same_bits_whatever_runs_it(self, name, tmp_path):
+        results = []
+        for i, run in enumerate(({"workers": 1}, {"workers": 2}, {"workers": 1, "wire": True})):
+            tables = experiment(tmp_path, method={"name": name}, run=run)
+            results.append(fedfm.run(tables, tmp_path / str(i)))
+        assert len({r["params_sha256"] for r in results}) == 1
+        assert len({(r["bytes_up"], r["bytes_down"], r["accuracy"]) for r in results}) == 1
+        other = fedfm.run(experiment(tmp_path, method={"name": name}, run={"seed": 2}), tmp_path / "other")
+        assert other["params_sha256"] != results[0]["params_sha256"]
+
+    def test_learns(self, name, tmp_path):
+        changes = {"name": name, "rounds": 10, "fraction": 1.0}
+        if name in ("fedadam", "fedyogi"):
+            changes["server_learning_rate"] = 0.1
+        result = fedfm.run(experiment(tmp_path, method=changes), tmp_path / "run")
+        start = fedfm.run(experiment(tmp_path, method={"name": "zero_shot", "rounds": 0}), tmp_path / "start")
+        assert result["accuracy"] > start["accuracy"] + 0.15
+
+    def test_a_resumed_run_equals_a_straight_one(self, name, tmp_path, monkeypatch):
+        tables = experiment(tmp_path, method={"name": name, "rounds": 6})
+        straight = fedfm.run(tables, tmp_path / "straight")
+        cls = resolve("methods", name)
+        step = cls.step
+
+        def dying(self, fed, state, t):
+            out = step(self, fed, state, t)  # clients have answered and kept what they keep; nothing is committed
+            if t in crash:
+                crash.remove(t)
+                raise KeyboardInterrupt
+            return out
+
+        monkeypatch.setattr(cls, "step", dying)
+        crash = [1, 3, 6]
+        with pytest.raises(KeyboardInterrupt):
+            fedfm.run(tables, tmp_path / "broken")
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                fedfm.resume(tmp_path / "broken")
+        resumed = fedfm.resume(tmp_path / "broken")
+        assert crash == []
+        for key in ("params_sha256", "accuracy", "client_accuracy", "bytes_up", "bytes_down", "rounds"):
+            assert resumed[key] == straight[key], key
+        lines = [
+            [{k: v for k, v in m.items() if k != "seconds"} for m in fedfm.load_run(tmp_path / r).metrics()]
+            for r in ("straight", "broken")
+        ]
+        assert lines[0] == lines[1]
+        logs = [(tmp_path / r / "messages.jsonl").read_text() for r in ("straight", "broken")]
+        assert [x for x in logs[0].split("\n") if '"counted": true' in x] == [
+            x for x in logs[1].split("\n") if '"counted": true' in x
+        ]
