@@ -15,7 +15,6 @@ from fedfm.params import Params
 from fedfm.rows import Batch, Rows
 from fedfm.silo import Silos
 
-
 LINKS: list[LocalLink] = []  # ended after each test
 
 

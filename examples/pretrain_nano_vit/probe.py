@@ -22,9 +22,8 @@ from sklearn.model_selection import train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoModel, IJepaForImageClassification, PreTrainedModel
-
 from train import SETS, make_backbone, read_images
+from transformers import AutoImageProcessor, AutoModel, IJepaForImageClassification, PreTrainedModel
 
 Rows = tuple[Tensor, np.ndarray]
 

@@ -82,7 +82,7 @@ def load_data(folder: Path, n_val: int, seed: int) -> tuple[Tensor, Tensor, Tens
 
 # --- augmentation: batched tensor ops on floats in [0, 1], every image with its own random numbers --------------------
 def uniform(n: int, low: float, high: float) -> Tensor:
-    """n random numbers shaped to broadcast over [n, C, H, W]."""
+    """Draw n random numbers shaped to broadcast over [n, C, H, W]."""
     return torch.empty(n, 1, 1, 1).uniform_(low, high)
 
 

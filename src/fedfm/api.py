@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from fedfm.engines import start
 from fedfm.errors import FedfmError, InputError
 from fedfm.experiment import Experiment
 from fedfm.federation import Excluded
+from fedfm.population import Partitioned
 from fedfm.rundir import Run
 
 
@@ -88,13 +90,15 @@ def load_run(path: str | Path) -> Run:
     return Run.open(path)
 
 
-def drive(run: Run, progress: Progress, *, fresh: bool) -> dict[str, Any]:
-    """Run or go on to the end, on the experiment's engine."""
+def drive(
+    run: Run, progress: Progress, *, fresh: bool, population: Callable[[], Partitioned] | None = None
+) -> dict[str, Any]:
+    """Run or go on to the end, on the experiment's engine; ``population`` gives data and model that are in memory."""
     if run.manifest["result"] is not None:
         return dict(run.manifest["result"])
     try:
         with run.lock(), _stop_flag() as stop:
-            result = start(run, stop, progress)
+            result = start(run, stop, progress, population)
     except InputError:
         if fresh and not run.metrics():
             _discard(run)
@@ -117,13 +121,11 @@ def _discard(run: Run) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    try:
+    with contextlib.suppress(OSError):  # not empty: somebody else's files
         run.path.rmdir()
-    except OSError:
-        pass
 
 
-class _stop_flag:  # noqa: N801 - used as `with _stop_flag() as stop`
+class _stop_flag:
     """Ctrl-C and SIGTERM ask to stop after the current client; a second Ctrl-C stops at once."""
 
     def __enter__(self) -> Callable[[], bool]:

@@ -22,7 +22,7 @@ _PARTITIONS = {
 _MODELS = {
     "nano-vit": "built in: 32 x 32 ViT, 1.1 M parameters, pretrained on CIFAR-10 and Fashion-MNIST",
     "features": "a linear head on feature vectors",
-    "<folder or hub id>": "any ViT, DeiT, DINOv2, CLIP, BERT-like, GPT-2, LLaMA, MobileNet in safetensors; CIFAR ResNets",
+    "<folder or hub id>": "ViT, DeiT, DINOv2, CLIP, BERT-like, GPT-2, LLaMA, MobileNet in safetensors; CIFAR ResNets",
 }
 
 
@@ -65,7 +65,9 @@ def method(name: str) -> str:
 
         near = difflib.get_close_matches(name, names, 1)
         raise InputError(
-            f'no method is called "{name}"' + (f'; did you mean "{near[0]}"?' if near else "") + "; see `fedfm list methods`"
+            f'no method is called "{name}"'
+            + (f'; did you mean "{near[0]}"?' if near else "")
+            + "; see `fedfm list methods`"
         )
     module = names[name].partition(":")[0]
     tree = ast.parse(_source(module))
@@ -88,7 +90,8 @@ def _describe(tree: ast.Module) -> str:
 
 
 def _fields(module: str, name: str | None) -> dict[str, tuple[str, str]]:
-    """key -> (default, meaning) of a dataclass, its bases' first; the last class of the module where no name is given."""
+    """key -> (default, meaning) of a dataclass, its bases' first; the last class of the module where no name is
+    given."""
     tree = ast.parse(_source(module))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     node = classes[name] if name else list(classes.values())[-1]

@@ -78,11 +78,15 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     def with_format(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        sub.add_argument("--format", choices=("text", "json"), default="text", help="json: last line of stdout is one object")
+        sub.add_argument(
+            "--format", choices=("text", "json"), default="text", help="json: last line of stdout is one object"
+        )
         return sub
 
     def with_changes(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the experiment")
+        sub.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the experiment"
+        )
         sub.add_argument("--engine", choices=("local", "simulation", "deployment"), help="instead of run.engine")
         return sub
 
@@ -113,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
 
     export = command("export", _export, "write a run's model for other libraries")
     export.add_argument("run", type=Path)
-    export.add_argument("--to", choices=("peft", "hf", "torch"), required=True, help="PEFT adapter, transformers, torch")
+    export.add_argument(
+        "--to", choices=("peft", "hf", "torch"), required=True, help="PEFT adapter, transformers, torch"
+    )
     export.add_argument("--out", type=Path, required=True)
     export.add_argument("--client", help="whose model, where every client has its own")
 
@@ -204,14 +210,14 @@ def _say(args: Any, result: dict[str, Any], text: str) -> int:
 def _summary(result: dict[str, Any]) -> str:
     from fedfm.report import compare
 
-    return f"{compare.table([Path(result['run'])])}\nreport: {Path(result['run']) / 'report.html'}"
+    return f"{compare.table([Path(result['run'])]).rstrip()}\nreport: {Path(result['run']) / 'report.html'}"
 
 
 def _report(args: Any) -> int:
     from fedfm.report import compare, html
 
     path = html.write(args.run)
-    print(compare.table([args.run]))
+    print(compare.table([args.run]).rstrip())
     print(f"report: {path}")
     return 0
 
@@ -219,7 +225,7 @@ def _report(args: Any) -> int:
 def _compare(args: Any) -> int:
     from fedfm.report import compare
 
-    print(compare.table(args.run))
+    print(compare.table(args.run).rstrip())
     print(f"page: {compare.write(args.run, args.out)}")
     return 0
 

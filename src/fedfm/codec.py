@@ -42,7 +42,9 @@ def _varint(n: int) -> int:
 
 
 def _object(kind: str, children: int, body: int) -> int:
-    """An object on Flower's wire: "<kind> <child ids of 64 digits, comma-separated> <body length>", a zero byte, the body."""
+    """An object on Flower's wire: "<kind> <child ids of 64 digits, comma-separated> <body length>", a zero byte, the
+    body.
+    """
     ids = children * 64 + max(children - 1, 0)
     return len(kind) + 1 + ids + 1 + len(str(body)) + 1 + body
 
@@ -52,7 +54,12 @@ def _record_nbytes(head: int, data: int) -> int:
     chunks = -(-data // CHUNK)
     # {"dtype": "uint8", "shape": [N], "stype": "fedfm.packed", "arraychunk_ids": [0, 1, ...]}
     indexes = sum(len(str(i)) for i in range(chunks)) + 2 * max(chunks - 1, 0)
-    meta = len('{"dtype": "uint8", "shape": [], "stype": "", "arraychunk_ids": []}') + len(str(data)) + len(STYPE) + indexes
+    meta = (
+        len('{"dtype": "uint8", "shape": [], "stype": "", "arraychunk_ids": []}')
+        + len(str(data))
+        + len(STYPE)
+        + indexes
+    )
     total = _object("Array", chunks, meta)
     for i in range(chunks):
         total += _object("ArrayChunk", 0, min(CHUNK, data - i * CHUNK))
@@ -66,3 +73,9 @@ def _record_nbytes(head: int, data: int) -> int:
 def envelope(round: int, call: int, body: Any) -> Mapping[str, Any]:
     """What travels in both directions: the request's name and the payload or the reply's value."""
     return {"round": round, "call": call, "body": body}
+
+
+def weigh(body: Any) -> int:
+    """``nbytes(envelope(round, call, body))``, which is the same for every round and call."""
+    head, data = wire.size(body)
+    return _record_nbytes(len('{"m":{"round":"i","call":"i","body":}}') + head, 16 + data)

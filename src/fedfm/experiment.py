@@ -1,4 +1,6 @@
-"""Experiment: one TOML file -> frozen dataclasses. Strict: what is not known, or makes no sense, is refused with its place."""
+"""Experiment: one TOML file -> frozen dataclasses. Strict: what is not known, or makes no sense, is refused with its
+place.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fedfm.data.spec import DataSpec
+from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
@@ -57,6 +59,7 @@ class RunSpec:
     workers: int = field(default=0, metadata={"help": "processes on the local engine; 0: one a core"})
     wire: bool = field(default=False, metadata={"help": "local engine: serialise every message as a network would"})
     superlink: str | None = field(default=None, metadata={"help": "deployment: attach to this host:port"})
+    root_certificates: str | None = field(default=None, metadata={"help": "PEM file of the superlink's authority"})
     evaluate_every: int = field(default=1, metadata={"help": "rounds between evaluations; 0: only at the end"})
     patience: int = field(default=0, metadata={"help": "stop after so many rounds without a better validation loss"})
 
@@ -128,7 +131,7 @@ class Experiment:
         privacy = build(PrivacySpec, table["privacy"], "privacy") if "privacy" in table else None
         attack = build(AttackSpec, table["attack"], "attack") if "attack" in table else None
         run = build(RunSpec, table.get("run", {}), "run")
-        if model.adaptation is None:
+        if model.adaptation is None and model.name != IN_MEMORY:
             model = dataclasses.replace(
                 model, adaptation=AdaptationSpec(name="head" if model.name == "features" else type(method).adaptation)
             )
@@ -146,6 +149,10 @@ class Experiment:
             raise InputError(f"[data]: expected exactly one of name, path, hub, clients; got {what}")
         if not self.model.name:
             raise InputError('model.name is missing: expected "nano-vit", a folder, a hub id, or "features"')
+        if (self.data.name == IN_MEMORY) != (self.model.name == IN_MEMORY):
+            raise InputError(f'"{IN_MEMORY}": data and model are given by fedfm.federate(...), both or neither')
+        if self.in_memory and self.run.engine != "local":
+            raise InputError(f'run.engine = "{self.run.engine}": data and model in memory run on engine = "local" only')
         _one_of("model.weights", self.model.weights, ("pretrained", "random"))
         _one_of("model.dtype", self.model.dtype, ("float32", "bfloat16", "float16"))
         _one_of("model.device", self.model.device.partition(":")[0], ("auto", "cpu", "cuda", "mps"))
@@ -187,6 +194,11 @@ class Experiment:
                 "that it does not keep; drop [privacy]"
             )
 
+    @property
+    def in_memory(self) -> bool:
+        """Data and model came from a Python program, :func:`fedfm.federate`."""
+        return self.data.name == IN_MEMORY
+
     def to_dict(self) -> dict[str, Any]:
         """Nested tables with every default filled in; ``from_dict`` takes them back."""
         method = {"name": self.method_name} | _plain(self.method)
@@ -226,7 +238,9 @@ def _refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
     for key in table:
         if key not in known:
             where = f"{path}.{key}" if path else f"{key}"
-            raise InputError(f"{where}: unknown key{_close(key, known)}; {f'[{path}]' if path else 'the file'} takes {_list(known)}")
+            raise InputError(
+                f"{where}: unknown key{_close(key, known)}; {f'[{path}]' if path else 'the file'} takes {_list(known)}"
+            )
 
 
 def build(cls: type, table: Any, path: str) -> Any:
@@ -272,7 +286,7 @@ def convert(value: Any, hint: Any, path: str) -> Any:
 
 def _words(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
-    return names.get(hint) or {tuple: "a list", dict: "a table"}.get(get_origin(hint), str(hint))  # type: ignore[arg-type]
+    return names.get(hint) or {tuple: "a list", dict: "a table"}.get(get_origin(hint), str(hint))
 
 
 def build_local(table: Any, path: str) -> Any:
@@ -299,7 +313,7 @@ def build_method(table: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def available(kind: str) -> dict[str, str]:
-    """name -> where it comes from, of everything of a kind ("methods"): our folder, then installed entry points."""
+    """Name -> where it comes from, of everything of a kind ("methods"): our folder, then installed entry points."""
     found = {
         entry.name.removesuffix(".py"): f"fedfm.{kind}.{entry.name.removesuffix('.py')}"
         for entry in files(f"fedfm.{kind}").iterdir()
@@ -319,9 +333,12 @@ def resolve(kind: str, name: str) -> Any:
     if ":" in name:
         module_name, _, attribute = name.partition(":")
         try:
-            return getattr(import_module(module_name), attribute)
+            found_class = getattr(import_module(module_name), attribute)
         except (ImportError, AttributeError) as error:
             raise InputError(f'{kind.removesuffix("s")}.name = "{name}": {error}') from None
+        if not (isinstance(found_class, type) and issubclass(found_class, Method) and is_dataclass(found_class)):
+            raise InputError(f'{kind.removesuffix("s")}.name = "{name}": {attribute} is not a dataclass derived from Method')
+        return found_class
     names = available(kind)
     if name not in names:
         raise InputError(f'{kind.removesuffix("s")}.name = "{name}": expected {_list(names)}{_close(name, names)}')
@@ -343,7 +360,7 @@ def _plain(value: Any) -> Any:
         from fedfm.training import BY_NAME
 
         table = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-        by_class = {c: n for n, c in BY_NAME.items()}
+        by_class: dict[type, str] = {c: n for n, c in BY_NAME.items()}
         return ({"name": by_class[type(value)]} | table) if type(value) in by_class else _present(table)
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
@@ -390,7 +407,9 @@ def to_toml(tables: Mapping[str, Any]) -> str:
     top = [f"{_bare(k)} = {inline(v)}" for k, v in tables.items() if not isinstance(v, Mapping)]
     for section, table in tables.items():
         if isinstance(table, Mapping):
-            top += ["", f"[{_bare(section)}]"] + [f"{_bare(k)} = {inline(v)}" for k, v in table.items() if v is not None]
+            top += ["", f"[{_bare(section)}]"] + [
+                f"{_bare(k)} = {inline(v)}" for k, v in table.items() if v is not None
+            ]
     return "\n".join(top).strip() + "\n"
 
 

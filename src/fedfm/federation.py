@@ -110,7 +110,7 @@ class Update:
             raise ClientFault(E_WEIGHT, f"weight {self.weight} is not in (0, {MAX_WEIGHT:g}]")
 
 
-class each(dict[ClientId, Any]):  # noqa: N801 - reads as a word: fed.ask(self.train, w=each(theta_bar))
+class each(dict[ClientId, Any]):
     """A payload that differs by client."""
 
 
@@ -285,7 +285,11 @@ class Federation:
         varying = [k for k, v in payload.items() if isinstance(v, each)]
         requests = [
             Request(
-                c, name, {**payload, **{k: payload[k][c] for k in varying}} if varying else payload, self.round, self._call
+                c,
+                name,
+                {**payload, **{k: payload[k][c] for k in varying}} if varying else payload,
+                self.round,
+                self._call,
             )
             for c in cohort
         ]
@@ -369,7 +373,13 @@ class Aggregator:
         """Server half: one running sum in memory, whatever the number of clients."""
         mean, metrics = Mean(), dict[str, float]()
         replies = fed.exchange(
-            "train", handler, of, payload, self.wire_type, form=self.form, check=lambda u: wire.match(u.delta, like, "delta")
+            "train",
+            handler,
+            of,
+            payload,
+            self.wire_type,
+            form=self.form,
+            check=lambda u: wire.match(u.delta, like, "delta"),
         )
         for _, update in replies:
             mean.add(update.weight, update.delta)

@@ -1,11 +1,12 @@
 """A client's memory between messages, on the client's own disk.
 
-Every (round, call) that writes makes a version of its own, and reads see the newest version before it. A server that was
-killed and asks the same round again therefore finds each client exactly as it was: nothing has to be rolled back.
+Every (round, call) that writes makes a version of its own, and reads see the newest version before it. A server that
+was killed and asks the same round again therefore finds each client exactly as it was: nothing has to be rolled back.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
@@ -21,14 +22,18 @@ class DiskMemory(MutableMapping[str, Any]):
     """Loaded on first use, written by :meth:`commit` if it changed. A failed handler never commits.
 
     Args:
-        folder: this client's own; made when something is written.
+        root: of all clients' memories; each has a folder of its own, made when something is written.
         version: (round, call) of the message that is being handled.
     """
 
-    def __init__(self, folder: Path, version: tuple[int, int]) -> None:
-        self._folder, self._version = folder, version
+    def __init__(self, root: Path, client: str, version: tuple[int, int]) -> None:
+        self._root, self._client, self._version = root, client, version
         self._values: dict[str, Any] | None = None
         self._changed = False
+
+    @functools.cached_property
+    def _folder(self) -> Path:
+        return self._root / store.safe_name(self._client)
 
     def _versions(self) -> list[tuple[int, int]]:
         if not self._folder.is_dir():

@@ -14,8 +14,8 @@ S = TypeVar("S")  # server state, carried from round to round: Params, numbers, 
 class Method(ABC, Generic[S]):
     """Subclass as a frozen dataclass: its fields are the hyper-parameters, and nothing else.
 
-    ``init`` and ``step`` are the server half; functions marked ``@on_client`` are the client half. The halves share only
-    ``self``'s hyper-parameters: all else travels by message. State is a value: what ``step`` returns is written to
+    ``init`` and ``step`` are the server half; functions marked ``@on_client`` are the client half. The halves share
+    only ``self``'s hyper-parameters: all else travels by message. State is a value: what ``step`` returns is written to
     disk after every round, and a resumed run continues from it.
 
     Attributes:

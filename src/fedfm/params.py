@@ -54,7 +54,8 @@ def layout_of(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> 
 
 
 class Params(Mapping[str, Tensor]):
-    """Immutable mapping from parameter name to tensor: a vector of R^P, kept in named pieces of one flat buffer a dtype.
+    """Immutable mapping from parameter name to tensor: a vector of R^P, kept in named pieces of one flat buffer a
+    dtype.
 
     Two operands must have the same names, shapes and dtypes: a mismatch raises, it is never skipped.
 
@@ -137,7 +138,9 @@ class Params(Mapping[str, Tensor]):
         if self.layout is other.layout:
             return
         if self.layout.slots.keys() != other.layout.slots.keys():
-            raise KeyError(f"parameter names differ: {sorted(self.layout.slots.keys() ^ other.layout.slots.keys())[:6]}")
+            raise KeyError(
+                f"parameter names differ: {sorted(self.layout.slots.keys() ^ other.layout.slots.keys())[:6]}"
+            )
         for (name, dtype, shape), (other_name, other_dtype, other_shape) in zip(
             self.layout.entries, other.layout.entries, strict=True
         ):
@@ -242,7 +245,9 @@ def sha256_of(models: Mapping[str, Params]) -> str:
         params = models[key]
         for name in sorted(params):
             tensor = params[name].contiguous()
-            digest.update(f"{key}\x1f{name}\x1f{str(tensor.dtype).removeprefix('torch.')}\x1f{tuple(tensor.shape)}".encode())
+            digest.update(
+                f"{key}\x1f{name}\x1f{str(tensor.dtype).removeprefix('torch.')}\x1f{tuple(tensor.shape)}".encode()
+            )
             digest.update(to_bytes(tensor))
     return digest.hexdigest()
 

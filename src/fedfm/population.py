@@ -56,7 +56,7 @@ class Partitioned:
     def rows(self, index: np.ndarray) -> Rows:
         """Rows of the table, ready for the model."""
         rows: Rows = self.model.prepare(self.federated.table, index)
-        return self.model.encode(rows) if len(rows) else rows  # type: ignore[no-any-return]
+        return self.model.encode(rows) if len(rows) else rows  
 
     @functools.cached_property
     def test(self) -> Rows:
@@ -74,6 +74,10 @@ def populate(experiment: Experiment) -> Partitioned:
     from fedfm.data.partition import deal
     from fedfm.models.load import load_model
 
+    if experiment.in_memory:
+        raise InputError(
+            "data and model of this run were given from Python: call fedfm.federate(...) again with the same out"
+        )
     seed = experiment.run.seed
     table = load_table(experiment.data, seed=seed, task=experiment.model.task)
     federated = deal(table, experiment.data, seed=seed)

@@ -1,9 +1,9 @@
 """A run directory: what a run was, what it did, and everything that is needed to go on.
 
-``manifest.json`` is there before the first round. After every round ``commit`` writes a checkpoint atomically; only then is
-the round done. ``metrics.jsonl`` gets a line when a committed round has been evaluated, ``messages.jsonl`` the round's crossings
-just before its commit. A run that was killed at any moment is opened again at its last commit, and lines that
-belong to nothing committed are cut off.
+``manifest.json`` is there before the first round. After every round ``commit`` writes a checkpoint atomically; only
+then is the round done. ``metrics.jsonl`` gets a line when a committed round has been evaluated, ``messages.jsonl``
+the round's crossings just before its commit. A run that was killed at any moment is opened again at its last commit,
+and lines that belong to nothing committed are cut off.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ KEEP = 2  # checkpoints: the newest, and one to fall back on
 DO_NOT_SHARE = (
     "private/ holds clients' memories and keys: never share it.",
     "clients/ holds one model per client: each was fitted to that client's rows and tells about them.",
-    "checkpoint/, adapter/ and metrics.jsonl tell about the clients' data as far as the trained model and the per-client "
-    "accuracies do; nothing in this run is differentially private.",
+    "checkpoint/, adapter/ and metrics.jsonl tell about the clients' data as far as the trained model and the "
+    "per-client accuracies do; nothing in this run is differentially private.",
 )
 
 
@@ -110,7 +110,9 @@ class Run:
 
     # --- commits -----------------------------------------------------------------------------------------------------
 
-    def commit(self, t: int, state: Any, fed: Federation, seconds: float, extra: Mapping[str, Any] | None = None) -> None:
+    def commit(
+        self, t: int, state: Any, fed: Federation, seconds: float, extra: Mapping[str, Any] | None = None
+    ) -> None:
         """Round t is done: from here on a resumed run continues after it."""
         lines = "".join(crossing.line() + "\n" for crossing in fed.transcript.drain())
         length = self._append("messages.jsonl", lines)
@@ -146,7 +148,7 @@ class Run:
             record["state"] = wire.conform(record["state"], state_type, "state")
             self._truncate("messages.jsonl", record["messages"])
             self._keep_metrics(record["round"])
-            return record
+            return dict(record)
         self._truncate("messages.jsonl", 0)
         self._keep_metrics(-1)
         return None

@@ -90,7 +90,9 @@ class Server:
         return {"": self.method.params_for(state, "")}
 
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
-        """Metrics of the state: every client on its own test rows, the server's model (or models) on the global ones."""
+        """Metrics of the state: every client on its own test rows, the server's model (or models) on the global
+        ones.
+        """
         models = self.models(state)
         by_client = {client: models.get(client) or models[""] for client in self.fed.clients}
         own = {c: m.get("accuracy") for c, m in self._own(by_client, "test").items()}
@@ -137,11 +139,11 @@ class Server:
     def _finish(self, t: int, state: Any) -> dict[str, Any]:
         run, fed = self.run, self.fed
         models = self.models(state)
-        last = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
+        last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
         if not last or last["round"] != t:
             last = self.scores(state, thorough=True)
         key = {"": ""} if not self.method.personal else {c: c for c in models}
-        result = {
+        result: dict[str, Any] = {
             "run": str(run.path),
             "method": run.experiment.method_name,
             "engine": run.experiment.run.engine,

@@ -1,11 +1,12 @@
 """The client side of a run: turns a request into a call of a method's client half, in the silo that was asked.
 
-The same code answers on every engine: the local engine calls :meth:`Silos.answer` directly, a Flower ClientApp decodes a
-message, calls it, and encodes what it returns.
+The same code answers on every engine: the local engine calls :meth:`Silos.answer` directly, a Flower ClientApp
+decodes a message, calls it, and encodes what it returns.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
-from fedfm import seeds, store, wire
+from fedfm import seeds, wire
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_READONLY, E_REFUSED, ClientFault
 from fedfm.federation import Aggregator, Client, ClientData, ClientId, Request, action
 from fedfm.memory import DiskMemory
 from fedfm.method import Method
+from fedfm.params import Params
 from fedfm.training import cohort
 
 
@@ -99,7 +101,7 @@ class Silos:
 
     def _answer(self, request: Request) -> Any:
         kind, _, name = request.handler.partition(".")
-        if not any(fnmatch(request.handler, pattern) for pattern in self.allow):
+        if not _matches(request.handler, self.allow):
             raise ClientFault(E_REFUSED, f"this silo's policy {list(self.allow)} does not allow {request.handler}")
         if name not in self._handlers:
             raise ClientFault(E_REFUSED, f"{name} is not a handler of this method")
@@ -120,14 +122,24 @@ class Silos:
             id=request.client,
             data=self.population.data(request.client),
             model=self.population.model,
-            memory=DiskMemory(self._memory / store.safe_name(request.client), (request.round, request.call)),
+            memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
             seed=seeds.derive(self._seed, "client", request.round, request.client),
         )
 
 
+@functools.lru_cache(maxsize=256)
+def _matches(handler: str, allow: tuple[str, ...]) -> bool:
+    return any(fnmatch(handler, pattern) for pattern in allow)
+
+
 def _versions(payload: Mapping[str, Any]) -> int:
     """A number that grows when somebody writes into a Params of the payload."""
-    return sum(flat._version for v in payload.values() if isinstance(v, wire.Params) for flat in v.flats.values())
+    total = 0
+    for value in payload.values():
+        if isinstance(value, Params):
+            for flat in value.flats.values():
+                total += flat._version
+    return total
 
 
 def handlers(*parts: Any) -> Iterator[Callable[..., Any]]:

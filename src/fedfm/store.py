@@ -1,7 +1,7 @@
 """Any value that can travel, on disk: one safetensors file, written atomically, whole or not at all.
 
-The file holds one uint8 tensor, the packed data of :mod:`fedfm.wire`, and in its metadata the head and a SHA-256 over both. A
-truncated or changed file is recognised and never half read.
+The file holds one uint8 tensor, the packed data of :mod:`fedfm.wire`, and in its metadata the head and a SHA-256 over
+both. A truncated or changed file is recognised and never half read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def save(path: Path, value: Any, mode: int = 0o644, sync: bool = True) -> None:
     head, pieces = wire.encode(value)
     data = b"".join(pieces)
     digest = hashlib.sha256(head.encode() + data).hexdigest()
-    tensors = {"data": torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)}
+    tensors = {
+        "data": torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    }
     write_atomic(path, to_safetensors(tensors, {"format": "fedfm-1", "head": head, "sha256": digest}), mode, sync)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,9 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
         InputError: there are no validation rows.
     """
     if not experiment.data.val_fraction:
-        raise InputError("--tune: the choice needs validation rows; set data.val_fraction, e.g. --set data.val_fraction=0.1")
+        raise InputError(
+            "--tune: the choice needs validation rows; set data.val_fraction, e.g. --set data.val_fraction=0.1"
+        )
     folder = (out.parent / f"{out.name}-tune") if out else _stamp(f"{experiment.name}-tune")
     best: tuple[float, float] | None = None
     trials = []
@@ -118,7 +120,6 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
 # --- the demo --------------------------------------------------------------------------------------------------------
 
 DEMO: dict[str, Any] = {
-    "name": "demo",
     "data": {"name": "digits", "partition": {"name": "dirichlet", "alpha": 0.1, "clients": 10}},
     "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 4}},
     "method": {"name": "fedavg", "rounds": 8, "local": {"learning_rate": 0.1, "epochs": 2}},
@@ -130,27 +131,23 @@ def demo(out: Path | None, seed: int, progress: api.Progress) -> dict[str, Any]:
     """LoRA of nano-vit over ten clients with skewed digits, beside its baselines."""
     out = out or _stamp("demo")
     rounds = DEMO["method"]["rounds"]
-    rows: list[tuple[str, str, dict[str, Any]]] = [
-        ("FedProx", "prox", {"method.name": "fedprox"}),
-        ("FedAvg", "fedavg", {}),
-        ("FedAvg, random weights", "random", {"model.weights": "random"}),
-        ("zero rounds", "start", {"method.rounds": 0}),
-        ("each client alone", "local", {"method.name": "local", "run.evaluate_every": 0}),
-        ("centralised", "centralised", {"method.name": "centralised", "run.evaluate_every": rounds}),
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("fedavg", {}),
+        ("fedavg-random-weights", {"model.weights": "random"}),
+        ("zero-rounds", {"method.rounds": 0}),
+        ("each-client-alone", {"method.name": "local", "run.evaluate_every": 0}),
+        ("centralised", {"method.name": "centralised", "run.evaluate_every": rounds}),
     ]
     from fedfm.experiment import put
     from fedfm.report import html
 
     began, results = time.perf_counter(), {}
-    for label, name, changes in rows:
-        table = {k: (dict(v) if isinstance(v, dict) else v) for k, v in DEMO.items()} | {"name": f"demo-{name}"}
-        table["method"] = DEMO["method"] | {}
+    for name, changes in rows:
+        table = {k: dict(v) for k, v in DEMO.items()} | {"name": name}
         for key, value in ({"run.seed": seed} | changes).items():
             put(table, key, value)
-        if hasattr(progress, "label"):
-            progress.label = label
-        results[label] = _finished(Experiment.from_dict(table), out / name, progress)
-    report = html.write(out / "fedavg", baselines=[out / name for _, name, _ in rows if name != "fedavg"])
+        results[name] = _finished(Experiment.from_dict(table), out / name, progress)
+    report = html.write(out / "fedavg", baselines=[out / name for name, _ in rows if name != "fedavg"])
     return {"rows": results, "report": str(report), "seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -158,7 +155,5 @@ def demo_text(result: dict[str, Any]) -> str:
     """The demo's table."""
     from fedfm.report import compare
 
-    table = compare.table([Path(r["run"]) for r in result["rows"].values()], list(result["rows"]))
-    return f"{table}\n\nreport: {result['report']}   ({result['seconds']} s)"
-
-
+    table = compare.table([Path(r["run"]) for r in result["rows"].values()])
+    return f"{table.rstrip()}\n\nreport: {result['report']}   ({result['seconds']} s)"

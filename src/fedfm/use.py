@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfm.errors import InputError
 from fedfm.params import Params
 from fedfm.rundir import Run
+
+if TYPE_CHECKING:
+    from fedfm.models.export import Target
 
 
 def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]:
@@ -20,11 +23,15 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
 
     run = Run.open(path)
     experiment = run.experiment
+    if experiment.in_memory:
+        raise InputError(f"{path}: its model was given from Python; after fedfm.federate(...) the module holds its weights")
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
     personal = experiment.method.personal
     if personal and client not in run.manifest["clients"]:
-        raise InputError(f"{path}: every client has its own model; name one with --client: {', '.join(run.manifest['clients'])}")
+        raise InputError(
+            f"{path}: every client has its own model; name one with --client: {', '.join(run.manifest['clients'])}"
+        )
     if client is not None and not personal:
         raise InputError(f"{path} has one model for all; drop --client")
     name = client if personal and client else ""
@@ -72,7 +79,7 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
     }
 
 
-def export(path: str | Path, to: str, out: Path, client: str | None = None) -> str:
+def export(path: str | Path, to: Target, out: Path, client: str | None = None) -> str:
     """Write the run's model for other libraries; returns a line that says how to load it."""
     from fedfm.models.export import export as write
 

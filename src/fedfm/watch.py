@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,33 +20,42 @@ class Bar(Progress):
         path: the run directory, once there is one; what to resume if something stops it.
     """
 
-    def __init__(self, label: str = "") -> None:
+    def __init__(self) -> None:
         self.path: Path | None = None
-        self.label = label
         self._bar: Any = None
-        self._clients = 0
+        self._follow, self._clients = False, 0
+        self._figures: dict[str, str] = {}
 
     def started(self, run: Run, rounds: int, done: int) -> None:
-        """Open the bar."""
+        """Open the bar; in a log file it is written a few times a minute, on a terminal it follows the clients."""
         from tqdm import tqdm
 
         self.path = run.path
-        label = self.label or run.experiment.method_name
-        self._bar = tqdm(total=rounds, initial=done, desc=label, unit="round", file=sys.stderr, dynamic_ncols=True)
+        self._follow = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=rounds,
+            initial=done,
+            desc=run.experiment.name,
+            unit="round",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            mininterval=0.1 if self._follow else 20.0,
+        )
 
     def client(self) -> None:
         """Count a client."""
         self._clients += 1
-        if self._bar is not None:
-            self._bar.set_description_str(f"{self._bar.desc.split(' [')[0].rstrip(': ')} [client {self._clients}]")
+        if self._bar is not None and self._follow:
+            self._figures["client"] = str(self._clients)
+            self._bar.set_postfix(self._figures, refresh=time.monotonic() - self._bar.last_print_t > 0.2)
 
     def round(self, line: Mapping[str, Any]) -> None:
         """Advance."""
         self._clients = 0
         if self._bar is None:
             return
-        figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
-        self._bar.set_postfix(figures, refresh=False)
+        self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
+        self._bar.set_postfix(self._figures, refresh=False)
         if line["round"]:
             self._bar.update(1)
 

@@ -5,11 +5,11 @@ import inspect
 import sys
 
 import pytest
-from small import experiment
 
 import fedfm
 from fedfm.experiment import Experiment, available, resolve
 from fedfm.method import Method
+from small import experiment
 
 METHODS = sorted(available("methods"))
 TRAINED = [m for m in METHODS if m != "zero_shot"]

@@ -7,22 +7,24 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from toy import Toys, federation, run
 
-from fedfm.errors import RunError
 from fedfm.engines.local import Interrupted, LocalLink
+from fedfm.errors import RunError
 from fedfm.federation import Aggregator, Federation, Update, on_client
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
 from fedfm.params import Params
 from fedfm.silo import Silos
 from fedfm.training import SGD
+from toy import Toys, federation, run
 
 ROWS = {f"c{i}": [float(i), float(i * i), 1.0][: 1 + i % 3] for i in range(9)}
 LINKS = [{"workers": 1}, {"workers": 2}, {"workers": 3}, {"workers": 1, "wire": True}]
 
 
-@pytest.mark.parametrize("method", [FedAvg(local=SGD(epochs=2, batch_size=2)), Scaffold(local=SGD(batch_size=2), fraction=0.5)])
+@pytest.mark.parametrize(
+    "method", [FedAvg(local=SGD(epochs=2, batch_size=2)), Scaffold(local=SGD(batch_size=2), fraction=0.5)]
+)
 def test_same_bits_and_bytes_on_every_link(tmp_path, method):
     got = set()
     for i, link in enumerate(LINKS):
@@ -57,9 +59,7 @@ class Naughty(FedAvg):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(
-    ("name", "code"), [("raises", "E_EXCEPTION"), ("nan", "E_NONFINITE"), ("odd", "E_")]
-)
+@pytest.mark.parametrize(("name", "code"), [("raises", "E_EXCEPTION"), ("nan", "E_NONFINITE"), ("odd", "E_")])
 def test_a_bad_client_is_named_and_the_round_goes_on(tmp_path, workers, name, code):
     method = Naughty()
     fed = federation(method, {"a": [0.0], name: [0.0], "z": [0.0]}, tmp_path, workers=workers)
@@ -162,17 +162,17 @@ def test_tensors_pass_by_reference_in_one_process(tmp_path):
 def test_memory_written_by_a_killed_round_is_not_seen_again(tmp_path):
     from fedfm.memory import DiskMemory
 
-    first = DiskMemory(tmp_path / "c", (1, 1))
+    first = DiskMemory(tmp_path, "c", (1, 1))
     first["c"] = torch.ones(2)
     first.commit()
-    aborted = DiskMemory(tmp_path / "c", (2, 1))
+    aborted = DiskMemory(tmp_path, "c", (2, 1))
     aborted["c"] = torch.zeros(2)
     aborted.commit()
-    again = DiskMemory(tmp_path / "c", (2, 1))  # the server was killed before it committed round 2, and asks again
+    again = DiskMemory(tmp_path, "c", (2, 1))  # the server was killed before it committed round 2, and asks again
     assert again["c"].tolist() == [1.0, 1.0]
     again["c"] = again["c"] + 1
     again.commit()
-    assert DiskMemory(tmp_path / "c", (3, 1))["c"].tolist() == [2.0, 2.0]
-    unwritten = DiskMemory(tmp_path / "c", (3, 1))
+    assert DiskMemory(tmp_path, "c", (3, 1))["c"].tolist() == [2.0, 2.0]
+    unwritten = DiskMemory(tmp_path, "c", (3, 1))
     unwritten["c"] = torch.zeros(2)  # its handler failed: never committed
-    assert DiskMemory(tmp_path / "c", (4, 1))["c"].tolist() == [2.0, 2.0]
+    assert DiskMemory(tmp_path, "c", (4, 1))["c"].tolist() == [2.0, 2.0]

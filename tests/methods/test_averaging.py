@@ -1,7 +1,6 @@
 """The averaging family against numbers worked by hand (w = 1, clients with n = 1, 3 whose optimum is a)."""
 
 import pytest
-from toy import federation, run
 
 from fedfm.methods.fedadam import FedAdam
 from fedfm.methods.fedavg import FedAvg
@@ -11,6 +10,7 @@ from fedfm.methods.fedyogi import FedYogi
 from fedfm.methods.local import LocalOnly
 from fedfm.methods.scaffold import Scaffold
 from fedfm.training import SGD, Proximal
+from toy import federation, run
 
 # Full batches with learning rate 1 jump to the client's own mean: w_k = 0 and 2, Delta = (1 (-1) + 3 (1)) / 4 = 0.5.
 ROWS = {"a": [0.0], "b": [2.0, 2.0, 2.0]}

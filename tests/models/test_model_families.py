@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import IMAGE, TEXT, load, table_for
+from tiny_models import IMAGE, OTHER_IMAGE, OTHER_TEXT, TEXT, load, table_for
 
 from fedfm.errors import InputError
 from fedfm.models.families import FAMILIES, find, query_value_names, unwrapped
@@ -95,6 +95,23 @@ def test_lora_starts_at_the_foundation_model(folder, family):
     assert adapted.fingerprint == plain.fingerprint
     assert any("lora_A" in n for n in adapted.names)
     assert any("modules_to_save" in n for n in adapted.names)
+
+
+@pytest.mark.parametrize("adaptation", ["head", "lora", "top_layers"])
+@pytest.mark.parametrize("family", [*OTHER_IMAGE, *OTHER_TEXT])
+def test_models_outside_the_table_work_by_what_their_modules_look_like(folder, family, adaptation):
+    assert family not in FAMILIES
+    table = table_for(family)
+    model = load(folder(family), table, adaptation)
+    rows = model.prepare(table, range(5))
+    model.loss(rows.batch(range(5))).backward()
+    assert all(p.grad is not None for p in model.live().values())
+    torch.testing.assert_close(model.predict(model.encode(rows)), model.predict(rows), rtol=1e-4, atol=1e-5)
+    if family == "albert":
+        with pytest.raises(ValueError, match="more than once"):
+            model.blocks(rows)
+    else:
+        assert len(model.blocks(rows)) == (3 if family == "swin" else 4)
 
 
 def test_mobilenet_refuses_lora(folder):

@@ -16,6 +16,8 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 CLASSES = ("north", "south", "west")
 IMAGE = ("vit", "deit", "dinov2", "ijepa", "siglip", "clip", "resnet", "mobilenet_v2")
+OTHER_IMAGE = ("swin",)  # not in the table of families
+OTHER_TEXT = ("electra", "albert", "gpt_neox")
 TEXT = ("bert", "roberta", "distilbert", "gpt2", "llama")
 WEIGHTS = Path(__file__).resolve().parents[3] / "shared" / "data" / "weights"
 
@@ -83,11 +85,11 @@ def save(family: str, folder: Path) -> Path:
         torch.manual_seed(7)
         model = _build(family)
         model.save_pretrained(folder)
-        if family in IMAGE:
+        if family in (*IMAGE, *OTHER_IMAGE):
             from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
             ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
-        if family not in IMAGE or family == "clip":
+        if family not in (*IMAGE, *OTHER_IMAGE) or family == "clip":
             save_tokenizer(folder, "llama" if family in ("llama", "gpt2") else "bert", pad=family != "gpt2")
     return folder
 
@@ -121,6 +123,15 @@ def _build(family: str):
         case "gpt2":
             shape = {"n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": 64, "n_positions": 40}
             return t.GPT2LMHeadModel(t.GPT2Config(**shape, bos_token_id=4, eos_token_id=3))
+        case "electra":
+            return t.ElectraModel(t.ElectraConfig(**text, embedding_size=16, pad_token_id=0))
+        case "albert":
+            return t.AlbertModel(t.AlbertConfig(**text, embedding_size=16, pad_token_id=0))
+        case "gpt_neox":
+            return t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**text, **special))
+        case "swin":
+            shape = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1]}
+            return t.SwinModel(t.SwinConfig(**shape, window_size=2))
         case "llama":
             return t.LlamaForCausalLM(t.LlamaConfig(**text, **special))
     raise AssertionError(family)
@@ -149,7 +160,7 @@ def vectors(n: int = 5, d: int = 4) -> Table:
 
 
 def table_for(family: str, n: int = 5) -> Table:
-    return images(n) if family in IMAGE else sentences(n)
+    return images(n) if family in (*IMAGE, *OTHER_IMAGE) else sentences(n)
 
 
 def load(

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from toy import Quadratic
 
 from fedfm.errors import ClientFault, RunError
 from fedfm.federation import Federation, Reply, Request, Update, each
 from fedfm.methods.fedavg import FedAvg
 from fedfm.params import Params
+from toy import Quadratic
 
 
 def update(x: float, weight: float = 1.0) -> Update:

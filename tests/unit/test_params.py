@@ -108,7 +108,9 @@ def test_join_and_part():
 
 def test_norm_of_many_entries_is_exact():
     n = 5_000_001
-    assert Params({"w": torch.full((n,), 0.1)}).norm() == pytest.approx(float(np.float32(0.1)) * math.sqrt(n), rel=1e-10)
+    assert Params({"w": torch.full((n,), 0.1)}).norm() == pytest.approx(
+        float(np.float32(0.1)) * math.sqrt(n), rel=1e-10
+    )
 
 
 def test_is_finite_tells_overflowing_sums_from_bad_entries():

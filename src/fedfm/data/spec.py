@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+IN_MEMORY = "(in memory)"  # the name of data and of a model that a Python program gave: see fedfm.inmemory
+
 
 @dataclass(frozen=True)
 class PartitionSpec:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Kind = Literal["image", "text", "features", "instruction", "passages"]
+Kind = Literal["image", "text", "features", "instruction", "passages", "own"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Table:
             ``text``: a list of N strings;
             ``features``: a float32 array (N, d);
             ``instruction``: a list of N pairs (instruction, output);
-            ``passages``: a list of N consecutive pieces of one running text, for language models.
+            ``passages``: a list of N consecutive pieces of one running text, for language models;
+            ``own``: any sequence of N rows that only a Python user's own module understands.
         labels: int64 (N,), or None where rows have none.
         classes: class names; ``labels`` index them.
         split: str (N,), each "train", "val" or "test".
@@ -63,9 +64,9 @@ class Table:
 
 
 def fingerprint(table: Table) -> str:
-    """SHA-256 (64 hex digits) over kind, inputs, labels, class names and split; pictures in files count by their bytes.
+    """SHA-256 (64 hex digits) over kind, inputs, labels, class names and split.
 
-    The same wherever the rows came from: not over paths, further columns or notices.
+    Pictures in files count by their bytes, rows of kind "own" by their number. The same wherever the rows came from: not over paths, further columns or notices.
     """
     digest = hashlib.sha256()
 
@@ -78,7 +79,9 @@ def fingerprint(table: Table) -> str:
         add(array.tobytes())
 
     add(table.kind.encode())
-    if isinstance(table.inputs, np.ndarray):
+    if table.kind == "own":  # may be drawn anew whenever they are read, by a random transform: only counted
+        add(str(len(table)).encode())
+    elif isinstance(table.inputs, np.ndarray):
         add_array(table.inputs)
     else:
         add(str(len(table.inputs)).encode())

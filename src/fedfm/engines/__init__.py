@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedfm.api import Progress
+    from fedfm.population import Partitioned
     from fedfm.rundir import Run
 
 
-def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
-    """Run ``run`` on the engine that its experiment names; returns the result line."""
+def start(
+    run: Run, stop: Callable[[], bool], progress: Progress, population: Callable[[], Partitioned] | None = None
+) -> dict[str, Any]:
+    """Run ``run`` on the engine that its experiment names; returns the result line.
+
+    Args:
+        population: gives rows and model where they are in memory (local engine only).
+    """
     # The client libraries are told before they are imported: nothing here calls home.
     for name in ("HF_HUB_DISABLE_TELEMETRY", "FLWR_DISABLE_UPDATE_CHECK"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    match run.experiment.run.engine:
-        case "local":
-            from fedfm.engines.local import start as begin
-        case "simulation":
-            from fedfm.engines.simulation import start as begin
-        case _:
-            from fedfm.engines.deployment import start as begin
-    return begin(run, stop, progress)
+    if population is not None:
+        from fedfm.engines.local import start as here
+
+        return here(run, stop, progress, population)
+    engine = import_module(f"fedfm.engines.{run.experiment.run.engine}")
+    return engine.start(run, stop, progress)  # type: ignore[no-any-return]

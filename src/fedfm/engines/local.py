@@ -1,7 +1,7 @@
 """The local engine: all clients on this machine, no sockets to the outside, no start-up cost.
 
-With one worker the clients run in this process and tensors pass by reference; with more, in forked worker processes that
-share the model and the data with this one. What a client computes does not depend on it.
+With one worker the clients run in this process and tensors pass by reference; with more, in forked worker processes
+that share the model and the data with this one. What a client computes does not depend on it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedfm import codec
 from fedfm.engines.pool import Pool
 from fedfm.errors import E_EXCEPTION, ClientFault
 from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
-from fedfm.population import describe, judge, populate, record_error
+from fedfm.population import Partitioned, describe, judge, populate, record_error
 from fedfm.serve import Server, single_thread
 from fedfm.silo import Silos
 
@@ -100,23 +100,25 @@ class _Weigher:
     def __call__(self, request: Request, value: object) -> Reply:
         if self._payload is not request.payload:
             self._payload = request.payload
-            self._nbytes = codec.nbytes(codec.envelope(request.round, request.call, request.payload))
+            self._nbytes = codec.weigh(request.payload)
         if isinstance(value, ClientFault):
             return Reply(request.client, None, request.round, request.call, self._nbytes, 0, value)
         try:
-            up = codec.nbytes(codec.envelope(request.round, request.call, value))
+            up = codec.weigh(value)
         except TypeError as error:  # something that cannot travel
             fault = ClientFault(E_EXCEPTION, str(error))
             return Reply(request.client, None, request.round, request.call, self._nbytes, 0, fault)
         return Reply(request.client, value, request.round, request.call, self._nbytes, up)
 
 
-def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
-    """Run to the end in this process and its workers."""
+def start(
+    run: Run, stop: Callable[[], bool], progress: Progress, given: Callable[[], Partitioned] | None = None
+) -> dict[str, Any]:
+    """Run to the end in this process and its workers; ``given`` gives rows and model that are in memory."""
     experiment = run.experiment
     spec = experiment.run
     with single_thread():
-        population = populate(experiment)
+        population = given() if given is not None else populate(experiment)
         describe(run, population, progress)
         silos = Silos(
             experiment.method,

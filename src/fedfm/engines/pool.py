@@ -1,7 +1,7 @@
 """Worker processes of the local engine: forked, so that model and data are shared; spoken to without pickle.
 
-A payload is written once into an anonymous memory file, whose descriptor goes to each worker; control messages are short JSON
-texts on a socket pair. The workers are our children: one that dies is noticed at once, with its signal.
+A payload is written once into an anonymous memory file, whose descriptor goes to each worker; control messages are
+short JSON texts on a socket pair. The workers are our children: one that dies is noticed at once, with its signal.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class _Worker:
 
 
 class Pool:
-    """``count`` workers; chunks of requests go to whoever is free, a client preferably to the worker that has its rows."""
+    """``count`` workers; chunks of requests go to whoever is free, a client preferably to the worker that has its
+    rows.
+    """
 
     def __init__(self, silos: Silos, count: int, timeout: float) -> None:
         if not hasattr(os, "fork"):
@@ -87,7 +89,8 @@ class Pool:
             payloads.close()
 
     def _send(self, slot: int, worker: _Worker, chunk: list[Request], payloads: _Payloads) -> None:
-        fds, tasks = [], []
+        fds: list[int] = []
+        tasks = []
         for request in chunk:
             number = payloads.number(request)
             fd = -1
@@ -122,7 +125,7 @@ class Pool:
                 try:
                     head = bytes(block[at : at + head_size]).decode()
                     value = wire.decode(head, block[at + head_size : at + head_size + data_size], None)
-                    up = codec.nbytes(codec.envelope(request.round, request.call, value))
+                    up = codec.weigh(value)
                 except ClientFault as bad:
                     fault = bad
             at += head_size + data_size
@@ -228,7 +231,7 @@ class _Payloads:
             fd, ((head, _),) = _write([request.payload])
             self.files.append(fd)
             self.heads.append(head)
-            self._nbytes.append(codec.nbytes(codec.envelope(request.round, request.call, request.payload)))
+            self._nbytes.append(codec.weigh(request.payload))
         return self._numbers[key]
 
     def nbytes(self, request: Request) -> int:

@@ -46,7 +46,7 @@ class Scaffold(FedAvg):
         return Controlled(x, c)
 
     @on_client
-    def train(self, client: Client, x: Params, c: Params) -> Update:
+    def train(self, client: Client, x: Params, c: Params) -> Update:  # type: ignore[override]
         c_k = client.memory.get("c", 0.0 * x)
         y = self.local(client, x, correction=c - c_k)  # y <- y - eta_l (g(y) - c_k + c), line 10
         steps = self.local.steps(len(client.data.train))

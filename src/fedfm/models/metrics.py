@@ -27,16 +27,21 @@ def evaluate(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
         exact match of the answers.
 
     Example:
-        >>> evaluate(model, rows)["accuracy"]  # doctest: +SKIP
-        0.75
+        >>> from fedfm.models.wrap import wrap
+        >>> model = wrap(torch.nn.Identity(), lambda module, batch: batch["features"].sum(), classes=("a", "b"))
+        >>> rows = Rows({"features": torch.eye(2)}, labels=torch.tensor([0, 0]))
+        >>> evaluate(model, rows)["accuracy"]
+        0.5
     """
+    if (own := getattr(model, "scores_function", None)) is not None:
+        return own(model, rows, batch_size)  # type: ignore[no-any-return]
     if model.is_language_model:
         found = _language(model, rows, batch_size)
         if model.task == "instruction":
             found |= _instruction(model, rows)
         return found
     if rows.labels is None or not len(rows):
-        return _none(n=len(rows))
+        return nothing(n=len(rows))
     return scores(model.predict(rows, batch_size), rows.labels)
 
 
@@ -48,14 +53,14 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
     """
     n = len(labels)
     if not n:
-        return _none()
+        return nothing()
     predicted = logits.argmax(-1)
     classes = max(logits.shape[-1], int(labels.max()) + 1)
     table = torch.bincount(labels * classes + predicted, minlength=classes**2).view(classes, classes).double()
     hit, actual, guessed = table.diagonal(), table.sum(1), table.sum(0)
     recall = (hit / actual)[actual > 0]
     occurs = actual + guessed > 0
-    return _none(n) | {
+    return nothing(n) | {
         "accuracy": float(hit.sum()) / n,
         "balanced_accuracy": float(recall.mean()),
         "macro_f1": float((2 * hit / (actual + guessed))[occurs].mean()),
@@ -74,9 +79,9 @@ def _language(model: Model, rows: Rows, batch_size: int) -> Scores:
             hits += int((logits.argmax(-1) == targets)[counts].sum())
             tokens += int(counts.sum())
     if not tokens:
-        return _none(n=len(rows))
+        return nothing(n=len(rows))
     loss = total / tokens
-    return _none(len(rows)) | {
+    return nothing(len(rows)) | {
         "accuracy": hits / tokens,
         "loss": _finite(loss),
         "perplexity": _finite(math.exp(min(loss, 709.0))),
@@ -124,7 +129,8 @@ def rouge_1(answer: str, reference: str) -> float:
     return 2 * common / (sum(a.values()) + sum(b.values())) if common else float(a == b)
 
 
-def _none(n: int = 0) -> Scores:
+def nothing(n: int = 0) -> Scores:
+    """The scores of ``n`` rows of which nothing is known."""
     keys = ("accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity", "tokens")
     return {"n": n} | dict.fromkeys(keys)
 

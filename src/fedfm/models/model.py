@@ -57,7 +57,10 @@ class Model:
         fingerprint: sha256 of the starting weights without new heads, and of the configuration.
         names: the trainable tensors that travel, in the module's order.
         layout: of :meth:`params`.
+        kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.cohort``).
     """
+
+    kernels: str = "exact"
 
     def __init__(
         self,
@@ -89,7 +92,8 @@ class Model:
     @property
     def device(self) -> torch.device:
         """Where the module is."""
-        return next(self.module.parameters()).device
+        parameter = next(self.module.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
 
     @property
     def head(self) -> nn.Linear | None:
@@ -180,7 +184,7 @@ class Model:
         Rows of unequal length are padded to the longest; maps of convolutions (n, d, H, W) are read as T = H W.
 
         Raises:
-            ValueError: no blocks are known of this architecture.
+            ValueError: no blocks are known of this architecture, or they share their weights.
         """
         if not self.parts.blocks:
             raise ValueError("no blocks are known of this architecture")
@@ -199,8 +203,10 @@ class Model:
         try:
             with self.evaluating():
                 whole = rows if rows.tokens is None else _padded(rows)
-                for batch, n in self._fixed(whole):
+                for done, (batch, n) in enumerate(self._fixed(whole), 1):
                     self._outputs(batch)
+                    if any(len(level) != done for level in caught):
+                        raise ValueError("a block of this architecture runs more than once: its outputs have no order")
                     for level in caught:
                         level[-1] = level[-1][:n]
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -128,11 +127,11 @@ def section(runs: Sequence[RunFiles]) -> str:
 
 
 def labels(runs: Sequence[RunFiles]) -> list[str]:
-    """A short name for each run that no other has: the method, else with the run's name, else with its directory."""
-    out = [run.method for run in runs]
-    for more in (lambda r: r.name, lambda r: r.path.resolve().name, lambda r: str(r.path)):
-        seen = Counter(out)
-        out = [f"{run.method} ({more(run)})" if seen[o] > 1 else o for o, run in zip(out, runs, strict=True)]
+    """A short name for each run that no other has: its method, its name, its directory or its path, whichever does."""
+    for of in (lambda r: r.method, lambda r: r.name, lambda r: r.path.resolve().name, lambda r: str(r.path)):
+        out = [of(run) for run in runs]
+        if len(set(out)) == len(out):
+            break
     return out
 
 

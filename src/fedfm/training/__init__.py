@@ -1,8 +1,8 @@
 """Client optimisers: what a client does with w between two messages. They are fields of methods.
 
 ``SGD``, ``Adam``, ``AdamW`` and ``Proximal`` describe local training; how it is computed - one client in a loop, a
-cohort of heads as one batched product - is chosen by :func:`fedfm.training.cohort.train` and never changes what a method
-reads.
+cohort of heads as one batched product - is chosen by :func:`fedfm.training.cohort.train` and never changes what a
+method reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from fedfm.params import Params
 
 @dataclass(frozen=True)
 class Local:
-    """E epochs of mini-batch descent on one client's training rows; the state of the optimiser starts afresh each round."""
+    """E epochs of mini-batch descent on one client's training rows; the state of the optimiser starts afresh each
+    round.
+    """
 
     learning_rate: float = field(default=0.1, metadata={"help": "eta"})
     epochs: int = field(default=1, metadata={"help": "E, passes over the client's rows a round"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import greenlet
@@ -22,7 +23,9 @@ from fedfm.training import Local
 
 @dataclass(frozen=True)
 class Job:
-    """One client's local training: from w, by this optimiser, with a proximal term and a gradient correction if given."""
+    """One client's local training: from w, by this optimiser, with a proximal term and a gradient correction if
+    given.
+    """
 
     client: Client
     w: Params
@@ -43,7 +46,7 @@ class Job:
 Trainer = Callable[[Sequence[Job]], list[Params]]
 
 
-class _Chunk(greenlet.greenlet):
+class _Chunk(greenlet.greenlet):  # type: ignore[misc]
     """A client's handler on its way; its parent is the scheduler that gathers jobs."""
 
 
@@ -51,24 +54,24 @@ def train(job: Job) -> Params:
     """Called by a client optimiser: train together with the rest of the chunk, or alone where there is none."""
     current = greenlet.getcurrent()
     if isinstance(current, _Chunk):
-        return current.parent.switch(job)  # type: ignore[no-any-return, union-attr]
-    return trainer_for(job.client.model)([job])[0]
+        return current.parent.switch(job)  # type: ignore[no-any-return]
+    return _train_alone(job)
 
 
 def trainer_for(model: Any) -> Trainer:
     """The vectorised trainer of this model's kind if there is one, else the loop."""
-    from fedfm.training import heads, loop
+    from fedfm.training import heads, loop, packed
 
     if heads.applies(model):
         return heads.train
-    return loop.train
+    return packed.train if packed.applies(model, getattr(model, "kernels", "exact")) else loop.train
 
 
 def width(model: Any) -> int:
     """How many clients one chunk should hold."""
-    from fedfm.training import heads
+    from fedfm.training import heads, packed
 
-    return heads.WIDTH if heads.applies(model) else 1
+    return heads.WIDTH if heads.applies(model) else packed.width(model)
 
 
 def run_chunk(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -103,13 +106,17 @@ def run_chunk(calls: Sequence[Callable[[], Any]]) -> list[Any]:
             try:
                 trained: list[Any] = trainer_for(jobs[0].client.model)(jobs)
             except Exception:
-                trained = [_alone(lambda job=job: trainer_for(job.client.model)([job])[0]) for job in jobs]
+                trained = [_alone(partial(_train_alone, job)) for job in jobs]
             for (i, run, _), out in zip(items, trained, strict=True):
                 if isinstance(out, Exception):
                     advance(i, run, error=out)
                 else:
                     advance(i, run, out)
     return results
+
+
+def _train_alone(job: Job) -> Params:
+    return trainer_for(job.client.model)([job])[0]
 
 
 def _alone(call: Callable[[], Any]) -> Any:

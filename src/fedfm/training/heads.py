@@ -1,9 +1,9 @@
 """Linear heads on frozen features, a whole cohort as one batched product.
 
 With the backbone frozen, a client trains a softmax regression on cached features. K clients are one (K, C, d + 1)
-tensor, a step is two ``bmm``. A client's slice of a ``bmm`` does not depend on how many clients stand beside it, so a cohort
-gives the same bits as the clients one by one; that is why every mini-batch has the full batch size, padded with rows of
-weight zero, and why the bias is a column of ones.
+tensor, a step is two ``bmm``. A client's slice of a ``bmm`` does not depend on how many clients stand beside it, so a
+cohort gives the same bits as the clients one by one; that is why every mini-batch has the full batch size, padded
+with rows of weight zero, and why the bias is a column of ones.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     weight, bias = _names(ordered[0].client.model)
     size, steps = local.batch_size, [local.steps(len(job.client.data.train)) for job in ordered]
     features = [_with_ones(job.client.data.train.tensors["features"]) for job in ordered]
-    labels = [job.client.data.train.labels for job in ordered]
+    labels = [_labels(job) for job in ordered]
     w = torch.stack([torch.cat([job.w[weight], job.w[bias][:, None]], 1) for job in ordered])  # (K, C, d + 1)
     start = w.clone() if any(job.mu for job in ordered) else None
     mu = torch.tensor([job.mu for job in ordered])[:, None, None]
     correction = None
     if ordered[0].correction is not None:
-        parts = [job.correction for job in ordered]
-        correction = torch.stack([torch.cat([c[weight], c[bias][:, None]], 1) for c in parts if c is not None])
+        corrections = [job.correction for job in ordered if job.correction is not None]
+        correction = torch.stack([torch.cat([c[weight], c[bias][:, None]], 1) for c in corrections])
     rule = Rule(local, w)
     plans = [_plan(job, size) for job in ordered]
     x = w.new_empty(len(ordered), size, w.shape[2])
@@ -84,9 +84,16 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     for k, i in enumerate(sequence):
         job = jobs[i]
         job.client.metrics["loss"] = float(losses[k]) / max(steps[k], 1)
-        head = {weight: w[k, :, :-1], bias: w[k, :, -1]}
-        out[i] = Params({name: head[name] for name in job.w})
+        parts = {weight: w[k, :, :-1], bias: w[k, :, -1]}
+        out[i] = Params({name: parts[name] for name in job.w})
     return out
+
+
+def _labels(job: Job) -> Tensor:
+    labels = job.client.data.train.labels
+    if labels is None:
+        raise ValueError("a head is trained on labelled rows")
+    return labels
 
 
 def _with_ones(features: Tensor) -> Tensor:

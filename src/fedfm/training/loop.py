@@ -15,7 +15,9 @@ from fedfm.training.rules import Rule
 
 
 class _Flat:
-    """A model's trainable parameters and gradients as views of two flat vectors: one copy loads, one operation steps."""
+    """A model's trainable parameters and gradients as views of two flat vectors: one copy loads, one operation
+    steps.
+    """
 
     def __init__(self, live: dict[str, Tensor]) -> None:
         first = next(iter(live.values()))

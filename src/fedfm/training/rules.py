@@ -30,7 +30,7 @@ class Rule:
             self.v = self.v[:count]
 
     def step(self, p: Tensor, g: Tensor) -> None:
-        """p <- p - eta * direction(g); ``g`` is overwritten."""
+        """P <- p - eta * direction(g); ``g`` is overwritten."""
         eta, decay = self.local.learning_rate, self.local.weight_decay
         self.t += 1
         if decay and isinstance(self.local, AdamW):
@@ -43,7 +43,8 @@ class Rule:
                 g = self.m.mul_(self.momentum).add_(g)
             p.add_(g, alpha=-eta)
             return
-        assert self.m is not None and self.v is not None
+        assert self.m is not None
+        assert self.v is not None
         self.m.lerp_(g, 1 - BETA_1)
         self.v.mul_(BETA_2).addcmul_(g, g, value=1 - BETA_2)
         scale = math.sqrt(1 - BETA_2**self.t)

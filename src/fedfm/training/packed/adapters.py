@@ -16,7 +16,7 @@ class Flat:
     """Where each trained tensor lies in a client's flat vector; ``views`` cuts a vector (or its gradient) up.
 
     The order is ours, not that of the model's Params: the A of one linear map lie side by side, so that one product
-    serves them all, and B lies transposed, since products with r contiguous rows are three times as fast as with r columns.
+    serves them all, and B lies transposed: products with r contiguous rows are three times as fast as with r columns.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Flat:
         self.slots[name] = (slots[0][0], slots[-1][1], (sum(s[2][0] for s in slots), *slots[0][2][1:]))
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """name -> its piece of ``vector`` (P,), as it lies."""
+        """The pieces of ``vector`` (P,) by name, as they lie."""
         return {name: vector[start:stop].view(shape) for name, (start, stop, shape) in self.slots.items()}
 
     def tensor(self, name: str, views: dict[str, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Self-attention over a packed batch: sequences of several lengths, one below the other, without padding between them."""
+"""Self-attention over a packed batch: sequences of several lengths, one below the other, without padding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Group:
     Attributes:
         take: (S * length,) row of every position; a padded one takes a row whose gradient is zero.
         bias: (S, 1, 1, length): 0, and minus infinity at padding; None without padding.
-        first: (S,) number of each sequence among all.
+        sequences: (S,) number of each sequence among all.
     """
 
     count: int
@@ -80,7 +80,7 @@ class Shape:
         return self.groups or (None,)
 
 
-Saved = list[tuple[Tensor, Tensor, Tensor, Tensor]]  # q, k, v (S H, T, d / H) and the probabilities (S H, T, T) of each group
+Saved = list[tuple[Tensor, Tensor, Tensor, Tensor]]  # of each group q, k, v (S H, T, d / H), probabilities (S H, T, T)
 
 
 def _split(x: Tensor, parts: int, count: int, length: int, heads: int) -> Tensor:
@@ -92,7 +92,9 @@ def _split(x: Tensor, parts: int, count: int, length: int, heads: int) -> Tensor
 def _merge(x: Tensor, count: int, heads: int) -> Tensor:
     """(parts, S H, T, d / H) -> (S T, parts d)."""
     parts, _, length, size = x.shape
-    return x.view(parts, count, heads, length, size).permute(1, 3, 0, 2, 4).reshape(count * length, parts * heads * size)
+    return (
+        x.view(parts, count, heads, length, size).permute(1, 3, 0, 2, 4).reshape(count * length, parts * heads * size)
+    )
 
 
 def _softmax(scores: Tensor, bias: Tensor | None, count: int, heads: int) -> Tensor:
@@ -105,7 +107,7 @@ def forward(qkv: Tensor, shape: Shape, heads: int) -> tuple[Tensor, Saved]:
     """(N, 3d) -> (N, d). Queries come already scaled by 1 / sqrt(d / H)."""
     outs, saved = [], []
     for group in shape.all_groups():
-        rows, count, length = (qkv, len(shape.lengths), shape.equal) if group is None else _gathered(qkv, group)
+        rows, count, length = _gathered(qkv, group, shape)
         q, k, v = _split(rows, 3, count, length, heads)
         p = _softmax(torch.bmm(q, k.transpose(1, 2)), None if group is None else group.bias, count, heads)
         outs.append(_merge(torch.bmm(p, v)[None], count, heads))
@@ -117,7 +119,7 @@ def backward(gradient: Tensor, saved: Saved, shape: Shape, heads: int) -> Tensor
     """dL/dout (N, d), zero in rows without a token -> dL/dqkv (N, 3d), zero there too."""
     outs = []
     for group, (q, k, v, p) in zip(shape.all_groups(), saved, strict=True):
-        rows, count, length = (gradient, len(shape.lengths), shape.equal) if group is None else _gathered(gradient, group)
+        rows, count, length = _gathered(gradient, group, shape)
         g = _split(rows, 1, count, length, heads)[0]
         out = q.new_empty(3, *q.shape)
         torch.bmm(p.transpose(1, 2), g, out=out[2])
@@ -132,7 +134,7 @@ def forward_first(q: Tensor, kv: Tensor, shape: Shape, heads: int) -> tuple[Tens
     """Of each sequence only the first token asks: q (S, d), kv (N, 2d) -> (S, d)."""
     out, saved = torch.empty_like(q), []
     for group in shape.all_groups():
-        rows, count, length = (kv, len(shape.lengths), shape.equal) if group is None else _gathered(kv, group)
+        rows, count, length = _gathered(kv, group, shape)
         k, v = _split(rows, 2, count, length, heads)
         ask = q if group is None else q.index_select(0, group.sequences)
         ask = ask.reshape(count * heads, 1, -1)
@@ -166,11 +168,13 @@ def backward_first(gradient: Tensor, saved: Saved, shape: Shape, heads: int) -> 
     return dq, outs[0] if shape.equal else _scattered(outs, shape)
 
 
-def _gathered(x: Tensor, group: _Group) -> tuple[Tensor, int, int]:
+def _gathered(x: Tensor, group: _Group | None, shape: Shape) -> tuple[Tensor, int, int]:
+    if group is None:
+        return x, len(shape.lengths), shape.equal
     return x.index_select(0, group.take), group.count, group.length
 
 
 def _scattered(outs: list[Tensor], shape: Shape) -> Tensor:
-    packed = torch.cat(outs).index_select(0, shape.back) if len(outs) > 1 else outs[0].index_select(0, shape.back)
+    packed = (torch.cat(outs) if len(outs) > 1 else outs[0]).index_select(0, shape.back)
     packed[shape.tokens :] = 0
     return packed

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.training.packed import attention, linear
@@ -69,7 +69,9 @@ class Layer:
         """What may carry adapters."""
         return *self.qkv, self.out, self.up, self.down
 
-    def forward(self, x: Tensor, shape: Shape, segments: Sequence[Segment], firsts: Sequence[Segment]) -> tuple[Tensor, Any]:
+    def forward(
+        self, x: Tensor, shape: Shape, segments: Sequence[Segment], firsts: Sequence[Segment]
+    ) -> tuple[Tensor, Any]:
         """(N, d) -> (N, d), or (S, d) where ``first_only``; ``firsts`` are the clients' segments of the S sequences."""
         if self.before:
             normed, n1 = self.norm_1.forward(x)
@@ -99,7 +101,8 @@ class Layer:
         parts = firsts if self.first_only else segments
         gy = gradient if n3 is None else self.norm_2.backward(gradient, n3)
         gh = self.down.backward(gy, h, down, parts, need_input=True)
-        gn = self.up.backward(linear.gelu_backward(gh, u), n, up, parts, need_input=True)
+        gu = linear.gelu_backward(gh, u, grad_input=gh)  # in place: a buffer less in the cache
+        gn = self.up.backward(gu, n, up, parts, need_input=True)
         assert gn is not None
         ga = self.norm_2.backward(gn, n2).add_(gy) if self.before else self.norm_1.backward(gn.add_(gy), n2)
         go = self.out.backward(ga, o, out, parts, need_input=True)

@@ -1,4 +1,4 @@
-"""From a Hugging Face classifier with PEFT's LoRA to the layers that train it by hand; None where it is not one we know."""
+"""From a Hugging Face classifier with PEFT's LoRA to the layers that train it by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Net:
         embed: the model's own embedding module.
         lowest: number of layers without adapters at the bottom: their outputs are computed once a client.
         positions: tokens a picture, 0 for text.
-        norm, pooler: what stands between the last layer and the head: a final normalisation, or BERT's dense map and tanh.
+        norm, pooler: what stands between the last layer and the head: a normalisation, or BERT's dense map and tanh.
         mean: pool by the mean over tokens; else the last layer computes the first token alone.
         flat: places of the trained tensors.
         head: names of the head's weight (C, d) and bias (C,).
@@ -69,12 +69,12 @@ def read(model: Any, *, low: bool) -> Net:
         Unsupported: with what is not supported.
     """
     base = model.module.get_base_model() if hasattr(model.module, "peft_config") else None
-    config = getattr(base, "config", None)
+    config: Any = getattr(base, "config", None)
     kind = getattr(config, "model_type", None)
     if base is None or kind not in TEXT + IMAGE or getattr(model, "task", "classification") != "classification":
         raise Unsupported(f"model type {kind}")
     if any(p.device.type != "cpu" or p.dtype != torch.float32 for p in base.parameters()):
-        raise Unsupported("not float32 on the CPU")
+        raise Unsupported("half precision, or not on the CPU")
     if config.hidden_act != "gelu" or getattr(config, "is_decoder", False):
         raise Unsupported("another activation, or a decoder")
     backbone = getattr(base, base.base_model_prefix)
@@ -171,7 +171,7 @@ def _norm(module: Any) -> Norm:
 def _qkv(
     modules: tuple[Any, Any, Any], attention: Any, names: dict[int, str], low: bool, first_only: bool, name: str
 ) -> tuple[Adapted, ...]:
-    """One map, or two where queries are asked of other rows; the factor of the scores goes into the queries' weights."""
+    """One map, or two where only some rows ask; the factor of the scores goes into the queries' weights."""
     weights, biases, sites, at = [], [], [], 0
     for i, module in enumerate(modules):
         base, factor = _base(module), attention.scaling if i == 0 else 1.0
@@ -206,7 +206,7 @@ def _sites(module: Any, names: dict[int, str], start: int, factor: float) -> Ite
     if not plain or module.lora_variant or module.merged or module.disable_adapters or module.fan_in_fan_out:
         raise Unsupported("a variant of LoRA")
     a, b = module.lora_A["default"], module.lora_B["default"]
-    if a.bias is not None or b.bias is not None or getattr(module.lora_dropout["default"], "p", 0.0):
+    if a.bias is not None or b.bias is not None or float(getattr(module.lora_dropout["default"], "p", 0.0)) > 0:
         raise Unsupported("LoRA with bias or dropout")
     if id(b.weight) not in names:
         raise Unsupported("a frozen B")
@@ -221,5 +221,3 @@ def _trained_head(module: Any, names: dict[int, str]) -> tuple[str, str]:
     if type(linear) is not nn.Linear or linear.bias is None or not {id(linear.weight), id(linear.bias)} <= names.keys():
         raise Unsupported("no trained linear head")
     return names[id(linear.weight)], names[id(linear.bias)]
-
-

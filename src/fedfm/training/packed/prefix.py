@@ -26,7 +26,8 @@ class Prefix:
     """
 
     def __init__(self, net: Net, rows: Rows) -> None:
-        self.net, self.rows = net, rows
+        self.net = net
+        self.rows: Rows | None = rows
         if rows.tokens is not None:
             self.length = np.array([len(t) for t in rows.tokens], dtype=np.int64)
         else:
@@ -36,9 +37,10 @@ class Prefix:
         self.x: Tensor | None = None
 
     def fill(self) -> None:
-        """Compute all rows now."""
-        chunks = [np.arange(i, min(i + _ROWS, len(self.rows))) for i in range(0, len(self.rows), _ROWS)]
-        self.x = torch.cat([self._compute(chunk) for chunk in chunks])
+        """Compute all rows now, and let go of them: what is kept must not keep its key alive."""
+        n = len(self.length)
+        self.x = torch.cat([self._compute(np.arange(i, min(i + _ROWS, n))) for i in range(0, n, _ROWS)])
+        self.rows = None
 
     def put(self, index: np.ndarray, out: Tensor) -> None:
         """The tokens of these rows, one row after the other, into ``out`` (n, d)."""
@@ -51,6 +53,7 @@ class Prefix:
 
     def _compute(self, index: np.ndarray) -> Tensor:
         shape = Shape(self.length[index])
+        assert self.rows is not None
         part = self.rows.take(index)
         if part.tokens is not None:
             positions = torch.from_numpy(np.concatenate([np.arange(n) for n in shape.lengths]))
@@ -61,7 +64,8 @@ class Prefix:
             x = torch.nn.functional.pad(x, (0, 0, 0, shape.rows - shape.tokens))
         for layer in self.net.layers[: self.net.lowest]:
             x, _ = layer.forward(x, shape, (), ())
-        return x[: shape.tokens]
+        packed: Tensor = x[: shape.tokens]
+        return packed
 
 
 class Cache:
@@ -82,6 +86,9 @@ class Cache:
             self._by_rows[rows.labels] = prefix
         return prefix
 
+    def __len__(self) -> int:
+        return len(self._by_rows)
+
     def _make_room(self, nbytes: int) -> None:
         kept = list(self._by_rows.items())
         total = sum(p.nbytes for _, p in kept)
@@ -94,9 +101,9 @@ class Cache:
 
 def takes(rows: Rows) -> bool:
     """Rows of the kinds that are packed: token vectors of any length, or pictures."""
-    return rows.labels is not None and (
-        set(rows.tensors) == {"pixel_values"} if rows.tokens is None else not rows.tensors and all(map(len, rows.tokens))
-    )
+    if rows.labels is None or (rows.tokens is not None and not all(map(len, rows.tokens))):
+        return False
+    return set(rows.tensors) == ({"pixel_values"} if rows.tokens is None else set())
 
 
 def split(lengths: Sequence[int]) -> list[tuple[int, int]]:

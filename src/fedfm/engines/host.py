@@ -1,0 +1,151 @@
+"""The server of a run on Flower's Grid: the same in the simulation's thread and in a ServerApp's process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid
+
+from fedfm import store
+from fedfm.engines.flower import is_simulated
+from fedfm.engines.link import FlowerLink
+from fedfm.errors import InputError, RunError
+from fedfm.experiment import Experiment
+from fedfm.federation import Federation
+from fedfm.population import Partitioned, describe, judge, populate
+from fedfm.rundir import Run
+from fedfm.serve import Server, single_thread
+
+if TYPE_CHECKING:
+    from fedfm.api import Progress
+
+OUTCOME = "private/outcome.json"  # what a ServerApp's process tells the one that waits for it
+LOCK = "private/server.lock"  # held while a ServerApp writes the run
+
+
+class Silent:
+    """A Progress that tells nobody: whoever wants to know reads the run directory."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None
+
+
+def host(
+    run: Run,
+    grid: Grid,
+    population: Partitioned | None = None,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+    slots: int = 0,
+    ended: Callable[[bool], None] = lambda straggling: None,
+) -> dict[str, Any]:
+    """From the last commit to the result line.
+
+    Args:
+        population: rows and model, where they have been read already.
+        slots: how many clients run side by side; 0: all.
+        ended: told at the end, however it comes, whether clients that were given up may still be at work.
+    """
+    watcher: Any = progress or Silent()
+    experiment, spec = run.experiment, run.experiment.run
+    with single_thread():
+        population = population or populate(experiment)
+        describe(run, population, watcher)
+        link = FlowerLink(
+            grid,
+            timeout=spec.timeout,
+            expected=population.clients,
+            fingerprint=population.model.fingerprint,
+            greeting={"classes": list(population.federated.table.classes)},
+            slots=slots,
+            min_clients=spec.min_clients,
+            stop=stop,
+            progress=watcher.client,
+            notice=_noting(run, watcher.notice),
+        )
+        try:
+            if link.own_data:
+                run.manifest |= {"clients": list(link.clients), "split": None}
+                run.write_manifest()
+            fed = Federation(
+                link,
+                model=population.model,
+                seed=spec.seed,
+                min_clients=spec.min_clients,
+                on_excluded=watcher.excluded,
+            )
+            for crossing in link.hellos:
+                fed.transcript.add(crossing)
+            return Server(run, fed, judge=judge(population), progress=watcher).go()
+        finally:
+            ended(link.straggling)
+
+
+def _noting(run: Run, notice: Callable[[str], None]) -> Callable[[str], None]:
+    def note(text: str) -> None:
+        run.manifest["notices"].append(text)
+        run.write_manifest()
+        notice(text)
+
+    return note
+
+
+def serve(grid: Grid, context: Context) -> None:
+    """A ServerApp's main: the run directory is ``out``/``run`` of the run's configuration; one that is there goes on.
+
+    What goes wrong is raised, for Flower, and written down, for whoever waits for the run.
+    """
+    config = context.run_config
+    name = str(config.get("run") or f"run-{context.run_id}")
+    path = Path(str(config.get("out") or "runs")) / name
+    if (path / "manifest.json").exists():
+        run = Run.open(path)
+    else:
+        experiment = Experiment.from_dict(tomllib.loads(str(config["experiment"])))
+        engine = "simulation" if is_simulated(grid) else "deployment"
+        spec = replace(experiment.run, engine=engine, wire=False, workers=0)
+        run = Run.create(replace(experiment, run=spec), path)
+    if run.manifest["result"] is not None:
+        return
+    with only_server(run):
+        (run.path / OUTCOME).unlink(missing_ok=True)
+        try:
+            host(run, grid)
+        except Exception as error:
+            kind = "InputError" if isinstance(error, InputError) else "RunError"
+            text = str(error) if isinstance(error, (InputError, RunError)) else f"{type(error).__name__}: {error}"
+            store.write_atomic(run.path / OUTCOME, json.dumps({"kind": kind, "text": text}).encode(), 0o600)
+            raise
+
+
+@contextlib.contextmanager
+def only_server(run: Run, patience: float = 30.0) -> Iterator[None]:
+    """One ServerApp writes a run at a time; a former one that is just being ended is waited for.
+
+    Raises:
+        RunError: another one does not end.
+    """
+    with open(run.path / LOCK, "w") as file:
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise RunError(f"{run.path}: another ServerApp is writing this run") from None
+                time.sleep(0.1)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

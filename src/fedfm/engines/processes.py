@@ -1,0 +1,110 @@
+"""Child processes of a deployment: each the head of its own group, none outlives us."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_GRACE = 3.0  # seconds between the request to end and the end
+
+
+class Children:
+    """Starts programs, knows which have ended, and ends them all.
+
+    Args:
+        logs: folder of one log file a program.
+        environment: of every program.
+    """
+
+    def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
+        self._logs, self._environment = logs, dict(environment)
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def start(self, name: str, command: Sequence[str], more: Mapping[str, str] | None = None) -> int:
+        """Start a program under a name; returns its process id, which is also that of its group.
+
+        Args:
+            more: of the environment, for this program.
+        """
+        with open(os.open(self.log(name), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as log:
+            self._running[name] = subprocess.Popen(
+                [sys.executable, "-m", "fedfm.engines.processes", str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment | dict(more or {}),
+                start_new_session=True,
+            )
+        return self._running[name].pid
+
+    def log(self, name: str) -> Path:
+        """The program's log file."""
+        return self._logs / f"{name}.log"
+
+    def tail(self, name: str, lines: int = 8) -> str:
+        """The end of a program's log."""
+        with contextlib.suppress(OSError):
+            text = self.log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            return "\n".join(line[:300] for line in text[-lines:])
+        return ""
+
+    def ended(self) -> Iterator[tuple[str, str]]:
+        """(name, how) of the programs that ended since this was last asked."""
+        for name, process in list(self._running.items()):
+            code = process.poll()
+            if code is not None:
+                del self._running[name]
+                _signal(process.pid, signal.SIGKILL)  # what it started, if it is still there
+                yield name, f"signal {-code}" if code < 0 else f"exit status {code}"
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of what runs."""
+        return {name: process.pid for name, process in self._running.items()}
+
+    def end(self) -> None:
+        """End every group: first politely, then for good."""
+        groups = [process.pid for process in self._running.values()]
+        for pid in groups:
+            _signal(pid, signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE
+        for process in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.01))
+        for pid in groups:
+            _signal(pid, signal.SIGKILL)
+        for process in self._running.values():
+            process.wait()
+        self._running.clear()
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def main() -> Any:
+    """``PARENT COMMAND...``: become COMMAND, and have the system end it with PARENT, however that ends.
+
+    A program of its own and not a function between fork and exec: with threads in the parent that would not be safe.
+    """
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    os.umask(0o077)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return 1
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The simulation engine: Flower's own simulation on Ray, for many cores and machines.
+
+The server runs in a thread of this process, the clients in Ray actors; each actor loads rows and model once and keeps them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fedfm import records
+from fedfm.engines import site
+from fedfm.engines.flower import quiet, simulate
+from fedfm.engines.host import host
+from fedfm.errors import ClientFault, MissingExtra
+from fedfm.experiment import Experiment
+from fedfm.population import populate
+
+if TYPE_CHECKING:
+    from fedfm.api import Progress
+    from fedfm.rundir import Run
+
+_SITES: dict[str, site.Site] = {}  # of this process: an actor, which serves many clients of one run, message after message
+
+
+def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
+    """Run to the end under Flower's simulation."""
+    spec = run.experiment.run
+    workers = spec.workers or os.cpu_count() or 1
+    outcome: dict[str, Any] = {}
+    population = populate(run.experiment)
+
+    def main(grid: Any, context: Context) -> None:
+        try:
+            outcome["result"] = host(
+                run, grid, population, stop=stop, progress=progress, slots=workers, ended=_end_stragglers
+            )
+        except BaseException as error:  # told to the caller below: Flower's thread would only print it
+            outcome["error"] = error
+
+    app = SimulatedSites(run.experiment.to_toml(), str(run.path.resolve()))
+    with _ray(workers, run.path / "private" / "flower.log"):
+        try:
+            simulate(main, app, len(population.clients))
+        except RuntimeError as error:
+            outcome.setdefault("error", error)
+    if "result" not in outcome:
+        raise outcome["error"]
+    return dict(outcome["result"])
+
+
+class SimulatedSites(ClientApp):
+    """All clients of a run; Ray carries this object to its actors, which need no more than two texts to build a site."""
+
+    def __init__(self, experiment: str, path: str) -> None:
+        super().__init__()
+        self.experiment, self.path = experiment, path
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer for the client whose number the node has."""
+        here = _site(self.experiment, Path(self.path))
+        return reply(here, int(context.node_config["partition-id"]), message)
+
+
+def reply(here: site.Site, client: str | int, message: Message) -> Message:
+    """A site's answer to a Flower message, as one."""
+    try:
+        halves = records.unpack(message.content)
+    except ClientFault:
+        halves = ("null", b"")  # the site says what is wrong
+    return Message(records.pack(*here.answer(client, message.metadata.message_type, *halves)), reply_to=message)
+
+
+def answer(config: Mapping[str, Any], partition: int, run_id: int, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
+    """For ``flwr run`` on a simulation: the site of the run's configuration, kept by this actor."""
+    path = Path(str(config.get("out") or "runs")) / str(config.get("run") or f"run-{run_id}")
+    return _site(str(config["experiment"]), path).answer(partition, handler, head, data)
+
+
+def _site(experiment: str, path: Path) -> site.Site:
+    key = f"{path}\n{experiment}"
+    if key not in _SITES:
+        import torch
+
+        torch.set_num_threads(1)
+        _SITES.clear()
+        memory = path / "private" / "memory"
+        _SITES[key] = site.of_experiment(Experiment.from_dict(tomllib.loads(experiment)), memory, path)
+    return _SITES[key]
+
+
+def _end_stragglers(straggling: bool) -> None:
+    """A client that was given up would keep Flower's thread waiting for it: end its actor with the others."""
+    if straggling:
+        import ray
+
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _ray(workers: int, log: Path) -> Iterator[None]:
+    """Ray and Flower, quiet, with all their files in a folder that goes away; signals stay ours.
+
+    Raises:
+        MissingExtra: Ray is not installed.
+    """
+    folder = tempfile.mkdtemp(prefix="fedfm-")  # short: Ray makes sockets in it
+    settings = {
+        "FLWR_HOME": f"{folder}/flwr",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+    saved = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        ray = _import_ray()
+        with _our_signals() as again, quiet(log):
+            try:
+                ray.init(
+                    num_cpus=workers,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=f"{folder}/ray",
+                )
+                again()
+                yield
+            finally:
+                ray.shutdown()
+    finally:
+        for name, value in saved.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtra('run.engine = "simulation" needs Ray: pip install "fedfm[simulation]"') from None
+    return ray
+
+
+@contextlib.contextmanager
+def _our_signals() -> Iterator[Callable[[], None]]:
+    """Ray takes SIGTERM for itself; what this gives back takes it again."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    ours = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def again() -> None:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+
+    try:
+        yield again
+    finally:
+        again()

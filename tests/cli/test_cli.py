@@ -1,0 +1,393 @@
+"""The command line end to end, as a user types it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small import experiment
+
+from fedfm.cli import main
+from fedfm.experiment import to_toml
+
+
+def call(capsys, *args):
+    """(exit code, stdout, stderr)."""
+    code = main([str(a) for a in args])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def toml(folder, **changes):
+    path = folder / "exp.toml"
+    path.write_text(to_toml(experiment(folder, **changes)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run of a head on feature vectors."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert main(["run", str(toml(folder)), "--out", str(folder / "run"), "--format", "json"]) == 0
+    return folder / "run"
+
+
+def test_run_prints_one_json_object_with_the_contracts_fields(tmp_path, capsys):
+    code, out, err = call(capsys, "run", toml(tmp_path), "--out", tmp_path / "r", "--format", "json")
+    assert code == 0
+    result = json.loads(out.strip().splitlines()[-1])
+    assert len(out.strip().splitlines()) == 1
+    for key in (
+        "run method engine seed rounds seconds accuracy global_accuracy local_accuracy client_accuracy balanced_accuracy "
+        "macro_f1 loss perplexity bytes_up bytes_down epsilon params_sha256 excluded details"
+    ).split():
+        assert key in result
+    assert result["rounds"] == 4
+    assert result["epsilon"] is None
+    assert set(result["client_accuracy"]) == {f"client-0{i}" for i in range(5)}
+    assert 0.5 < result["accuracy"] <= 1
+    manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
+    assert manifest["result"] == result
+    assert (tmp_path / "r" / "report.html").stat().st_size > 5000
+    assert len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) == 5
+    assert oct((tmp_path / "r" / "private").stat().st_mode)[-3:] == "700"
+
+
+def test_bytes_are_those_of_the_messages(finished):
+    lines = [json.loads(line) for line in (finished / "messages.jsonl").read_text().splitlines()]
+    result = json.loads((finished / "manifest.json").read_text())["result"]
+    counted = [m for m in lines if m["counted"]]
+    assert sum(m["bytes"] for m in counted if m["to"] == "server") == result["bytes_up"]
+    assert sum(m["bytes"] for m in counted if m["from"] == "server") == result["bytes_down"]
+    assert {m["handler"] for m in counted} == {"train.FedAvg_train"}
+    assert {m["handler"] for m in lines} == {"train.FedAvg_train", "query.FedAvg_evaluate"}
+
+
+def test_set_and_engine_change_keys(tmp_path, capsys):
+    args = ("--set", "method.rounds=1", "--set", "method.name=fedprox", "--set", "method.mu=0.5")
+    code, out, _ = call(capsys, "run", toml(tmp_path), *args, "--out", tmp_path / "r", "--format", "json")
+    assert code == 0
+    result = json.loads(out)
+    assert (result["method"], result["rounds"]) == ("fedprox", 1)
+    assert json.loads((tmp_path / "r/manifest.json").read_text())["experiment"]["method"]["mu"] == 0.5
+
+
+def test_a_run_is_never_overwritten(finished, tmp_path, capsys):
+    code, _, err = call(capsys, "run", toml(tmp_path), "--out", finished)
+    assert code == 2
+    assert "fedfm resume" in err
+    other = tmp_path / "mine"
+    other.mkdir()
+    (other / "thesis.txt").write_text("x")
+    code, _, err = call(capsys, "run", toml(tmp_path), "--out", other)
+    assert code == 2
+    assert (other / "thesis.txt").exists()
+
+
+def test_resume_of_a_finished_run_prints_its_result_again(finished, capsys):
+    code, out, _ = call(capsys, "resume", finished, "--format", "json")
+    assert code == 0
+    assert json.loads(out) == json.loads((finished / "manifest.json").read_text())["result"]
+
+
+def test_kill_at_any_moment_and_resume_gives_the_same_bits(tmp_path, capsys):
+    tables = {"method": {"name": "scaffold", "rounds": 60, "local": {"epochs": 3}}, "run": {"workers": 2}}
+    exp = toml(tmp_path, **tables)
+    call(capsys, "run", exp, "--out", tmp_path / "straight")
+    straight = json.loads((tmp_path / "straight/manifest.json").read_text())["result"]
+    out = tmp_path / "killed"
+    kills = 0
+    for attempt in range(40):
+        args = ["resume", str(out)] if (out / "manifest.json").exists() else ["run", str(exp), "--out", str(out)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedfm.cli", *args],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        before = progress(out)
+        deadline = time.monotonic() + 60
+        # The first rounds are seen, then the process dies at a moment that no one chose.
+        while process.poll() is None and progress(out) < before + 6 + attempt and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if process.poll() is None:
+            time.sleep(0.003 * (attempt % 7))
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        code = process.wait()
+        if code == 0:
+            break
+    assert kills >= 3
+    resumed = json.loads((out / "manifest.json").read_text())["result"]
+    for key in ("params_sha256", "client_accuracy", "bytes_up", "bytes_down"):
+        assert resumed[key] == straight[key]
+    rounds = [json.loads(line)["round"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert rounds == list(range(61))
+
+
+def progress(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_ctrl_c_keeps_what_was_done_and_says_how_to_go_on(tmp_path, capsys):
+    exp = toml(tmp_path, method={"rounds": 3000}, run={"workers": 2})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedfm.cli", "run", str(exp), "--out", str(tmp_path / "r")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while progress(tmp_path / "r") < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"fedfm resume {tmp_path / 'r'}" in err
+    assert "Traceback" not in err
+    kept = progress(tmp_path / "r")
+    assert kept >= 3
+    code, out, _ = call(capsys, "report", tmp_path / "r")
+    assert code == 0
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
+    import fedfm
+    from fedfm.rundir import Run
+
+    exp = experiment(tmp_path, method={"rounds": 5})
+    straight = fedfm.run(exp, tmp_path / "straight")
+    fedfm.run(exp, tmp_path / "hurt")
+    run = Run.open(tmp_path / "hurt")
+    run.manifest["result"] = None
+    run.write_manifest()
+    newest = sorted((tmp_path / "hurt/checkpoint").iterdir())[-1]
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    again = fedfm.resume(tmp_path / "hurt")
+    assert again["params_sha256"] == straight["params_sha256"]
+    assert any("damaged" in n for n in Run.open(tmp_path / "hurt").manifest["notices"])
+
+
+def test_two_processes_never_write_one_run(tmp_path, capsys):
+    from fedfm.errors import InputError
+    from fedfm.experiment import Experiment
+    from fedfm.rundir import Run
+
+    run = Run.create(Experiment.from_dict(experiment(tmp_path)), tmp_path / "r")
+    with run.lock(), pytest.raises(InputError, match="another process"), Run.open(tmp_path / "r").lock():
+        pass
+
+
+def test_a_run_of_a_later_release_is_refused(finished, tmp_path, capsys):
+    manifest = json.loads((finished / "manifest.json").read_text()) | {"schema": 99}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    for command in ("resume", "report"):
+        code, _, err = call(capsys, command, tmp_path)
+        assert code == 2
+        assert "99" in err
+
+
+def test_predict_and_export(finished, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "new.npz", x=rng.normal(size=(7, 8)).astype(np.float32))
+    code, out, _ = call(capsys, "predict", finished, tmp_path / "new.npz", "--format", "json")
+    assert code == 0
+    result = json.loads(out)
+    assert len(result["predictions"]) == 7
+    assert set(result["predictions"]) <= {"ant", "bee", "cow", "dog"}
+    assert all(abs(sum(p) - 1) < 1e-4 for p in result["probabilities"])
+    code, _, _ = call(capsys, "export", finished, "--to", "torch", "--out", tmp_path / "out")
+    assert code == 0
+    from safetensors.torch import load_file
+
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    weights = load_file(file)
+    x = np.load(tmp_path / "new.npz")["x"]
+    logits = x @ weights["head.weight"].numpy().T + weights["head.bias"].numpy()
+    assert [result["classes"][i] for i in logits.argmax(1)] == result["predictions"]
+    code, _, err = call(capsys, "export", finished, "--to", "torch", "--out", tmp_path / "out")
+    assert code == 2
+
+
+def test_predict_with_a_model_per_client(tmp_path, capsys):
+    code, _, _ = call(capsys, "run", toml(tmp_path, method={"name": "local"}), "--out", tmp_path / "r")
+    assert code == 0
+    code, _, err = call(capsys, "predict", tmp_path / "r", tmp_path / "rows.npz")
+    assert code == 2
+    assert "--client" in err
+    code, out, _ = call(capsys, "predict", tmp_path / "r", tmp_path / "rows.npz", "--client", "client-01")
+    assert code == 0
+    assert len(out.strip().splitlines()) == 240
+    assert (tmp_path / "r/clients/client-01/adapter").is_dir()
+
+
+def test_compare(finished, tmp_path, capsys):
+    code, _, _ = call(capsys, "run", toml(tmp_path, method={"name": "centralised"}), "--out", tmp_path / "c")
+    code, out, _ = call(capsys, "compare", finished, tmp_path / "c", "--out", tmp_path / "page.html")
+    assert code == 0
+    assert "centralised" in out
+    assert (tmp_path / "page.html").read_text().lower().startswith("<!doctype html>")
+
+
+def test_seeds_give_mean_and_interval(tmp_path, capsys):
+    args = ("run", toml(tmp_path), "--seeds", "0,1,2", "--out", tmp_path / "s", "--format", "json")
+    code, out, _ = call(capsys, *args)
+    assert code == 0
+    result = json.loads(out)
+    values = [r["accuracy"] for r in result["runs"]]
+    figure = result["figures"]["accuracy"]
+    assert figure["mean"] == pytest.approx(np.mean(values))
+    from scipy import stats
+
+    low, high = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))
+    assert (figure["low"], figure["high"]) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+    code, out, _ = call(capsys, *args)  # again: nothing is run twice
+    assert json.loads(out)["runs"] == result["runs"]
+
+
+def test_tune_chooses_by_validation_rows(tmp_path, capsys):
+    exp = toml(tmp_path, data={"val_fraction": 0.25})
+    code, out, err = call(capsys, "run", exp, "--tune", "1e-6,0.2", "--out", tmp_path / "t", "--format", "json")
+    assert code == 0
+    manifest = json.loads((tmp_path / "t/manifest.json").read_text())
+    assert manifest["experiment"]["method"]["local"]["learning_rate"] == 0.2
+    entries = manifest["ledger"]["entries"]
+    assert [e["learning_rate"] for e in entries] == [1e-6, 0.2]
+    assert entries[0]["val_loss"] > entries[1]["val_loss"]
+    assert all(e["bytes_up"] > 0 for e in entries)
+    code, _, err = call(capsys, "run", toml(tmp_path), "--tune", "0.1,0.2")
+    assert code == 2
+    assert "val_fraction" in err
+
+
+def test_early_stopping_by_validation_rows(tmp_path, capsys):
+    tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2}, "method": {"rounds": 200}}
+    tables["method"]["local"] = {"learning_rate": 5.0, "batch_size": 4}
+    code, out, _ = call(capsys, "run", toml(tmp_path, **tables), "--out", tmp_path / "r", "--format", "json")
+    assert code == 0
+    result = json.loads(out)
+    assert 2 < result["rounds"] < 200
+    assert result["global_accuracy"] is not None
+
+
+def test_check_prints_every_default(tmp_path, capsys):
+    code, out, _ = call(capsys, "check", toml(tmp_path), "--format", "json")
+    assert code == 0
+    checked = json.loads(out)
+    assert checked["valid"]
+    assert checked["experiment"]["run"]["timeout"] == 600.0
+    assert checked["experiment"]["model"]["adaptation"]["name"] == "head"
+    code, out, _ = call(capsys, "check", toml(tmp_path))
+    import tomllib
+
+    assert tomllib.loads(out)["run"]["seed"] == 1
+
+
+BASE = '[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "fedavg"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("this is not toml", "not TOML"),
+        ("", "[data] is missing"),
+        (BASE + "roundz = 3\n", 'did you mean "rounds"'),
+        (BASE + 'rounds = "3"\n', "a whole number"),
+        (BASE + "rounds = 3.0\n", "a whole number"),
+        (BASE + "rounds = true\n", "a whole number"),
+        (BASE + "rounds = -1\n", "method.rounds"),
+        (BASE + "fraction = 0.0\n", "method.fraction"),
+        (BASE + "fraction = nan\n", "method.fraction"),
+        (BASE + '[run]\nengine = "spark"\n', '"local"'),
+        (BASE + "[run]\nmin_clients = 0\n", "run.min_clients"),
+        (BASE + "[run]\nseed = -1\n", "run.seed"),
+        (BASE + "[runs]\nseed = 1\n", 'did you mean "run"'),
+        (BASE + "[method.local]\nlearning_rate = -1.0\n", "method.local.learning_rate"),
+        (BASE + '[method.local]\nname = "sgdd"\n', 'did you mean "sgd"'),
+        (BASE + "[privacy]\ntarget_epsilon = 0.0\n", "privacy.target_epsilon"),
+        (BASE + '[privacy]\naggregator = "secagg"\n', "privacy.aggregator"),
+        (BASE.replace('"fedavg"', '"fedvag"'), 'did you mean "fedavg"'),
+        (BASE.replace('"fedavg"', '"scaffold"') + "[method.local]\nmomentum = 0.9\n", "scaffold"),
+        (BASE.replace('name = "digits"', 'name = "digits"\npath = "x.csv"'), "exactly one of"),
+        (BASE.replace('"nano-vit"', '"nano-vit"\ndtype = "int8"'), "model.dtype"),
+        (BASE.replace('"fedavg"', '"centralised"') + '[run]\nengine = "deployment"\n', "pools"),
+        (BASE.replace('"fedavg"', '"os:path"'), "os:path"),
+        (BASE.replace('"fedavg"', '"no.such:Thing"'), "no.such"),
+        (BASE.replace("[model]", 'partition = 5\n[model]'), "expected a table"),
+    ],
+)  # fmt: skip
+def test_a_wrong_experiment_is_refused_with_its_place_and_leaves_nothing(tmp_path, capsys, text, words):
+    path = tmp_path / "exp.toml"
+    path.write_text(text)
+    code, _, err = call(capsys, "run", path, "--out", tmp_path / "r")
+    assert code == 2
+    assert words in err
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "r").exists()
+
+
+def test_refusals_found_while_reading_leave_nothing(tmp_path, capsys):
+    for changes in ({"data": {"path": str(tmp_path / "no.npz")}}, {"model": {"name": "/no/such/folder"}}):
+        code, _, err = call(capsys, "run", toml(tmp_path, **changes), "--out", tmp_path / "r")
+        assert code == 2
+        assert "Traceback" not in err
+        assert not (tmp_path / "r").exists()
+
+
+def test_changed_data_are_refused_on_resume(tmp_path, capsys):
+    from fedfm.rundir import Run
+
+    call(capsys, "run", toml(tmp_path), "--out", tmp_path / "r")
+    run = Run.open(tmp_path / "r")
+    run.manifest["result"] = None
+    run.write_manifest()
+    from small import features
+
+    features(tmp_path, seed=9)
+    code, _, err = call(capsys, "resume", tmp_path / "r")
+    assert code == 2
+    assert "data changed" in err
+
+
+def test_help_list_show_teach(capsys):
+    for args in (["--help"], ["run", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            main(args)
+        assert stop.value.code == 0
+    assert "fedfm run exp.toml" in capsys.readouterr().out
+    code, out, _ = call(capsys, "list")
+    assert "scaffold" in out
+    assert "dirichlet" in out
+    code, out, _ = call(capsys, "show", "fedadam")
+    assert "arXiv:2003.00295" in out
+    assert "beta_2 = 0.99" in out
+    assert "learning_rate = 0.1" in out
+    code, _, err = call(capsys, "show", "fedadm")
+    assert code == 2
+    assert 'did you mean "fedadam"' in err
+
+
+def test_the_light_commands_import_no_heavy_library():
+    code = (
+        "import sys; from fedfm.cli import main; main(['list']); main(['show', 'scaffold'])\n"
+        "heavy = {'torch', 'transformers', 'flwr', 'numpy', 'peft'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_doctor(capsys):
+    code, out, _ = call(capsys, "doctor", "--format", "json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["ok"]
+    assert {"torch", "flwr", "nano-vit"} <= {c["what"] for c in report["checks"]}
