@@ -107,7 +107,10 @@ def drive(
         progress.finished()
     from fedfm.report import html
 
-    html.write(run.path)
+    try:
+        html.write(run.path)
+    except (FedfmError, OSError) as error:  # the result is there; `fedfm report` can be asked again
+        progress.notice(f"report.html could not be written: {error}")
     return result
 
 

@@ -186,6 +186,7 @@ class Federation:
         initial: w_0, the trainable parameters before the first round.
         round: 1, 2, ... while a round runs; 0 before the first.
         excluded: who was left out so far, with the reason.
+        heard: how many clients of the last call gave a valid reply.
         metrics: what the clients' updates of this round noted, as means weighted like the updates.
     """
 
@@ -207,6 +208,7 @@ class Federation:
         self.round, self._call = 0, 0
         self.transcript = Transcript()
         self.excluded: list[Excluded] = []
+        self.heard = 0
         self.metrics: dict[str, float] = {}
         self.cohort: tuple[ClientId, ...] = ()
         self._on_excluded = on_excluded
@@ -323,6 +325,7 @@ class Federation:
             self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"))
         yield from sorted(early.items())
         self.excluded[before:] = sorted(self.excluded[before:], key=lambda e: (e.client, e.code))
+        self.heard = good
         if good < self.min_clients:
             raise RunError(
                 f"round {self.round}: {good} of {len(cohort)} clients gave a valid reply to {name}, "

@@ -92,7 +92,7 @@ def federate(
         classes: names of the classes.
         method: name of a method; its own keys are further arguments, e.g. ``mu=0.01``.
         rounds: [the method's default].
-        local: the client optimiser, as ``[method.local]``; where a Trainer has an argument for a key, that is the default.
+        local: the client optimiser, as ``[method.local]``; a Trainer's arguments are its defaults.
         val_fraction: of each client's rows, kept for validation.
         seed: every random stream derives from it.
         out: the run directory [``runs/<name>-<time>``]; where it holds this very run, the run goes on.
@@ -122,16 +122,21 @@ def federate(
     tables = {
         "data": {"name": IN_MEMORY, "partition": _partition(clients, train, partition), "val_fraction": val_fraction},
         "model": {"name": IN_MEMORY},
-        "method": {"name": method, **({} if rounds is None else {"rounds": rounds}), "local": dict(local or {}), **keys},
+        "method": {
+            "name": method,
+            **({} if rounds is None else {"rounds": rounds}),
+            "local": dict(local or {}),
+            **keys,
+        },
         "run": settings,
     }
     experiment = Experiment.from_dict(tables | {"name": name or f"{method.rpartition(':')[2]}-in-memory"})
     table, places = given.table(clients, train, test)
     federated = _dealt(table, places, experiment.data, experiment.run.seed)
-    wrapped = given.wrapped(table, classes)
-    federated = replace(federated, table=replace(table, classes=wrapped.classes))
-    start = wrapped.params()
-    with _as_it_was(wrapped):
+    with _as_it_was(given.module):
+        wrapped = given.wrapped(table, classes)
+        federated = replace(federated, table=replace(table, classes=wrapped.classes))
+        start = wrapped.params()
         try:
             current, fresh = _run_at(out, experiment)
             watcher = progress or api.Progress()
@@ -151,7 +156,7 @@ class DatasetRows(Rows):
 
     table: Table | None = None
     index: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    collated: Callable[[list[Any]], Batch] = dict  # type: ignore[assignment]
+    collated: Callable[[list[Any]], Batch] = dict
 
     def __len__(self) -> int:
         return len(self.index)
@@ -362,10 +367,10 @@ class _Given:
             sets.append(("test", "", _checked(test, "test")))
         inputs = _Joined([data for _, _, data in sets])
         places, at = Places(), 0
-        for split, client, data in sets:
-            places[split, client] = np.arange(at, at + len(data))
+        for which, client, data in sets:
+            places[which, client] = np.arange(at, at + len(data))
             at += len(data)
-        split = np.concatenate([np.full(len(data), split) for split, _, data in sets])
+        split = np.concatenate([np.full(len(data), which) for which, _, data in sets])
         table = Table("own", inputs, None, (), split, _columns(sets), "the data given to federate()", self.notices)
         self.rows = DatasetRows(table=table, index=np.arange(len(inputs)), collated=self.collated)
         return replace(table, labels=_labels(self.rows)), places
@@ -406,7 +411,9 @@ class _Given:
             raise InputError("model: no parameter requires a gradient, there is nothing to train")
         for what in ("dtype", "device"):
             if len(found := {str(getattr(p, what)) for p in live}) > 1:
-                raise InputError(f"model: trainable parameters are of {' and '.join(sorted(found))}; expected one {what}")
+                raise InputError(
+                    f"model: trainable parameters are of {' and '.join(sorted(found))}; expected one {what}"
+                )
         model = wrap(
             module,
             lambda m, b: self.outcome(m, b)[0],
@@ -491,7 +498,9 @@ def _columns(sets: Sequence[tuple[str, str, Any]]) -> dict[str, np.ndarray]:
 def _names(module: nn.Module, count: int) -> tuple[str, ...]:
     """Class names of a transformers configuration, else 0, 1, ..."""
     named = getattr(getattr(module, "config", None), "id2label", None) or {}
-    return tuple(str(named[i]) for i in range(count)) if set(named) == {*range(count)} else tuple(map(str, range(count)))
+    return (
+        tuple(str(named[i]) for i in range(count)) if set(named) == {*range(count)} else tuple(map(str, range(count)))
+    )
 
 
 def _fingerprint(module: nn.Module, model: WrappedModel) -> str:
@@ -512,7 +521,9 @@ def _on(device: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cpu":
         return settings
     if settings.get("workers", 1) not in (0, 1):
-        raise InputError(f"run.workers = {settings['workers']}: a module on {device.type} runs in this process, expected 1")
+        raise InputError(
+            f"run.workers = {settings['workers']}: a module on {device.type} runs in this process, expected 1"
+        )
     return settings | {"workers": 1}
 
 
@@ -546,13 +557,14 @@ def _folders(run: Run, experiment: Experiment, clients: Iterable[str]) -> dict[s
 
 
 @contextlib.contextmanager
-def _as_it_was(model: WrappedModel) -> Iterator[None]:
+def _as_it_was(module: nn.Module) -> Iterator[None]:
     """Training and evaluation modes as they were; parameters in storage of their own, without gradients of ours."""
-    modes: Iterable[tuple[nn.Module, bool]] = [(m, m.training) for m in model.module.modules()]
+    modes = [(m, m.training) for m in module.modules()]
     try:
         yield
     finally:
-        for p in model.live().values():
-            p.data, p.grad = p.data.clone(), None
+        for p in module.parameters():
+            if p.requires_grad:
+                p.data, p.grad = p.data.clone(), None
         for m, training in modes:
             m.training = training

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm import __version__, store
-from fedfm.errors import InputError, RunError
+from fedfm.errors import InputError
 from fedfm.experiment import Experiment
 from fedfm.federation import Excluded, Federation
 
@@ -197,7 +197,7 @@ class Run:
                 file.write(text.encode())
                 return file.tell()
         except OSError as error:
-            raise RunError(f"cannot write {path}: {error.strerror}; what was committed before is kept") from error
+            raise store.not_written(path, error) from error
 
     def _truncate(self, name: str, length: int) -> None:
         path = self.path / name

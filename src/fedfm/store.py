@@ -47,8 +47,14 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644, sync: bool = True) 
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else error.strerror
-        raise RunError(f"cannot write {path}: {what}; what was committed before is kept") from error
+        raise not_written(path, error) from error
+
+
+def not_written(path: Path, error: OSError) -> RunError:
+    """What to say when a file of a run could not be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    what = "the disk is full" if full else error.strerror
+    return RunError(f"cannot write {path}: {what}; what was committed before is kept")
 
 
 def save(path: Path, value: Any, mode: int = 0o644, sync: bool = True) -> None:

@@ -24,7 +24,7 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
     run = Run.open(path)
     experiment = run.experiment
     if experiment.in_memory:
-        raise InputError(f"{path}: its model was given from Python; after fedfm.federate(...) the module holds its weights")
+        raise InputError(f"{path}: its model was given from Python, where the module holds its weights")
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
     personal = experiment.method.personal

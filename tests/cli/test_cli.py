@@ -158,6 +158,26 @@ def test_ctrl_c_keeps_what_was_done_and_says_how_to_go_on(tmp_path, capsys):
     assert code == 0
 
 
+def test_a_full_disk_stops_the_run_and_loses_nothing(tmp_path, capsys):
+    exp = toml(tmp_path, method={"rounds": 30})
+    call(capsys, "run", exp, "--out", tmp_path / "straight")
+    code = (
+        "import resource, sys; from fedfm.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000)); sys.exit(main(sys.argv[1:]))"
+    )
+    args = [sys.executable, "-c", code, "run", str(exp), "--out", str(tmp_path / "full")]
+    ended = subprocess.run(args, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "the disk is full" in ended.stderr
+    assert f"fedfm resume {tmp_path / 'full'}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert 0 < progress(tmp_path / "full") < 30
+    code, _, _ = call(capsys, "resume", tmp_path / "full")
+    assert code == 0
+    results = [json.loads((tmp_path / r / "manifest.json").read_text())["result"] for r in ("straight", "full")]
+    assert results[0]["params_sha256"] == results[1]["params_sha256"]
+
+
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     import fedfm
     from fedfm.rundir import Run

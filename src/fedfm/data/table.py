@@ -66,7 +66,8 @@ class Table:
 def fingerprint(table: Table) -> str:
     """SHA-256 (64 hex digits) over kind, inputs, labels, class names and split.
 
-    Pictures in files count by their bytes, rows of kind "own" by their number. The same wherever the rows came from: not over paths, further columns or notices.
+    Pictures in files count by their bytes, rows of kind "own" by their number. The same wherever the rows came from:
+    not over paths, further columns or notices.
     """
     digest = hashlib.sha256()
 

@@ -78,8 +78,7 @@ def loopback(
                 *("--superexec-auth-secret-file", str(secret), "--parent-pid", str(os.getpid())),
             ],
         )
-        for client in clients:
-            _worker(config, children, sites, client)
+        _workers(config, children, sites, clients)
         _until(lambda: _listens(port), children, stop, "the SuperLink does not answer")
         with contextlib.closing(Control(address, folder / "ca.crt")) as control:
             nodes = set()
@@ -127,12 +126,14 @@ def _node(children: Children, folder: Path, client: str, address: str, sites: Pa
     )
 
 
-def _worker(config: Mapping[str, str], children: Children, sites: Path, client: str) -> None:
-    """The client's warm worker, ahead of its first message: it loads while SuperLink and SuperNodes start."""
-    node = {"client": client, "site": str(sites.resolve())}
-    place = stub.folder_of(config, node, 0)
-    stub.prepare(place, config, node)
-    children.start(f"worker-{stub.plain(client)}", [sys.executable, "-m", "fedfm.engines.worker", str(place)])
+def _workers(config: Mapping[str, str], children: Children, sites: Path, clients: Sequence[str]) -> None:
+    """The clients' warm workers, ahead of the first message: they load while SuperLink and SuperNodes start."""
+    places = []
+    for client in clients:
+        node = {"client": client, "site": str(sites.resolve())}
+        places.append(stub.folder_of(config, node, 0))
+        stub.prepare(places[-1], config, node)
+    children.start("workers", [sys.executable, "-m", "fedfm.engines.worker", *map(str, places)])
 
 
 def _end_workers(sites: Path) -> None:
@@ -191,7 +192,7 @@ def _until(ready: Callable[[], bool], children: Children, stop: Callable[[], boo
     deadline = time.monotonic() + _START
     while not ready():
         for name, how in children.ended():
-            if not name.startswith("worker"):  # why a worker ended, the site says at hello
+            if name != "workers":  # why a worker ended, the site says at hello
                 raise RunError(f"{name} did not start ({how}):\n{children.tail(name)}")
         if stop():
             raise Interrupted

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _GRACE = 3.0  # seconds between the request to end and the end
@@ -92,19 +91,24 @@ def _signal(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def main() -> Any:
-    """``PARENT COMMAND...``: become COMMAND, and have the system end it with PARENT, however that ends.
+def die_with(parent: int) -> None:
+    """Have the system end this process with ``parent``, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    """``PARENT COMMAND...``: become COMMAND, tied to PARENT.
 
     A program of its own and not a function between fork and exec: with threads in the parent that would not be safe.
     """
     parent, command = int(sys.argv[1]), sys.argv[2:]
     os.umask(0o077)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return 1
+    die_with(parent)
     os.execvp(command[0], command)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -66,11 +66,17 @@ class Site:
             on_error=self._on_error,
         )
 
-    def warm(self) -> None:
-        """Load what can be loaded before the first message; what is wrong is told when the server says hello."""
+    def warm(self, shared: Site | None = None) -> None:
+        """Load what can be loaded before the first message, or take rows and model from a site that has them.
+
+        What is wrong is told when the server says hello.
+        """
         if self._own is None or self._classes is not None:
             with contextlib.suppress(Exception):
-                self.silos.population.data(self.silos.population.clients[0])
+                if shared is not None and "silos" in shared.__dict__:
+                    population = shared.silos.population
+                    self._populate = lambda classes: population  # type: ignore[return-value,assignment]
+                _ = self.silos
 
     def client(self, partition: int) -> ClientId:
         """The client of a node that only has a number, in order of names."""

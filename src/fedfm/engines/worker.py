@@ -1,7 +1,8 @@
 """A site's warm worker: one process that keeps Python, torch, the model and the rows, and answers one message at a time.
 
 ``python -m fedfm.engines.worker FOLDER`` serves the site that ``FOLDER/site.json`` describes, on a Unix socket that only its
-user can open. It ends when nobody has asked for a while, or with the process that FEDFM_PARENT names.
+user can open. It ends when nobody has asked for a while, or with the process that FEDFM_PARENT names. Several folders, of
+clients that hold parts of one table, share the memory of table and model.
 """
 
 from __future__ import annotations
@@ -16,28 +17,89 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fedfm.engines import stub
+from fedfm.engines.processes import die_with
+
+if TYPE_CHECKING:
+    from fedfm.engines import site
 
 IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE says otherwise
 
 
 def main() -> None:
-    """Serve until idle."""
+    """Serve until idle; of several folders, each in a process of its own that is forked when everything is loaded."""
     os.umask(0o077)
-    folder = Path(sys.argv[1])
     _watch_parent()
-    with open(folder / "worker.lock", "w") as lock:
+    posts = [post for post in map(_Post.take, map(Path, sys.argv[1:])) if post is not None]
+    if not posts:
+        return
+    from fedfm.engines import site as sites
+
+    with _single_thread():
+        shared = sites.of_folder(posts[0].folder)[0]
+        shared.warm()
+    if len(posts) == 1:
+        posts[0].serve(shared)
+        return
+    parent = os.getpid()
+    for post in posts:
+        if os.fork() == 0:
+            try:
+                die_with(parent)
+                _watch_parent()
+                for other in posts:
+                    if other is not post:
+                        other.leave()
+                post.serve(shared)
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+    for post in posts:
+        post.leave()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+class _Post:
+    """A site's place: the lock that says that somebody serves it, and the socket, open before anything is loaded."""
+
+    def __init__(self, folder: Path, lock: TextIO) -> None:
+        self.folder, self._lock, self._listener = folder, lock, _listen(folder)
+
+    @classmethod
+    def take(cls, folder: Path) -> _Post | None:
+        """The place, unless another process has it."""
+        lock = open(folder / "worker.lock", "a+")  # noqa: SIM115 - open as long as it is held
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return  # another one serves already
-        lock.write(str(os.getpid()))
-        lock.flush()
-        with contextlib.closing(_listen(folder)) as listener:
-            _serve(folder, listener)
+            lock.close()
+            return None
+        return cls(folder, lock)
+
+    def leave(self) -> None:
+        """This process's hold of it; another's stays."""
+        self._lock.close()
+        self._listener.close()
+
+    def serve(self, shared: site.Site) -> None:
+        """Answer until nobody has asked for a while."""
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+        _serve(self.folder, self._listener, shared)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(stub.address(folder))
+            os.unlink(stub.address(self.folder))
+        self.leave()
+
+
+def _single_thread() -> Any:
+    from fedfm.serve import single_thread
+
+    return single_thread()
 
 
 def _listen(folder: Path) -> socket.socket:
@@ -53,14 +115,13 @@ def _listen(folder: Path) -> socket.socket:
     return listener
 
 
-def _serve(folder: Path, listener: socket.socket) -> None:
+def _serve(folder: Path, listener: socket.socket, shared: site.Site) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    from fedfm.engines import site
-    from fedfm.serve import single_thread
+    from fedfm.engines import site as sites
 
-    with single_thread():
-        here, own = site.of_folder(folder)
-        here.warm()
+    with _single_thread():
+        here, own = sites.of_folder(folder)
+        here.warm(shared)
         while True:
             try:
                 link, _ = listener.accept()

@@ -42,7 +42,7 @@ class Scaffold(FedAvg):
         like = Params.join(y=x, c=c).layout
         mean = fed.mean(self.train, of=cohort, like=like, x=x, c=c)  # 1/|S| sum (Delta y_k, Delta c_k), line 16
         x = x + self.server_learning_rate * mean.part("y")  # line 17
-        c = c + (len(cohort) / len(fed.clients)) * mean.part("c")
+        c = c + (fed.heard / len(fed.clients)) * mean.part("c")  # |S|/K, S being those whose update arrived
         return Controlled(x, c)
 
     @on_client

@@ -1,9 +1,10 @@
 """Linear heads on frozen features, a whole cohort as one batched product.
 
-With the backbone frozen, a client trains a softmax regression on cached features. K clients are one (K, C, d + 1)
-tensor, a step is two ``bmm``. A client's slice of a ``bmm`` does not depend on how many clients stand beside it, so a
-cohort gives the same bits as the clients one by one; that is why every mini-batch has the full batch size, padded
-with rows of weight zero, and why the bias is a column of ones.
+With the backbone frozen, a client trains a softmax regression on cached features. K clients are one weight
+(K, C, d) and one bias (K, C); a step is two batched products, the second of which adds -eta times the gradient to the
+weight in place where the optimiser is plain SGD. A client's slice of a batched product does not depend on how many
+clients stand beside it, so a cohort gives the same bits as the clients one by one; that is why every mini-batch has
+the full batch size, padded with rows of weight zero.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from fedfm.params import Params
+from fedfm.training import SGD
 from fedfm.training.cohort import Job
 from fedfm.training.rules import Rule
 
 WIDTH = 16  # clients a chunk: their features and heads still fit the cache
+_GATHER = 1 << 19  # entries of features that are gathered at a time: several steps of a chunk, still in the cache
 
 
 def applies(model: Any) -> bool:
@@ -42,70 +45,102 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     sequence = sorted(range(len(jobs)), key=lambda i: -jobs[i].local.steps(len(jobs[i].client.data.train)))
     ordered = [jobs[i] for i in sequence]
     local = ordered[0].local
-    weight, bias = _names(ordered[0].client.model)
-    size, steps = local.batch_size, [local.steps(len(job.client.data.train)) for job in ordered]
-    features = [_with_ones(job.client.data.train.tensors["features"]) for job in ordered]
-    labels = [_labels(job) for job in ordered]
-    w = torch.stack([torch.cat([job.w[weight], job.w[bias][:, None]], 1) for job in ordered])  # (K, C, d + 1)
-    start = w.clone() if any(job.mu for job in ordered) else None
-    mu = torch.tensor([job.mu for job in ordered])[:, None, None]
-    correction = None
-    if ordered[0].correction is not None:
-        corrections = [job.correction for job in ordered if job.correction is not None]
-        correction = torch.stack([torch.cat([c[weight], c[bias][:, None]], 1) for c in corrections])
-    rule = Rule(local, w)
-    plans = [_plan(job, size) for job in ordered]
-    x = w.new_empty(len(ordered), size, w.shape[2])
-    y = torch.empty(len(ordered), size, dtype=torch.int64)
-    share = w.new_empty(len(ordered), size, 1)
+    names = _names(ordered[0].client.model)
+    steps = [local.steps(len(job.client.data.train)) for job in ordered]
+    w, b = (torch.stack([job.w[name] for job in ordered]) for name in names)  # (K, C, d), (K, C)
+    pull = _Pull(ordered, names, w, b)
+    plain = isinstance(local, SGD) and not local.momentum and not pull
+    keep = 1 - local.learning_rate * local.weight_decay
+    rules = () if plain else (Rule(local, w), Rule(local, b))
+    batches = _Batches(ordered, steps, w)
     losses = torch.zeros(len(ordered))
     active = len(ordered)
     for step in range(max(steps, default=0)):
         while steps[active - 1] <= step:
             active -= 1
-            rule.narrow(active)
-        for k in range(active):
-            index, mass = plans[k][0][step], plans[k][1][step]
-            torch.index_select(features[k], 0, index, out=x[k])
-            torch.index_select(labels[k], 0, index, out=y[k])
-            share[k, :, 0] = mass
-        head = w[:active]
-        error = torch.log_softmax(torch.bmm(x[:active], head.transpose(1, 2)), 2)  # (K, B, C)
-        picked = y[:active, :, None]
-        losses[:active] -= (error.gather(2, picked) * share[:active]).sum((1, 2))
-        error.exp_().scatter_add_(2, picked, -torch.ones_like(share[:active])).mul_(share[:active])
-        gradient = torch.bmm(error.transpose(1, 2), x[:active])  # (K, C, d + 1)
-        if start is not None:
-            gradient.add_((head - start[:active]).mul_(mu[:active]))
-        if correction is not None:
-            gradient.add_(correction[:active])
-        rule.step(head, gradient)
+            for rule in rules:
+                rule.narrow(active)
+        x, y, share = batches.at(step, active)  # (K, B, d), (K, 1, B), (K, 1, B)
+        error = torch.bmm(w[:active], x.transpose(1, 2)).add_(b[:active, :, None])  # (K, C, B)
+        error = torch.log_softmax(error, 1)
+        losses[:active] -= (error.gather(1, y) * share).sum((1, 2))
+        error.exp_().scatter_add_(1, y, batches.minus_one[:active]).mul_(share)
+        if plain:  # w <- (1 - eta lambda) w - eta gradient
+            w[:active].baddbmm_(error, x, beta=keep, alpha=-local.learning_rate)
+            b[:active].mul_(keep).sub_(error.sum(2), alpha=local.learning_rate)
+        else:
+            gradients = torch.bmm(error, x), error.sum(2)
+            pull.add(gradients, (w, b), active)
+            for rule, p, g in zip(rules, (w, b), gradients, strict=True):
+                rule.step(p[:active], g)
     out: list[Any] = [None] * len(jobs)
     for k, i in enumerate(sequence):
         job = jobs[i]
         job.client.metrics["loss"] = float(losses[k]) / max(steps[k], 1)
-        parts = {weight: w[k, :, :-1], bias: w[k, :, -1]}
-        out[i] = Params({name: parts[name] for name in job.w})
+        trained = dict(zip(names, (w[k], b[k]), strict=True))
+        out[i] = Params({name: trained[name] for name in job.w})
     return out
 
 
-def _labels(job: Job) -> Tensor:
-    labels = job.client.data.train.labels
-    if labels is None:
-        raise ValueError("a head is trained on labelled rows")
-    return labels
+class _Pull:
+    """What is added to the gradients: mu (v - w) of a proximal term, and a correction; false where there is neither."""
+
+    def __init__(self, jobs: Sequence[Job], names: Sequence[str], w: Tensor, b: Tensor) -> None:
+        self.mu = torch.tensor([job.mu for job in jobs]) if any(job.mu for job in jobs) else None
+        self.start = (w.clone(), b.clone()) if self.mu is not None else ()
+        corrections = [job.correction for job in jobs if job.correction is not None]
+        self.corrections = tuple(torch.stack([c[name] for c in corrections]) for name in names) if corrections else ()
+
+    def __bool__(self) -> bool:
+        return self.mu is not None or bool(self.corrections)
+
+    def add(self, gradients: Sequence[Tensor], at: Sequence[Tensor], active: int) -> None:
+        """In place, for the first ``active`` clients."""
+        for i, (g, p) in enumerate(zip(gradients, at, strict=True)):
+            if self.mu is not None:
+                mu = self.mu[:active].view(-1, *[1] * (p.dim() - 1))
+                g.add_((p[:active] - self.start[i][:active]).mul_(mu))
+            if self.corrections:
+                g.add_(self.corrections[i][:active])
 
 
-def _with_ones(features: Tensor) -> Tensor:
-    return torch.cat([features, features.new_ones(len(features), 1)], 1)
+class _Batches:
+    """The mini-batches of a chunk in lockstep, the rows of several steps gathered at a time."""
+
+    def __init__(self, jobs: Sequence[Job], steps: Sequence[int], like: Tensor) -> None:
+        size, width = jobs[0].local.batch_size, like.shape[2]
+        self._steps, self._size = steps, size
+        self._span = max(1, min(_GATHER // max(len(jobs) * size * width, 1), max(steps, default=1)))  # steps at a time
+        self._rows = [job.client.data.train for job in jobs]
+        self._plans = [_plan(job, steps[k], size) for k, job in enumerate(jobs)]
+        self._x = like.new_zeros(len(jobs), self._span * size, width)
+        self._y = torch.zeros(len(jobs), 1, self._span * size, dtype=torch.int64)
+        self._share = like.new_zeros(len(jobs), 1, self._span * size)
+        self.minus_one = like.new_full((len(jobs), 1, size), -1.0)
+
+    def at(self, step: int, active: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Features (K, B, d), labels (K, 1, B) and shares (K, 1, B) of a step."""
+        at = step % self._span
+        if at == 0:
+            for k in range(active):
+                self._gather(k, step, min(step + self._span, self._steps[k]))
+        piece = slice(at * self._size, (at + 1) * self._size)
+        return self._x[:active, piece], self._y[:active, :, piece], self._share[:active, :, piece]
+
+    def _gather(self, k: int, start: int, stop: int) -> None:
+        rows, (index, share) = self._rows[k], self._plans[k]
+        if rows.labels is None:
+            raise ValueError("a head is trained on labelled rows")
+        index, count = index[start:stop].view(-1), (stop - start) * self._size
+        torch.index_select(rows.tensors["features"], 0, index, out=self._x[k, :count])
+        torch.index_select(rows.labels, 0, index, out=self._y[k, 0, :count])
+        self._share[k, 0, :count] = share[start:stop].view(-1)
 
 
-def _plan(job: Job, size: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Row indexes of every batch, padded to ``size``, and each row's share of the mean: 1/b, and 0 for padding."""
-    indexes, shares = [], []
-    for order in job.orders():
-        index, mass = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.float32)
-        index[: len(order)], mass[: len(order)] = order, 1 / len(order)
-        indexes.append(torch.from_numpy(index))
-        shares.append(torch.from_numpy(mass))
-    return indexes, shares
+def _plan(job: Job, steps: int, size: int) -> tuple[Tensor, Tensor]:
+    """Row indexes (steps, B) of every batch, padded with row 0, and each row's share of the mean: 1/b, 0 for padding."""
+    index, share = np.zeros((steps, size), dtype=np.int64), np.zeros((steps, size), dtype=np.float32)
+    for step, order in enumerate(job.orders()):
+        index[step, : len(order)] = order
+        share[step, : len(order)] = 1 / len(order)
+    return torch.from_numpy(index), torch.from_numpy(share)

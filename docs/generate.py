@@ -1,0 +1,128 @@
+"""Writes docs/reference/experiment.md from the dataclasses that an experiment is made of.
+
+    python docs/generate.py            write the page
+    python docs/generate.py --check    exit 1 where the page is not what would be written
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from fedfm.data.spec import DataSpec, PartitionSpec
+from fedfm.experiment import AttackSpec, PrivacySpec, RunSpec, available, resolve
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.training import BY_NAME, Local
+
+PAGE = Path(__file__).parent / "reference" / "experiment.md"
+_HEAD = """# The experiment file
+
+<!-- Written by docs/generate.py from the dataclasses in the code: change those, then run it again. -->
+
+An experiment is one TOML file. `[data]`, `[model]` and `[method]` are required, the rest has defaults. A key that is not
+listed here, or a value of another type, is refused with its place before anything is computed. `fedfm check exp.toml` prints
+an experiment with every default filled in; `fedfm show METHOD` prints one method. A default in brackets is what happens
+where the key is absent. The top-level key `name` names the run; its default is made of method and data.
+"""
+
+
+def main() -> int:
+    """Write or check the page."""
+    text = page()
+    if "--check" in sys.argv[1:]:
+        if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
+            return 0
+        print(f"{PAGE} is not up to date: run python docs/generate.py", file=sys.stderr)  # noqa: T201
+        return 1
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [
+        _HEAD,
+        section("[data]", DataSpec, "Exactly one of `name`, `path`, `hub` and `clients` says where the rows come from."),
+        section("data.partition", PartitionSpec, "`partition = { name = \"dirichlet\", alpha = 0.1, clients = 10 }`"),
+        section("[model]", ModelSpec),
+        section("model.adaptation", AdaptationSpec, "`adaptation = { name = \"lora\", rank = 4 }`"),
+        "## [method]\n\n`name` says which method; the other keys depend on it.\n",
+        *(method(name) for name in available("methods") if _ours(name)),
+        "## [method.local]\n\nThe client optimiser; `name` is one of "
+        + ", ".join(f"`{n}`" for n in BY_NAME)
+        + ". All have these keys:\n\n"
+        + table(Local),
+        *(
+            f"`{name}`: {_sentence(cls)}\n\n{table(cls, beyond=Local)}" if _own(cls, Local) else ""
+            for name, cls in BY_NAME.items()
+        ),
+        section("[privacy]", PrivacySpec, "Reserved: this release refuses every key, since it has no mechanism yet."),
+        section("[attack]", AttackSpec, "Reserved: no attack is built in yet, and the table is refused."),
+        section("[run]", RunSpec),
+    ]
+    return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def section(title: str, cls: type, text: str = "") -> str:
+    """A heading, a sentence, and the keys."""
+    return f"## {title}\n\n{text or _sentence(cls)}\n\n{table(cls)}"
+
+
+def method(name: str) -> str:
+    """A method's paper and keys."""
+    cls = resolve("methods", name)
+    paper = (sys.modules[cls.__module__].__doc__ or "").strip().splitlines()[0]
+    return f"### `{name}`\n\n{paper}\n\n{table(cls, without=('local',))}"
+
+
+def table(cls: Any, beyond: Any = None, without: tuple[str, ...] = ()) -> str:
+    """The keys of a dataclass as a table."""
+    hints = get_type_hints(cls)
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for f in dataclasses.fields(cls):
+        if f.name in without or not f.init or (beyond is not None and f.name not in _own(cls, beyond)):
+            continue
+        cells = (f"`{f.name}`", _type(hints[f.name]), _default(f), str(f.metadata.get("help", "")))
+        rows.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _own(cls: Any, base: Any) -> set[str]:
+    """Fields that are not the base's, or have another default."""
+    known = {f.name: f.default for f in dataclasses.fields(base)}
+    return {f.name for f in dataclasses.fields(cls) if f.name not in known or known[f.name] != f.default}
+
+
+def _ours(name: str) -> bool:
+    return available("methods")[name].startswith("fedfm.")
+
+
+def _sentence(cls: type) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+def _type(hint: Any) -> str:
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        return _type(next(a for a in get_args(hint) if a is not types.NoneType))
+    if dataclasses.is_dataclass(hint):
+        return "table"
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+    return names.get(hint) or {tuple: "list", dict: "table"}.get(get_origin(hint) or hint, str(hint))
+
+
+def _default(f: dataclasses.Field[Any]) -> str:
+    value = f.default
+    if value is None or value is dataclasses.MISSING or value == "" or dataclasses.is_dataclass(value):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
