@@ -1,12 +1,13 @@
-"""Writes docs/reference/experiment.md from the dataclasses that an experiment is made of.
+"""Writes what the documents say about the code: docs/reference/experiment.md, and the table of methods in README.md.
 
-    python docs/generate.py            write the page
-    python docs/generate.py --check    exit 1 where the page is not what would be written
+python docs/generate.py            write
+python docs/generate.py --check    exit 1 where a file is not what would be written
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import types
 import typing
@@ -19,38 +20,64 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import BY_NAME, Local
 
 PAGE = Path(__file__).parent / "reference" / "experiment.md"
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- methods:begin -->", "<!-- methods:end -->"
 _HEAD = """# The experiment file
 
 <!-- Written by docs/generate.py from the dataclasses in the code: change those, then run it again. -->
 
-An experiment is one TOML file. `[data]`, `[model]` and `[method]` are required, the rest has defaults. A key that is not
-listed here, or a value of another type, is refused with its place before anything is computed. `fedfm check exp.toml` prints
-an experiment with every default filled in; `fedfm show METHOD` prints one method. A default in brackets is what happens
-where the key is absent. The top-level key `name` names the run; its default is made of method and data.
+An experiment is one TOML file. `[data]`, `[model]` and `[method]` are required, the rest has defaults. A key that is
+not listed here, or a value of another type, is refused with its place before anything is computed.
+`fedfm check exp.toml` prints an experiment with every default filled in; `fedfm show METHOD` prints one method.
+A default in brackets is what happens where the key is absent. The top-level key `name` names the run; its default is
+made of method and data.
 """
 
 
 def main() -> int:
-    """Write or check the page."""
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-            return 0
-        print(f"{PAGE} is not up to date: run python docs/generate.py", file=sys.stderr)  # noqa: T201
-        return 1
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    """Write or check the files."""
+    old = 0
+    for path, text in ((PAGE, page()), (README, readme(README.read_text(encoding="utf-8")))):
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        if "--check" in sys.argv[1:]:
+            print(f"{path} is not up to date: run python docs/generate.py", file=sys.stderr)  # noqa: T201
+            old = 1
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return old
+
+
+def readme(text: str) -> str:
+    """The README with its table of methods."""
+    rows = ["| method | paper | file | lines |", "|---|---|---|---|"]
+    for name in filter(_ours, available("methods")):
+        module = sys.modules[resolve("methods", name).__module__]
+        first, _, rest = (module.__doc__ or "").strip().partition("\n\n")
+        source = Path(str(module.__file__))
+        lines = len(source.read_text(encoding="utf-8").splitlines())
+        link = f"[{source.name}](src/fedfm/methods/{source.name})"
+        rows.append(f"| `{name}` | {' '.join(first.split())} {_arxiv(rest)} | {link} | {lines} |")
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n" + "\n".join(rows) + f"\n{END}{rest.partition(END)[2]}"
+
+
+def _arxiv(text: str) -> str:
+    found = re.search(r"arXiv:\d{4}\.\d{5}", text)
+    return found[0] if found else ""
 
 
 def page() -> str:
     """The whole page."""
     parts = [
         _HEAD,
-        section("[data]", DataSpec, "Exactly one of `name`, `path`, `hub` and `clients` says where the rows come from."),
-        section("data.partition", PartitionSpec, "`partition = { name = \"dirichlet\", alpha = 0.1, clients = 10 }`"),
+        section(
+            "[data]", DataSpec, "Exactly one of `name`, `path`, `hub` and `clients` says where the rows come from."
+        ),
+        section("data.partition", PartitionSpec, '`partition = { name = "dirichlet", alpha = 0.1, clients = 10 }`'),
         section("[model]", ModelSpec),
-        section("model.adaptation", AdaptationSpec, "`adaptation = { name = \"lora\", rank = 4 }`"),
+        section("model.adaptation", AdaptationSpec, '`adaptation = { name = "lora", rank = 4 }`'),
         "## [method]\n\n`name` says which method; the other keys depend on it.\n",
         *(method(name) for name in available("methods") if _ours(name)),
         "## [method.local]\n\nThe client optimiser; `name` is one of "
@@ -76,8 +103,8 @@ def section(title: str, cls: type, text: str = "") -> str:
 def method(name: str) -> str:
     """A method's paper and keys."""
     cls = resolve("methods", name)
-    paper = (sys.modules[cls.__module__].__doc__ or "").strip().splitlines()[0]
-    return f"### `{name}`\n\n{paper}\n\n{table(cls, without=('local',))}"
+    paper = (sys.modules[cls.__module__].__doc__ or "").strip().partition("\n\n")[0]
+    return f"### `{name}`\n\n{' '.join(paper.split())}\n\n{table(cls, without=('local',))}"
 
 
 def table(cls: Any, beyond: Any = None, without: tuple[str, ...] = ()) -> str:

@@ -1,8 +1,8 @@
-"""The Flower apps: ``fedfm.apps:server`` and ``fedfm.apps:client`` are the components of a Flower app that runs an experiment.
+"""The Flower apps: ``fedfm.apps:server`` and ``fedfm.apps:client``, the components of an app that runs an experiment.
 
-``fedfm app DIR`` writes such an app. Both sides run the code that is installed where they are; they tell each other their
-versions before the first round. Importing this module imports Flower, and neither torch nor transformers: Flower starts a
-process for every message, and the client's work is done in a worker that stays.
+``fedfm app DIR`` writes such an app. Both sides run the code that is installed where they are; they tell each other
+their versions before the first round. Importing this module imports Flower, and neither torch nor transformers: Flower
+starts a process for every message, and the client's work is done in a worker that stays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedfm.errors import ClientFault, InputError
 __all__ = ["client", "server"]
 
 
-class SiteApp(ClientApp):
+class SiteApp(ClientApp):  # type: ignore[misc]
     """Answers every handler of every method: which ones there are, the site knows, and what it allows, its policy.
 
     Flower's own dispatch wants all names when the app is imported, before the experiment is known.
@@ -54,7 +54,7 @@ client = SiteApp()
 server = ServerApp()
 
 
-@server.main()
+@server.main()  # type: ignore[untyped-decorator]
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment of the run's configuration, or go on with it."""
     from fedfm.engines.host import serve

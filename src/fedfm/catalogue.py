@@ -90,8 +90,9 @@ def _describe(tree: ast.Module) -> str:
 
 
 def _fields(module: str, name: str | None) -> dict[str, tuple[str, str]]:
-    """key -> (default, meaning) of a dataclass, its bases' first; the last class of the module where no name is
-    given."""
+    """Key -> (default, meaning) of a dataclass, its bases' first; the last class of the module where no name is
+    given.
+    """
     tree = ast.parse(_source(module))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     node = classes[name] if name else list(classes.values())[-1]

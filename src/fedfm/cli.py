@@ -136,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     app.add_argument("folder", type=Path)
     app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
 
+    silo = with_format(command("silo", _silo, "check a silo's file: its rows, and what it lets the server see"))
+    silo.add_argument("file", type=Path, help="silo.toml: name, data, allow")
+
     with_format(command("doctor", _doctor, "check this installation"))
     return parser
 
@@ -276,6 +279,23 @@ def _app(args: Any) -> int:
 
     print(write(args.folder, args.experiment))
     return 0
+
+
+def _silo(args: Any) -> int:
+    from fedfm.engines.silofile import report
+
+    found = report(args.file)
+    rows, single = found["rows"], found["shows_single_replies"]
+    text = (
+        f"{found['name']}: {rows['train']} training, {rows['val']} validation and {rows['test']} test rows, "
+        f"{len(found['classes'])} classes\nanswers {', '.join(found['allow'])}: "
+        + (
+            "single replies, which the server sees one by one"
+            if single
+            else "updates for means only, no single replies"
+        )
+    )
+    return _say(args, found, "\n".join([text, *found["notices"]]))
 
 
 def _doctor(args: Any) -> int:

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfm import api, store
+from fedfm.data.dataset import DatasetRows, Joined, checked, class_labels, column
 from fedfm.data.partition import deal, own_test
 from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.data.strata import hold_out
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 Loss = Callable[[Any, Tensor], Tensor]  # (what the module returned, target) -> scalar, as torch.nn's losses
 Objective = Callable[[nn.Module, Any], Tensor]  # (module, batch as collated) -> scalar
-Outcome = Callable[[nn.Module, Batch], tuple[Tensor, Any]]  # -> (scalar loss, logits or None)
-_READ = 256  # rows collated at a time where labels are read
 _PROBE = 8  # rows on which module and loss are tried out
 
 
@@ -131,7 +130,7 @@ def federate(
         "run": settings,
     }
     experiment = Experiment.from_dict(tables | {"name": name or f"{method.rpartition(':')[2]}-in-memory"})
-    table, places = given.table(clients, train, test)
+    table, places = given.table(clients, train, test, experiment.data.partition.column)
     federated = _dealt(table, places, experiment.data, experiment.run.seed)
     with _as_it_was(given.module):
         wrapped = given.wrapped(table, classes)
@@ -148,50 +147,6 @@ def federate(
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DatasetRows(Rows):
-    """Rows of a data set, read and collated when a batch asks for them."""
-
-    table: Table | None = None
-    index: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    collated: Callable[[list[Any]], Batch] = dict
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def take(self, index: Sequence[int] | np.ndarray | Tensor) -> DatasetRows:
-        """These rows, in this order."""
-        return replace(self, index=self.index[np.asarray(index, dtype=np.int64)])
-
-    def batch(self, index: Sequence[int] | np.ndarray | Tensor) -> Batch:
-        """The collated rows."""
-        assert self.table is not None  # noqa: S101 - set by whoever makes rows
-        return self.collated([self.table.inputs[i] for i in self.take(index).index.tolist()])
-
-
-class _Joined(Sequence[Any]):
-    """Several data sets, one after the other."""
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self._parts = parts
-        self._ends = np.cumsum([len(p) for p in parts])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, i: Any) -> Any:
-        part = int(np.searchsorted(self._ends, i, side="right"))
-        return self._parts[part][int(i) - (int(self._ends[part - 1]) if part else 0)]
-
-
-def _checked(data: Any, what: str, *, empty: bool = False) -> Any:
-    if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise InputError(f"{what} is a {type(data).__name__}: expected a map-style data set, with len() and [i]")
-    if not len(data) and not empty:
-        raise InputError(f"{what} has no rows")
-    return data
 
 
 def _partition(clients: Mapping[str, Any] | None, train: Any, partition: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -352,28 +307,29 @@ class _Given:
                 )
         return named
 
-    def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any) -> tuple[Table, Places]:
-        """All rows one after the other, and which are whose."""
+    def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any, by: str | None) -> tuple[Table, Places]:
+        """All rows one after the other, and which are whose; with the column ``by`` where a partition wants one."""
         sets: list[tuple[str, str, Any]] = []
         if clients is not None:
-            sets += [("train", c, _checked(clients[c], f'clients["{c}"]')) for c in sorted(clients)]
+            sets += [("train", c, checked(clients[c], f'clients["{c}"]')) for c in sorted(clients)]
         else:
-            sets.append(("train", "", _checked(train, "train")))
+            sets.append(("train", "", checked(train, "train")))
         if isinstance(test, Mapping):
             if clients is None or (strange := sorted(test.keys() - clients.keys())):
                 raise InputError(f"test: {'no clients are named' if clients is None else f'{strange} are no clients'}")
-            sets += [("test", c, _checked(test[c], f'test["{c}"]', empty=True)) for c in sorted(test)]
+            sets += [("test", c, checked(test[c], f'test["{c}"]', empty=True)) for c in sorted(test)]
         elif test is not None:
-            sets.append(("test", "", _checked(test, "test")))
-        inputs = _Joined([data for _, _, data in sets])
+            sets.append(("test", "", checked(test, "test")))
+        inputs = Joined([data for _, _, data in sets])
         places, at = Places(), 0
         for which, client, data in sets:
             places[which, client] = np.arange(at, at + len(data))
             at += len(data)
         split = np.concatenate([np.full(len(data), which) for which, _, data in sets])
-        table = Table("own", inputs, None, (), split, _columns(sets), "the data given to federate()", self.notices)
+        columns = column([data for _, _, data in sets], by) if by and clients is None else {}
+        table = Table("own", inputs, None, (), split, columns, "the data given to federate()", self.notices)
         self.rows = DatasetRows(table=table, index=np.arange(len(inputs)), collated=self.collated)
-        return replace(table, labels=_labels(self.rows)), places
+        return replace(table, labels=class_labels(self.rows)), places
 
     def native(self, batch: Batch) -> Any:
         """The batch as the user's collate made it."""
@@ -470,29 +426,6 @@ class _Given:
         found = scores(torch.cat(outputs), torch.cat(targets)) if classifier else nothing(len(rows))
         mean = total / len(rows)
         return found | {"loss": mean if np.isfinite(mean) else None}
-
-
-def _labels(rows: DatasetRows) -> np.ndarray | None:
-    """(n,) where every row has one whole number of at least 0 as its target; found by reading all rows once."""
-    found = []
-    with torch.random.fork_rng(devices=[]):
-        for batch in rows.batches(_READ):
-            y = batch.get("labels")
-            if y is None or y.dim() != 1 or y.is_floating_point() or y.dtype == torch.bool or int(y.min()) < 0:
-                return None
-            found.append(y.cpu().numpy().astype(np.int64))
-    return np.concatenate(found)
-
-
-def _columns(sets: Sequence[tuple[str, str, Any]]) -> dict[str, np.ndarray]:
-    """Columns of text or whole numbers that all data sets name, as Hugging Face's do: for by_column."""
-    known = [set(getattr(data, "column_names", None) or ()) for _, _, data in sets]
-    columns = {}
-    for name in sorted(set.intersection(*known)):
-        values = [v for _, _, data in sets for v in data[name]]
-        if all(isinstance(v, (str, int)) for v in values):
-            columns[name] = np.array([str(v) for v in values])
-    return columns
 
 
 def _names(module: nn.Module, count: int) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ class Partitioned:
     def rows(self, index: np.ndarray) -> Rows:
         """Rows of the table, ready for the model."""
         rows: Rows = self.model.prepare(self.federated.table, index)
-        return self.model.encode(rows) if len(rows) else rows  
+        return self.model.encode(rows) if len(rows) else rows
 
     @functools.cached_property
     def test(self) -> Rows:

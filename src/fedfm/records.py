@@ -1,7 +1,7 @@
 """A payload's two halves, head and data, as Flower's records and back. Imports neither torch nor the rest of fedfm.
 
-A message is one ArrayRecord with one Array (the packed data) and one ConfigRecord (the head): five objects on Flower's wire,
-whatever the number of tensors.
+A message is one ArrayRecord with one Array (the packed data) and one ConfigRecord (the head): five objects on Flower's
+wire, whatever the number of tensors.
 """
 
 from __future__ import annotations

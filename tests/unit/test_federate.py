@@ -454,6 +454,27 @@ def test_a_model_that_returns_its_loss_needs_no_trainer(tmp_path):
     assert manifest["model"]["classes"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
 
 
+def test_a_loss_of_ones_own_is_never_left_to_kernels_that_know_another(tmp_path, monkeypatch):
+    from peft import LoraConfig, get_peft_model
+
+    from fedfm.models.quiet import quiet
+    from fedfm.training import packed
+
+    monkeypatch.setattr(packed, "train", None)  # it computes cross-entropy, whatever the loss
+    with quiet():
+        net = get_peft_model(bert(), LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["classifier"]))
+    seen = []
+
+    def objective(module, batch):
+        seen.append(len(batch["labels"]))
+        return module(**batch).loss * 2
+
+    settings = {"train": texts(), "collate": Pad(), "objective": objective, "loss": None}
+    result = federate(net, rounds=1, out=tmp_path / "run", **settings)
+    assert result["excluded"] == []
+    assert seen
+
+
 # --- notebooks -------------------------------------------------------------------------------------------------------
 
 

@@ -100,8 +100,8 @@ here, simulated:
 on real machines, each with `pip install fedfm=={__version__}` and the three variables above:
   the operator, once
     flower-superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key \\
-      --enable-supernode-auth --host 0.0.0.0 --port 8443 --database state.db --disable-runtime-dependency-installation \\
-      --isolation process --superexec-auth-secret-file secret
+      --enable-supernode-auth --host 0.0.0.0 --port 8443 --database state.db \\
+      --disable-runtime-dependency-installation --isolation process --superexec-auth-secret-file secret
     flower-superexec --runtime-api-address HOST:8443 --root-certificates ca.crt --superexec-auth-secret-file secret
     # let silos reach /v1/fleet/* and /health only: the same port carries the operator's own interface
   each silo, once
@@ -111,4 +111,5 @@ on real machines, each with `pip install fedfm=={__version__}` and the three var
       --node-config 'silo="/path/to/silo.toml"'
   the operator, for every silo and every run
     flwr supernode register silo.key.pub prod                 # prod: a [superlink.prod] in $FLWR_HOME/config.toml
-    flwr run {folder} prod --stream                           # --run-config 'run="trial-1"' names it; the same name resumes"""
+    flwr run {folder} prod --stream
+    # --run-config 'run="trial-1"' names the run directory; the same name again goes on with it"""

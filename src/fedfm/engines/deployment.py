@@ -1,8 +1,8 @@
 """The deployment engine: SuperLink and SuperNodes over TLS with node authentication.
 
-Without ``run.superlink`` everything is started here, on loopback, with fresh keys, and ended with the run. With it, the run is
-submitted to a SuperLink that is there. Either way Flower starts the ServerApp, which writes the run directory; this process
-watches that directory.
+Without ``run.superlink`` everything is started here, on loopback, with fresh keys, and ended with the run. With it, the
+run is submitted to a SuperLink that is there. Either way Flower starts the ServerApp, which writes the run directory;
+this process watches that directory.
 """
 
 from __future__ import annotations

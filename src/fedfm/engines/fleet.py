@@ -23,10 +23,16 @@ _POLL = 0.1
 
 
 class Fleet:
-    """The processes of a deployment on loopback."""
+    """The processes of a deployment on loopback.
 
-    def __init__(self, children: Children, control: Control) -> None:
-        self.children, self.control = children, control
+    Attributes:
+        children: all of them.
+        control: the operator's connection to the SuperLink.
+        address: of the SuperLink, host:port.
+    """
+
+    def __init__(self, children: Children, control: Control, address: str) -> None:
+        self.children, self.control, self.address = children, control, address
 
     def check(self, notice: Callable[[str], None]) -> None:
         """Notice what ended: without the SuperLink nothing goes on, without a SuperNode one client less.
@@ -44,7 +50,7 @@ class Fleet:
 def loopback(
     folder: Path, clients: Sequence[str], config: Mapping[str, str], stop: Callable[[], bool]
 ) -> Iterator[Fleet]:
-    """SuperLink, its executor, and for every client a SuperNode, its executor and its warm worker; ended with the block.
+    """SuperLink and its executor, and for every client SuperNode, executor and warm worker; ended with the block.
 
     Args:
         folder: of keys, logs and the clients' sites.
@@ -88,19 +94,17 @@ def loopback(
                 _node(children, folder, client, address, sites)
             _write_processes(folder, children)
             _until(lambda: nodes <= control.online(), children, stop, "a SuperNode does not connect")
-            yield Fleet(children, control)
+            yield Fleet(children, control, address)
     finally:
         children.end()
-        _end_workers(sites)
+        end_workers(sites)
         shutil.rmtree(folder / "home", ignore_errors=True)
         for path in (*folder.glob("*.key"), *folder.glob("*.secret"), folder / "processes.json"):
             path.unlink(missing_ok=True)
 
 
 def _node(children: Children, folder: Path, client: str, address: str, sites: Path) -> None:
-    """A SuperNode, and the executor that starts its ClientApp: with a shared secret, so that nobody else on this machine
-    can take the client's messages.
-    """
+    """A SuperNode and the executor of its ClientApp, who share a secret: nobody else here can take the messages."""
     port, name = free_port(), stub.plain(client)
     home = str((folder / "home" / name).resolve())
     secret = keys.write_secret(folder / f"{name}.secret")
@@ -109,7 +113,12 @@ def _node(children: Children, folder: Path, client: str, address: str, sites: Pa
         f"node-{name}",
         [
             *(sys.executable, "-m", "fedfm.engines.flower", "supernode", "--superlink", address),
-            *("--root-certificates", str(folder / "ca.crt"), "--auth-supernode-private-key", str(folder / f"{name}.key")),
+            *(
+                "--root-certificates",
+                str(folder / "ca.crt"),
+                "--auth-supernode-private-key",
+                str(folder / f"{name}.key"),
+            ),
             *("--host", "127.0.0.1", "--port", str(port), "--node-config", config),
             *("--isolation", "process", "--superexec-auth-secret-file", str(secret)),
         ],
@@ -128,15 +137,16 @@ def _node(children: Children, folder: Path, client: str, address: str, sites: Pa
 
 def _workers(config: Mapping[str, str], children: Children, sites: Path, clients: Sequence[str]) -> None:
     """The clients' warm workers, ahead of the first message: they load while SuperLink and SuperNodes start."""
-    places = []
+    places: list[Path] = []
     for client in clients:
         node = {"client": client, "site": str(sites.resolve())}
         places.append(stub.folder_of(config, node, 0))
         stub.prepare(places[-1], config, node)
-    children.start("workers", [sys.executable, "-m", "fedfm.engines.worker", *map(str, places)])
+    if places:
+        children.start("workers", [sys.executable, "-m", "fedfm.engines.worker", *map(str, places)])
 
 
-def _end_workers(sites: Path) -> None:
+def end_workers(sites: Path) -> None:
     """Workers that a ClientApp started after ours had died."""
     for lock in sites.glob("*/*/worker.lock"):
         if stub.running(lock.parent):

@@ -1,4 +1,7 @@
-"""What we use of Flower that is not public API (flwr 1.41), all in this module. It imports neither torch nor Flower before use."""
+"""What we use of Flower that is not public API (flwr 1.41), all in this module.
+
+It imports neither torch nor Flower before they are needed.
+"""
 
 from __future__ import annotations
 
@@ -214,12 +217,12 @@ def superexec() -> None:
 
     What a fork runs is what ``flwr-clientapp`` runs. For a silo's own machine ``flower-superexec`` does as well.
     """
+    import flwr.clientapp
+    import flwr.serverapp
     import flwr.supernode.cli.flwr_clientapp  # noqa: F401 - what the forks will need
     from flwr.supercore.cli import flower_superexec
     from flwr.supercore.constant import TaskType
     from flwr.supercore.superexec.executor import LaunchResult, SubprocessExecutor
-
-    import fedfm.apps  # noqa: F401
 
     program = SubprocessExecutor.launch
 

@@ -1,4 +1,4 @@
-"""Fresh keys for one deployment on loopback: an authority, the SuperLink's certificate, and a key pair for every node."""
+"""Fresh keys for one deployment on loopback: an authority, the SuperLink's certificate, a key pair for every node."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def write_certificates(folder: Path) -> None:
             .not_valid_before(now - datetime.timedelta(hours=2))
             .not_valid_after(now + datetime.timedelta(days=DAYS))
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
-            )
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
         )
         for extension, critical in extensions:
             builder = builder.add_extension(extension, critical=critical)
@@ -49,7 +47,14 @@ def write_certificates(folder: Path) -> None:
 
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     usage = dict.fromkeys(
-        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"),
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
         False,
     )
     root = certificate(
@@ -60,9 +65,7 @@ def write_certificates(folder: Path) -> None:
         (x509.BasicConstraints(ca=True, path_length=0), True),
         (x509.KeyUsage(digital_signature=False, key_cert_sign=True, crl_sign=True, **usage), True),
     )
-    names = x509.SubjectAlternativeName(
-        [x509.DNSName("localhost"), x509.IPAddress(ipaddress.IPv4Address("127.0.0.1"))]
-    )
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.IPv4Address("127.0.0.1"))])
     leaf = certificate(
         "fedfm SuperLink",
         "fedfm run authority",
@@ -79,7 +82,7 @@ def write_certificates(folder: Path) -> None:
 
 
 def write_node_key(path: Path) -> bytes:
-    """A SuperNode's private key (ECDSA, P-384, OpenSSH) into ``path``; returns its public key as the SuperLink takes it."""
+    """A SuperNode's private key (ECDSA, P-384, OpenSSH) into ``path``; returns its public key."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -90,9 +93,7 @@ def write_node_key(path: Path) -> bytes:
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
         ),
     )
-    return key.public_key().public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    return key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def write_secret(path: Path) -> Path:
@@ -117,7 +118,5 @@ def _key_pem(key: Any) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
     return bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )

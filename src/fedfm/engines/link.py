@@ -42,7 +42,7 @@ class FlowerLink:
         expected: names of the clients that should be there; empty if every silo brings its own name and rows.
         fingerprint: of the server's model; a site with another one is left out.
         greeting: what every site is told when it says its name.
-        slots: how many clients run side by side; where there are fewer than requests, the others' waiting time counts too.
+        slots: how many clients run side by side, if not all; the others' waiting is then no fault of theirs.
         min_clients: fewer than these do not begin.
         stop: asked while waiting; True raises :class:`Interrupted`.
         progress: told of every client that finishes.
@@ -182,7 +182,11 @@ class FlowerLink:
             text = f"{able} of {count} connected nodes can take part, min_clients is {min_clients}"
             why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._barred.items()))
             raise RunError(f"{text} ({why})" if why else text)
-        if self._expected and not self.own_data and (missing := sorted({*self._expected} - {*self._nodes, *self._barred})):
+        if (
+            self._expected
+            and not self.own_data
+            and (missing := sorted({*self._expected} - {*self._nodes, *self._barred}))
+        ):
             self._notice(f"no node came for {', '.join(missing)}")
 
     def _greet(self) -> None:
@@ -261,7 +265,11 @@ def _reply(message: Message, request: Request, down: int) -> Reply:
 
 def _told(value: Any) -> ClientFault:
     """The fault that a site reports."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("code"), str) or not isinstance(value.get("reason"), str):
+    if (
+        not isinstance(value, Mapping)
+        or not isinstance(value.get("code"), str)
+        or not isinstance(value.get("reason"), str)
+    ):
         return ClientFault(E_FORMAT, "the reply's fault is not one")
     code = value["code"]
     # These three are the server's own findings: about what comes twice, from elsewhere, or through shared memory.

