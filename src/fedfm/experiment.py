@@ -337,7 +337,7 @@ def resolve(kind: str, name: str) -> Any:
         except (ImportError, AttributeError) as error:
             raise InputError(f'{kind.removesuffix("s")}.name = "{name}": {error}') from None
         if not (isinstance(found_class, type) and issubclass(found_class, Method) and is_dataclass(found_class)):
-            raise InputError(f'{kind.removesuffix("s")}.name = "{name}": {attribute} is not a dataclass derived from Method')
+            raise InputError(f'{kind.removesuffix("s")}.name = "{name}": expected a dataclass derived from Method')
         return found_class
     names = available(kind)
     if name not in names:

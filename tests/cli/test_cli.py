@@ -42,7 +42,28 @@ def test_run_prints_one_json_object_with_the_contracts_fields(tmp_path, capsys):
     assert code == 0
     result = json.loads(out.strip().splitlines()[-1])
     assert len(out.strip().splitlines()) == 1
-    for key in ["run", "method", "engine", "seed", "rounds", "seconds", "accuracy", "global_accuracy", "local_accuracy", "client_accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity", "bytes_up", "bytes_down", "epsilon", "params_sha256", "excluded", "details"]:
+    for key in [
+        "run",
+        "method",
+        "engine",
+        "seed",
+        "rounds",
+        "seconds",
+        "accuracy",
+        "global_accuracy",
+        "local_accuracy",
+        "client_accuracy",
+        "balanced_accuracy",
+        "macro_f1",
+        "loss",
+        "perplexity",
+        "bytes_up",
+        "bytes_down",
+        "epsilon",
+        "params_sha256",
+        "excluded",
+        "details",
+    ]:
         assert key in result
     assert result["rounds"] == 4
     assert result["epsilon"] is None

@@ -63,6 +63,12 @@ def command(line):
         assert main(words[1:]) == 0, line
 
 
+@pytest.mark.parametrize("page", ["own-model", "hugging-face-script"])
+def test_a_script_changes_in_at_most_three_lines(page):
+    (changed,) = [text for mark, _, text in blocks(ROOT / f"docs/how-to/{page}.md") if mark == "what changes"]
+    assert len([line for line in changed.splitlines() if line.strip()]) <= 3
+
+
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)

@@ -25,7 +25,8 @@ class ModelSpec:
     name: str = field(default="", metadata={"help": 'built in ("nano-vit"), a folder, a hub id, or "features"'})
     weights: str = field(default="pretrained", metadata={"help": "pretrained or random"})
     task: str | None = field(
-        default=None, metadata={"help": "classification, zero_shot, language_modelling, instruction [what the data imply]"}
+        default=None,
+        metadata={"help": "classification, zero_shot, language_modelling, instruction [what the data imply]"},
     )
     adaptation: AdaptationSpec | None = field(default=None, metadata={"help": "[lora; head for features]"})
     max_length: int = field(default=128, metadata={"help": "tokens"})

@@ -1,0 +1,1 @@
+"""Privacy: secure aggregation, mechanisms, accounting. None is built in yet."""

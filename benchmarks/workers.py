@@ -1,0 +1,132 @@
+"""Two worker processes against one on the local engine, and whether the machine had two cores to give meanwhile.
+
+    python benchmarks/workers.py
+
+A round of LoRA and one of heads (nano-vit on the built-in digits) with one worker and with two, in turn; the means have
+to be equal bit for bit, also with three. Between the rounds a control runs: a fixed piece of arithmetic in one process
+and in two. Two processes do twice the work of one in the same time on an idle machine; what they do less than that is
+taken by others, and no scheduler of ours could get it back. Ratios are of wall-clock time.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+
+from fedfm.engines.local import LocalLink
+from fedfm.experiment import Experiment
+from fedfm.federation import Aggregator, Federation
+from fedfm.methods.fedavg import FedAvg
+from fedfm.population import populate
+from fedfm.silo import Silos
+from fedfm.training import SGD
+
+
+def control(processes: int, seconds: float = 0.4) -> float:
+    """Pieces of arithmetic a second that so many processes do together."""
+    pipes = []
+    for _ in range(processes):
+        reader, writer = os.pipe()
+        if not os.fork():
+            try:
+                a, count, end = torch.randn(192, 192), 0, time.perf_counter() + seconds
+                while time.perf_counter() < end:
+                    (a @ a).sum()
+                    count += 1
+                os.write(writer, str(count).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        pipes.append(reader)
+    total = 0
+    for reader in pipes:
+        with os.fdopen(reader) as answer:
+            total += int(answer.read())
+        os.wait()
+    return total / seconds
+
+
+def prepare(adaptation: str, clients: int, local: SGD) -> tuple[FedAvg, dict[int, Federation], Any]:
+    """A federation a number of workers, over the same clients."""
+    population = populate(Experiment.from_dict(common.digits(clients, adaptation)))
+    for client in population.clients:
+        population.data(client).train  # noqa: B018 - what is frozen is computed before the workers fork
+    method, feds = FedAvg(local=local, fraction=1.0), {}
+    for workers in (1, 2, 3):
+        silos = Silos(method, Aggregator(), population, memory=Path(tempfile.mkdtemp(prefix="fedfm-bench-")))
+        feds[workers] = Federation(LocalLink(silos, workers=workers), model=population.model)
+    return method, feds, population
+
+
+def main() -> None:
+    options = common.arguments(
+        __doc__, turns={"type": int, "default": 9}, clients={"type": int, "default": 16, "help": "for LoRA"}
+    )
+    turns = 2 if options.quick else options.turns
+    torch.set_num_threads(1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < 2:
+        common.skip("this process may use one core only")
+    rows, goals = [], []
+    for adaptation, clients, local in (
+        ("lora", options.clients, SGD(learning_rate=0.05, batch_size=32, epochs=1)),
+        ("head", 400, SGD(learning_rate=0.1, batch_size=4, epochs=20)),
+    ):
+        method, feds, _ = prepare(adaptation, clients, local)
+        hashes: dict[int, set[str]] = {workers: set() for workers in feds}
+
+        def turn(workers: int, method: FedAvg = method, feds: Any = feds, hashes: Any = hashes) -> float:
+            fed = feds[workers]
+            fed.begin(1)
+            begun = time.perf_counter()
+            w = method.step(fed, fed.initial, 1)
+            spent = time.perf_counter() - begun
+            hashes[workers].add(w.sha256())
+            fed.transcript.drain()
+            return spent
+
+        for workers in feds:
+            turn(workers)  # forks, and warms up
+        speedups, controls, one, two = [], [], [], []
+        for _ in range(turns):
+            alone, single = control(1), turn(1)
+            pair, double = control(2), turn(2)
+            one.append(single)
+            two.append(double)
+            speedups.append(single / double)
+            controls.append(pair / alone)
+        speedup, possible = statistics.median(one) / statistics.median(two), statistics.median(controls)
+        same = len(set().union(*hashes.values())) == 1
+        rows.append(
+            {
+                "clients": f"{clients}, {adaptation}",
+                "one worker, s": round(statistics.median(one), 3),
+                "two, s": round(statistics.median(two), 3),
+                "speed-up": _range(speedup, speedups),
+                "control: two processes over one": _range(possible, controls),
+                "speed-up / control": round(speedup / possible, 2),
+                "same bits with 1, 2, 3": "yes" if same else "NO",
+            }
+        )
+        goals.append(common.goal(f"two workers over one, {adaptation}", speedup, least=1.8))
+        for fed in feds.values():
+            fed._link.close()  # type: ignore[attr-defined]
+        if not same:
+            raise SystemExit(f"{adaptation}: the parameters depend on the number of workers")
+    notes = ["On a machine that others use, read the speed-up beside the control: 2.0 there means two free cores."]
+    common.emit("Workers", [{"title": "Two workers against one", "rows": rows}], goals, notes)
+
+
+def _range(middle: float, values: list[float]) -> dict[str, float]:
+    return {"median": round(middle, 2), "min": round(min(values), 2), "max": round(max(values), 2)}
+
+
+if __name__ == "__main__":
+    main()
