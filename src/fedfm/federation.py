@@ -56,6 +56,9 @@ class Model(Protocol):
     def predict(self, rows: Rows) -> Tensor:
         """Logits (n, C)."""
 
+    def evaluate(self, rows: Rows) -> dict[str, Any]:
+        """Accuracy, loss and the like."""
+
 
 class ClientData:
     """One client's rows, ready for the model: ``train``, ``val`` and ``test``, each made when it is first asked for."""

@@ -44,10 +44,8 @@ class Method(ABC, Generic[S]):
     @on_client
     def evaluate(self, client: Client, w: Params, part: str) -> dict[str, Any]:
         """The client's model on the client's own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
-        from fedfm.models.metrics import evaluate
-
         client.model.load(w)
-        return evaluate(client.model, client.data.test if part == "test" else client.data.val)
+        return client.model.evaluate(client.data.test if part == "test" else client.data.val)  # type: ignore[no-any-return]
 
     def validate(self) -> None:
         """Refuse hyper-parameters that make no sense.

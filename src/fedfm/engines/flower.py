@@ -140,6 +140,7 @@ class Control:
         from flwr.supercore.control.control_http_client import ControlHttpClient
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
+        self._address = address
         self._client = ControlHttpClient.from_server_address(
             server_address=address,
             insecure=False,
@@ -151,13 +152,16 @@ class Control:
         """Admit a SuperNode by its public key; returns its id."""
         from flwr.proto.control_pb2 import RegisterNodeRequest
 
-        return int(self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name)).node_id)
+        with self._reaching():
+            return int(self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name)).node_id)
 
     def online(self) -> set[int]:
         """Ids of the SuperNodes that are connected."""
         from flwr.proto.control_pb2 import ListNodesRequest
 
-        return {n.node_id for n in self._client.ListNodes(ListNodesRequest()).nodes_info if n.status == "online"}
+        with self._reaching():
+            nodes = self._client.ListNodes(ListNodesRequest()).nodes_info
+        return {node.node_id for node in nodes if node.status == "online"}
 
     def start(self, app: Path) -> int:
         """Submit an app folder, as ``flwr run`` does; returns the run's id.
@@ -174,7 +178,8 @@ class Control:
 
         content = build_fab_from_disk(app)
         fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
-        reply = self._client.StartRun(StartRunRequest(fab=fab_to_proto(fab)))
+        with self._reaching():
+            reply = self._client.StartRun(StartRunRequest(fab=fab_to_proto(fab)))
         if not reply.HasField("run_id"):
             raise RunError("the SuperLink did not start the run")
         return int(reply.run_id)
@@ -183,7 +188,8 @@ class Control:
         """(status, details) of a run: pending, starting, running or finished."""
         from flwr.proto.control_pb2 import ListRunsRequest
 
-        runs = self._client.ListRuns(ListRunsRequest(run_id=run_id)).run_dict
+        with self._reaching():
+            runs = self._client.ListRuns(ListRunsRequest(run_id=run_id)).run_dict
         state = runs[run_id].status
         return str(state.status), f"{state.sub_status} {state.details}".strip()
 
@@ -191,7 +197,17 @@ class Control:
         """End a run."""
         from flwr.proto.control_pb2 import StopRunRequest
 
-        self._client.StopRun(StopRunRequest(run_id=run_id))
+        with self._reaching():
+            self._client.StopRun(StopRunRequest(run_id=run_id))
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        import httpx
+
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise RunError(f"the SuperLink at {self._address} cannot be reached: {error}") from None
 
     def close(self) -> None:
         """Hang up."""

@@ -254,6 +254,12 @@ class Model:
             done = [self.logits(batch).float().cpu() for batch in whole.batches(batch_size)]
         return torch.cat(done) if done else torch.zeros(0, len(self.classes))
 
+    def evaluate(self, rows: Rows) -> dict[str, Any]:
+        """Accuracy, loss and the like on these rows: see :func:`fedfm.models.metrics.evaluate`."""
+        from fedfm.models.metrics import evaluate
+
+        return evaluate(self, rows)
+
     def train_mode(self) -> None:
         """LoRA's dropout, and under ``full`` batch norm, as in training; the model's own dropout stays off."""
         self.module.eval()

@@ -45,7 +45,7 @@ def width(model: Any) -> int:
 
 
 def train(jobs: Sequence[Job]) -> list[Params]:
-    """As :func:`fedfm.training.loop.train`, within rounding: 1e-5 in relative L2 norm (bfloat16: 5e-3)."""
+    """As :func:`fedfm.training.loop.train`, within rounding: 1e-5 in relative L2 norm (bfloat16: 1e-2)."""
     model = jobs[0].client.model
     kernels = getattr(model, "kernels", "exact")
     found = _net(model, kernels == FAST_BF16, fresh=True)
