@@ -121,8 +121,8 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
 
 DEMO: dict[str, Any] = {
     "data": {"name": "digits", "partition": {"name": "dirichlet", "alpha": 0.1, "clients": 10}},
-    "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 4}},
-    "method": {"name": "fedavg", "rounds": 8, "local": {"learning_rate": 0.1, "epochs": 2}},
+    "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 4, "layers": 4}},
+    "method": {"name": "fedavg", "rounds": 10, "local": {"learning_rate": 0.2}},
     "run": {"evaluate_every": 1},
 }
 

@@ -75,6 +75,7 @@ def _submit(run: Run, folder: Path, control: Control) -> int:
     place.mkdir()
     path = run.path.resolve()
     app.write_app(place, run.experiment, out=path.parent, run=path.name, key=key_of(run))
+    (place / "pyproject.toml").chmod(0o600)
     return control.start(place)
 
 
