@@ -72,7 +72,9 @@ def goal(name: str, value: float, least: float | None = None, most: float | None
     return {"goal": name, "wanted": f"{sign} {bound:g}", "measured": round(value, 3), "met": met, "bound": bound}
 
 
-def emit(title: str, tables: Sequence[dict[str, Any]], goals: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> None:
+def emit(
+    title: str, tables: Sequence[dict[str, Any]], goals: Sequence[dict[str, Any]], notes: Sequence[str] = ()
+) -> None:
     """Print the tables for people, and everything as JSON on the last line."""
     for table in tables:
         print(f"\n{table['title']}\n{markdown(table['rows'])}")
@@ -146,7 +148,7 @@ def peak_mib() -> float:
 
 
 def added_mib(run: Callable[[], Any]) -> float | None:
-    """MiB by which one call raises the resident size at its peak, measured in a child; None where that cannot be read."""
+    """MiB by which one call raises the resident size at its peak, measured in a child; None where none can be read."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None

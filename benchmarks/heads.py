@@ -166,7 +166,7 @@ def main() -> None:
     options = common.arguments(
         __doc__,
         turns={"type": int, "default": 15},
-        rows={"type": int, "default": 4000, "help": "training rows of banking77, 100 a client"},
+        rows={"type": int, "default": 2000, "help": "training rows of banking77, 100 a client"},
         skip_ray={"action": "store_true", "help": "without Flower's simulation"},
     )
     torch.set_num_threads(1)
@@ -187,7 +187,7 @@ def main() -> None:
             continue
         if title.startswith("banking"):
             tables["data"]["limit"] = clients * 100
-        more, floats, said = measure(title, tables , settings, turns)
+        more, floats, said = measure(title, tables, settings, turns)
         rows += more
         notes += [n for n in said if n not in notes]
     tables_out = [{"title": "Heads on cached features, one thread", "rows": rows}]

@@ -34,7 +34,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.params import Params, weighted_mean
 from fedfm.rows import Rows
 from fedfm.training import SGD, AdamW, Local, loop, packed
-from fedfm.training.cohort import Job
+from fedfm.training.job import Job
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

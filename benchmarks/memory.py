@@ -3,16 +3,15 @@
     python benchmarks/memory.py
     python benchmarks/memory.py --one lora 1000 2
 
-Each figure is ru_maxrss of a fresh process that runs a whole experiment on the built-in digits with nano-vit through the
-public API (``fedfm.run``), evaluation at the end included. With two workers the clients train in other processes and the
-figure is the server's alone; with one they train in the same process, and it holds everything. The rows are the same
-1,437 whatever the number of clients.
+Each figure is ru_maxrss of a fresh process that runs a whole experiment on the built-in digits with nano-vit through
+the public API (``fedfm.run``), evaluation at the end included. With two workers the clients train in other processes
+and the figure is the server's alone; with one they train in the same process, and it holds everything. The rows are
+the same 1,437 whatever the number of clients.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from typing import Any
 
@@ -36,7 +35,7 @@ def main() -> None:
         __doc__,
         one={"nargs": 3, "metavar": ("ADAPTATION", "CLIENTS", "WORKERS"), "help": "one run in this process"},
         rounds={"type": int, "default": 5},
-        turns={"type": int, "default": 3},
+        turns={"type": int, "default": 2},
     )
     if options.one:
         adaptation, clients, workers = options.one
@@ -52,7 +51,7 @@ def main() -> None:
             for _ in range(turns):
                 for clients, found in peaks.items():
                     arguments = ("--one", adaptation, str(clients), str(workers), "--rounds", str(rounds))
-                    found.append(common.child(sys.argv[0], *arguments)["mib"])
+                    found.append(common.child(__file__, *arguments)["mib"])
             few, many = (statistics.median(found) for found in peaks.values())
             ratios = [b / a for a, b in zip(*peaks.values(), strict=True)]
             rows.append(

@@ -6,8 +6,9 @@
 1,000 clients whose handler returns what it was sent: nothing, or a million floats. One worker, so tensors pass by
 reference. fedfm's time is that of the whole ``Federation.exchange``: requests, silos, byte counts, transcript,
 validation. The scan for NaN and infinity reads every number and is shown on its own: the rows "without values check"
-run with it switched off in the benchmark; a run never does. Flower's simulation runs a ClientApp that returns the arrays
-it got, under FedAvg, as its examples do; its first round, which starts Ray, does not count.
+run with it switched off in the benchmark; a run never does. Flower's simulation runs a ClientApp that returns the
+arrays it got, under FedAvg, as its examples do, in the same sitting, after fedfm; its first round, which starts Ray,
+does not count.
 """
 
 from __future__ import annotations
@@ -153,7 +154,9 @@ def main() -> None:
         )
     goals = [
         common.goal(
-            f"us a client-round, {name}", rows[i]["CPU us a client-round"]["median"], most=20.0  # type: ignore[index]
+            f"us a client-round, {name}",
+            rows[i]["CPU us a client-round"]["median"],
+            most=20.0,  # type: ignore[index]
         )
         for i, name in enumerate(names[:2])
     ]

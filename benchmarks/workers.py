@@ -67,7 +67,7 @@ def prepare(adaptation: str, clients: int, local: SGD) -> tuple[FedAvg, dict[int
 
 def main() -> None:
     options = common.arguments(
-        __doc__, turns={"type": int, "default": 9}, clients={"type": int, "default": 16, "help": "for LoRA"}
+        __doc__, turns={"type": int, "default": 7}, clients={"type": int, "default": 8, "help": "for LoRA"}
     )
     turns = 2 if options.quick else options.turns
     torch.set_num_threads(1)
@@ -116,7 +116,7 @@ def main() -> None:
             }
         )
         goals.append(common.goal(f"two workers over one, {adaptation}", speedup, least=1.8))
-        for fed in feds.values():
+        for fed in reversed(feds.values()):  # a later pool's workers hold the earlier one's sockets
             fed._link.close()  # type: ignore[attr-defined]
         if not same:
             raise SystemExit(f"{adaptation}: the parameters depend on the number of workers")

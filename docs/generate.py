@@ -7,6 +7,7 @@ python docs/generate.py --check    exit 1 where a file is not what would be writ
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
 import types
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.data.spec import DataSpec, PartitionSpec
+from fedfm.engines.silofile import Silo
 from fedfm.experiment import AttackSpec, PrivacySpec, RunSpec, available, resolve
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import BY_NAME, Local
@@ -91,6 +93,11 @@ def page() -> str:
         section("[privacy]", PrivacySpec, "Reserved: this release refuses every key, since it has no mechanism yet."),
         section("[attack]", AttackSpec, "Reserved: no attack is built in yet, and the table is refused."),
         section("[run]", RunSpec),
+        section(
+            "A silo's file",
+            Silo,
+            "Not part of an experiment: `fedfm silo silo.toml` checks it, its server never sees it.",
+        ),
     ]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
@@ -146,6 +153,8 @@ def _default(f: dataclasses.Field[Any]) -> str:
     value = f.default
     if value is None or value is dataclasses.MISSING or value == "" or dataclasses.is_dataclass(value):
         return ""
+    if isinstance(value, tuple):
+        return f"`{json.dumps(value)}`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"

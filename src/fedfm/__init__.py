@@ -13,18 +13,19 @@ __version__ = "0.1.0"
 __all__ = ["Experiment", "Method", "Params", "Progress", "Run", "federate", "load_run", "resume", "run"]
 
 if TYPE_CHECKING:
-    from fedfm.api import Progress, load_run, resume, run
+    from fedfm.api import load_run, resume, run
     from fedfm.experiment import Experiment
     from fedfm.inmemory import federate
     from fedfm.method import Method
     from fedfm.params import Params
+    from fedfm.progress import Progress
     from fedfm.rundir import Run
 
 _WHERE = {
     "Experiment": "fedfm.experiment",
     "Method": "fedfm.method",
     "Params": "fedfm.params",
-    "Progress": "fedfm.api",
+    "Progress": "fedfm.progress",
     "Run": "fedfm.rundir",
     "federate": "fedfm.inmemory",
     "load_run": "fedfm.api",

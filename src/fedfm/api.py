@@ -14,31 +14,9 @@ from typing import Any
 from fedfm.engines import start
 from fedfm.errors import FedfmError, InputError
 from fedfm.experiment import Experiment
-from fedfm.federation import Excluded
 from fedfm.population import Partitioned
+from fedfm.progress import Progress
 from fedfm.rundir import Run
-
-
-class Progress:
-    """What a watcher is told; this one is told and says nothing."""
-
-    def started(self, run: Run, rounds: int, done: int) -> None:
-        """The run begins, or goes on after ``done`` rounds."""
-
-    def client(self) -> None:
-        """A client has finished."""
-
-    def round(self, line: Mapping[str, Any]) -> None:
-        """A round is committed and evaluated; ``line`` is its line of metrics.jsonl."""
-
-    def excluded(self, excluded: Excluded) -> None:
-        """A client was left out of a round."""
-
-    def notice(self, text: str) -> None:
-        """Something that the user should know."""
-
-    def finished(self) -> None:
-        """No more of this run."""
 
 
 def run(

@@ -18,7 +18,7 @@ from fedfm.params import Params
 from fedfm.rows import Rows
 
 if TYPE_CHECKING:
-    from fedfm.api import Progress
+    from fedfm.progress import Progress
     from fedfm.rundir import Run
 
 

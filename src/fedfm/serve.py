@@ -16,7 +16,7 @@ from fedfm.params import Params, sha256_of
 from fedfm.rundir import Run
 
 if TYPE_CHECKING:
-    from fedfm.api import Progress
+    from fedfm.progress import Progress
 
 
 class Server:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedfm.api import Progress
 from fedfm.federation import Excluded
+from fedfm.progress import Progress
 from fedfm.rundir import Run
 
 

@@ -1,6 +1,7 @@
 """A method whose clients do what a file tells them: for tests that reach into other processes."""
 
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from fedfm.params import Params
 
 @dataclass(frozen=True)
 class Naughty(FedAvg):
-    """FedAvg; ``orders``/<client> holds what that client does instead of training: raise, or die."""
+    """FedAvg; ``orders``/<client> holds what that client does instead of training: raise, die or hang."""
 
     orders: str = field(default="", metadata={"help": "folder of the orders"})
 
@@ -24,4 +25,7 @@ class Naughty(FedAvg):
             case "die":
                 order.unlink()
                 os._exit(9)
+            case "hang":
+                order.unlink()
+                time.sleep(1000)
         return super().train(client, w)

@@ -81,7 +81,7 @@ def test_tied_embeddings_travel_once(folder):
     assert "lm_head.weight" not in model.names
 
 
-def test_prompt_is_refused(folder):
+def test_an_unknown_adaptation_is_refused(folder):
     with pytest.raises(InputError, match="prompt"):
         load(folder("vit"), images(), "prompt")
 

@@ -13,7 +13,7 @@ from fedfm.federation import Client, ClientData
 from fedfm.params import Params
 from fedfm.rows import Rows
 from fedfm.training import SGD, Adam, AdamW, Proximal, heads
-from fedfm.training.cohort import Job
+from fedfm.training.job import Job
 
 NAMES = ("head.weight", "head.bias")
 OPTIMISERS = [
@@ -177,5 +177,6 @@ def test_rows_without_labels_are_refused():
 
 def test_it_applies_to_linear_heads_only():
     assert heads.applies(model(3, 2))
-    for change in ({"adaptation": "lora"}, {"task": "language_modelling"}, {"head": torch.nn.ReLU()}, {"names": ("w",)}):
+    changes = ({"adaptation": "lora"}, {"task": "language_modelling"}, {"head": torch.nn.ReLU()}, {"names": ("w",)})
+    for change in changes:
         assert not heads.applies(SimpleNamespace(**{**vars(model(3, 2)), **change}))

@@ -9,7 +9,7 @@ from fedfm.federation import Client, ClientData
 from fedfm.params import Params
 from fedfm.rows import Rows
 from fedfm.training import SGD, Adam, AdamW, loop
-from fedfm.training.cohort import Job
+from fedfm.training.job import Job
 
 
 class Tiny:

@@ -25,7 +25,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.params import Params
 from fedfm.rows import Rows
 from fedfm.training import SGD, Adam, AdamW, Local, cohort, loop, packed
-from fedfm.training.cohort import Job
+from fedfm.training.job import Job
 from fedfm.training.packed import linear, net, prefix
 
 CLASSES = 5
@@ -289,3 +289,13 @@ def test_chosen_by_the_model_alone() -> None:
     model.kernels = "fast"  # type: ignore[attr-defined]
     assert cohort.trainer_for(model) is packed.train
     assert cohort.width(model) > 1
+
+
+def test_a_model_with_another_loss_is_left_to_the_loop() -> None:
+    """Kernels by hand compute softmax cross-entropy; a wrapped PEFT module may have any loss of its own."""
+    from fedfm.models.wrap import wrap
+
+    module = make("bert").module
+    mine = wrap(module, lambda m, batch: m(**batch).logits.square().mean(), classes=("a", "b"))
+    assert not packed.applies(mine, "exact")
+    assert cohort.trainer_for(mine) is loop.train

@@ -44,7 +44,10 @@ def test_a_rule_is_the_optimiser_of_that_name(local, steps, n, seed):
     torch.testing.assert_close(p, q.detach(), rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("local", [SGD(), SGD(momentum=0.9, weight_decay=0.1), Adam(weight_decay=0.1), AdamW()], ids=repr)
+RULES = [SGD(), SGD(momentum=0.9, weight_decay=0.1), Adam(weight_decay=0.1), AdamW()]
+
+
+@pytest.mark.parametrize("local", RULES, ids=repr)
 def test_a_cohort_is_its_clients_side_by_side(local):
     """(K, P) gives each row the bits that it gets alone, also when later rows have stopped."""
     torch.manual_seed(0)

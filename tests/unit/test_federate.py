@@ -276,6 +276,15 @@ def test_frozen_parameters_stay_and_peft_sends_its_adapter_only(tmp_path):
     assert result["accuracy"] is not None
 
 
+@pytest.mark.parametrize("method", ["centralised", "fedadam", "fedyogi", "fedavgm", "scaffold"])
+def test_every_method_takes_it(tmp_path, method):
+    net = network()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    result = federate(net, method=method, test=data(30, 1), out=tmp_path / "run")
+    assert result["excluded"] == []
+    assert any(not torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
 def test_batch_norm_statistics_travel(tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))

@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedfm.api import Progress
     from fedfm.population import Partitioned
+    from fedfm.progress import Progress
     from fedfm.rundir import Run
 
 

@@ -27,7 +27,7 @@ from fedfm.federation import ClientId, Excluded
 from fedfm.rundir import Run
 
 if TYPE_CHECKING:
-    from fedfm.api import Progress
+    from fedfm.progress import Progress
 
 _POLL = 0.1
 _PATIENCE = 120.0  # seconds that the connection to a SuperLink may be down

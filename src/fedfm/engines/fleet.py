@@ -147,11 +147,13 @@ def _workers(config: Mapping[str, str], children: Children, sites: Path, clients
 
 
 def end_workers(sites: Path) -> None:
-    """Workers that a ClientApp started after ours had died."""
+    """End workers that a ClientApp started after ours had died, and remove the sockets of all."""
     for lock in sites.glob("*/*/worker.lock"):
         if stub.running(lock.parent):
             with contextlib.suppress(ValueError, ProcessLookupError):
                 os.kill(int(lock.read_text()), 9)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(stub.address(lock.parent))
 
 
 def _environment(folder: Path) -> dict[str, str]:

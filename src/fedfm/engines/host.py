@@ -27,7 +27,7 @@ from fedfm.rundir import Run
 from fedfm.serve import Server, single_thread
 
 if TYPE_CHECKING:
-    from fedfm.api import Progress
+    from fedfm.progress import Progress
 
 OUTCOME = "private/outcome.json"  # what a ServerApp's process tells the one that waits for it
 LOCK = "private/server.lock"  # held while a ServerApp writes the run

@@ -20,7 +20,7 @@ from fedfm.serve import Server, single_thread
 from fedfm.silo import Silos
 
 if TYPE_CHECKING:
-    from fedfm.api import Progress
+    from fedfm.progress import Progress
     from fedfm.rundir import Run
 
 

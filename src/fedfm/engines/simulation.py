@@ -31,9 +31,10 @@ from fedfm.experiment import Experiment
 from fedfm.population import populate
 
 if TYPE_CHECKING:
-    from fedfm.api import Progress
+    from fedfm.progress import Progress
     from fedfm.rundir import Run
 
+_PREFIX = "fedfm-ray"  # of temporary folders, followed by the process that made them
 _SITES: dict[
     str, site.Site
 ] = {}  # of this process: an actor, which serves many clients of one run, message after message
@@ -122,7 +123,8 @@ def _ray(workers: int, log: Path) -> Iterator[None]:
     Raises:
         MissingExtra: Ray is not installed.
     """
-    folder = tempfile.mkdtemp(prefix="fedfm-")  # short: Ray makes sockets in it
+    _sweep()
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # short: Ray makes sockets in it
     settings = {
         "FLWR_HOME": f"{folder}/flwr",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -152,6 +154,19 @@ def _ray(workers: int, log: Path) -> Iterator[None]:
         for name, value in saved.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Remove what runs that were killed have left."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and path.stat().st_uid == os.getuid():
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                shutil.rmtree(path, ignore_errors=True)
+            except PermissionError:
+                continue  # somebody's, under a number that was ours
 
 
 def _import_ray() -> Any:

@@ -107,13 +107,14 @@ def running(folder: Path) -> bool:
 def start(folder: Path) -> None:
     """Start the site's worker; of two that start at once, one stays. It outlives the process that asked for it."""
     with open(os.open(folder / "worker.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600), "ab") as log:
-        subprocess.Popen(
+        worker = subprocess.Popen(
             [sys.executable, "-m", "fedfm.engines.worker", str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
+    worker.returncode = 0  # nobody waits for it, and Python need not complain that it lives on
 
 
 def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tuple[str, bytes]:

@@ -19,7 +19,7 @@ from fedfm.models.families import Parts, query_value_names, unwrapped
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
 
-NAMES = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt")
+NAMES = ("full", "head", "top_layers", "lora", "ffa_lora")
 LORA = ("lora", "ffa_lora")
 
 
@@ -33,10 +33,6 @@ def check(spec: AdaptationSpec) -> AdaptationSpec:
         close = difflib.get_close_matches(spec.name, NAMES, 1)
         hint = f": did you mean {close[0]!r}?" if close else f": expected one of {', '.join(NAMES)}"
         raise InputError(f"model.adaptation.name: unknown {spec.name!r}{hint}")
-    if spec.name == "prompt":
-        raise InputError(
-            "model.adaptation.name: 'prompt' is not available yet: use lora, ffa_lora, head, top_layers, full"
-        )
     if spec.name in LORA:
         if spec.rank < 1:
             raise InputError(f"model.adaptation.rank: {spec.rank}, expected an integer of at least 1")

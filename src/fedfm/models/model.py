@@ -61,6 +61,7 @@ class Model:
     """
 
     kernels: str = "exact"
+    softmax: bool = True  # the loss is the cross-entropy of the logits: trainers by hand may take it for granted
 
     def __init__(
         self,

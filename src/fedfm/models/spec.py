@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 class AdaptationSpec:
     """What of the model is trainable."""
 
-    name: str = field(default="lora", metadata={"help": "full, head, top_layers, lora, ffa_lora or prompt"})
+    name: str = field(default="lora", metadata={"help": "full, head, top_layers, lora or ffa_lora"})
     rank: int = field(default=8, metadata={"help": "lora: rank r"})
     alpha: float | None = field(default=None, metadata={"help": "lora: scale is alpha / rank [2 rank]"})
     dropout: float = field(default=0.0, metadata={"help": "lora: dropout on the adapter's input"})
     targets: tuple[str, ...] | None = field(default=None, metadata={"help": "lora: module names [queries and values]"})
     layers: int | None = field(default=None, metadata={"help": "top_layers: how many; lora: only in the last so many"})
-    tokens: int = field(default=8, metadata={"help": "prompt: number of learned tokens"})
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class WrappedModel(Model):
     """A :class:`Model` whose loss, logits and preparation of rows are given as functions."""
 
+    softmax = False
     loss_function: Callable[[nn.Module, Batch], Tensor]
     logits_function: Callable[[nn.Module, Batch], Tensor] | None = None
     prepare_function: Callable[[Table, np.ndarray], Rows] | None = None

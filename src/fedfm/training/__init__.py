@@ -32,7 +32,8 @@ class Local:
             mu: weight of the proximal term mu/2 ||v - w||^2 in the local objective.
             correction: added to every gradient (SCAFFOLD's c - c_k).
         """
-        from fedfm.training.cohort import Job, train
+        from fedfm.training.cohort import train
+        from fedfm.training.job import Job
 
         return train(Job(client, w, self, mu, correction))
 

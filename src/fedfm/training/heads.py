@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from fedfm.params import Params
 from fedfm.training import SGD
-from fedfm.training.cohort import Job
+from fedfm.training.job import Job
 from fedfm.training.rules import Rule
 
 WIDTH = 16  # clients a chunk: their features and heads still fit the cache
@@ -35,6 +35,7 @@ def applies(model: Any) -> bool:
     """The model is a linear head with softmax cross-entropy on features that are already there."""
     return (
         getattr(model, "adaptation", None) == "head"
+        and getattr(model, "softmax", True)
         and getattr(model, "task", None) == "classification"
         and isinstance(model.head, torch.nn.Linear)
         and len(_names(model)) == 2
@@ -154,7 +155,7 @@ class _Batches:
 
 
 def _plan(job: Job, steps: int, size: int) -> tuple[Tensor, Tensor]:
-    """Row indexes (steps, B) of every batch, padded with row 0, and each row's share of the mean: 1/b, 0 for padding."""
+    """Row indexes (steps, B) of every batch, padded with row 0, and each row's share of the mean: 1/b, or 0."""
     index, share = np.zeros((steps, size), dtype=np.int64), np.zeros((steps, size), dtype=np.float32)
     for step, order in enumerate(job.orders()):
         index[step, : len(order)] = order

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedfm.params import Params
-from fedfm.training.cohort import Job
+from fedfm.training.job import Job
 from fedfm.training.rules import Rule
 
 

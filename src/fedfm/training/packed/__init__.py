@@ -19,7 +19,7 @@ import torch
 
 from fedfm.params import Params
 from fedfm.training import loop
-from fedfm.training.cohort import Job
+from fedfm.training.job import Job
 from fedfm.training.packed import trainer
 from fedfm.training.packed.net import Net, Unsupported, read
 from fedfm.training.packed.prefix import Cache, takes
@@ -68,7 +68,7 @@ def train(jobs: Sequence[Job]) -> list[Params]:
 
 def _net(model: Any, low: bool, *, fresh: bool = False) -> tuple[Net, Cache] | None:
     """The model as read once; with ``fresh``, read again if its frozen weights have changed since."""
-    if not hasattr(getattr(model, "module", None), "peft_config"):
+    if not hasattr(getattr(model, "module", None), "peft_config") or not getattr(model, "softmax", True):
         return None
     known = _known.setdefault(model, {})
     found = known.get(low)

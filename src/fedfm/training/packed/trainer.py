@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedfm.params import Params
-from fedfm.training.cohort import Job
+from fedfm.training.job import Job
 from fedfm.training.packed.adapters import Segment
 from fedfm.training.packed.attention import Shape
 from fedfm.training.packed.linear import tanh_backward

@@ -1,0 +1,122 @@
+"""All benchmarks, each in a process of its own, into docs/results/performance.md.
+
+    python benchmarks/run.py
+    python benchmarks/run.py --only messages heads
+    python benchmarks/run.py --quick --out /tmp/performance.md
+
+What one benchmark measured last is kept beside the page (performance.json), so that ``--only`` renews a part of it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS: dict[str, list[str]] = {
+    "heads": ["heads.py"],
+    "lora": ["lora.py", "--model", "minilm", "--clients", "50", "--rounds", "3"],
+    "messages": ["messages.py"],
+    "start": ["start.py"],
+    "memory": ["memory.py"],
+    "workers": ["workers.py"],
+}
+INTRODUCTION = """# Performance
+
+Made by `make bench`; do not edit. Every ratio sets two things side by side that ran in turn in one sitting of one
+process, unless a section says otherwise; it is the ratio of medians, with the least and the largest of any turn behind
+it. Timings of a shared machine scatter: compare ratios, not seconds. CPU seconds are user plus system. Nothing here is
+asserted by a test."""
+
+
+def execute(name: str, quick: bool, limit: float) -> dict[str, Any]:
+    """The result of one script, or why there is none."""
+    command = [*SCRIPTS[name], *(["--quick"] if quick and name != "lora" else [])]
+    print("python benchmarks/" + " ".join(command), flush=True)
+    shown = "python benchmarks/" + " ".join(command)
+    try:
+        out = subprocess.run(
+            [sys.executable, str(HERE / command[0]), *command[1:]],
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"command": shown, "skipped": f"not finished within {limit:g} s"}
+    objects = [line for line in out.stdout.splitlines() if line.startswith("{")]
+    if out.returncode or not objects:
+        why = (out.stderr or out.stdout).strip().splitlines()[-1:] or [f"exit status {out.returncode}"]
+        return {"command": shown, "skipped": why[0][:300]}
+    result = json.loads(objects[-1])
+    if "rounds" in result:  # lora.py, which has a form of its own
+        rows = [{"LoRA, " + result["arguments"]["model"]: variant, **row} for variant, row in result["rounds"].items()]
+        tables = [{"title": "A cohort's LoRA; ratio: CPU time of the hand-written loop over its own", "rows": rows}]
+        result = {"title": "LoRA", "tables": tables, "goals": [], "notes": []}
+        result |= {"machine": common.machine(), "versions": common.versions()}
+    return result | {"command": shown, "date": datetime.date.today().isoformat()}
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """The whole document."""
+    parts = [INTRODUCTION]
+    goals = [(name, g) for name in SCRIPTS for g in results.get(name, {}).get("goals", [])]
+    if goals:
+        rows = [
+            {
+                "benchmark": name,
+                "goal": g["goal"],
+                "wanted": g["wanted"],
+                "measured": g["measured"],
+                "verdict": common.verdict(g),
+            }
+            for name, g in goals
+        ]
+        parts.append("## Goals\n\n" + common.markdown(rows))
+    for name in SCRIPTS:
+        if name not in results:
+            continue
+        result = results[name]
+        parts.append(f"## {result.get('title', name.capitalize())}\n\n`{result['command']}`")
+        if "skipped" in result:
+            parts.append(f"Not measured: {result['skipped']}")
+            continue
+        parts += [f"{table['title']}:\n\n{common.markdown(table['rows'])}" for table in result["tables"]]
+        if result.get("notes"):
+            parts.append("\n".join(f"- {note}" for note in result["notes"]))
+        machine, versions = result["machine"], ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+        parts.append(
+            f"Measured {result['date']} on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+            f"load average {machine['load']} (shared with other work where that is above what ran); {versions}."
+        )
+    return re.sub(r"\n{3,}", "\n\n", "\n\n".join(parts)) + "\n"
+
+
+def main() -> None:
+    options = common.arguments(
+        __doc__,
+        only={"nargs": "+", "choices": list(SCRIPTS), "default": [n for n in SCRIPTS if (HERE / f"{n}.py").exists()]},
+        out={"type": Path, "default": common.ROOT / "docs" / "results" / "performance.md"},
+        limit={"type": float, "default": 1800.0, "help": "seconds that one benchmark may take"},
+    )
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    kept = options.out.with_suffix(".json")
+    results = json.loads(kept.read_text()) if kept.exists() else {}
+    for name in options.only:
+        results[name] = execute(name, options.quick, options.limit)
+        if "skipped" in results[name]:
+            print(f"  not measured: {results[name]['skipped']}")
+        kept.write_text(json.dumps(results, indent=1) + "\n")
+        options.out.write_text(page(results))
+    print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""The parts of a deployment that need no Flower process: app folder, silo file, keys, children, the worker."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+import tomllib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+from fedfm import codec, wire
+from fedfm.engines import app, deployment, fleet, keys, silofile, stub
+from fedfm.engines.processes import Children
+from fedfm.errors import ClientFault, InputError, RunError
+from fedfm.experiment import Experiment
+
+
+def features(path, names, n=30, seed=0):
+    """A file of feature vectors with these class names."""
+    rng = np.random.default_rng(seed)
+    y = np.arange(n) % len(names)
+    split = np.where(np.arange(n) % 5 == 0, "test", "train")
+    np.savez(path, x=rng.normal(size=(n, 4)).astype(np.float32), y=y, classes=np.array(names), split=split)
+    return path
+
+
+def table(path, **change):
+    return {
+        "name": "try out",
+        "data": {"path": str(path), "partition": {"name": "iid", "clients": 2}},
+        "model": {"name": "features"},
+        "method": {"name": "fedavg", "rounds": 1},
+        **change,
+    }
+
+
+# --- the app ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # Flower's own
+def test_an_app_holds_the_experiment_and_builds_the_same_bundle_twice(tmp_path, monkeypatch):
+    from flwr.cli.build import build_fab_from_disk
+
+    monkeypatch.chdir(tmp_path)
+    features(tmp_path / "rows.npz", ["a", "b"])
+    exp = tmp_path / "exp.toml"
+    exp.write_text(Experiment.from_dict(table("rows.npz", run={"engine": "local", "wire": True})).to_toml())
+    told = app.write(tmp_path / "app", exp)
+    assert "flwr run" in told
+    assert "silo.toml" in told
+    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
+    config = project["tool"]["flwr"]["app"]["config"]
+    held = Experiment.from_dict(tomllib.loads(config["experiment"]))
+    assert held.data.path == str(tmp_path / "rows.npz")  # other processes read it from other folders
+    assert (held.run.engine, held.run.wire) == ("deployment", False)
+    assert project["tool"]["flwr"]["app"]["components"] == {
+        "serverapp": "fedfm.apps:server",
+        "clientapp": "fedfm.apps:client",
+    }
+    assert build_fab_from_disk(tmp_path / "app") == build_fab_from_disk(tmp_path / "app")
+    with pytest.raises(InputError, match="already"):
+        app.write(tmp_path / "app", exp)
+
+
+def test_a_method_that_pools_rows_has_no_app(tmp_path):
+    exp = tmp_path / "exp.toml"
+    exp.write_text(Experiment.from_dict(table("x.npz", method={"name": "centralised"})).to_toml())
+    with pytest.raises(InputError, match="pools"):
+        app.write(tmp_path / "app", exp)
+
+
+def test_a_runs_folder_at_the_sites_is_its_own(tmp_path):
+    def run(path, created):
+        return SimpleNamespace(path=path, manifest={"created": created}, experiment=SimpleNamespace(name="x"))
+
+    keys_ = {deployment.key_of(run(tmp_path / p, c)) for p, c in (("a", "1"), ("a", "2"), ("b", "1"), ("a", "1"))}
+    assert len(keys_) == 3
+
+
+# --- a silo's file ---------------------------------------------------------------------------------------------------
+
+
+def silo(folder, text):
+    path = folder / "silo.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "name"),
+        ('name = "a b"\ndata = "x.npz"', "letters"),
+        ('name = ".."\ndata = "x.npz"', "letters"),
+        ('name = "a"', "data is missing"),
+        ('name = "a"\ndata = "x.npz"\nalow = ["*"]', "allow"),
+        ('name = "a"\ndata = "x.npz"\nallow = ["trian.*"]', "trian"),
+        ('name = "a"\ndata = "x.npz"\nallow = "*"', "a list"),
+        ("name = ", "cannot be read"),
+    ],
+)
+def test_a_silos_file_that_makes_no_sense_is_refused(tmp_path, text, word):
+    with pytest.raises(InputError, match=word):
+        silofile.load(silo(tmp_path, text))
+    with pytest.raises(InputError, match="no such file"):
+        silofile.load(tmp_path / "none.toml")
+
+
+def test_a_silo_reports_its_rows_and_its_policy(tmp_path):
+    features(tmp_path / "rows.npz", ["a", "b"])
+    told = silofile.report(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nallow = ["train.*", "query.hello"]'))
+    assert told["rows"] == {"train": 24, "val": 0, "test": 6}
+    assert not told["shows_single_replies"]
+
+
+def test_a_silos_classes_are_those_of_the_server(tmp_path):
+    features(tmp_path / "rows.npz", ["cat", "dog"])
+    experiment = Experiment.from_dict(table("elsewhere.npz"))
+    mine = silofile.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"'))
+    own = silofile.populate(mine, experiment, None)
+    theirs = silofile.populate(mine, experiment, ["ant", "cat", "dog"])
+    assert theirs.model.classes == ("ant", "cat", "dog")
+    assert (theirs.data("north").train.labels == own.data("north").train.labels + 1).all()
+    with pytest.raises(InputError, match="no class 'dog'"):
+        silofile.populate(mine, experiment, ["cat", "cow"])
+
+
+# --- keys and children -----------------------------------------------------------------------------------------------
+
+
+def test_keys_are_private_fresh_and_of_the_right_kind(tmp_path):
+    os.umask(0o022)
+    keys.write_certificates(tmp_path)
+    public = keys.write_node_key(tmp_path / "node.key")
+    assert public.startswith(b"-----BEGIN PUBLIC KEY-----")
+    key = load_ssh_private_key((tmp_path / "node.key").read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    assert key.curve.name == "secp384r1"
+    root, leaf = (x509.load_pem_x509_certificate((tmp_path / n).read_bytes()) for n in ("ca.crt", "server.pem"))
+    leaf.verify_directly_issued_by(root)
+    assert len(keys.write_secret(tmp_path / "s").read_bytes()) == 64
+    assert {stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()} == {0o600}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ca.crt", "node.key", "s", "server.key", "server.pem"]
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def gone(pid):
+    end = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+def test_children_end_with_us_and_tell_how_they_ended(tmp_path):
+    children = Children(tmp_path / "logs", os.environ)
+    stubborn = children.start("stubborn", [sys.executable, "-c", STUBBORN])
+    children.start("brief", [sys.executable, "-c", "print('so long'); raise SystemExit(3)"])
+    ended = []
+    while not ended:
+        ended = list(children.ended())
+    assert ended == [("brief", "exit status 3")]
+    assert children.tail("brief") == "so long"
+    while "up" not in children.tail("stubborn"):
+        time.sleep(0.02)
+    assert children.pids() == {"stubborn": stubborn}
+    children.end()
+    assert gone(stubborn)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system ties a process to its parent on Linux only")
+def test_a_killed_parent_takes_its_children_along(tmp_path):
+    code = (
+        "import os, sys, time; from pathlib import Path; from fedfm.engines.processes import Children;"
+        f"c = Children(Path({str(tmp_path)!r}), os.environ);"
+        f"print(c.start('x', [sys.executable, '-c', {STUBBORN!r}]), flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    assert alive(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    assert gone(child)
+
+
+def test_a_start_that_fails_shows_the_log(tmp_path):
+    children = Children(tmp_path / "logs", os.environ)
+    children.start("superlink", [sys.executable, "-c", "raise SystemExit('no such port')"])
+    with pytest.raises(RunError, match=r"(?s)superlink did not start .*no such port"):
+        fleet._until(lambda: False, children, lambda: False, "no answer")
+
+
+# --- the warm worker -------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_started_answers_stays_and_ends_when_idle(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDFM_WORKER_IDLE", "2")
+    features(tmp_path / "rows.npz", ["a", "b"])
+    config = {"experiment": Experiment.from_dict(table(tmp_path / "rows.npz")).to_toml(), "key": "k"}
+    node = {"client": "client-01", "site": str(tmp_path / "site")}
+    place = stub.folder_of(config, node, 1)
+    stub.prepare(place, config, node)
+    head, pieces = wire.encode(codec.envelope(0, 0, {"classes": ["a", "b"]}))
+
+    def ask(handler):
+        return wire.decode(*stub.call(place, node["client"], handler, head, b"".join(pieces)), None)
+
+    assert ask("query.hello")["body"]["name"] == "client-01"
+    pid = int((place / "worker.lock").read_text())
+    assert stat.S_IMODE(os.stat(stub.address(place)).st_mode) == 0o600
+    assert ask("train.nothing")["fault"]["code"] == "E_REFUSED"
+    assert int((place / "worker.lock").read_text()) == pid  # the same one
+    os.kill(pid, signal.SIGKILL)
+    assert gone_lock(place)
+    assert ask("query.hello")["body"]["name"] == "client-01"  # another one, by itself
+    end = time.monotonic() + 20
+    while stub.running(place) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not stub.running(place)
+    assert not os.path.exists(stub.address(place))
+
+
+def gone_lock(place):
+    end = time.monotonic() + 10
+    while stub.running(place) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not stub.running(place)
+
+
+def test_a_worker_that_cannot_load_says_so_at_hello(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDFM_WORKER_IDLE", "1")
+    config = {"experiment": Experiment.from_dict(table(tmp_path / "none.npz")).to_toml(), "key": "k"}
+    silo(tmp_path, 'name = "north"\ndata = "secret-place.npz"')
+    node = {"silo": str(tmp_path / "silo.toml")}
+    place = stub.folder_of(config, node, 1)
+    stub.prepare(place, config, node)
+    head, pieces = wire.encode(codec.envelope(0, 0, {"classes": ["a"]}))
+    answer = wire.decode(*stub.call(place, None, "query.hello", head, b"".join(pieces)), None)
+    assert answer["fault"] == {"code": "E_EXCEPTION", "reason": "InputError: see the site's errors.log"}
+    assert "secret-place.npz" in (place / "private" / "errors.log").read_text()
+    assert "secret-place" not in str(answer)
+
+
+def test_a_worker_that_dies_at_work_is_a_fault(tmp_path, monkeypatch):
+    place = tmp_path / "p"
+    place.mkdir()
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen();"
+        "print('up', flush=True); s.accept()[0].recv(1)"
+    )
+    dying = subprocess.Popen([sys.executable, "-c", code, stub.address(place)], stdout=subprocess.PIPE)
+    dying.stdout.readline()
+    with pytest.raises(ClientFault, match="E_DIED"):
+        stub.call(place, "c", "train.x", "{}", b"")
+    dying.communicate()
