@@ -224,7 +224,8 @@ def main() -> None:
             tables_out.append({"title": "Beside the messages of Flower's simulation", "rows": against})
         except ImportError as error:
             notes.append(f"Flower's simulation is left out: {error} (extra bench).")
-    notes.append("A large head (384 to 77) is bound by its two products, which the loop computes as fast as we do.")
+    notes.append("pfl-research takes each client's rows in their order; fedfm and the loop shuffle them each epoch.")
+    notes.append("Ray's messages ran after the rest, not in turn with it; those ratios are of wall-clock times.")
     common.emit("Heads on cached features", tables_out, goals, notes)
 
 

@@ -309,6 +309,8 @@ def test_a_site_has_one_folder_a_run_whatever_its_name(tmp_path):
     place = stub.folder_of({"key": "../k"}, node, 5)
     assert place.resolve().is_relative_to(tmp_path)
     assert stub.folder_of({}, node, 5) != stub.folder_of({}, node, 6)
+    named = [stub.folder_of({"run": "trial", "experiment": text}, node, 5) for text in ("one", "two")]
+    assert named[0] != named[1]
     with pytest.raises(InputError, match="--node-config"):
         stub.prepare(tmp_path / "x", {"experiment": ""}, {})
 

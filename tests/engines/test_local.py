@@ -113,6 +113,15 @@ def test_no_worker_is_left_behind(tmp_path):
             os.kill(pid, 0)
 
 
+def test_pools_side_by_side_end_in_any_order(tmp_path):
+    method = FedAvg()
+    feds = [federation(method, ROWS, tmp_path / str(i), workers=2) for i in range(2)]
+    for fed in feds:
+        run(method, fed, 1)
+    for fed in feds:  # the older first: the younger one's workers were forked while its sockets were open
+        fed._link.close()
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_stop_lets_started_clients_finish_and_starts_no_more(tmp_path, workers):
     method, toys, asked = FedAvg(), Toys(ROWS), []

@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from fedfm import store
 from fedfm.engines.flower import is_simulated
 from fedfm.engines.link import FlowerLink
+from fedfm.engines.processes import watch_parent
 from fedfm.errors import InputError, RunError
 from fedfm.experiment import Experiment
 from fedfm.federation import Federation
@@ -106,6 +107,7 @@ def serve(grid: Grid, context: Context) -> None:
 
     What goes wrong is raised, for Flower, and written down, for whoever waits for the run.
     """
+    watch_parent()
     config = context.run_config
     name = str(config.get("run") or f"run-{context.run_id}")
     path = Path(str(config.get("out") or "runs")) / name

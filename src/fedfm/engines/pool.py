@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from fedfm import codec, wire
 from fedfm.errors import E_DIED, E_EXCEPTION, E_TIMEOUT, ClientFault, RunError
@@ -37,6 +38,9 @@ class _Worker:
     requests: list[Request] = field(default_factory=list)
     deadline: float = 0.0
     known: set[int] = field(default_factory=set)  # payloads of this exchange that it holds
+
+
+_ours: WeakSet[socket.socket] = WeakSet()  # our ends of all workers' sockets in this process
 
 
 class Pool:
@@ -161,12 +165,13 @@ class Pool:
         pid = os.fork()
         if pid:
             theirs.close()
+            _ours.add(ours)
             return _Worker(pid, ours)
         status = 1
         try:
             ours.close()
-            for worker in self._workers:
-                worker.socket.close()
+            for inherited in list(_ours):  # of every pool: a copy kept open would hide from a sibling that we hung up
+                inherited.close()
             _die_with(parent)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

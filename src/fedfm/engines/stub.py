@@ -44,7 +44,10 @@ def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -
         root = Path(str(node["silo"])).expanduser().resolve().parent / ".fedfm"
     else:
         root = Path("~/.fedfm/sites").expanduser()
-    key = str(config.get("key") or config.get("run") or run_id)
+    key = str(config.get("key") or "")
+    if not key:  # a run's name alone may come again, with another experiment
+        digest = hashlib.sha256(str(config.get("experiment")).encode()).hexdigest()
+        key = f"{config.get('run') or run_id}-{digest[:8]}"
     who = str((node.get("silo") and "silo") or node.get("client") or f"partition-{node.get('partition-id', 0)}")
     return root / plain(key) / plain(who)
 

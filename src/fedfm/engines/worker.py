@@ -14,13 +14,11 @@ import os
 import signal
 import socket
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fedfm.engines import stub
-from fedfm.engines.processes import die_with
+from fedfm.engines.processes import die_with, watch_parent
 
 if TYPE_CHECKING:
     from fedfm.engines import site
@@ -31,7 +29,7 @@ IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE says otherwise
 def main() -> None:
     """Serve until idle; of several folders, each in a process of its own that is forked when everything is loaded."""
     os.umask(0o077)
-    _watch_parent()
+    watch_parent()
     posts = [post for post in map(_Post.take, map(Path, sys.argv[1:])) if post is not None]
     if not posts:
         return
@@ -48,7 +46,7 @@ def main() -> None:
         if os.fork() == 0:
             try:
                 die_with(parent)
-                _watch_parent()
+                watch_parent()
                 for other in posts:
                     if other is not post:
                         other.leave()
@@ -136,24 +134,6 @@ def _serve(folder: Path, listener: socket.socket, shared: site.Site) -> None:
                 link.settimeout(None)
                 answer = here.answer(own if own is not None else json.loads(client), handler, head, data)
                 stub.send(link, "", "", *answer)
-
-
-def _watch_parent() -> None:
-    parent = int(os.environ.get("FEDFM_PARENT", "0"))
-    if not parent:
-        return
-
-    def watch() -> None:
-        while True:
-            try:
-                os.kill(parent, 0)
-            except ProcessLookupError:
-                os._exit(0)
-            except PermissionError:
-                return
-            time.sleep(0.5)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":
