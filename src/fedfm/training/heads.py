@@ -6,13 +6,12 @@ weight in place where the optimiser is plain SGD.
 
 A cohort gives the same bits as the clients one by one. A client's slice of a batched product depends neither on how
 many clients stand beside it nor on their values, but the order in which MKL sums depends on where a matrix begins in
-memory: every client's matrices begin at a multiple of 64 bytes, which is why d and the batch size are padded. Rows of
-padding, also those that fill a last batch, have weight zero.
+memory: every client's matrices begin at a multiple of 64 bytes, which is why d and the batch size are padded to
+multiples of 16. Rows of padding, also those that fill a last batch, have weight zero.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,9 +121,8 @@ class _Batches:
     """The mini-batches of a chunk in lockstep, the rows of several steps gathered at a time."""
 
     def __init__(self, jobs: Sequence[Job], steps: Sequence[int], like: Tensor) -> None:
-        _, classes, width = like.shape
-        lines = _LINE // math.gcd(_LINE, classes)  # so many rows of logits end at 64 bytes
-        size = -(-jobs[0].local.batch_size // lines) * lines
+        width = like.shape[2]
+        size = -(-jobs[0].local.batch_size // _LINE) * _LINE
         self._steps, self._size = steps, size
         self._span = max(1, min(_GATHER // max(len(jobs) * size * width, 1), max(steps, default=1)))  # steps at a time
         self._rows = [job.client.data.train for job in jobs]
