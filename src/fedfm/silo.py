@@ -48,6 +48,7 @@ class Silos:
         allow: the silo's policy, patterns of handlers that it answers, e.g. ``("train.*",)`` refuses to show the server
             any single update.
         on_error: told of a handler's exception with its traceback; it stays at the client.
+        reveal: the server is told an exception's text, which may hold paths and values, and not only its kind.
     """
 
     def __init__(
@@ -61,9 +62,11 @@ class Silos:
         attack: Any = None,
         allow: Sequence[str] = ("*",),
         on_error: Callable[[ClientId, str], None] = lambda client, text: None,
+        reveal: bool = True,
     ) -> None:
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
+        self._reveal = reveal
         self._handlers = {action(fn): fn for fn in handlers(method)}
         self._hints = {name: get_type_hints(fn) for name, fn in self._handlers.items()}
 
@@ -96,7 +99,7 @@ class Silos:
 
     def _fault(self, client: ClientId, error: Exception) -> ClientFault:
         self._on_error(client, "".join(traceback.format_exception(error)))
-        text = str(error).splitlines()[0][:160] if str(error) else ""
+        text = str(error).partition("\n")[0][:160] if self._reveal else "see the site's errors.log"
         return ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
     def _answer(self, request: Request) -> Any:

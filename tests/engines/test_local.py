@@ -185,3 +185,20 @@ def test_memory_written_by_a_killed_round_is_not_seen_again(tmp_path):
     unwritten = DiskMemory(tmp_path, "c", (3, 1))
     unwritten["c"] = torch.zeros(2)  # its handler failed: never committed
     assert DiskMemory(tmp_path, "c", (4, 1))["c"].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(("reveal", "said"), [(True, "/secret/path"), (False, "errors.log")])
+def test_a_silo_with_rows_of_its_own_tells_the_kind_of_an_error_only(tmp_path, reveal, said):
+    told = []
+    method, toys = Naughty(), Toys({"raises": [0.0], "z": [0.0]})
+    silos = Silos(
+        method, Aggregator(), toys, memory=tmp_path, reveal=reveal, on_error=lambda client, text: told.append(text)
+    )
+    fed = Federation(LocalLink(silos), model=toys.model)
+    fed.begin(1)
+    fed.mean(method.train, w=fed.initial)
+    (excluded,) = fed.excluded
+    assert "ValueError" in excluded.reason
+    assert said in excluded.reason
+    assert ("/secret/path" in excluded.reason) == reveal
+    assert "/secret/path" in told[0]

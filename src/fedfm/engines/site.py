@@ -64,6 +64,7 @@ class Site:
             seed=self._experiment.run.seed,
             allow=self._allow,
             on_error=self._on_error,
+            reveal=self._own is None,
         )
 
     def warm(self, shared: Site | None = None) -> None:
