@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar, get_type_hints
 
 from torch import Tensor
 
-from fedfm import seeds, wire
+from fedfm import seeds
+from fedfm.conform import conform, match
 from fedfm.errors import (
     E_CLIENT,
     E_DUPLICATE,
@@ -312,7 +313,7 @@ class Federation:
             try:
                 if reply.fault is not None:
                     raise reply.fault
-                value = wire.conform(reply.value, hint)
+                value = conform(reply.value, hint)
                 check(value)
             except ClientFault as fault:
                 if fault.code == E_READONLY:  # later clients, and the server, may have seen the changed tensor
@@ -385,7 +386,7 @@ class Aggregator:
             payload,
             self.wire_type,
             form=self.form,
-            check=lambda u: wire.match(u.delta, like, "delta"),
+            check=lambda u: match(u.delta, like, "delta"),
         )
         for _, update in replies:
             mean.add(update.weight, update.delta)

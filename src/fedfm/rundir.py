@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm import __version__, store
+from fedfm.conform import conform
 from fedfm.errors import InputError
 from fedfm.experiment import Experiment
 from fedfm.federation import Excluded, Federation
@@ -137,15 +138,13 @@ class Run:
 
         A damaged checkpoint is passed over for the one before, and the manifest says so.
         """
-        from fedfm import wire
-
         for path in reversed(self._checkpoints()):
             record = store.load(path)
             if record is None:
                 self.manifest.setdefault("notices", []).append(f"{path.name} was damaged; went back one round")
                 path.unlink(missing_ok=True)
                 continue
-            record["state"] = wire.conform(record["state"], state_type, "state")
+            record["state"] = conform(record["state"], state_type, "state")
             self._truncate("messages.jsonl", record["messages"])
             self._keep_metrics(record["round"])
             return dict(record)
@@ -159,11 +158,9 @@ class Run:
         Raises:
             InputError: no checkpoint can be read.
         """
-        from fedfm import wire
-
         for path in reversed(self._checkpoints()):
             if (record := store.load(path)) is not None:
-                return wire.conform(record["state"], state_type, "state")
+                return conform(record["state"], state_type, "state")
         raise InputError(f"{self.path}: no checkpoint can be read")
 
     def into(self, fed: Federation, record: Mapping[str, Any]) -> None:

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
-from fedfm import seeds, wire
+from fedfm import seeds
+from fedfm.conform import conform
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_READONLY, E_REFUSED, ClientFault
 from fedfm.federation import Aggregator, Client, ClientData, ClientId, Request, action
 from fedfm.memory import DiskMemory
@@ -95,7 +96,7 @@ class Silos:
         hints = self._hints[name]
         if unknown := payload.keys() - (hints.keys() - {"client", "return"}):
             raise ClientFault(E_FIELD, f"{name} takes no {sorted(unknown)}")
-        return {key: wire.conform(value, hints[key], key) for key, value in payload.items()}
+        return {key: conform(value, hints[key], key) for key, value in payload.items()}
 
     def _fault(self, client: ClientId, error: Exception) -> ClientFault:
         self._on_error(client, "".join(traceback.format_exception(error)))

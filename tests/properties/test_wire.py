@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfm import codec, wire
+from fedfm.conform import match
 from fedfm.engines.flower import round_trip, serialised_nbytes
 from fedfm.errors import ClientFault
 from fedfm.federation import Update
@@ -148,7 +149,7 @@ def mutated(rng):
 
 def valid(update):
     """What may pass: exactly the expected tensors, all finite, a sane weight."""
-    wire.match(update.delta, GOOD.delta.layout)
+    match(update.delta, GOOD.delta.layout)
     return update.delta.is_finite() and 0 < update.weight <= 1e9
 
 
@@ -159,7 +160,7 @@ def test_ten_thousand_malformed_replies_are_refused_and_nothing_crashes():
         head, data = mutated(rng)
         try:
             update = wire.decode(head, data, Update)
-            wire.match(update.delta, GOOD.delta.layout, "delta")
+            match(update.delta, GOOD.delta.layout, "delta")
         except ClientFault as fault:
             refused += fault.code.startswith("E_")
         else:
@@ -196,7 +197,7 @@ def test_deep_nesting_is_refused():
 )
 def test_what_differs_is_named(delta, code):
     with pytest.raises(ClientFault) as caught:
-        wire.match(Params(delta), GOOD.delta.layout)
+        match(Params(delta), GOOD.delta.layout)
     assert caught.value.code == code
 
 

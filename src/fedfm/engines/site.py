@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm import __version__, codec, records, store, wire
+from fedfm.conform import conform
 from fedfm.engines.link import HELLO
 from fedfm.errors import E_EXCEPTION, E_FORMAT, ClientFault, InputError
 from fedfm.experiment import Experiment
@@ -94,7 +95,7 @@ class Site:
             message = wire.decode(head, data, None)
             if not isinstance(message, Mapping) or message.keys() != {"round", "call", "body"}:
                 raise ClientFault(E_FORMAT, "the request is not an envelope")
-            round, call = wire.conform(message["round"], int, "round"), wire.conform(message["call"], int, "call")
+            round, call = conform(message["round"], int, "round"), conform(message["call"], int, "call")
             name = self._name(client)
             if handler == HELLO:
                 value = self._hello(name, message["body"])
@@ -121,9 +122,9 @@ class Site:
 
     def _hello(self, name: ClientId, told: Any) -> dict[str, Any]:
         """Name, versions and the model's fingerprint: rows and model are loaded here, so that round 1 finds them."""
-        classes = wire.conform(told, dict[str, Any], "hello").get("classes")
+        classes = conform(told, dict[str, Any], "hello").get("classes")
         if classes is not None and classes != self._classes:
-            self._classes = wire.conform(classes, list[str], "classes")
+            self._classes = conform(classes, list[str], "classes")
             self._remember(self._classes)
             if self._own is not None:
                 self.__dict__.pop("silos", None)

@@ -1,0 +1,217 @@
+"""What a payload must be: values against annotations, parameters against the layout that was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, get_args, get_origin, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.errors import E_DTYPE, E_FIELD, E_NONFINITE, E_SHAPE, E_TENSORS, ClientFault
+from fedfm.params import Layout, Params
+
+
+def conform(value: Any, hint: Any, path: str = "reply") -> Any:
+    """``value`` as ``hint`` says: mappings become the dataclasses that ``hint`` names, everything is checked.
+
+    A value that is passed by reference goes through the same checks as a decoded one. Floats and floating-point
+    tensors must be finite.
+
+    Raises:
+        ClientFault: with the path of the first field that does not fit.
+    """
+    return _checker(hint)(value, path)
+
+
+Check = Callable[[Any, str], Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def _checker(hint: Any) -> Check:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return _any
+    if hint is Params:
+        return _params
+    if hint is Tensor or hint is np.ndarray:
+        return _tensor if hint is Tensor else _array
+    if hint in (None, types.NoneType):
+        return _exactly(types.NoneType)
+    if hint is float:
+        return _float
+    if hint in (int, str, bool):
+        return _exactly(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _union([_checker(a) for a in args], optional=types.NoneType in args)
+    if origin in (list, tuple):
+        return _sequence(origin, args)
+    if origin in (dict, Mapping, typing.Mapping) or hint is dict:
+        return _mapping(_checker(args[1] if args else Any))
+    if dataclasses.is_dataclass(hint):
+        return _dataclass(hint)
+    raise TypeError(f"a handler's annotation {hint!r} cannot be checked")
+
+
+def _fail(path: str, expected: str, value: Any) -> ClientFault:
+    return ClientFault(E_FIELD, f"{path}: expected {expected}, got {type(value).__name__}")
+
+
+def _any(value: Any, path: str) -> Any:
+    if isinstance(value, float):
+        return _float(value, path)
+    if isinstance(value, Params):
+        return _params(value, path)
+    if isinstance(value, Tensor):
+        return _tensor(value, path)
+    if isinstance(value, Mapping):
+        return {k: _any(v, f"{path}.{k}") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_any(v, f"{path}[{i}]") for i, v in enumerate(value)]
+    return value
+
+
+def _params(value: Any, path: str) -> Params:
+    if not isinstance(value, Params):
+        raise _fail(path, "parameters", value)
+    if not value.is_finite():
+        bad = next(n for n, t in value.items() if t.dtype.is_floating_point and not torch.isfinite(t).all())
+        raise ClientFault(E_NONFINITE, f"{path}: {bad} has NaN or infinity")
+    return value
+
+
+def _tensor(value: Any, path: str) -> Tensor:
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if not isinstance(value, Tensor):
+        raise _fail(path, "a tensor", value)
+    if value.dtype.is_floating_point and not bool(torch.isfinite(value).all()):
+        raise ClientFault(E_NONFINITE, f"{path} has NaN or infinity")
+    return value
+
+
+def _array(value: Any, path: str) -> np.ndarray:
+    return _tensor(value, path).numpy()
+
+
+def _float(value: Any, path: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _fail(path, "a number", value)
+    if not math.isfinite(value):
+        raise ClientFault(E_NONFINITE, f"{path} is {value}")
+    return float(value)
+
+
+def _exactly(kind: type) -> Check:
+    def check(value: Any, path: str) -> Any:
+        if type(value) is not kind:
+            raise _fail(path, kind.__name__, value)
+        return value
+
+    return check
+
+
+def _union(checks: list[Check], optional: bool) -> Check:
+    def check(value: Any, path: str) -> Any:
+        if value is None and optional:
+            return None
+        fault = None
+        for option in checks:
+            try:
+                return option(value, path)
+            except ClientFault as error:
+                # What was a tensor, but a bad one, tells more than "not None".
+                fault = error if fault is None or error.code != E_FIELD else fault
+        raise fault or ClientFault(E_FIELD, path)
+
+    return check
+
+
+def _sequence(origin: type, args: tuple[Any, ...]) -> Check:
+    variadic = origin is list or (len(args) == 2 and args[1] is Ellipsis) or not args
+    item = _checker(args[0]) if args else _any
+    items = [] if variadic else [_checker(a) for a in args]
+
+    def check(value: Any, path: str) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise _fail(path, "a list", value)
+        if variadic:
+            return origin(item(v, f"{path}[{i}]") for i, v in enumerate(value))
+        if len(value) != len(items):
+            raise ClientFault(E_FIELD, f"{path}: expected {len(items)} items, got {len(value)}")
+        return origin(c(v, f"{path}[{i}]") for i, (c, v) in enumerate(zip(items, value, strict=True)))
+
+    return check
+
+
+def _mapping(item: Check) -> Check:
+    def check(value: Any, path: str) -> Any:
+        if not isinstance(value, Mapping) or isinstance(value, Params):
+            raise _fail(path, "a mapping", value)
+        return {k: item(v, f"{path}.{k}") for k, v in value.items()}
+
+    return check
+
+
+def _dataclass(cls: Any) -> Check:
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    checks: dict[str, Check] = {}
+
+    def check(value: Any, path: str) -> Any:
+        if not checks:  # not before the first use: a module's annotations may name each other
+            hints = get_type_hints(cls)
+            checks.update({name: _checker(hints[name]) for name in fields})
+        if isinstance(value, cls):
+            for name, c in checks.items():
+                c(getattr(value, name), f"{path}.{name}")
+            return value
+        if not isinstance(value, Mapping) or isinstance(value, Params):
+            raise _fail(path, cls.__name__, value)
+        if unknown := value.keys() - fields.keys():
+            raise ClientFault(E_FIELD, f"{path}: {cls.__name__} has no field {sorted(unknown)[0]!r}")
+        required = {
+            n
+            for n, f in fields.items()
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        }
+        if missing := required - value.keys():
+            raise ClientFault(E_FIELD, f"{path}: {sorted(missing)[0]!r} is missing")
+        try:
+            return cls(**{name: checks[name](v, f"{path}.{name}") for name, v in value.items()})
+        except ClientFault:
+            raise
+        except (ValueError, TypeError) as error:
+            raise ClientFault(E_FIELD, f"{path}: {error}") from None
+
+    return check
+
+
+def match(value: Params, like: Layout, path: str = "reply") -> None:
+    """Names, dtypes and shapes are exactly those of ``like``.
+
+    Raises:
+        ClientFault: E_TENSORS, E_DTYPE or E_SHAPE with the first tensor that differs, expected and got.
+    """
+    if value.layout is like:
+        return
+    if missing := [n for n in like.slots if n not in value.layout.slots]:
+        raise ClientFault(E_TENSORS, f"{path}: {missing[0]} is missing")
+    if extra := [n for n in value.layout.slots if n not in like.slots]:
+        raise ClientFault(E_TENSORS, f"{path}: {extra[0]} was not asked for")
+    for (name, dtype, shape), (got, got_dtype, got_shape) in zip(like.entries, value.layout.entries, strict=True):
+        if name != got:
+            raise ClientFault(E_TENSORS, f"{path}: {got} stands where {name} was expected")
+        if dtype != got_dtype:
+            raise ClientFault(E_DTYPE, f"{path}: {name} is {_short(got_dtype)}, expected {_short(dtype)}")
+        if shape != got_shape:
+            raise ClientFault(E_SHAPE, f"{path}: {name} has shape {got_shape}, expected {shape}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
