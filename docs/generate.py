@@ -17,8 +17,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.engines.silofile import Silo
-from fedfm.experiment import AttackSpec, PrivacySpec, RunSpec, available, resolve
+from fedfm.experiment import AttackSpec, PrivacySpec, RunSpec
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.registry import available, resolve
 from fedfm.training import BY_NAME, Local
 
 PAGE = Path(__file__).parent / "reference" / "experiment.md"

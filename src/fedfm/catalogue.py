@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from fedfm.errors import InputError
-from fedfm.experiment import available
+from fedfm.registry import available
 
 _KINDS = {
     "methods": "methods",

@@ -147,7 +147,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _experiment(args: Any) -> Any:
-    from fedfm.experiment import Experiment, parse_override
+    from fedfm.experiment import Experiment
+    from fedfm.tables import parse_override
 
     overrides = dict(parse_override(text) for text in args.set)
     if args.engine:

@@ -5,22 +5,17 @@ place.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import tomllib
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from importlib import import_module
-from importlib.metadata import entry_points
-from importlib.resources import files
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.registry import available, resolve
+from fedfm.tables import build, listed, one_of, plain, put, refuse_unknown, to_toml
 
 ENGINES = ("local", "simulation", "deployment")
 
@@ -118,7 +113,7 @@ class Experiment:
             InputError: with the key, what it is, and what would be right.
         """
         known = {"name", "data", "model", "method", "privacy", "attack", "run"}
-        _refuse_unknown(table, known, "")
+        refuse_unknown(table, known, "")
         for section in ("data", "model", "method"):
             if section not in table:
                 raise InputError(f"[{section}] is missing; an experiment has [data], [model] and [method]")
@@ -153,15 +148,15 @@ class Experiment:
             raise InputError(f'"{IN_MEMORY}": data and model are given by fedfm.federate(...), both or neither')
         if self.in_memory and self.run.engine != "local":
             raise InputError(f'run.engine = "{self.run.engine}": data and model in memory run on engine = "local" only')
-        _one_of("model.weights", self.model.weights, ("pretrained", "random"))
-        _one_of("model.dtype", self.model.dtype, ("float32", "bfloat16", "float16"))
-        _one_of("model.device", self.model.device.partition(":")[0], ("auto", "cpu", "cuda", "mps"))
+        one_of("model.weights", self.model.weights, ("pretrained", "random"))
+        one_of("model.dtype", self.model.dtype, ("float32", "bfloat16", "float16"))
+        one_of("model.device", self.model.device.partition(":")[0], ("auto", "cpu", "cuda", "mps"))
         if self.model.max_length < 2:
             raise InputError(f"model.max_length = {self.model.max_length}: expected a whole number of at least 2")
         self.method.validate()
         run = self.run
-        _one_of("run.engine", run.engine, ENGINES)
-        _one_of("run.kernels", run.kernels, ("exact", "fast", "fast_bf16"))
+        one_of("run.engine", run.engine, ENGINES)
+        one_of("run.kernels", run.kernels, ("exact", "fast", "fast_bf16"))
         for key, low in (("min_clients", 1), ("workers", 0), ("evaluate_every", 0), ("patience", 0), ("seed", 0)):
             if getattr(run, key) < low:
                 raise InputError(f"run.{key} = {getattr(run, key)}: expected a whole number of at least {low}")
@@ -201,13 +196,13 @@ class Experiment:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested tables with every default filled in; ``from_dict`` takes them back."""
-        method = {"name": self.method_name} | _plain(self.method)
-        tables = {"name": self.name, "data": _plain(self.data), "model": _plain(self.model), "method": method}
+        method = {"name": self.method_name} | plain(self.method)
+        tables = {"name": self.name, "data": plain(self.data), "model": plain(self.model), "method": method}
         if self.privacy is not None:
-            tables["privacy"] = _plain(self.privacy)
+            tables["privacy"] = plain(self.privacy)
         if self.attack is not None:
-            tables["attack"] = _plain(self.attack)
-        return tables | {"run": _plain(self.run)}
+            tables["attack"] = plain(self.attack)
+        return tables | {"run": plain(self.run)}
 
     def to_toml(self) -> str:
         """The experiment as a TOML file with every default filled in; keys without a value are left out."""
@@ -220,198 +215,11 @@ def _data_name(data: DataSpec) -> str:
     return Path(data.name or data.path or data.hub or "data").name.split(".")[0]
 
 
-def _one_of(where: str, value: str, options: tuple[str, ...]) -> None:
-    if value not in options:
-        raise InputError(f'{where} = "{value}": expected {_list(options)}{_close(value, options)}')
-
-
-def _list(options: Any) -> str:
-    return ", ".join(f'"{o}"' for o in sorted(options))
-
-
-def _close(value: str, options: Any) -> str:
-    near = difflib.get_close_matches(str(value), list(options), 1)
-    return f' (did you mean "{near[0]}"?)' if near else ""
-
-
-def _refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
-    for key in table:
-        if key not in known:
-            where = f"{path}.{key}" if path else f"{key}"
-            raise InputError(
-                f"{where}: unknown key{_close(key, known)}; {f'[{path}]' if path else 'the file'} takes {_list(known)}"
-            )
-
-
-def build(cls: type, table: Any, path: str) -> Any:
-    """An instance of a dataclass from a table.
-
-    Raises:
-        InputError: an unknown key, a wrong type, a missing key; named by its path.
-    """
-    if not isinstance(table, Mapping):
-        raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}")
-    hints = get_type_hints(cls)
-    known = {f.name: f for f in fields(cls) if f.init}
-    _refuse_unknown(table, known, path)
-    return cls(**{key: convert(value, hints[key], f"{path}.{key}") for key, value in table.items()})
-
-
-def convert(value: Any, hint: Any, path: str) -> Any:
-    """``value`` as ``hint`` says; whole numbers pass as floats, nothing else is coerced."""
-    from fedfm.training import Local
-
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        options = [a for a in args if a is not types.NoneType]
-        return convert(value, options[0], path)
-    if hint is Local:
-        return build_local(value, path)
-    if is_dataclass(hint):
-        return build(hint, value, path)  # type: ignore[arg-type]
-    if hint is Any:
-        return value
-    if hint is float and type(value) is int:
-        value = float(value)
-    if hint in (int, float, str, bool):
-        if type(value) is not hint or (hint is float and value != value):
-            raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}")
-        return value
-    if origin is tuple and isinstance(value, (list, tuple)):
-        return tuple(convert(v, args[0], f"{path}[{i}]") for i, v in enumerate(value))
-    if origin is dict and isinstance(value, Mapping):
-        return {k: convert(v, args[1], f"{path}.{k}") for k, v in value.items()}
-    raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}")
-
-
-def _words(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
-    return names.get(hint) or {tuple: "a list", dict: "a table"}.get(get_origin(hint), str(hint))
-
-
-def build_local(table: Any, path: str) -> Any:
-    """A client optimiser from its table; ``name`` says which, sgd by default."""
-    from fedfm.training import BY_NAME
-
-    if not isinstance(table, Mapping):
-        raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ learning_rate = 0.1 }}")
-    table = dict(table)
-    name = table.pop("name", "sgd")
-    if name not in BY_NAME:
-        raise InputError(f'{path}.name = "{name}": expected {_list(BY_NAME)}{_close(name, BY_NAME)}')
-    return build(BY_NAME[name], table, path)
-
-
 def build_method(table: Mapping[str, Any]) -> tuple[str, Any]:
     """(name, method) of the [method] table."""
     table = dict(table)
     name = table.pop("name", None)
     if not isinstance(name, str):
-        raise InputError(f"method.name is missing: expected {_list(available('methods'))}")
+        raise InputError(f"method.name is missing: expected {listed(available('methods'))}")
     cls = resolve("methods", name)
     return name, build(cls, table, "method")
-
-
-def available(kind: str) -> dict[str, str]:
-    """Name -> where it comes from, of everything of a kind ("methods"): our folder, then installed entry points."""
-    found = {
-        entry.name.removesuffix(".py"): f"fedfm.{kind}.{entry.name.removesuffix('.py')}"
-        for entry in files(f"fedfm.{kind}").iterdir()
-        if entry.name.endswith(".py") and not entry.name.startswith("_")
-    }
-    return dict(sorted(found.items())) | {point.name: point.value for point in entry_points(group=f"fedfm.{kind}")}
-
-
-def resolve(kind: str, name: str) -> Any:
-    """``fedavg`` -> the class in fedfm/methods/fedavg.py; ``my_package.module:Class`` -> that; else an entry point.
-
-    Raises:
-        InputError: nothing has that name; close ones are suggested.
-    """
-    from fedfm.method import Method
-
-    if ":" in name:
-        module_name, _, attribute = name.partition(":")
-        try:
-            found_class = getattr(import_module(module_name), attribute)
-        except (ImportError, AttributeError) as error:
-            raise InputError(f'{kind.removesuffix("s")}.name = "{name}": {error}') from None
-        if not (isinstance(found_class, type) and issubclass(found_class, Method) and is_dataclass(found_class)):
-            raise InputError(f'{kind.removesuffix("s")}.name = "{name}": expected a dataclass derived from Method')
-        return found_class
-    names = available(kind)
-    if name not in names:
-        raise InputError(f'{kind.removesuffix("s")}.name = "{name}": expected {_list(names)}{_close(name, names)}')
-    for point in entry_points(group=f"fedfm.{kind}", name=name):
-        return point.load()
-    module = import_module(names[name])
-    found = [
-        c
-        for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, Method) and c.__module__ == module.__name__
-    ]
-    if len(found) != 1:
-        raise InputError(f"{names[name]} defines {len(found)} methods, expected one")
-    return found[0]
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        from fedfm.training import BY_NAME
-
-        table = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-        by_class: dict[type, str] = {c: n for n, c in BY_NAME.items()}
-        return ({"name": by_class[type(value)]} | table) if type(value) in by_class else _present(table)
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return value
-
-
-def _present(table: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in table.items() if v is not None}
-
-
-def put(table: dict[str, Any], key: str, value: Any) -> None:
-    """Set ``a.b.c`` in nested tables."""
-    *path, last = key.split(".")
-    for part in path:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise InputError(f"--set {key}: {part} is not a table")
-    table[last] = value
-
-
-def parse_override(text: str) -> tuple[str, Any]:
-    """``method.rounds=5`` -> ("method.rounds", 5); the value is TOML, or a bare word."""
-    key, separator, value = text.partition("=")
-    if not separator or not key.strip():
-        raise InputError(f"--set {text}: expected key=value, e.g. --set method.rounds=5")
-    try:
-        return key.strip(), tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
-
-
-def to_toml(tables: Mapping[str, Any]) -> str:
-    """Nested tables as TOML: one section a table, deeper ones inline."""
-
-    def inline(value: Any) -> str:
-        if isinstance(value, Mapping):
-            return "{ " + ", ".join(f"{_bare(k)} = {inline(v)}" for k, v in value.items() if v is not None) + " }"
-        if isinstance(value, (list, tuple)):
-            return "[" + ", ".join(map(inline, value)) + "]"
-        return json.dumps(value, ensure_ascii=False)
-
-    top = [f"{_bare(k)} = {inline(v)}" for k, v in tables.items() if not isinstance(v, Mapping)]
-    for section, table in tables.items():
-        if isinstance(table, Mapping):
-            top += ["", f"[{_bare(section)}]"] + [
-                f"{_bare(k)} = {inline(v)}" for k, v in table.items() if v is not None
-            ]
-    return "\n".join(top).strip() + "\n"
-
-
-def _bare(key: str) -> str:
-    return key if key and all(c.isalnum() or c in "-_" for c in key) and key.isascii() else json.dumps(key)

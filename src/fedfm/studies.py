@@ -36,7 +36,7 @@ def _stamp(name: str) -> Path:
 
 def _at(experiment: Experiment, **changes: Any) -> Experiment:
     """The experiment with keys of nested tables changed, e.g. ``run__seed=1``."""
-    from fedfm.experiment import put
+    from fedfm.tables import put
 
     table = experiment.to_dict()
     for key, value in changes.items():
@@ -138,8 +138,8 @@ def demo(out: Path | None, seed: int, progress: api.Progress) -> dict[str, Any]:
         ("each-client-alone", {"method.name": "local", "run.evaluate_every": 0}),
         ("centralised", {"method.name": "centralised", "run.evaluate_every": rounds}),
     ]
-    from fedfm.experiment import put
     from fedfm.report import html
+    from fedfm.tables import put
 
     began, results = time.perf_counter(), {}
     for name, changes in rows:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedfm.cli import main
-from fedfm.experiment import to_toml
+from fedfm.tables import to_toml
 from small import experiment
 
 

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 import fedfm
-from fedfm.experiment import Experiment, available, resolve
+from fedfm.experiment import Experiment
 from fedfm.method import Method
+from fedfm.registry import available, resolve
 from small import experiment
 
 METHODS = sorted(available("methods"))

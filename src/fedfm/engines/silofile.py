@@ -21,8 +21,9 @@ import numpy as np
 
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.errors import InputError
-from fedfm.experiment import Experiment, build
+from fedfm.experiment import Experiment
 from fedfm.population import Partitioned
+from fedfm.tables import build
 
 _PATTERN = re.compile(r"\*|(train|query)\.[\w*?]+")
 

@@ -1,0 +1,163 @@
+"""Tables of a TOML file <-> frozen dataclasses: strict, with the place of what is wrong and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from fedfm.errors import InputError
+
+
+def one_of(where: str, value: str, options: tuple[str, ...]) -> None:
+    """Refuse a value that is none of the options, with the closest one."""
+    if value not in options:
+        raise InputError(f'{where} = "{value}": expected {listed(options)}{close(value, options)}')
+
+
+def listed(options: Any) -> str:
+    """Names in quotes, sorted."""
+    return ", ".join(f'"{o}"' for o in sorted(options))
+
+
+def close(value: str, options: Any) -> str:
+    """What to add to a message: `(did you mean "x"?)`, where something is close."""
+    near = difflib.get_close_matches(str(value), list(options), 1)
+    return f' (did you mean "{near[0]}"?)' if near else ""
+
+
+def refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
+    """Refuse the first key that is not known; ``path`` is the table's own name, "" for the file."""
+    for key in table:
+        if key not in known:
+            where = f"{path}.{key}" if path else f"{key}"
+            raise InputError(
+                f"{where}: unknown key{close(key, known)}; {f'[{path}]' if path else 'the file'} takes {listed(known)}"
+            )
+
+
+def build(cls: type, table: Any, path: str) -> Any:
+    """An instance of a dataclass from a table.
+
+    Raises:
+        InputError: an unknown key, a wrong type, a missing key; named by its path.
+    """
+    if not isinstance(table, Mapping):
+        raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}")
+    hints = get_type_hints(cls)
+    known = {f.name: f for f in fields(cls) if f.init}
+    refuse_unknown(table, known, path)
+    return cls(**{key: convert(value, hints[key], f"{path}.{key}") for key, value in table.items()})
+
+
+def convert(value: Any, hint: Any, path: str) -> Any:
+    """``value`` as ``hint`` says; whole numbers pass as floats, nothing else is coerced."""
+    from fedfm.training import Local
+
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        options = [a for a in args if a is not types.NoneType]
+        return convert(value, options[0], path)
+    if hint is Local:
+        return build_local(value, path)
+    if is_dataclass(hint):
+        return build(hint, value, path)  # type: ignore[arg-type]
+    if hint is Any:
+        return value
+    if hint is float and type(value) is int:
+        value = float(value)
+    if hint in (int, float, str, bool):
+        if type(value) is not hint or (hint is float and value != value):
+            raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}")
+        return value
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(convert(v, args[0], f"{path}[{i}]") for i, v in enumerate(value))
+    if origin is dict and isinstance(value, Mapping):
+        return {k: convert(v, args[1], f"{path}.{k}") for k, v in value.items()}
+    raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}")
+
+
+def _words(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
+    return names.get(hint) or {tuple: "a list", dict: "a table"}.get(get_origin(hint), str(hint))
+
+
+def build_local(table: Any, path: str) -> Any:
+    """A client optimiser from its table; ``name`` says which, sgd by default."""
+    from fedfm.training import BY_NAME
+
+    if not isinstance(table, Mapping):
+        raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ learning_rate = 0.1 }}")
+    table = dict(table)
+    name = table.pop("name", "sgd")
+    if name not in BY_NAME:
+        raise InputError(f'{path}.name = "{name}": expected {listed(BY_NAME)}{close(name, BY_NAME)}')
+    return build(BY_NAME[name], table, path)
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as nested tables; keys without a value are left out."""
+    if is_dataclass(value) and not isinstance(value, type):
+        from fedfm.training import BY_NAME
+
+        table = {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        by_class: dict[type, str] = {c: n for n, c in BY_NAME.items()}
+        return ({"name": by_class[type(value)]} | table) if type(value) in by_class else _present(table)
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def _present(table: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in table.items() if v is not None}
+
+
+def put(table: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``a.b.c`` in nested tables."""
+    *path, last = key.split(".")
+    for part in path:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise InputError(f"--set {key}: {part} is not a table")
+    table[last] = value
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """``method.rounds=5`` -> ("method.rounds", 5); the value is TOML, or a bare word."""
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise InputError(f"--set {text}: expected key=value, e.g. --set method.rounds=5")
+    try:
+        return key.strip(), tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def to_toml(tables: Mapping[str, Any]) -> str:
+    """Nested tables as TOML: one section a table, deeper ones inline."""
+
+    def inline(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return "{ " + ", ".join(f"{_bare(k)} = {inline(v)}" for k, v in value.items() if v is not None) + " }"
+        if isinstance(value, (list, tuple)):
+            return "[" + ", ".join(map(inline, value)) + "]"
+        return json.dumps(value, ensure_ascii=False)
+
+    top = [f"{_bare(k)} = {inline(v)}" for k, v in tables.items() if not isinstance(v, Mapping)]
+    for section, table in tables.items():
+        if isinstance(table, Mapping):
+            top += ["", f"[{_bare(section)}]"] + [
+                f"{_bare(k)} = {inline(v)}" for k, v in table.items() if v is not None
+            ]
+    return "\n".join(top).strip() + "\n"
+
+
+def _bare(key: str) -> str:
+    return key if key and all(c.isalnum() or c in "-_" for c in key) and key.isascii() else json.dumps(key)
