@@ -45,8 +45,9 @@ lint: $(STAMP) ## style, spelling, layers
 type: $(STAMP) ## static types
 	$(BIN)/mypy
 
-$(VENV)/.stamp-bench: $(STAMP)
+$(VENV)/.stamp-bench: $(STAMP) benchmarks/peers.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt
 	@touch $@
 
 bench: $(VENV)/.stamp-bench ## speed beside named peers, into docs/results/performance.md
