@@ -167,6 +167,7 @@ class Model:
             return rows.tensors["features"]
         if self.head is None:
             raise ValueError("the model has no linear head, hence no features")
+        rows, back = _by_length(rows)
         caught: list[Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
         try:
@@ -177,7 +178,7 @@ class Model:
                     done.append(self._pool(caught.pop(), batch)[:n].float().cpu())
         finally:
             hook.remove()
-        return torch.cat(done) if done else torch.zeros(0, self.head.in_features)
+        return torch.cat(done)[back] if done else torch.zeros(0, self.head.in_features)
 
     def blocks(self, rows: Rows) -> list[Tensor]:
         """Block outputs b_0 (what enters the first block) ... b_L, each (n, T, d), on the CPU.
@@ -250,10 +251,12 @@ class Model:
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
         """Logits of all rows without gradients, float32 on the CPU; a language model pads to the longest row."""
-        whole = _padded(rows) if self.is_language_model and rows.tokens is not None else rows
+        if self.is_language_model and rows.tokens is not None:
+            rows = _padded(rows)
+        rows, back = _by_length(rows)
         with self.evaluating():
-            done = [self.logits(batch).float().cpu() for batch in whole.batches(batch_size)]
-        return torch.cat(done) if done else torch.zeros(0, len(self.classes))
+            done = [self.logits(batch).float().cpu() for batch in rows.batches(batch_size)]
+        return torch.cat(done)[back] if done else torch.zeros(0, len(self.classes))
 
     def evaluate(self, rows: Rows) -> dict[str, Any]:
         """Accuracy, loss and the like on these rows: see :func:`fedfm.models.metrics.evaluate`."""
@@ -307,6 +310,14 @@ class Model:
         for start in range(0, len(rows), ENCODE):
             index = list(range(start, min(start + ENCODE, len(rows))))
             yield rows.batch(index + index[-1:] * (ENCODE - len(index))), len(index)
+
+
+def _by_length(rows: Rows) -> tuple[Rows, Tensor]:
+    """(rows of unequal length with like lengths together, so that batches hold little padding; the way back)."""
+    if rows.tokens is None:
+        return rows, torch.arange(len(rows))
+    order = torch.argsort(torch.tensor([len(t) for t in rows.tokens], dtype=torch.int64), stable=True)
+    return rows.take(order), torch.argsort(order)
 
 
 def _padded(rows: Rows) -> Rows:
