@@ -10,8 +10,14 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import pytest
 import torch
+
+# The suite is the same every time; FEDFM_RANDOM_TESTS=1 looks for new cases.
+hypothesis.settings.register_profile("fixed", derandomize=True)
+if os.environ.get("FEDFM_RANDOM_TESTS") != "1":
+    hypothesis.settings.load_profile("fixed")
 
 torch.set_num_threads(1)
 

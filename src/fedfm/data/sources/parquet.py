@@ -25,9 +25,9 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         raise InputError(f"{path} holds {content_of(data)}, not a Parquet file: rename it, or save it as Parquet")
     try:
         table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
-    except (pyarrow.ArrowException, OSError) as error:
+        names = list(table.column_names)  # names are decoded here, and damage may have left them no UTF-8
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path} is damaged or cut short ({str(error).splitlines()[0]}): write it again") from None
-    names = list(table.column_names)
     for name in names:
         if names.count(name) > 1:
             raise InputError(f'{path}: column "{name}" occurs {names.count(name)} times: names must differ')
@@ -35,4 +35,6 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         columns = {name: table.column(name).to_pylist() for name in names}
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: a string column holds bytes that are not UTF-8 ({error})") from None
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        raise InputError(f"{path} is damaged ({str(error).splitlines()[0]}): write it again") from None
     return to_table(columns, spec, source=str(path), at=lambda i: f"{path}, row {i + 1}", task=task, labelled=labelled)
