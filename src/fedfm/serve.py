@@ -142,7 +142,6 @@ class Server:
         last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
         if not last or last["round"] != t:
             last = self.scores(state, thorough=True)
-        key = {"": ""} if not self.method.personal else {c: c for c in models}
         result: dict[str, Any] = {
             "run": str(run.path),
             "method": run.experiment.method_name,
@@ -166,7 +165,7 @@ class Server:
             "bytes_up": fed.transcript.bytes_up,
             "bytes_down": fed.transcript.bytes_down,
             "epsilon": None,
-            "params_sha256": sha256_of({key[name]: w for name, w in models.items()}),
+            "params_sha256": sha256_of(models),
             "excluded": [asdict(e) for e in fed.excluded],
             "details": {},
         }
