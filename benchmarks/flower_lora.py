@@ -3,15 +3,18 @@
     python benchmarks/flower_lora.py
     python benchmarks/flower_lora.py --rows 64 --rounds 2
 
-Both run the same clients (r = 8 on query and value, AdamW, batch 16), 10 of 50 a round, on all cores. The Flower app is
-written as Flower's examples are, with one difference in its favour: an actor loads model and rows once, where the
-examples load them at every message. Its local training is the hand-written loop of benchmarks/lora.py. A round is from
-sending the first message to having the mean, and the first one does not count. Flower's rounds run after fedfm's and
-not in turn with them, since Ray keeps its actors: read the ratios as rough on a machine that others use.
+All run the same clients (r = 8 on query and value, AdamW, batch 16), 10 of 50 a round, on all cores. There are two
+Flower apps. One is written as Flower's examples for transformers and PEFT are: every message loads the model with
+``from_pretrained``, wraps it, takes the adapter's state in and gives it back; in its favour the rows stay tokenised.
+The other one keeps the model in its actor too, which no example does. Both train by the same plain loop. A round is
+from sending the first message to having the mean, and the first one does not count. Flower's rounds run after fedfm's
+and not in turn with them, since Ray keeps its actors: read the ratios as rough on a machine that others use. Before
+that, one round over ten clients has to give the same mean on both sides, to 1e-4.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import statistics
@@ -64,8 +67,8 @@ class People:
         return self._data[client]
 
 
-def ours(options: Any, kernels: str) -> list[float]:
-    """Wall-clock seconds of fedfm's warm rounds."""
+def ours(options: Any, kernels: str) -> tuple[list[float], Params]:
+    """Wall-clock seconds of fedfm's warm rounds, and the last mean."""
     everyone = people(options.clients, options.rows)
     everyone.model.kernels = kernels
     method = FedAvg(local=LOCAL, fraction=options.cohort / options.clients)
@@ -82,11 +85,15 @@ def ours(options: Any, kernels: str) -> list[float]:
             seconds.append(time.perf_counter() - start)
     finally:
         link.close()
-    return seconds[1:]
+    return seconds[1:], w
 
 
-def theirs(options: Any) -> list[float]:
-    """Wall-clock seconds of the warm rounds of Flower's simulation."""
+def theirs(options: Any, keep: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Wall-clock seconds of the warm rounds of Flower's simulation, and the last mean.
+
+    Args:
+        keep: actors keep the model between messages.
+    """
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp import ServerApp
@@ -106,7 +113,7 @@ def theirs(options: Any) -> list[float]:
         number = int(context.node_config["partition-id"])
         round_ = int(message.content["config"]["server-round"])
         arrays = message.content["arrays"].to_torch_state_dict()
-        out, n = flower_lora.train_one(clients, rows, number, round_, arrays)
+        out, n = flower_lora.train_one(clients, rows, number, round_, arrays, keep)
         content = {"arrays": ArrayRecord(out), "metrics": MetricRecord({"num-examples": n})}
         return Message(RecordDict(content), reply_to=message)
 
@@ -120,28 +127,69 @@ def theirs(options: Any) -> list[float]:
             stamps.append(time.perf_counter())
             return out
 
+    final: dict[str, torch.Tensor] = {}
+
     @server.main()
     def main(grid: Any, context: Any) -> None:
         strategy = Timed(fraction_train=options.cohort / clients, fraction_evaluate=0.0, min_available_nodes=clients)
-        start = ArrayRecord(dict(people(clients, rows).model.params().state()))
-        strategy.start(grid, start, num_rounds=options.rounds + 1)
+        start = people(clients, rows).model.params().state() if keep else adapter(fresh(clients, rows))
+        done = strategy.start(grid, ArrayRecord(dict(start)), num_rounds=options.rounds + 1)
+        final.update(done.arrays.to_torch_state_dict())
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server, client, num_supernodes=clients, backend_config=resources)
-    return [stop - start for start, stop in zip(stamps[::2], stamps[1::2], strict=True)][1:]
+    return [stop - start for start, stop in zip(stamps[::2], stamps[1::2], strict=True)][1:], final
+
+
+def fresh(clients: int, rows: int) -> Any:
+    """The model as a message handler of Flower's examples makes it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    spec = people(clients, rows).model.spec
+    classes = len(people(clients, rows).model.classes)
+    net = AutoModelForSequenceClassification.from_pretrained(spec.name, num_labels=classes)
+    return get_peft_model(net, LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules=["query", "value"]))
+
+
+def adapter(net: Any) -> dict[str, torch.Tensor]:
+    """What travels of a PEFT model."""
+    from peft import get_peft_model_state_dict
+
+    return {name: tensor.detach().cpu().clone() for name, tensor in get_peft_model_state_dict(net).items()}
 
 
 def train_one(
-    clients: int, rows: int, number: int, round_: int, arrays: dict[str, torch.Tensor]
+    clients: int, rows: int, number: int, round_: int, arrays: dict[str, torch.Tensor], keep: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
     """One client's epoch by the hand-written loop; in an actor of Ray."""
     everyone = people(clients, rows)
     name = everyone.clients[number]
     data = everyone.data(name)
-    seed = seeds.derive(0, "client", round_, name)
-    job = Job(Client(name, data, everyone.model, {}, seed), Params(arrays), LOCAL)
-    (out,) = everyone.written.train([job])
-    return out.state(), len(data.train)
+    job = Job(Client(name, data, everyone.model, {}, seeds.derive(0, "client", round_, name)), Params(arrays), LOCAL)
+    if keep:
+        (out,) = everyone.written.train([job])
+        return out.state(), len(data.train)
+    from peft import set_peft_model_state_dict
+
+    net = fresh(clients, rows)
+    set_peft_model_state_dict(net, arrays)
+    optimiser = torch.optim.AdamW(
+        (p for p in net.parameters() if p.requires_grad), lr=LOCAL.learning_rate, weight_decay=LOCAL.weight_decay
+    )
+    for index in job.orders():
+        optimiser.zero_grad()
+        net(**data.train.batch(index)).loss.backward()
+        optimiser.step()
+    return adapter(net), len(data.train)
+
+
+def agreement(options: Any) -> float:
+    """Largest difference of the means that fedfm and Flower reach in one round of ten clients, 16 rows each."""
+    small = argparse.Namespace(**{**vars(options), "clients": 10, "cohort": 10, "rounds": 0, "rows": 16})
+    _, w = ours(small, "exact")
+    _, theirs_ = theirs(small, keep=True)
+    return max(float((theirs_[name] - tensor).abs().max()) for name, tensor in w.items())
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
@@ -163,12 +211,29 @@ def main() -> None:
     if options.quick:
         options.rounds, options.rows = 1, 16
     torch.set_num_threads(1)
-    seconds = {f"fedfm, {kernels}": ours(options, kernels) for kernels in ("exact", "fast", "fast_bf16")}
-    peer = theirs(options)
-    middle = statistics.median(peer)
-    rows = [{"engine": "Flower's simulation (Ray)", "wall seconds a round": spread(peer), "ratio": 1.0}]
+    apart = agreement(options)
+    if apart > 1e-4:
+        raise SystemExit(f"the means of fedfm and Flower differ by {apart}")
+    seconds = {f"fedfm, {kernels}": ours(options, kernels)[0] for kernels in ("exact", "fast", "fast_bf16")}
+    kept, written = theirs(options, keep=True)[0], theirs(options, keep=False)[0]
+    by_kept, by_written = (
+        {name: statistics.median(peer) / statistics.median(s) for name, s in seconds.items()}
+        for peer in (kept, written)
+    )
+    rows: list[dict[str, Any]] = [
+        {"engine": name, "wall seconds a round": spread(peer)}
+        for name, peer in (
+            ("Flower's simulation, as its examples are written", written),
+            ("Flower's simulation, the model kept in the actors", kept),
+        )
+    ]
     rows += [
-        {"engine": name, "wall seconds a round": spread(s), "ratio": round(middle / statistics.median(s), 2)}
+        {
+            "engine": name,
+            "wall seconds a round": spread(s),
+            "times Flower as written": round(by_written[name], 2),
+            "times Flower, model kept": round(by_kept[name], 2),
+        }
         for name, s in seconds.items()
     ]
     table = {
@@ -176,12 +241,12 @@ def main() -> None:
         f"{options.rows or 'all'} rows each, {os.cpu_count()} cores",
         "rows": rows,
     }
-    by = {name: middle / statistics.median(s) for name, s in seconds.items()}
     goals = [
-        common.goal("times Flower's simulation, float32", by["fedfm, fast"], least=4.5),
-        common.goal("times Flower's simulation, bf16", by["fedfm, fast_bf16"], least=8),
+        common.goal("times Flower's simulation as its examples are written, float32", by_written["fedfm, fast"], 4.5),
+        common.goal("times Flower's simulation as its examples are written, bf16", by_written["fedfm, fast_bf16"], 8),
     ]
-    common.emit("Federated LoRA beside Flower", [table], goals)
+    notes = [f"One round of ten clients: the means of fedfm and of Flower differ by at most {apart:.1g}."]
+    common.emit("Federated LoRA beside Flower", [table], goals, notes)
 
 
 if __name__ == "__main__":

@@ -77,5 +77,9 @@ def envelope(round: int, call: int, body: Any) -> Mapping[str, Any]:
 
 def weigh(body: Any) -> int:
     """``nbytes(envelope(round, call, body))``, which is the same for every round and call."""
-    head, data = wire.size(body)
+    return enveloped(*wire.size(body))
+
+
+def enveloped(head: int, data: int) -> int:
+    """As :func:`weigh`, of a body whose head and data have these lengths."""
     return _record_nbytes(len('{"m":{"round":"i","call":"i","body":}}') + head, 16 + data)

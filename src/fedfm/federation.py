@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 from torch import Tensor
 
@@ -129,8 +129,7 @@ def action(handler: Callable[..., Any]) -> str:
     return f"{type(handler.__self__).__name__}_{handler.__name__}"  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One message to one client: call ``handler`` (``train.X`` or ``query.X``) with ``payload``.
 
     (round, call) names the request: a reply carries both back, and a client's memory is versioned by them.
@@ -143,8 +142,7 @@ class Request:
     call: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """What came back: a value, or the fault that took its place.
 
     Attributes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from fedfm.progress import Progress
     from fedfm.rundir import Run
 
+_TIDY = 50  # preparations of rows between two looks at the heap
+
 
 class Partitioned:
     """All clients of an experiment in one place; each one's rows are prepared when they are first used, and kept.
@@ -33,6 +37,7 @@ class Partitioned:
     def __init__(self, federated: FederatedData, model: Any) -> None:
         self.federated, self.model = federated, model
         self._data: dict[ClientId, ClientData] = {}
+        self._prepared = 0
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -56,12 +61,22 @@ class Partitioned:
     def rows(self, index: np.ndarray) -> Rows:
         """Rows of the table, ready for the model."""
         rows: Rows = self.model.prepare(self.federated.table, index)
-        return self.model.encode(rows) if len(rows) else rows
+        rows = self.model.encode(rows) if len(rows) else rows
+        self._prepared += 1
+        if self._prepared % _TIDY == 0:
+            _trim_heap()
+        return rows
 
     @functools.cached_property
     def test(self) -> Rows:
         """The global test rows."""
         return self.rows(self.federated.test)
+
+
+def _trim_heap() -> None:
+    """Give back the pages between what is kept: glibc keeps what large intermediate results leave behind."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def populate(experiment: Experiment) -> Partitioned:

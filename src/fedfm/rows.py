@@ -32,7 +32,7 @@ class Rows:
     def __len__(self) -> int:
         if self.tokens is not None:
             return len(self.tokens)
-        return len(next(iter(self.tensors.values()))) if self.tensors else 0
+        return next(iter(self.tensors.values())).shape[0] if self.tensors else 0
 
     def take(self, index: Sequence[int] | np.ndarray | Tensor) -> Rows:
         """These rows, in this order."""

@@ -19,7 +19,7 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from fedfm.params import Layout, Params, layout_of, to_bytes
 MAX_BYTES = 4 << 30  # of one payload's data; more is refused before anything is allocated
 MAX_HEAD = 64 << 20
 MAX_DEPTH = 32
+_SMALL = 1 << 16  # a head up to this length is remembered
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -51,40 +52,48 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def encode(value: Any) -> tuple[str, list[memoryview | bytes]]:
-    """The head, and the pieces of the data in order (views where possible: join or write them before they change)."""
+    """The head, and the pieces of the data in order (views where possible: join or write them before they change).
+
+    Raises:
+        TypeError: something in it cannot travel.
+    """
     pieces: list[memoryview | bytes] = []
-    return json.dumps(_encode(value, pieces), separators=(",", ":"), ensure_ascii=True), pieces
+    return _encode(value, pieces), pieces
 
 
-def _encode(value: Any, pieces: list[memoryview | bytes]) -> Any:
+def _encode(value: Any, pieces: list[memoryview | bytes]) -> str:
     match value:
         case Params():
             pieces.extend(to_bytes(value.flats[dtype]) for dtype in value.layout.sizes)
-            return {"p": _entries(value.layout)}
-        case bool() | None:
-            return value
+            return f'{{"p":{_entries(value.layout)}}}'
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
         case int():
             pieces.append(struct.pack("<q", value))
-            return "i"
+            return '"i"'
         case float():
             pieces.append(struct.pack("<d", value))
-            return "f"
+            return '"f"'
         case str():
-            return {"s": value}
+            return f'{{"s":{json.dumps(value)}}}'
         case Tensor():
             pieces.append(to_bytes(value.detach().cpu().contiguous()))
-            return {"t": [_NAMES[value.dtype], list(value.shape)]}
+            return f'{{"t":["{_NAMES[value.dtype]}",{_compact(list(value.shape))}]}}'
         case np.ndarray():
             return _encode(torch.from_numpy(np.ascontiguousarray(value)), pieces)
         case np.generic():
             return _encode(value.item(), pieces)
         case Mapping():
-            return {"m": {_key(k): _encode(v, pieces) for k, v in value.items()}}
+            items = [f"{_text(_key(k))}:{_encode(v, pieces)}" for k, v in value.items()]
         case list() | tuple():
-            return [_encode(v, pieces) for v in value]
-    if dataclasses.is_dataclass(value):
-        return {"m": {f.name: _encode(getattr(value, f.name), pieces) for f in dataclasses.fields(value)}}
-    raise _cannot_travel(value)
+            return f"[{','.join([_encode(v, pieces) for v in value])}]"
+        case _:
+            if not dataclasses.is_dataclass(value):
+                raise _cannot_travel(value)
+            items = [f"{_text(k)}:{_encode(getattr(value, k), pieces)}" for k in _fields(type(value))]  # type: ignore[arg-type]
+    return f'{{"m":{{{",".join(items)}}}}}'
 
 
 def _cannot_travel(value: Any) -> TypeError:
@@ -99,23 +108,23 @@ def _key(key: Any) -> str:
     return key
 
 
-@functools.lru_cache(maxsize=512)
-def _entries_of(layout: Layout) -> list[list[Any]]:
-    return [[name, _NAMES[dtype], list(shape)] for name, dtype, shape in layout.entries]
-
-
-def _entries(layout: Layout) -> list[list[Any]]:
-    return _entries_of(layout)
+def _compact(tree: Any) -> str:
+    return json.dumps(tree, separators=(",", ":"))
 
 
 @functools.lru_cache(maxsize=512)
-def _head_length(layout: Layout) -> int:
-    return len(json.dumps(_entries(layout), separators=(",", ":")))
+def _entries(layout: Layout) -> str:
+    return _compact([[name, _NAMES[dtype], list(shape)] for name, dtype, shape in layout.entries])
+
+
+@functools.lru_cache(maxsize=512)
+def _fields(cls: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls))
 
 
 @functools.lru_cache(maxsize=4096)
-def _text_length(text: str) -> int:
-    return len(json.dumps(text))
+def _text(text: str) -> str:
+    return json.dumps(text)
 
 
 def size(value: Any) -> tuple[int, int]:
@@ -128,14 +137,14 @@ def size(value: Any) -> tuple[int, int]:
         case int() | float():
             return 3, 8
         case str():
-            return 6 + _text_length(value), 0
+            return 6 + len(_text(value)), 0
         case Params():
-            return 6 + _head_length(value.layout), value.layout.nbytes
+            return 6 + len(_entries(value.layout)), value.layout.nbytes
         case Tensor():
-            shape = json.dumps(list(value.shape), separators=(",", ":"))
+            shape = _compact(list(value.shape))
             return 11 + len(_NAMES[value.dtype]) + len(shape), value.numel() * value.element_size()
         case np.ndarray():
-            shape = json.dumps(list(value.shape), separators=(",", ":"))
+            shape = _compact(list(value.shape))
             return 11 + len(value.dtype.name) + len(shape), value.nbytes
         case np.generic():
             return size(value.item())
@@ -150,11 +159,11 @@ def size(value: Any) -> tuple[int, int]:
         case _:
             if not dataclasses.is_dataclass(value):
                 raise _cannot_travel(value)
-            items = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]  # type: ignore[assignment]
+            items = [(name, getattr(value, name)) for name in _fields(type(value))]  # type: ignore[assignment, arg-type]
     head, data, count = 8, 0, 0
     for k, v in items:
         h, d = size(v)
-        head, data, count = head + _text_length(k) + 1 + h, data + d, count + 1
+        head, data, count = head + len(_text(k)) + 1 + h, data + d, count + 1
     return head + max(count - 1, 0), data
 
 
@@ -169,68 +178,90 @@ def decode(head: str, data: bytes | memoryview, hint: Any = Any) -> Any:
     """
     if len(head) > MAX_HEAD or len(data) > MAX_BYTES:
         raise ClientFault(E_SIZE, f"a message of {len(head) + len(data)} bytes is over the limit")
+    read, length = (_known if len(head) <= _SMALL else _compiled)(head)
+    if length != len(data):
+        raise ClientFault(E_FORMAT, f"the data end after {len(data)} bytes, {length} are announced")
+    value = read(memoryview(data))
+    return value if hint is None else conform(value, hint)
+
+
+Read = Callable[[memoryview], Any]  # from the data of a message
+_FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
+
+
+def _compiled(head: str) -> tuple[Read, int]:
+    """What reads the values that a head describes, and how many bytes of data they take."""
     try:
         tree = json.loads(head)
     except (ValueError, RecursionError) as error:
         raise ClientFault(E_FORMAT, f"the head is not JSON: {str(error)[:80]}") from None
-    reader = _Reader(memoryview(data))
-    value = reader.read(tree, 0)
-    if reader.at != len(data):
-        raise ClientFault(E_FORMAT, f"{len(data) - reader.at} bytes are left over")
-    return value if hint is None else conform(value, hint)
+    plan = _Plan()
+    return plan.node(tree, 0), plan.at
 
 
-class _Reader:
-    def __init__(self, data: memoryview) -> None:
-        self.data, self.at = data, 0
+# Clients of one cohort send the same head: its text is understood once.
+_known = functools.lru_cache(maxsize=32)(_compiled)
 
-    def take(self, count: int) -> memoryview:
-        if count < 0 or self.at + count > len(self.data):
-            raise ClientFault(E_FORMAT, f"the data end after {len(self.data)} bytes, {self.at + count} are announced")
+
+class _Plan:
+    """Where in the data each value of a head begins."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def take(self, count: int) -> int:
         self.at += count
-        return self.data[self.at - count : self.at]
+        return self.at - count
 
-    def tensor(self, dtype: torch.dtype, count: int) -> Tensor:
-        raw = np.frombuffer(self.take(count * dtype.itemsize), dtype=np.uint8)
-        out = torch.empty(count, dtype=dtype)
-        if dtype is torch.bool and raw.size and raw.max(initial=0) > 1:
-            raise ClientFault(E_FORMAT, "a bool is neither 0 nor 1")
-        if not np.little_endian:
-            raw = raw.reshape(-1, dtype.itemsize)[:, ::-1].reshape(-1)
-        out.view(torch.uint8).numpy()[:] = raw
-        return out
-
-    def read(self, node: Any, depth: int) -> Any:
+    def node(self, node: Any, depth: int) -> Read:
         if depth > MAX_DEPTH:
             raise ClientFault(E_FORMAT, f"nested deeper than {MAX_DEPTH}")
         if node is None or node is True or node is False:
-            return node
-        if node == "f":
-            return struct.unpack("<d", self.take(8))[0]
-        if node == "i":
-            return struct.unpack("<q", self.take(8))[0]
+            return lambda data: node
+        if node == "f" or node == "i":
+            at, number = self.take(8), _FLOAT if node == "f" else _INT
+            return lambda data: number.unpack_from(data, at)[0]
         if isinstance(node, list):
-            return [self.read(item, depth + 1) for item in node]
+            items = [self.node(item, depth + 1) for item in node]
+            return lambda data: [item(data) for item in items]
         if isinstance(node, dict) and len(node) == 1:
             ((tag, body),) = node.items()
             if tag == "s" and isinstance(body, str):
-                return body
+                return lambda data: body
             if tag == "m" and isinstance(body, dict):
-                return {key: self.read(item, depth + 1) for key, item in body.items()}
+                fields = [(key, self.node(item, depth + 1)) for key, item in body.items()]
+                return lambda data: {key: field(data) for key, field in fields}
             if tag == "t" and isinstance(body, list) and len(body) == 2:
                 dtype, shape = _dtype(body[0]), _shape(body[1])
-                return self.tensor(dtype, math.prod(shape)).view(shape)
+                flat = self.tensor(dtype, math.prod(shape))
+                return lambda data: flat(data).view(shape)
             if tag == "p" and isinstance(body, list):
                 return self.params(body)
         raise ClientFault(E_FORMAT, f"unknown node {str(node)[:60]}")
 
-    def params(self, body: list[Any]) -> Params:
+    def tensor(self, dtype: torch.dtype, count: int) -> Read:
+        start = self.take(count * dtype.itemsize)
+        return lambda data: _tensor(data[start : start + count * dtype.itemsize], dtype, count)
+
+    def params(self, body: list[Any]) -> Read:
         if not all(isinstance(e, list) and len(e) == 3 and isinstance(e[0], str) for e in body):
             raise ClientFault(E_FORMAT, "a parameter entry is not [name, dtype, shape]")
         if len({e[0] for e in body}) != len(body):
             raise ClientFault(E_TENSORS, "a parameter name occurs twice")
         layout = layout_of(tuple((name, _dtype(dtype), _shape(shape)) for name, dtype, shape in body))
-        return Params.from_flat(layout, {dtype: self.tensor(dtype, n) for dtype, n in layout.sizes.items()})
+        flats = [(dtype, self.tensor(dtype, n)) for dtype, n in layout.sizes.items()]
+        return lambda data: Params.from_flat(layout, {dtype: flat(data) for dtype, flat in flats})
+
+
+def _tensor(data: memoryview, dtype: torch.dtype, count: int) -> Tensor:
+    raw = np.frombuffer(data, dtype=np.uint8)
+    out = torch.empty(count, dtype=dtype)
+    if dtype is torch.bool and raw.size and raw.max(initial=0) > 1:
+        raise ClientFault(E_FORMAT, "a bool is neither 0 nor 1")
+    if not np.little_endian:
+        raw = raw.reshape(-1, dtype.itemsize)[:, ::-1].reshape(-1)
+    out.view(torch.uint8).numpy()[:] = raw
+    return out
 
 
 def _dtype(name: Any) -> torch.dtype:

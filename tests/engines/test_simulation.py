@@ -38,7 +38,7 @@ def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp
     running = begin("run", exp, "--out", out, "--engine", "simulation")
     until(lambda: rounds(out) >= 3 or running.poll() is not None)
     running.send_signal(signal.SIGINT)
-    _, error = running.communicate(timeout=90)
+    _, error = running.communicate(timeout=150)
     assert running.returncode == 130, error[-2000:]
     assert "client-00 left out, E_EXCEPTION: ValueError: as ordered" in error
     assert "client-01 left out, E_DIED" in error

@@ -62,8 +62,7 @@ class Pool:
         for worker in self._workers:
             worker.known.clear()
         payloads = _Payloads()
-        width = max(1, min(self._silos.width, -(-len(requests) // self._count)))
-        waiting = _chunks(requests, width, self._home)
+        waiting = _chunks(requests, self._silos.width, self._count, self._home)
         try:
             with selectors.DefaultSelector() as selector:
                 for slot, worker in enumerate(self._workers):
@@ -82,10 +81,14 @@ class Pool:
                         worker = self._workers[slot]
                         if not worker.requests:
                             continue
-                        done = list(self._receive(worker, payloads))
-                        if not done:
+                        answer = _received(worker)
+                        if answer is None:
                             yield from self._lost(slot, selector, waiting, None)
-                        yield from done
+                            continue
+                        answered, worker.requests = worker.requests, []
+                        if waiting and not stop():  # it goes on while its replies are read
+                            self._send(slot, worker, _take(waiting, slot, self._home), payloads)
+                        yield from _replies(answered, *answer, payloads)
                     for slot, worker in enumerate(self._workers):
                         if worker.requests and time.monotonic() > worker.deadline:
                             yield from self._lost(slot, selector, waiting, self._timeout)
@@ -110,30 +113,6 @@ class Pool:
         worker.requests, worker.deadline = chunk, time.monotonic() + self._timeout * len(chunk)
         with contextlib.suppress(OSError):  # a worker that is gone shows as an end of file when we listen
             socket.send_fds(worker.socket, [message], fds)
-
-    def _receive(self, worker: _Worker, payloads: _Payloads) -> Iterator[Reply]:
-        """Replies of the chunk; nothing if the worker is gone."""
-        try:
-            message, fds, _, _ = socket.recv_fds(worker.socket, _LIMIT, 1)
-        except OSError:
-            return
-        if not message:
-            return
-        requests, worker.requests = worker.requests, []
-        block = _read(fds[0])
-        at = 0
-        for request, (code, reason, head_size, data_size) in zip(requests, json.loads(message), strict=True):
-            down = payloads.nbytes(request)
-            fault, value, up = (ClientFault(code, reason) if code else None), None, 0
-            if fault is None:
-                try:
-                    head = bytes(block[at : at + head_size]).decode()
-                    value = wire.decode(head, block[at + head_size : at + head_size + data_size], None)
-                    up = codec.weigh(value)
-                except ClientFault as bad:
-                    fault = bad
-            at += head_size + data_size
-            yield Reply(request.client, value, request.round, request.call, down, up, fault)
 
     def _lost(
         self, slot: int, selector: selectors.BaseSelector, waiting: list[list[Request]], timeout: float | None
@@ -192,6 +171,31 @@ class Pool:
         self._workers = []
 
 
+def _received(worker: _Worker) -> tuple[bytes, int] | None:
+    """What came from a worker, a message and a memory file; None if the worker is gone."""
+    try:
+        message, fds, _, _ = socket.recv_fds(worker.socket, _LIMIT, 1)
+    except OSError:
+        return None
+    return (message, fds[0]) if message else None
+
+
+def _replies(requests: Sequence[Request], message: bytes, fd: int, payloads: _Payloads) -> Iterator[Reply]:
+    """The replies of a chunk, read one by one as they are asked for."""
+    block, at = _read(fd), 0
+    for request, (code, reason, head_size, data_size) in zip(requests, json.loads(message), strict=True):
+        fault, value, up = (ClientFault(code, reason) if code else None), None, 0
+        if fault is None:
+            try:
+                head = bytes(block[at : at + head_size]).decode()
+                value = wire.decode(head, block[at + head_size : at + head_size + data_size], None)
+                up = codec.enveloped(head_size, data_size)
+            except ClientFault as bad:
+                fault = bad
+        at += head_size + data_size
+        yield Reply(request.client, value, request.round, request.call, payloads.nbytes(request), up, fault)
+
+
 def _cause(status: int) -> str:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -200,13 +204,22 @@ def _cause(status: int) -> str:
     return f"exit status {os.waitstatus_to_exitcode(status)}"
 
 
-def _chunks(requests: Sequence[Request], width: int, home: dict[ClientId, int]) -> list[list[Request]]:
-    """Requests in order, ``width`` at a time, those of one home together."""
+def _chunks(requests: Sequence[Request], width: int, workers: int, home: dict[ClientId, int]) -> list[list[Request]]:
+    """Requests in order, at most ``width`` at a time, those of one home together.
+
+    A chunk is at most half of what its workers still have to do: the last ones are small, and all end together.
+    """
     groups: dict[int, list[Request]] = {}
     for request in requests:
         groups.setdefault(home.get(request.client, -1), []).append(request)
-    chunks = [group[i : i + width] for group in groups.values() for i in range(0, len(group), width)]
-    return sorted(chunks, key=lambda chunk: chunk[0].client)
+    chunks = []
+    for slot, group in groups.items():
+        share = 2 * (workers if slot < 0 else 1)
+        while group:
+            size = min(width, -(-len(group) // share))
+            chunks.append(group[:size])
+            group = group[size:]
+    return sorted(chunks, key=lambda chunk: (-len(chunk), chunk[0].client))
 
 
 def _take(waiting: list[list[Request]], slot: int, home: dict[ClientId, int]) -> list[Request]:
@@ -233,10 +246,10 @@ class _Payloads:
         if key not in self._numbers:
             self._numbers[key] = len(self.files)
             self._kept.append(request.payload)
-            fd, ((head, _),) = _write([request.payload])
-            self.files.append(fd)
-            self.heads.append(head)
-            self._nbytes.append(codec.weigh(request.payload))
+            head, pieces = wire.encode(request.payload)
+            self.files.append(_write([head.encode(), *pieces]))
+            self.heads.append(len(head))
+            self._nbytes.append(codec.enveloped(len(head), sum(map(len, pieces))))
         return self._numbers[key]
 
     def nbytes(self, request: Request) -> int:
@@ -247,20 +260,15 @@ class _Payloads:
             os.close(fd)
 
 
-def _write(values: Sequence[Any]) -> tuple[int, list[tuple[int, int]]]:
-    """Encoded values one after the other in a new memory file; and (head, data) lengths of each."""
-    encoded = [(head.encode(), pieces) for head, pieces in map(wire.encode, values)]
+def _write(pieces: Sequence[bytes | memoryview]) -> int:
+    """A new memory file that holds them one after the other."""
     fd = _memory_file()
-    sizes = []
-    with os.fdopen(os.dup(fd), "wb") as file:
-        for head, pieces in encoded:
-            file.write(head)
-            for piece in pieces:
-                file.write(piece)
-            sizes.append((len(head), sum(len(piece) for piece in pieces)))
-        if not sum(h + d for h, d in sizes):
+    with os.fdopen(os.dup(fd), "wb", buffering=1 << 20) as file:
+        for piece in pieces:
+            file.write(piece)
+        if not any(map(len, pieces)):
             file.write(b"\0")  # an empty file cannot be mapped
-    return fd, sizes
+    return fd
 
 
 def _memory_file() -> int:
@@ -303,20 +311,20 @@ def _work(silos: Silos, link: socket.socket) -> None:
                 block = _read(fds[fd])
                 payloads[number] = silos.conform(handler, wire.decode(bytes(block[:head]).decode(), block[head:], None))
             requests.append(Request(client, handler, payloads[number], round, call))
-        lines: list[tuple[str, str, int, int]] = []
-        values: list[Any] = []
+        lines: list[tuple[str, str, int, int]] = []  # code and reason of a fault, else lengths of head and data
+        pieces: list[bytes | memoryview] = []
         for value in silos.answer(requests):
-            if not isinstance(value, ClientFault):
-                try:
-                    wire.size(value)
-                except TypeError as error:
-                    value = ClientFault(E_EXCEPTION, str(error))
-            if isinstance(value, ClientFault):
-                lines.append((value.code, value.reason[:400], 0, 0))
+            try:
+                if isinstance(value, ClientFault):
+                    raise value
+                head, data = wire.encode(value)
+            except TypeError as error:  # something that cannot travel
+                lines.append((E_EXCEPTION, str(error)[:400], 0, 0))
+            except ClientFault as fault:
+                lines.append((fault.code, fault.reason[:400], 0, 0))
             else:
-                lines.append(("", "", len(values), 0))
-                values.append(value)
-        fd, sizes = _write(values)
-        out = [(c, r, *(sizes[n] if not c else (0, 0))) for c, r, n, _ in lines]
-        socket.send_fds(link, [json.dumps(out).encode()], [fd])
+                lines.append(("", "", len(head), sum(map(len, data))))
+                pieces += [head.encode(), *data]
+        fd = _write(pieces)
+        socket.send_fds(link, [json.dumps(lines).encode()], [fd])
         os.close(fd)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -35,9 +37,10 @@ if TYPE_CHECKING:
     from fedfm.rundir import Run
 
 _PREFIX = "fedfm-ray"  # of temporary folders, followed by the process that made them
-_SITES: dict[
-    str, site.Site
-] = {}  # of this process: an actor, which serves many clients of one run, message after message
+_END = "private/simulation.end"  # in a run: the server has gone, actors that are still at work end themselves
+_GRACE = 20.0  # seconds that Flower's threads have to end after the server
+# Of this process, an actor, which serves many clients of one run, message after message.
+_SITES: dict[str, site.Site] = {}
 
 
 def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
@@ -47,23 +50,55 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     outcome: dict[str, Any] = {}
     population = populate(run.experiment)
 
+    end = run.path / _END
+    end.unlink(missing_ok=True)
+
+    def ended(straggling: bool) -> None:
+        if straggling:  # Flower waits for every call that has begun, and a call ends with its actor
+            end.touch()
+
     def main(grid: Any, context: Context) -> None:
         try:
-            outcome["result"] = host(
-                run, grid, population, stop=stop, progress=progress, slots=workers, ended=_end_stragglers
-            )
+            outcome["result"] = host(run, grid, population, stop=stop, progress=progress, slots=workers, ended=ended)
         except BaseException as error:  # told to the caller below: Flower's thread would only print it
             outcome["error"] = error
 
     app = SimulatedSites(run.experiment.to_toml(), str(run.path.resolve()))
-    with _ray(workers, run.path / "private" / "flower.log"):
-        try:
-            simulate(main, app, len(population.clients))
-        except RuntimeError as error:
-            outcome.setdefault("error", error)
+    try:
+        with _ray(workers, run.path / "private" / "flower.log") as give_up:
+            try:
+                _watched(lambda: simulate(main, app, len(population.clients)), outcome, give_up)
+            except RuntimeError as error:
+                outcome.setdefault("error", error)
+    finally:
+        end.unlink(missing_ok=True)
     if "result" not in outcome:
         raise outcome["error"]
     return dict(outcome["result"])
+
+
+def _watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_up: Callable[[], None]) -> None:
+    """Run in a thread; what does not end after the server has ended is left behind, for its Ray is dead or deaf."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            simulate()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="flower", daemon=True)
+    thread.start()
+    deadline = math.inf
+    while thread.is_alive():
+        thread.join(0.1)
+        if outcome and deadline == math.inf:
+            deadline = time.monotonic() + _GRACE
+        if time.monotonic() > deadline:
+            give_up()
+            return
+    if errors:
+        raise errors[0]
 
 
 class SimulatedSites(ClientApp):  # type: ignore[misc]
@@ -102,23 +137,26 @@ def _site(experiment: str, path: Path) -> site.Site:
         import torch
 
         torch.set_num_threads(1)
+        if not _SITES:
+            threading.Thread(target=_end_with, args=(path / _END,), daemon=True).start()
         _SITES.clear()
         memory = path / "private" / "memory"
         _SITES[key] = site.of_experiment(Experiment.from_dict(tomllib.loads(experiment)), memory, path)
     return _SITES[key]
 
 
-def _end_stragglers(straggling: bool) -> None:
-    """A client that was given up would keep Flower's thread waiting for it: end its actor with the others."""
-    if straggling:
-        import ray
-
-        ray.shutdown()
+def _end_with(end: Path) -> None:
+    """An actor's thread: this process ends when the file appears."""
+    while not end.exists():
+        time.sleep(0.2)
+    os._exit(0)
 
 
 @contextlib.contextmanager
-def _ray(workers: int, log: Path) -> Iterator[None]:
+def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
     """Ray and Flower, quiet, with all their files in a folder that goes away; signals stay ours.
+
+    Yields what kills Ray's processes where asking does not help.
 
     Raises:
         MissingExtra: Ray is not installed.
@@ -137,6 +175,8 @@ def _ray(workers: int, log: Path) -> Iterator[None]:
     os.environ.update(settings)
     try:
         ray = _import_ray()
+        from fedfm.engines.flower import kill_ray
+
         with _our_signals() as again, quiet(log):
             try:
                 ray.init(
@@ -147,7 +187,7 @@ def _ray(workers: int, log: Path) -> Iterator[None]:
                     _temp_dir=f"{folder}/ray",
                 )
                 again()
-                yield
+                yield kill_ray
             finally:
                 ray.shutdown()
     finally:

@@ -72,7 +72,7 @@ def run_chunk(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         by_kind: dict[tuple[Any, ...], list[tuple[int, _Chunk, Job]]] = {}
         for item in batch:
             job = item[2]
-            key = (id(job.client.model), job.local, job.mu > 0, job.correction is None, job.w.layout)
+            key = (id(job.client.model), id(job.local), job.mu > 0, job.correction is None, id(job.w.layout))
             by_kind.setdefault(key, []).append(item)
         for items in by_kind.values():
             jobs = [job for _, _, job in items]

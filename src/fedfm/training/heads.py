@@ -15,18 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fedfm.params import Params
-from fedfm.training import SGD
-from fedfm.training.job import Job
+from fedfm.training import SGD, gram
+from fedfm.training.job import LINE, Job, plan
 from fedfm.training.rules import Rule
 
-WIDTH = 16  # clients a chunk: their features and heads still fit the cache
-_LINE = 16  # entries in 64 bytes of float32
+WIDTH = 64  # clients a chunk: more would not make a step's operations cheaper, and their features have to be held
 _GATHER = 1 << 19  # entries of features that are gathered at a time: several steps of a chunk, still in the cache
 
 
@@ -47,7 +45,24 @@ def _names(model: Any) -> list[str]:
 
 
 def train(jobs: Sequence[Job]) -> list[Params]:
-    """All jobs (same head, same optimiser) in lockstep; those with fewer batches stop earlier."""
+    """All jobs (same head, same optimiser) together, each where it is cheaper: on the weights, or in its rows' span."""
+    names = _names(jobs[0].client.model)
+    classes, width = jobs[0].w[names[0]].shape
+    kinds: dict[int, list[int]] = {}  # places in the span, 0: on the weights
+    for i, job in enumerate(jobs):
+        kinds.setdefault(gram.places(job) if gram.pays(job, classes, width) else 0, []).append(i)
+    out: list[Any] = [None] * len(jobs)
+    for places, members in kinds.items():
+        together = [jobs[i] for i in members]
+        results = gram.train(together, *names) if places else _train(together)
+        for i, (trained, loss) in zip(members, results, strict=True):
+            jobs[i].client.metrics["loss"] = loss
+            out[i] = trained
+    return out
+
+
+def _train(jobs: Sequence[Job]) -> list[tuple[Params, float]]:
+    """On the weights, in lockstep; those with fewer batches stop earlier."""
     sequence = sorted(range(len(jobs)), key=lambda i: -jobs[i].local.steps(len(jobs[i].client.data.train)))
     ordered = [jobs[i] for i in sequence]
     local = ordered[0].local
@@ -81,18 +96,26 @@ def train(jobs: Sequence[Job]) -> list[Params]:
             for rule, p, g in zip(rules, (w, b), gradients, strict=True):
                 rule.step(p[:active], g)
     out: list[Any] = [None] * len(jobs)
-    for k, i in enumerate(sequence):
-        job = jobs[i]
-        job.client.metrics["loss"] = float(losses[k]) / max(steps[k], 1)
-        trained = dict(zip(names, (w[k, :, :d], b[k]), strict=True))
-        out[i] = Params({name: trained[name] for name in job.w})
+    mean_losses = losses.tolist()
+    for k, (i, trained) in enumerate(zip(sequence, _heads(ordered, names, w[:, :, :d], b), strict=True)):
+        out[i] = trained, mean_losses[k] / max(steps[k], 1)
     return out
+
+
+def _heads(jobs: Sequence[Job], names: Sequence[str], w: Tensor, b: Tensor) -> list[Params]:
+    """One Params a client, all in one buffer."""
+    layout = jobs[0].w.layout
+    flats = w.new_empty(len(jobs), layout.sizes[w.dtype])
+    for name, values in zip(names, (w, b), strict=True):
+        _, start, stop, _ = layout.slots[name]
+        flats[:, start:stop].view(values.shape).copy_(values)
+    return [Params.from_flat(layout, {w.dtype: flat}) for flat in flats.unbind()]
 
 
 def _stack(names: Sequence[str], heads: Sequence[Params]) -> tuple[Tensor, Tensor]:
     """Weights (K, C, d) with d padded by zeros, which every update rule leaves at zero, and biases (K, C)."""
     w, b = (torch.stack([head[name] for head in heads]) for name in names)
-    return pad(w, (0, -w.shape[2] % _LINE)), b
+    return pad(w, (0, -w.shape[2] % LINE)), b
 
 
 class _Pull:
@@ -118,18 +141,17 @@ class _Pull:
 
 
 class _Batches:
-    """The mini-batches of a chunk in lockstep, the rows of several steps gathered at a time."""
+    """The mini-batches of a chunk in lockstep, the features of several steps gathered at a time."""
 
     def __init__(self, jobs: Sequence[Job], steps: Sequence[int], like: Tensor) -> None:
         width = like.shape[2]
-        size = -(-jobs[0].local.batch_size // _LINE) * _LINE
+        size = -(-jobs[0].local.batch_size // LINE) * LINE
         self._steps, self._size = steps, size
         self._span = max(1, min(_GATHER // max(len(jobs) * size * width, 1), max(steps, default=1)))  # steps at a time
-        self._rows = [job.client.data.train for job in jobs]
-        self._plans = [_plan(job, steps[k], size) for k, job in enumerate(jobs)]
+        self._features = [job.client.data.train.tensors["features"] for job in jobs]
+        self._width = self._features[0].shape[1]
+        self._index, self._labels, self._share = plan(jobs, steps, size)
         self._x = like.new_zeros(len(jobs), self._span * size, width)
-        self._y = torch.zeros(len(jobs), 1, self._span * size, dtype=torch.int64)
-        self._share = like.new_zeros(len(jobs), 1, self._span * size)
         self.minus_one = like.new_full((len(jobs), 1, size), -1.0)
 
     def at(self, step: int, active: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,25 +159,9 @@ class _Batches:
         at = step % self._span
         if at == 0:
             for k in range(active):
-                self._gather(k, step, min(step + self._span, self._steps[k]))
-        piece = slice(at * self._size, (at + 1) * self._size)
-        return self._x[:active, piece], self._y[:active, :, piece], self._share[:active, :, piece]
-
-    def _gather(self, k: int, start: int, stop: int) -> None:
-        rows, (index, share) = self._rows[k], self._plans[k]
-        if rows.labels is None:
-            raise ValueError("a head is trained on labelled rows")
-        index, count = index[start:stop].view(-1), (stop - start) * self._size
-        features = rows.tensors["features"]
-        torch.index_select(features, 0, index, out=self._x[k, :count, : features.shape[1]])
-        torch.index_select(rows.labels, 0, index, out=self._y[k, 0, :count])
-        self._share[k, 0, :count] = share[start:stop].view(-1)
-
-
-def _plan(job: Job, steps: int, size: int) -> tuple[Tensor, Tensor]:
-    """Row indexes (steps, B) of every batch, padded with row 0, and each row's share of the mean: 1/b, or 0."""
-    index, share = np.zeros((steps, size), dtype=np.int64), np.zeros((steps, size), dtype=np.float32)
-    for step, order in enumerate(job.orders()):
-        index[step, : len(order)] = order
-        share[step, : len(order)] = 1 / len(order)
-    return torch.from_numpy(index), torch.from_numpy(share)
+                count = min(self._span, self._steps[k] - step)
+                index = self._index[k, step : step + count].view(-1)
+                out = self._x[k, : count * self._size, : self._width]
+                torch.index_select(self._features[k], 0, index, out=out)
+        x = self._x[:active, at * self._size : (at + 1) * self._size]
+        return x, self._labels[:active, step : step + 1], self._share[:active, step : step + 1]
