@@ -113,6 +113,22 @@ def pfl_round(population: Any, local: Any, initial: Params) -> Callable[[], Any]
     return run
 
 
+def products_alone(population: Any, batch_size: int, epochs: int, weight: torch.Tensor) -> float:
+    """Seconds a client of nothing but the loop's two products a step, for 40 clients at once: a floor on this machine
+    for whoever steps on the weights.
+    """
+    n, (classes, width) = len(population.data(population.clients[0]).train), weight.shape
+    x, w = torch.randn(40, batch_size, width), torch.randn(40, classes, width)
+    e, steps = torch.randn(40, classes, batch_size), epochs * -(-n // batch_size)
+
+    def run() -> None:
+        for _ in range(steps):
+            torch.bmm(w, x.transpose(1, 2))
+            w.baddbmm_(e, x, alpha=-1e-6)
+
+    return common.median(common.interleave({"products": run}, 5)["products"]) / 40
+
+
 def measure(
     title: str, tables: Mapping[str, Any], settings: Sequence[tuple[int, int]], turns: int
 ) -> tuple[list[dict[str, Any]], int, list[str]]:
@@ -144,15 +160,17 @@ def measure(
             raise SystemExit(f"{title}: fedfm and the loop differ by {apart}")
         times = common.interleave(variants, turns)
         count = len(population.clients)
+        weight = next(t for n, t in fed.initial.items() if n.endswith("weight"))
         rows.append(
             {
                 "clients": f"{title}, {count} of about {len(population.data(population.clients[0]).train)} rows",
-                "head": "x".join(map(str, next(t for n, t in fed.initial.items() if n.endswith("weight")).shape[::-1])),
+                "head": "x".join(map(str, weight.shape[::-1])),
                 "B, E": f"{batch_size}, {epochs}",
                 "fedfm, client updates a CPU second": count / common.median(times["fedfm"]),
                 "loop": count / common.median(times["loop"]),
                 "ratio to the loop": common.ratio(times["loop"], times["fedfm"]),
                 "pfl-research": count / common.median(times["pfl"]) if "pfl" in times else None,
+                "the same products alone, us": round(1e6 * products_alone(population, batch_size, epochs, weight)),
                 "ratio to pfl-research": common.ratio(times["pfl"], times["fedfm"]) if "pfl" in times else None,
                 "wall us a client-round": round(1e6 * common.median(times["fedfm"], 0) / count),
                 "MiB added, fedfm and loop": f"{common.added_mib(ours)}, {common.added_mib(loop)}",
@@ -175,7 +193,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     floats = 0
-    settings = [(32, 1), (10, 5)]
+    settings = [(16, 1), (32, 1), (10, 5)]
     for title, clients, make in (
         ("digits, nano-vit", 40, common.digits),
         ("banking77, MiniLM", (500 if options.quick else options.rows) // 100, common.banking77),

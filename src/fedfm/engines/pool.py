@@ -207,16 +207,17 @@ def _cause(status: int) -> str:
 def _chunks(requests: Sequence[Request], width: int, workers: int, home: dict[ClientId, int]) -> list[list[Request]]:
     """Requests in order, at most ``width`` at a time, those of one home together.
 
-    A chunk is at most half of what its workers still have to do: the last ones are small, and all end together.
+    Chunks get smaller, to half of ``width``, so that all workers end together; a worker's only one is not cut.
     """
     groups: dict[int, list[Request]] = {}
     for request in requests:
         groups.setdefault(home.get(request.client, -1), []).append(request)
     chunks = []
     for slot, group in groups.items():
-        share = 2 * (workers if slot < 0 else 1)
+        sharing = workers if slot < 0 else 1
+        least = min(-(-width // 2), -(-len(group) // sharing))
         while group:
-            size = min(width, -(-len(group) // share))
+            size = min(width, max(-(-len(group) // (2 * sharing)), least))
             chunks.append(group[:size])
             group = group[size:]
     return sorted(chunks, key=lambda chunk: (-len(chunk), chunk[0].client))
