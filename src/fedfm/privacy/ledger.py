@@ -1,0 +1,72 @@
+"""What a release cost, in words and numbers that a person can check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fedfm.errors import InputError
+from fedfm.privacy import gaussian
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The privacy that one mechanism spent on one unit.
+
+    Attributes:
+        mechanism: e.g. ``"Gaussian, analytic"``.
+        unit: whose presence is hidden: ``"record"``, a row of one client's data set.
+        relation: which data sets are neighbours: ``"add_remove"``, ``"replace"`` or ``"replace_any"``.
+        epsilon: infinite where nothing is guaranteed.
+        delta: fixed before the data are seen.
+        sensitivity: largest L2 distance between the statistics of neighbours.
+        sigma: standard deviation of the noise on these statistics.
+        composition: how the cells and rounds of the release add up.
+        note: what a reader must know besides.
+    """
+
+    mechanism: str
+    unit: str
+    relation: str
+    epsilon: float
+    delta: float
+    sensitivity: float
+    sigma: float
+    composition: str
+    note: str
+
+
+def together(spent: Sequence[Spent]) -> Spent:
+    """What several Gaussian releases cost a record that is in all of them: two clients, two runs, several rounds.
+
+    Exact: releases of sensitivity s_i under noise sigma_i are as one of sensitivity sqrt(sum s_i^2/sigma_i^2) under
+    noise 1 (Dong, Roth, Su 2022, Corollary 3.3), also when a later one is chosen after an earlier one was seen.
+
+    Raises:
+        InputError: there is none, or they differ in unit, relation or delta.
+
+    Example:
+        >>> one = Spent("Gaussian, analytic", "record", "add_remove", 1.0, 1e-5, 1.0, 3.730632, "", "")
+        >>> round(together([one, one]).epsilon, 3)
+        1.465
+    """
+    if not spent:
+        raise InputError("nothing was spent: give at least one release")
+    first = spent[0]
+    for name in ("unit", "relation", "delta"):
+        if len(values := {getattr(one, name) for one in spent}) > 1:
+            raise InputError(f"releases of different {name} do not add up: {sorted(values)}; account them one by one")
+    ratio = math.hypot(*(one.sensitivity / one.sigma if one.sigma else math.inf for one in spent))
+    epsilon = gaussian.epsilon_of(1.0, ratio, first.delta) if ratio < math.inf else math.inf
+    if any(one.epsilon == math.inf for one in spent):
+        epsilon = math.inf
+    return replace(
+        first,
+        mechanism=" + ".join(dict.fromkeys(one.mechanism for one in spent)),
+        epsilon=epsilon,
+        sensitivity=ratio,
+        sigma=1.0,
+        composition=f"{len(spent)} Gaussian releases of one record, exact",
+        note="; ".join(dict.fromkeys(one.note for one in spent if one.note)),
+    )

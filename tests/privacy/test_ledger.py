@@ -1,0 +1,60 @@
+"""The ledger adds up, and the examples of the room run."""
+
+import dataclasses
+import doctest
+import importlib
+import math
+import subprocess
+import sys
+
+import pytest
+
+from fedfm.errors import InputError
+from fedfm.privacy import gaussian
+from fedfm.privacy.ledger import together
+from fedfm.privacy.moments import Plan
+
+
+def test_a_record_at_two_clients_spends_at_both():
+    one = Plan().spent()
+    both = together([one, one])
+    assert both.epsilon == pytest.approx(gaussian.epsilon_of(one.sigma, math.sqrt(2) * one.sensitivity, 1e-5))
+    assert one.epsilon < both.epsilon < 2 * one.epsilon
+    assert both.sensitivity / both.sigma == pytest.approx(math.sqrt(2) * one.sensitivity / one.sigma)
+    assert together([both, one]).epsilon == pytest.approx(together([one] * 3).epsilon)
+    assert together([one]).epsilon == pytest.approx(1.0)
+    assert both.composition.startswith("2 Gaussian")
+
+
+def test_releases_of_different_noise():
+    a, b = Plan(epsilon=0.5).spent(), Plan(epsilon=2.0, covariance="full").spent()
+    mu = math.hypot(a.sensitivity / a.sigma, b.sensitivity / b.sigma)
+    assert together([a, b]).epsilon == pytest.approx(gaussian.epsilon_of(1.0, mu, 1e-5))
+
+
+def test_no_guarantee_stays_none():
+    one = Plan("replace").spent(10)
+    for worthless in (dataclasses.replace(one, epsilon=math.inf), dataclasses.replace(one, sigma=0.0)):
+        assert together([one, worthless]).epsilon == math.inf
+
+
+@pytest.mark.parametrize("other", [Plan("replace").spent(10), Plan(delta=1e-6).spent()])
+def test_what_does_not_add_up_is_refused(other):
+    with pytest.raises(InputError, match="do not add up"):
+        together([Plan().spent(), other])
+    with pytest.raises(InputError, match="at least one"):
+        together([])
+
+
+@pytest.mark.parametrize("name", ["gaussian", "noise", "plan", "moments", "em", "sums", "ledger"])
+def test_examples(name):
+    module = importlib.import_module(f"fedfm.privacy.{name}")
+    assert doctest.testmod(module).failed == 0
+    for attribute in vars(module).values():
+        if getattr(attribute, "__module__", "") == module.__name__ and not attribute.__name__.startswith("_"):
+            assert attribute.__doc__
+
+
+def test_the_room_imports_no_scipy():
+    code = "import sys, fedfm.privacy.em, fedfm.privacy.sums; sys.exit('scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
