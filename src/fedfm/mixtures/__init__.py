@@ -1,0 +1,19 @@
+"""Gaussian mixtures of features: fitted for many classes of many clients, sampled, sent.
+
+The mixtures of FedPFT (Beitollahi et al., "Parametric Feature Transfer: One-shot Federated Learning with Foundation
+Models", 2024, arXiv:2402.01862), equation (2).
+
+Example:
+    >>> import numpy as np
+    >>> from fedfm.mixtures import capacity, fit
+    >>> x = np.random.default_rng(0).normal(size=(60, 3))
+    >>> (found,) = fit([x], [capacity(60, 10)], "diag", seeds=[0])
+    >>> found.mixture.components, found.mixture.sample(5, np.random.default_rng(1)).shape
+    (6, (5, 3))
+"""
+
+from fedfm.mixtures.em import Fit, capacity, fit
+from fedfm.mixtures.mixture import COVARIANCES, Mixture
+from fedfm.mixtures.transport import Packed, formula_numbers, pack, unpack
+
+__all__ = ["COVARIANCES", "Fit", "Mixture", "Packed", "capacity", "fit", "formula_numbers", "pack", "unpack"]

@@ -1,0 +1,100 @@
+"""EM with full covariances, in float64 through BLAS: with fewer rows than dimensions there are no digits to lose."""
+
+from __future__ import annotations
+
+import functools
+import math
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from fedfm.mixtures.mixture import Array
+
+Found = tuple[Array, Array, Array, float, int, bool]  # weights, means, scales, log-likelihood, E steps, converged
+
+FALL = 1e-10  # of the log-likelihood's size: rounding is no fall
+NONE = 1e-10  # rows: a component of less keeps its place
+FAR = 1e-14  # responsibilities below it are none
+
+
+def one_thread() -> AbstractContextManager[Any]:
+    """BLAS on one thread: groups run side by side, and the bits must not depend on how many do."""
+    return _controller().limit(limits=1, user_api="blas")  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _controller() -> Any:
+    """Of the libraries that are loaded; looking for them takes milliseconds."""
+    import scipy.linalg  # noqa: F401 - its LAPACK has to be among them
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()
+
+
+def _factor(t: Array, n: float, floor: float) -> Array:
+    """Lower Cholesky factor of t^T t / n + floor I; ``t`` (m, d) float64."""
+    from fedfm.mixtures.moments import factor
+
+    sigma = t.T @ t  # (d, d)
+    sigma /= n
+    np.einsum("jj->j", sigma)[:] += floor
+    lower: Array = factor(sigma)  # positive: the floor is 1e-6 of the mean variance, rounding 1e-16 d of it
+    return lower
+
+
+def one(x: Array, floor: float) -> Found:
+    """One component at centred rows ``x`` (n, d): the maximum in one step.
+
+    With S the rows' covariance and Sigma = S + floor I, the mean squared Mahalanobis distance is
+    tr(Sigma^-1 S) = d - floor tr(Sigma^-1), and tr(Sigma^-1) is the squared norm of the inverse factor.
+    """
+    from fedfm.mixtures.moments import invert
+
+    n, d = x.shape
+    lower = _factor(x.astype(np.float64), n, floor)
+    square = d - floor * invert(lower, np.zeros((d, d)))
+    log_det = 2 * float(np.log(np.diagonal(lower)).sum())
+    ll = -0.5 * (d * math.log(2 * math.pi) + log_det + square)
+    return np.ones(1), np.zeros((1, d), np.float32), lower.astype(np.float32)[None], ll, 1, True
+
+
+def several(x: Array, labels: Array, k: int, floor: float, max_iter: int, tol: float) -> Found:
+    """K components at centred rows ``x`` (n, d) from hard labels, each of which has a row."""
+    from fedfm.mixtures.moments import invert
+
+    n, d = x.shape
+    x = x.astype(np.float64)
+    weights, mu, lower, inverse = np.empty(k), np.empty((k, d)), np.empty((k, d, d)), np.empty((k, d, d))
+    r = np.zeros((k, n))  # responsibilities
+    r[labels, np.arange(n)] = 1
+    last, before = -np.inf, (weights, mu, lower)
+    for step in range(max_iter + 1):
+        if step:
+            for c in range(k):
+                y = (x - mu[c]) @ inverse[c].T
+                log_det = np.log(np.diagonal(lower[c])).sum()
+                r[c] = math.log(weights[c]) - log_det - 0.5 * np.einsum("ij,ij->i", y, y)
+            top = r.max(0)
+            np.exp(r - top, out=r)
+            mass = r.sum(0)
+            r /= mass
+            ll = float((top + np.log(mass)).mean()) - 0.5 * d * math.log(2 * math.pi)
+            if ll < last - FALL * (d + abs(last)):
+                return *before[:2], before[2].astype(np.float32), last, step, True
+            before = weights.copy(), mu.copy(), lower.copy()
+        for c in range(k):
+            count = r[c].sum()
+            weights[c] = max(count, 1e-300) / n
+            if count > NONE:
+                rows = np.flatnonzero(r[c] > FAR)
+                share = r[c, rows, None]
+                mu[c] = (share * x[rows]).sum(0) / count
+                lower[c] = _factor(np.sqrt(share) * (x[rows] - mu[c]), count, floor)
+                inverse[c] = 0
+                invert(lower[c], inverse[c])
+        if step:
+            if abs(ll - last) < tol:
+                return weights, mu, lower.astype(np.float32), ll, step, True
+            last = ll
+    return weights, mu, lower.astype(np.float32), last, max_iter, False

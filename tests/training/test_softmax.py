@@ -1,0 +1,72 @@
+"""Softmax regression on blocks: scikit-learn's optimum, whatever the blocks, with classes that nobody has."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from fedfm.errors import InputError
+from fedfm.training.softmax import NOBODY, HeadSpec, fit, fit_rows
+
+
+def rows(n=300, d=6, c=4, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, c, n)
+    x = rng.normal(size=(n, d)) * (1 + np.arange(d)) + y[:, None] * rng.normal(size=d)
+    return torch.from_numpy(x).float(), torch.from_numpy(y)
+
+
+def test_the_optimum_is_scikit_learns():
+    x, y = rows()
+    w, b = fit_rows(x, y, 4, HeadSpec(l2=1e-2, iterations=2000))
+    z = ((x - x.mean(0)) / x.std(0, unbiased=False)).numpy()
+    theirs = LogisticRegression(C=1 / (1e-2 * len(x)), tol=1e-8, max_iter=5000).fit(z, y.numpy())
+    ours = torch.softmax(x @ w.T + b, 1).numpy()
+    assert np.abs(ours - theirs.predict_proba(z)).max() < 2e-3
+
+
+def test_blocks_make_no_difference_and_are_read_again_at_every_pass():
+    x, y = rows()
+    passes = []
+
+    def blocks():
+        passes.append(1)
+        yield from zip(x.split(37), y.split(37), strict=True)
+
+    w, b = fit(blocks, 4, 6)
+    one_w, one_b = fit_rows(x, y, 4)
+    assert torch.allclose(w, one_w, atol=1e-2)
+    assert torch.allclose(b - b.mean(), one_b - one_b.mean(), atol=2e-2)
+    assert len(passes) > 3
+
+
+def test_a_class_that_nobody_has_is_never_predicted():
+    x, y = rows(c=3)
+    w, b = fit_rows(x, y, 5)
+    assert b[3:].tolist() == [NOBODY, NOBODY]
+    assert int((x @ w.T + b).argmax(1).max()) < 3
+    assert (w[3:] == 0).all()
+
+
+def test_separable_rows_one_class_and_constant_features_are_no_trouble():
+    x = torch.tensor([[0.0, 1.0], [0.0, 1.0], [5.0, 1.0], [6.0, 1.0]])
+    w, b = fit_rows(x, torch.tensor([0, 0, 1, 1]), 2)
+    assert torch.isfinite(w).all()
+    assert (x @ w.T + b).argmax(1).tolist() == [0, 0, 1, 1]
+    w, b = fit_rows(x, torch.tensor([1, 1, 1, 1]), 2)
+    assert (x @ w.T + b).argmax(1).tolist() == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="no rows"):
+        fit(lambda: [], 2, 2)
+
+
+def test_adam_goes_down_from_zero():
+    x, y = rows()
+    w, b = fit_rows(x, y, 4, HeadSpec(optimizer="adam", learning_rate=0.01, epochs=30))
+    loss = torch.nn.functional.cross_entropy(x @ w.T + b, y)
+    assert float(loss) < 0.8 * np.log(4)
+
+
+@pytest.mark.parametrize("wrong", [{"optimizer": "sgd"}, {"l2": -1.0}, {"epochs": 0}, {"iterations": 0}])
+def test_settings_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(InputError, match=f"method.head.{next(iter(wrong))}"):
+        HeadSpec(**wrong).validate()
