@@ -73,15 +73,25 @@ def method(name: str) -> str:
     tree = ast.parse(_source(module))
     rows = _fields(module, None)
     lines = [ast.get_docstring(tree) or "", "", _describe(tree), "", "[method]", f'name = "{name}"']
-    keys = {key: text for key, text in rows.items() if key != "local"}
-    width = max((len(f"{key} = {default}") for key, (default, _) in keys.items()), default=0)
-    lines += [f"{f'{key} = {default}':<{width}}  # {text}" for key, (default, text) in keys.items()]
+    lines += _keys({key: text for key, text in rows.items() if key not in ("local", "head")})
     if "local" in rows:
         lines += ["", "[method.local]  # the client optimiser: sgd, adam, adamw, proximal", 'name = "sgd"']
-        local = _fields("fedfm.training", "Local") | _fields("fedfm.training", "SGD")
-        width = max(len(f"{key} = {default}") for key, (default, _) in local.items())
-        lines += [f"{f'{key} = {default}':<{width}}  # {text}" for key, (default, text) in local.items()]
+        lines += _keys(_fields("fedfm.training", "Local") | _fields("fedfm.training", "SGD"))
+    if "head" in rows:
+        lines += ["", f"[method.head]  # {rows['head'][1]}", *_keys(_fields("fedfm.training.softmax", "HeadSpec"))]
     return "\n".join(lines)
+
+
+def _keys(rows: dict[str, tuple[str, str]]) -> list[str]:
+    """Lines of TOML, each with its meaning."""
+    width = max((len(f"{key} = {default}") for key, (default, _) in rows.items()), default=0)
+    return [f"{f'{key} = {default}':<{width}}  # {text}" for key, (default, text) in rows.items()]
+
+
+def _toml(value: ast.expr) -> str:
+    """A default as TOML has it."""
+    text = ast.unparse(value).replace("'", '"')
+    return {"True": "true", "False": "false", "()": "[]", "dict": "{}"}.get(text, text)
 
 
 def _describe(tree: ast.Module) -> str:
@@ -113,7 +123,8 @@ def _fields(module: str, name: str | None) -> dict[str, tuple[str, str]]:
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(item.value, ast.Call):
             keywords: dict[str, Any] = {k.arg or "": k.value for k in item.value.keywords}
-            if "default" in keywords:
+            value = keywords.get("default", keywords.get("default_factory"))
+            if value is not None:
                 help_ = ast.literal_eval(keywords["metadata"])["help"] if "metadata" in keywords else ""
-                rows[item.target.id] = (ast.unparse(keywords["default"]).replace("'", '"'), help_)
+                rows[item.target.id] = (_toml(value), help_)
     return rows

@@ -35,6 +35,19 @@ an experiment:
   rounds = 10
 """
 
+_AUDIT_EXAMPLES = """examples:
+  fedfm audit runs/mine                                every cheap attack that fits; the findings are in its report
+  fedfm audit runs/mine --attack membership            one of them; --attack may be given several times
+  fedfm audit runs/mine --attack inversion             pictures from features: trains a network, about a minute
+  fedfm audit runs/mine --attack inversion --pictures public.npz
+  fedfm audit runs/mine --format json | tail -1        the findings as one JSON object
+
+A finding is a measurement with an interval and a verdict: "leaks", "holds" or "inconclusive". Exit code 0: the audit
+was made, whatever leaks that nobody promised to hide. 1: a measurement refutes what the run claims, e.g. its epsilon.
+2: the run cannot be audited. The run is replayed in this process, from its experiment, its data and its private/ keys;
+only audit.json and report.html in it are written.
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 stopped by the user."""
@@ -102,6 +115,19 @@ def _parser() -> argparse.ArgumentParser:
 
     resume = with_format(command("resume", _resume, "go on with a run that was stopped or killed"))
     resume.add_argument("run", type=Path)
+
+    audit = with_format(command("audit", _audit, "attack a finished run: what its messages give away", _AUDIT_EXAMPLES))
+    audit.add_argument("run", type=Path)
+    audit.add_argument(
+        "--attack",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="membership, epsilon, reconstruction, single_holder, inversion [all cheap ones that fit the run]",
+    )
+    audit.add_argument(
+        "--pictures", type=Path, metavar="FILE", help="inversion: the attacker's own pictures [the run's test rows]"
+    )
 
     report = command("report", _report, "write a run's report.html again and print its table")
     report.add_argument("run", type=Path)
@@ -215,6 +241,21 @@ def _summary(result: dict[str, Any]) -> str:
     from fedfm.report import compare
 
     return f"{compare.table([Path(result['run'])]).rstrip()}\nreport: {Path(result['run']) / 'report.html'}"
+
+
+def _audit(args: Any) -> int:
+    from fedfm.audits.audit import perform
+    from fedfm.audits.finding import lines
+    from fedfm.report import html
+
+    if args.pictures is not None and "inversion" not in args.attack:
+        raise InputError("--pictures: the attacker's own are for --attack inversion; add it")
+    progress = _watch()
+    found = perform(args.run, args.attack, progress.notice, pictures=args.pictures)
+    page = html.write(args.run)
+    result = {"run": str(args.run), "findings": [f.to_dict() for f in found]}
+    _say(args, result, f"{lines(found)}\nreport: {page}")
+    return 1 if any(f.contradicts for f in found) else 0
 
 
 def _report(args: Any) -> int:

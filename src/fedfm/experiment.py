@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class Experiment:
             raise InputError(f"name = {name!r}: expected a text without slashes")
         experiment = cls(name, data, model, method, method_name, privacy, attack, run)
         experiment._validate()
-        return experiment
+        return experiment if privacy is None else dataclasses.replace(experiment, method=method.protected(privacy))
 
     def _validate(self) -> None:
         sources = [k for k in ("name", "path", "hub", "clients") if getattr(self.data, k) is not None]
@@ -154,6 +154,11 @@ class Experiment:
         if self.model.max_length < 2:
             raise InputError(f"model.max_length = {self.model.max_length}: expected a whole number of at least 2")
         self.method.validate()
+        takes, adaptation = self.method.adaptations, self.model.adaptation
+        if takes and adaptation is not None and adaptation.name not in takes:
+            raise InputError(
+                f'model.adaptation.name = "{adaptation.name}": method "{self.method_name}" takes {listed(takes)} only'
+            )
         run = self.run
         one_of("run.engine", run.engine, ENGINES)
         one_of("run.kernels", run.kernels, ("exact", "fast", "fast_bf16"))
@@ -182,12 +187,17 @@ class Experiment:
                 raise InputError(f"privacy.{key} = {value}: expected a number above 0")
         if privacy.delta is not None and not 0 < privacy.delta < 1:
             raise InputError(f"privacy.delta = {privacy.delta}: expected a number in (0, 1)")
-        asked = [f.name for f in fields(privacy) if getattr(privacy, f.name) != f.default]
-        if asked:
-            raise InputError(
-                f"privacy.{asked[0]}: this release has no mechanism and no secure aggregation yet, and claims nothing "
-                "that it does not keep; drop [privacy]"
-            )
+        one_of("privacy.aggregator", privacy.aggregator, ("plain",))
+        for key in ("noise_multiplier", "clip_norm", "halt_at_epsilon"):
+            if getattr(privacy, key) is not None:
+                raise InputError(f"privacy.{key}: no mechanism of this release takes it; drop it")
+        if privacy.target_epsilon is None:
+            raise InputError("privacy.target_epsilon is missing: expected a number above 0")
+        if privacy.delta is None:
+            raise InputError("privacy.delta is missing: expected a number in (0, 1), e.g. 1e-5")
+        if privacy.unit is None:
+            raise InputError('privacy.unit is missing: expected "record" or "client", what one protected unit is')
+        one_of("privacy.unit", privacy.unit, ("record", "client"))
 
     @property
     def in_memory(self) -> bool:

@@ -83,6 +83,10 @@ class ClientData:
         return self._make["test"]()
 
 
+def _no_secret(name: str) -> bytes:
+    raise RuntimeError(f"no secret {name}: whoever made this party gave it none")
+
+
 @dataclass
 class Client:
     """Everything the client half may use. Nothing here leaves the silo unless a handler returns it.
@@ -91,6 +95,7 @@ class Client:
         memory: survives between messages and rounds; never sent.
         seed: of this client in this round; derive from it what is random.
         metrics: what the client optimiser noted about its last pass, e.g. ``loss``.
+        secret: 32 bytes under a name, from the operating system's entropy, the same for the whole run; never sent.
     """
 
     id: ClientId
@@ -99,6 +104,7 @@ class Client:
     memory: MutableMapping[str, Any]
     seed: int
     metrics: dict[str, float] = field(default_factory=dict)
+    secret: Callable[[str], bytes] = _no_secret
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,7 @@ class Federation:
         excluded: who was left out so far, with the reason.
         heard: how many clients of the last call gave a valid reply.
         metrics: what the clients' updates of this round noted, as means weighted like the updates.
+        secret: the server's own: 32 bytes under a name, from the operating system's entropy, the same all run long.
     """
 
     def __init__(
@@ -201,8 +208,10 @@ class Federation:
         seed: int = 0,
         min_clients: int = 1,
         on_excluded: Callable[[Excluded], None] = lambda excluded: None,
+        secret: Callable[[str], bytes] = _no_secret,
     ) -> None:
         self._link = link
+        self.secret = secret
         self.model = model
         self.initial: Params = model.params()
         self.aggregator = aggregator or Aggregator()
@@ -237,15 +246,19 @@ class Federation:
         *,
         of: Iterable[ClientId] | None = None,
         counted: bool = True,
+        check: Callable[[Any], None] = lambda value: None,
         **payload: Any,
     ) -> dict[ClientId, Any]:
         """Run a client handler in each silo. The server SEES each client's reply.
+
+        Args:
+            check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
 
         Raises:
             RunError: fewer than ``min_clients`` gave a valid reply.
         """
         hint = get_type_hints(handler)["return"]
-        return dict(self.exchange("query", handler, of, payload, hint, counted=counted))
+        return dict(self.exchange("query", handler, of, payload, hint, counted=counted, check=check))
 
     def mean(
         self,

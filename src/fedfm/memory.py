@@ -7,6 +7,7 @@ was killed and asks the same round again therefore finds each client exactly as 
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
@@ -16,6 +17,23 @@ from fedfm import store
 
 _NAME = re.compile(r"r(\d{7})c(\d{5})\.safetensors")
 KEEP = 3  # versions; two rounds back covers a checkpoint that fell back by one
+
+
+entropy = os.urandom  # tests put something else here
+
+
+def secret(root: Path, client: str, name: str) -> bytes:
+    """32 bytes, drawn once and kept beside the client's memory.
+
+    Not versioned: a round that is asked again after a crash must release the same noise, not a second sample of it.
+    """
+    path = root / store.safe_name(client) / f"{name}.secret"
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        store.write_atomic(path, entropy(32), 0o600)
+        return path.read_bytes()
 
 
 class DiskMemory(MutableMapping[str, Any]):

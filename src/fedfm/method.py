@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
+from torch import Tensor
+
+from fedfm.errors import InputError
 from fedfm.federation import Client, ClientId, Federation, on_client
 from fedfm.params import Params
+from fedfm.rows import Rows
 
+Judge = Callable[[Params], dict[str, Any]]
 S = TypeVar("S")  # server state, carried from round to round: Params, numbers, dicts or dataclasses of them
 
 
@@ -27,6 +33,7 @@ class Method(ABC, Generic[S]):
     rounds: int
     personal: ClassVar[bool] = False
     adaptation: ClassVar[str] = "lora"
+    adaptations: ClassVar[tuple[str, ...]] = ()  # the only ones that it takes; empty: all
     state_type: ClassVar[Any] = Params  # the class of S, by which a checkpoint is read back
 
     @abstractmethod
@@ -44,8 +51,39 @@ class Method(ABC, Generic[S]):
     @on_client
     def evaluate(self, client: Client, w: Params, part: str) -> dict[str, Any]:
         """The client's model on the client's own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
-        client.model.load(w)
-        return client.model.evaluate(client.data.test if part == "test" else client.data.val)  # type: ignore[no-any-return]
+        return self.scores(client.model, w, client.data.test if part == "test" else client.data.val)
+
+    def scores(self, model: Any, w: Params, rows: Rows) -> dict[str, Any]:
+        """How good w is on these rows (see ``models.metrics.evaluate``)."""
+        if type(self).logits is Method.logits:
+            model.load(w)
+            return model.evaluate(rows)  # type: ignore[no-any-return]
+        return model.evaluate(rows, self.logits(model, w, rows))  # type: ignore[no-any-return]
+
+    def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
+        """(n, C): what w says about rows. A method whose result is not a model's parameters (an ensemble) says how."""
+        model.load(w)
+        return model.predict(rows)  # type: ignore[no-any-return]
+
+    def details(self, state: S, judge: Judge | None) -> dict[str, Any]:
+        """What the result line tells of this method under ``details``.
+
+        Args:
+            judge: metrics of parameters on the global test rows; None where the server has none.
+        """
+        return {}
+
+    def protected(self, privacy: Any) -> Method[S]:
+        """This method under the [privacy] table.
+
+        Raises:
+            InputError: it has no mechanism of that kind.
+        """
+        raise InputError("privacy: this method has no mechanism of its own; drop [privacy]")
+
+    def spent(self) -> list[dict[str, Any]]:
+        """The ledger's lines: what a finished run has spent of privacy; empty where nothing is claimed."""
+        return []
 
     def validate(self) -> None:
         """Refuse hyper-parameters that make no sense.

@@ -15,6 +15,7 @@ from fedfm.data.table import ClientRows, FederatedData
 from fedfm.errors import InputError
 from fedfm.experiment import Experiment
 from fedfm.federation import ClientData, ClientId
+from fedfm.method import Method
 from fedfm.methods.centralised import POOLED
 from fedfm.params import Params
 from fedfm.rows import Rows
@@ -137,18 +138,12 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     run.write_manifest()
 
 
-def judge(population: Partitioned) -> Callable[[Params], dict[str, Any]] | None:
-    """Metrics of a model on the global test rows; None where there are none."""
-    from fedfm.models.metrics import evaluate
-
+def judge(population: Partitioned, method: Method[Any]) -> Callable[[Params], dict[str, Any]] | None:
+    """Metrics of a method's parameters on the global test rows; None where there are none."""
     if not len(population.federated.test):
         return None
 
-    def score(w: Params) -> dict[str, Any]:
-        population.model.load(w)
-        return evaluate(population.model, population.test)
-
-    return score
+    return lambda w: method.scores(population.model, w, population.test)
 
 
 def record_error(folder: Path, client: ClientId, text: str) -> None:

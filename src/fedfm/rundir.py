@@ -33,7 +33,9 @@ DO_NOT_SHARE = (
     "private/ holds clients' memories and keys: never share it.",
     "clients/ holds one model per client: each was fitted to that client's rows and tells about them.",
     "checkpoint/, adapter/ and metrics.jsonl tell about the clients' data as far as the trained model and the "
-    "per-client accuracies do; nothing in this run is differentially private.",
+    "per-client accuracies do; what the ledger promises covers the method's own messages, not the scores and not "
+    "the split in this manifest.",
+    "audit.json names single training rows.",
 )
 
 

@@ -138,7 +138,7 @@ class Server:
 
     def _finish(self, t: int, state: Any) -> dict[str, Any]:
         run, fed = self.run, self.fed
-        models = self.models(state)
+        models, spent = self.models(state), self.method.spent()
         last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
         if not last or last["round"] != t:
             last = self.scores(state, thorough=True)
@@ -164,11 +164,13 @@ class Server:
             },
             "bytes_up": fed.transcript.bytes_up,
             "bytes_down": fed.transcript.bytes_down,
-            "epsilon": None,
+            "epsilon": max((entry["epsilon"] for entry in spent), default=None),
             "params_sha256": sha256_of(models),
             "excluded": [asdict(e) for e in fed.excluded],
-            "details": {},
+            "details": self.method.details(state, self._judge),
         }
+        run.manifest["ledger"]["entries"] += spent
+        run.manifest["ledger"]["epsilon"] = result["epsilon"]
         self._write_models(models)
         run.manifest["result"] = result
         run.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -177,12 +179,13 @@ class Server:
 
     def _write_models(self, models: Mapping[ClientId, Params]) -> None:
         from fedfm import store
-        from fedfm.models.export import save_adapter
+        from fedfm.models.export import save_adapter, save_parts
 
         for client, w in models.items():
             folder = self.run.path / ("adapter" if not client else f"clients/{store.safe_name(client)}/adapter")
             folder.mkdir(parents=True, exist_ok=True)
-            save_adapter(self.fed.model, w, folder)
+            own = set(w) == set(self.fed.model.names)
+            (save_adapter if own else save_parts)(self.fed.model, w, folder)
 
 
 def _mean(values: Any) -> float | None:

@@ -19,7 +19,7 @@ from fedfm import seeds
 from fedfm.conform import conform
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_READONLY, E_REFUSED, ClientFault
 from fedfm.federation import Aggregator, Client, ClientData, ClientId, Request, action
-from fedfm.memory import DiskMemory
+from fedfm.memory import DiskMemory, secret
 from fedfm.method import Method
 from fedfm.params import Params
 from fedfm.training import cohort
@@ -128,6 +128,7 @@ class Silos:
             model=self.population.model,
             memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
             seed=seeds.derive(self._seed, "client", request.round, request.client),
+            secret=partial(secret, self._memory, request.client),
         )
 
 

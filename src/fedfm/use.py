@@ -45,7 +45,8 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         seed=experiment.run.seed,
         feature_dim=shape["feature_dim"],
     )
-    model.load(w)
+    if set(w) == set(model.names):
+        model.load(w)
     return run, model, w
 
 
@@ -60,7 +61,7 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
     from fedfm.data.load import read_inputs
     from fedfm.serve import single_thread
 
-    run, model, _ = load(path, client)
+    run, model, w = load(path, client)
     with single_thread():
         table = read_inputs(Path(file), run.experiment.data, kind=run.manifest["model"]["kind"])
         rows = model.encode(model.prepare(table, range(len(table))))
@@ -69,7 +70,7 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
 
             scored = evaluate(model, rows)
             return {"run": str(path), "predictions": [], "probabilities": [], "perplexity": scored["perplexity"]}
-        probabilities = torch.softmax(model.predict(rows), 1)
+        probabilities = torch.softmax(run.experiment.method.logits(model, w, rows), 1)
     best = probabilities.argmax(1).tolist()
     return {
         "run": str(path),
@@ -85,5 +86,7 @@ def export(path: str | Path, to: Target, out: Path, client: str | None = None) -
 
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; give another --out")
-    _, model, w = load(path, client)
+    run, model, w = load(path, client)
+    if set(w) != set(model.names):
+        raise InputError(f"{path}: a {run.experiment.method_name} is not one model's parameters: it cannot be exported")
     return str(write(model, w, to, out))

@@ -17,7 +17,12 @@ def rays() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "adaptation"), [('name = "fedavg"\nrounds = 2', LORA), (SCAFFOLD, '{ name = "head" }')]
+    ("method", "adaptation"),
+    [
+        ('name = "fedavg"\nrounds = 2', LORA),
+        (SCAFFOLD, '{ name = "head" }'),
+        ('name = "fedpft"\ncomponents = 2\nverify = true', '{ name = "head" }'),
+    ],
 )
 def test_same_bits_and_bytes_as_local(tmp_path, method, adaptation):
     exp = experiment(tmp_path, method=method, adaptation=adaptation)

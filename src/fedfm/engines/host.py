@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from fedfm.engines.processes import watch_parent
 from fedfm.errors import InputError, RunError
 from fedfm.experiment import Experiment
 from fedfm.federation import Federation
+from fedfm.memory import secret
 from fedfm.population import Partitioned, describe, judge, populate
 from fedfm.rundir import Run
 from fedfm.serve import Server, single_thread
@@ -85,10 +87,11 @@ def host(
                 seed=spec.seed,
                 min_clients=spec.min_clients,
                 on_excluded=watcher.excluded,
+                secret=partial(secret, run.path / "private", "server"),
             )
             for crossing in link.hellos:
                 fed.transcript.add(crossing)
-            return Server(run, fed, judge=judge(population), progress=watcher).go()
+            return Server(run, fed, judge=judge(population, experiment.method), progress=watcher).go()
         finally:
             ended(link.straggling)
 

@@ -15,6 +15,7 @@ from fedfm import codec
 from fedfm.engines.pool import Pool
 from fedfm.errors import E_EXCEPTION, ClientFault
 from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
+from fedfm.memory import secret
 from fedfm.population import Partitioned, describe, judge, populate, record_error
 from fedfm.serve import Server, single_thread
 from fedfm.silo import Silos
@@ -142,8 +143,9 @@ def start(
             seed=spec.seed,
             min_clients=spec.min_clients,
             on_excluded=progress.excluded,
+            secret=partial(secret, run.path / "private", "server"),
         )
         try:
-            return Server(run, fed, judge=judge(population), progress=progress).go()
+            return Server(run, fed, judge=judge(population, experiment.method), progress=progress).go()
         finally:
             link.close()

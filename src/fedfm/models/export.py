@@ -41,6 +41,14 @@ def save_adapter(model: Model, w: Params, folder: Path | str) -> Path:
     return folder
 
 
+def save_parts(model: Model, w: Params, folder: Path | str) -> Path:
+    """Write what is no one model, e.g. the heads of an ensemble, as plain tensors beside ``fedfm.json``."""
+    folder = _folder(folder)
+    _save(dict(w), folder / WEIGHTS)
+    _about(model, folder)
+    return folder
+
+
 def load_adapter(model: Model, folder: Path | str) -> Params:
     """What :func:`save_adapter` wrote for such a model.
 

@@ -258,11 +258,17 @@ class Model:
             done = [self.logits(batch).float().cpu() for batch in rows.batches(batch_size)]
         return torch.cat(done)[back] if done else torch.zeros(0, len(self.classes))
 
-    def evaluate(self, rows: Rows) -> dict[str, Any]:
-        """Accuracy, loss and the like on these rows: see :func:`fedfm.models.metrics.evaluate`."""
-        from fedfm.models.metrics import evaluate
+    def evaluate(self, rows: Rows, logits: Tensor | None = None) -> dict[str, Any]:
+        """Accuracy, loss and the like on these rows: see :func:`fedfm.models.metrics.evaluate`.
 
-        return evaluate(self, rows)
+        Args:
+            logits: (n, C), instead of the model's own.
+        """
+        from fedfm.models.metrics import evaluate, nothing, scores
+
+        if logits is None:
+            return evaluate(self, rows)
+        return nothing(n=len(rows)) if rows.labels is None else scores(logits, rows.labels)
 
     def train_mode(self) -> None:
         """LoRA's dropout, and under ``full`` batch norm, as in training; the model's own dropout stays off."""

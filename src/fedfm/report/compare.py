@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedfm.errors import InputError
+from fedfm.report import frontier
 from fedfm.report.page import figure, legend, note, page, save
 from fedfm.report.page import table as html_table
 from fedfm.report.read import RunFiles, mapping, read
@@ -121,6 +122,7 @@ def section(runs: Sequence[RunFiles]) -> str:
         warning
         + html_table(head, rows, "Runs compared", words=(9,))
         + meaning
+        + frontier.section(runs, names)
         + _curves(runs, names)
         + _ranges(runs, names)
     )

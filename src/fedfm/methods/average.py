@@ -1,0 +1,30 @@
+"""Average: One round of Communication-Efficient Learning of Deep Networks from Decentralized Data.
+
+McMahan, Moore, Ramage, Hampson, Aguera y Arcas. AISTATS 2017. arXiv:1602.05629, Algorithm 1 with T = 1, heads trained
+to convergence; "AVG" in FedPFT's comparison (arXiv:2402.01862, Section 6).
+
+A class that a client has not seen counts as a row of zeros with bias 0, where training from zero leaves it, so that
+classes which few clients hold come out small: that is the weakness of averaging that the paper shows. A class that no
+client has seen stays at 0 too. The server sees what its aggregator shows of the heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedfm.federation import Client, Federation, Update, on_client
+from fedfm.methods._one_shot import OwnHeads, zeros_for_unseen
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class Average(OwnHeads):
+    """The mean of the clients' heads, weighted by their numbers of rows."""
+
+    def step(self, fed: Federation, w: Params, t: int) -> Params:
+        return fed.mean(self.train)  # w = sum_k n_k/n w_k
+
+    @on_client
+    def train(self, client: Client) -> Update:
+        update = self.fit(client)
+        return Update(zeros_for_unseen(update.delta), update.weight)

@@ -1,0 +1,119 @@
+"""CCVR: No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data.
+
+Luo, Chen, Hu, Zhang, Liang, Feng. NeurIPS 2021. arXiv:2106.05001, Algorithm 1; equations by their numbers there.
+
+The last round calibrates; the rounds before it are FedAvg's. Where only a head is trained the features never move and
+the calibrated head does not depend on the rounds before: one round is enough, and is the default. Left out: Tukey's
+transform of the features, which needs them non-negative. The server sees what its aggregator shows of the class sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.errors import InputError
+from fedfm.federation import Client, Federation, Update, on_client
+from fedfm.methods._one_shot import class_sums, rows_of
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+from fedfm.training.softmax import HeadSpec, fit_rows
+
+
+@dataclass(frozen=True)
+class CCVR(FedAvg):
+    """FedAvg whose head is trained again on virtual features drawn from the Gaussian of each class."""
+
+    adaptation: ClassVar[str] = "head"
+
+    rounds: int = field(default=1, metadata={"help": "the last one calibrates, those before it are FedAvg's"})
+    covariance: str = field(default="diag", metadata={"help": "of a class: diag or full"})
+    virtual: int = field(default=100, metadata={"help": "M_c, virtual features a class"})
+    head: HeadSpec = field(default=HeadSpec(), metadata={"help": "how the head is trained on them"})
+
+    def init(self, fed: Federation) -> Params:
+        _head_names(fed.model)
+        return super().init(fed)
+
+    def step(self, fed: Federation, w: Params, t: int) -> Params:
+        if t < self.rounds:
+            return super().step(fed, w, t)
+        classes, dim = len(fed.model.classes), fed.model.head.in_features
+        like = Params(self._sums(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64), classes)).layout
+        sums = fed.mean(self.moments, like=like, w=w)
+        sums = fed.heard * sums  # of equal weights: the total over all clients that answered
+        count, mu, sigma = pooled(sums["count"], sums["total"], sums["second"])
+        seen = [c for c in range(classes) if count[c] > 0]
+        z = torch.cat([draw(mu[c], sigma[c], self.virtual, fed.seed_for("virtual", c)) for c in seen])
+        labels = torch.tensor(seen).repeat_interleave(self.virtual)
+        weight, bias = fit_rows(z.float(), labels, classes, self.head, fed.seed_for("head"))
+        names, dtype = _head_names(fed.model), fed.model.head.weight.dtype
+        return w.replace(dict(zip(names, (weight.to(dtype), bias.to(dtype)), strict=True)))
+
+    @on_client
+    def moments(self, client: Client, w: Params) -> Update:
+        """Of each class: number, sum and sum of squares of the features under w."""
+        client.model.load(w)
+        return Update(Params(self._sums(*rows_of(client), len(client.model.classes))), 1.0)
+
+    def _sums(self, x: Tensor, y: Tensor, classes: int) -> dict[str, Tensor]:
+        if self.covariance == "diag":
+            second = class_sums(x.double().square(), y, classes)["total"]  # (C, d)
+        else:
+            rows, columns = torch.tril_indices(x.shape[1], x.shape[1])
+            of = [x[y == c].double() for c in range(classes)]
+            second = torch.stack([(z.T @ z)[rows, columns] for z in of])  # (C, d (d + 1) / 2)
+        return class_sums(x, y, classes) | {"second": second}
+
+    def validate(self) -> None:
+        super().validate()
+        if self.covariance not in ("diag", "full"):
+            raise InputError(f'method.covariance = "{self.covariance}": expected "diag" or "full"')
+        if self.virtual < 1:
+            raise InputError(f"method.virtual = {self.virtual}: expected a whole number of at least 1")
+        self.head.validate()
+
+
+def _head_names(model: Any) -> list[str]:
+    """The head's weight and bias among the tensors that travel.
+
+    Raises:
+        InputError: it has none, or they are not trained.
+    """
+    head = getattr(model, "head", None)
+    live = {id(tensor): name for name, tensor in model.live().items()}
+    names = [live.get(id(getattr(head, part, None)), "") for part in ("weight", "bias")]
+    if not all(names):
+        raise InputError("model: ccvr calibrates a linear head with a bias that is trained; this model has none")
+    return names
+
+
+def pooled(count: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers (C,), means (C, d) and covariances, (C, d) diagonals or (C, d, d), over all clients.
+
+    Equations (3) and (4) pool the clients' own means and unbiased covariances; multiplied out, (N_c - 1) Sigma_c is
+    sum x x^T - N_c mu_c mu_c^T, so sums are enough. A class of one row has covariance 0.
+    """
+    n = count.clamp_min(1)[:, None]
+    mu = total / n
+    if second.shape == total.shape:
+        return count, mu, ((second - n * mu.square()) / (n - 1).clamp_min(1)).clamp_min(0)
+    rows, columns = torch.tril_indices(mu.shape[1], mu.shape[1])
+    sigma = torch.zeros(*mu.shape, mu.shape[1], dtype=mu.dtype)
+    sigma[:, rows, columns] = sigma[:, columns, rows] = second
+    sigma = (sigma - n[:, None] * mu[:, :, None] * mu[:, None, :]) / (n - 1).clamp_min(1)[:, None]
+    return count, mu, sigma
+
+
+def draw(mu: Tensor, sigma: Tensor, m: int, seed: int) -> Tensor:
+    """(m, d) from N(mu, sigma); directions of negative variance, which rounding makes, count as flat."""
+    noise = torch.from_numpy(seeds.generator(seed, "noise").standard_normal((m, len(mu))))
+    if sigma.dim() == 1:
+        return mu + noise * sigma.sqrt()
+    values, vectors = torch.linalg.eigh(sigma)
+    root: Tensor = vectors * values.clamp_min(0).sqrt()
+    return mu + noise @ root.T

@@ -1,0 +1,66 @@
+"""DSFL: Dynamic Sparsification for Federated Learning.
+
+Beitollahi, Liu, Lu. ICCSPA 2022. As it stands in FedPFT's comparison (arXiv:2402.01862, Section 6): clients send the
+half of their change that is largest in magnitude. What is not sent is remembered and added to the next change, as in
+Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599, Algorithm 1; ``feedback = false``
+forgets it. Left out: DSFL's own choice of each client's share by its connection; one ``keep`` holds for all.
+
+What is not sent travels as zeros, because a mean of dense vectors is what an aggregator can hide: ``bytes_up`` counts
+them, and ``details`` says what values and positions alone would take.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedfm.errors import InputError
+from fedfm.federation import Client, Update, on_client
+from fedfm.method import Judge
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class DSFL(FedAvg):
+    """FedAvg with the largest coordinates of every client's change."""
+
+    adaptation: ClassVar[str] = "head"
+    adaptations: ClassVar[tuple[str, ...]] = ("head",)
+
+    keep: float = field(default=0.5, metadata={"help": "the share of coordinates that is sent"})
+    feedback: bool = field(default=True, metadata={"help": "what is not sent is added to the client's next change"})
+
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        delta = self.local(client, w) - w
+        if self.feedback and "residual" in client.memory:
+            delta = client.memory["residual"] + delta  # m_t + eta g_t, line 3
+        sent = delta.map(lambda flat: largest(flat, self.keep))  # comp_k
+        if self.feedback:
+            client.memory["residual"] = delta - sent  # line 5
+        n_k = len(client.data.train) if self.weighting == "size" else 1
+        return Update(sent, n_k, client.metrics)
+
+    def details(self, w: Params, judge: Judge | None) -> dict[str, Any]:
+        kept = sum(_count(size, self.keep) for dtype, size in w.layout.sizes.items() if dtype.is_floating_point)
+        return {"sparse_bytes_per_update": 8 * kept}  # a float32 and an int32 position each
+
+    def validate(self) -> None:
+        super().validate()
+        if not 0 < self.keep <= 1:
+            raise InputError(f"method.keep = {self.keep}: expected a number in (0, 1]")
+
+
+def largest(flat: Tensor, keep: float) -> Tensor:
+    """The ceil(keep P) entries of largest magnitude, zeros elsewhere."""
+    index = flat.abs().topk(_count(len(flat), keep), sorted=False).indices
+    return torch.zeros_like(flat).index_copy(0, index, flat[index])
+
+
+def _count(size: int, keep: float) -> int:
+    return math.ceil(keep * size)

@@ -1,0 +1,52 @@
+"""Ensemble: One-Shot Federated Learning.
+
+Guha, Talwalkar, Smith. NeurIPS 2018 workshop on machine learning on devices. arXiv:1902.11175, Algorithm 1 with all
+clients selected; combined by the largest probability over the clients, as in FedPFT's comparison (arXiv:2402.01862,
+Section 6), or by their mean.
+
+The server sees every client's head, and every user of the result carries all of them. A class that a client has not
+seen has probability 0 at it. A head that has seen a single class gives it probability 1 on every row, which says
+nothing of the row and would win every maximum: such heads have no say as long as another head has seen two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfm.errors import InputError
+from fedfm.federation import Federation
+from fedfm.methods._one_shot import OwnHeads, as_heads, combined, each_head, mean_probability, same_shape
+from fedfm.params import Params
+from fedfm.rows import Rows
+from fedfm.training.softmax import NOBODY
+
+
+@dataclass(frozen=True)
+class Ensemble(OwnHeads):
+    """Each client trains a head of its own; all of them predict together."""
+
+    combine: str = field(default="max", metadata={"help": "the largest probability over the clients, or their mean"})
+
+    def init(self, fed: Federation) -> Params:
+        return as_heads(super().init(fed))
+
+    def step(self, fed: Federation, w: Params, t: int) -> Params:
+        replies = fed.ask(self.fit, check=same_shape(fed))
+        return as_heads(*(update.delta for update in replies.values()))
+
+    def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
+        """Logarithm of max_k p_k(c|x), or of mean_k p_k(c|x)."""
+        if self.combine == "mean":
+            return mean_probability(model, w, rows)
+        heads = list(each_head(w))
+        told = [(w_k, b_k) for w_k, b_k in heads if int((b_k > NOBODY / 2).sum()) > 1]
+        return combined(told or heads, model.features(rows), torch.maximum).float()
+
+    def validate(self) -> None:
+        super().validate()
+        if self.combine not in ("max", "mean"):
+            raise InputError(f'method.combine = "{self.combine}": expected "max" or "mean"')

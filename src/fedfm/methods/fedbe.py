@@ -1,0 +1,63 @@
+"""FedBE: Making Bayesian Model Ensemble Applicable to Federated Learning.
+
+Chen, Chao. ICLR 2021. arXiv:2009.01974, Algorithm 1 with one round; equations by their numbers there.
+
+The paper distils the ensemble into one model on the server's unlabelled rows. Here the server has no rows, so the
+ensemble itself predicts, by the Bayesian mean of probabilities that distillation would teach (eq. 5), and the result is
+as many heads as the ensemble has. The server sees every client's head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.errors import InputError
+from fedfm.federation import Federation
+from fedfm.methods._one_shot import OwnHeads, as_heads, mean_probability, same_shape, zeros_for_unseen
+from fedfm.params import Params, weighted_mean
+from fedfm.rows import Rows
+
+
+@dataclass(frozen=True)
+class FedBE(OwnHeads):
+    """The clients' heads, their mean, and draws from the Gaussian of them predict together."""
+
+    draws: int = field(default=15, metadata={"help": "heads sampled from the Gaussian, beside clients and mean"})
+
+    def init(self, fed: Federation) -> Params:
+        return as_heads(super().init(fed))
+
+    def step(self, fed: Federation, w: Params, t: int) -> Params:
+        replies = fed.ask(self.fit, check=same_shape(fed)).values()
+        heads = [update.delta for update in replies]
+        mu, variance = gaussian([(update.weight, zeros_for_unseen(update.delta)) for update in replies])
+        sampled = [sample(mu, variance, fed.seed_for("draw", m)) for m in range(self.draws)]
+        return as_heads(*heads, mu, *sampled)
+
+    def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
+        """Logarithm of p(y|x; S) = 1/M sum_m p(y|x; w^(m)), eq. (5)."""
+        return mean_probability(model, w, rows)
+
+    def validate(self) -> None:
+        super().validate()
+        if self.draws < 0:
+            raise InputError(f"method.draws = {self.draws}: expected a whole number of at least 0")
+
+
+def gaussian(heads: Sequence[tuple[float, Params]]) -> tuple[Params, Params]:
+    """Mean and variances: mu = sum_k n_k/n w_k and Sigma_diag = sum_k n_k/n (w_k - mu)^2, eq. (6)."""
+    mu = weighted_mean(heads)
+    return mu, weighted_mean((n_k, (w_k - mu).map(torch.square)) for n_k, w_k in heads)
+
+
+def sample(mu: Params, variance: Params, seed: int) -> Params:
+    """One draw from N(mu, diag(variance))."""
+    rng = seeds.generator(seed, "noise")
+    noise = Params({name: torch.from_numpy(rng.standard_normal(tuple(t.shape))).to(t.dtype) for name, t in mu.items()})
+    return mu + noise.map(lambda e, v: e * v.sqrt(), variance)

@@ -1,0 +1,152 @@
+"""FedFed: Feature Distillation against Data Heterogeneity in Federated Learning.
+
+Yang, Zhang, Zheng, Tian, Peng, Liu, Han. NeurIPS 2023. arXiv:2310.05077, Algorithm 1.
+
+Clients share the performance-sensitive part x_s = x - q(x) of each row with noise, and train on their own rows and on
+what others have shared. The paper works on pixels, with a beta-VAE for q. On the features of a frozen backbone q is a
+linear autoencoder of low rank, the constraint ||x_s||^2 <= rho is a penalty, and sigma_s is in units of x_s's own size.
+No privacy is claimed for the noise: the server sees every row's noisy part with its label, and hands samples of them
+to other clients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.errors import E_SHAPE, ClientFault, InputError
+from fedfm.federation import Client, ClientData, ClientId, Federation, Update, each, on_client
+from fedfm.methods._one_shot import need_head, passes, rows_of
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+from fedfm.rows import Rows
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Shared rows: x_p (n, d) and y (n,)."""
+
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    """Server state: the head, and D_s by the client that shared it."""
+
+    w: Params
+    shared: dict[str, Labelled]
+
+
+@dataclass(frozen=True)
+class FedFed(FedAvg):
+    """Round 1 begins with the distillation of features; every round is FedAvg on own and shared rows."""
+
+    adaptation: ClassVar[str] = "head"
+    adaptations: ClassVar[tuple[str, ...]] = ("head",)
+    state_type: ClassVar[Any] = State
+
+    distillation_rounds: int = field(default=5, metadata={"help": "T_d, averages of the generator q, in round 1"})
+    distillation_epochs: int = field(default=5, metadata={"help": "of Adam on it before each of them"})
+    rank: int = field(default=16, metadata={"help": "of the generator q"})
+    penalty: float = field(default=1.0, metadata={"help": "on ||x_s||^2 / ||x||^2, for the constraint's rho"})
+    noise: float = field(default=0.15, metadata={"help": "sigma_s, in units of the root mean square of x_s"})
+
+    def init(self, fed: Federation) -> State:  # type: ignore[override]
+        need_head(fed.model)
+        return State(fed.initial, {})
+
+    def step(self, fed: Federation, state: State, t: int) -> State:  # type: ignore[override]
+        shared = state.shared or self._distil(fed)
+        cohort = fed.sample(self.fraction)
+        given = each({c: others(shared, c, fed.model.head.in_features, fed.seed_for("shared", c)) for c in cohort})
+        return State(state.w + fed.mean(self.train, of=cohort, w=state.w, given=given), shared)
+
+    def _distil(self, fed: Federation) -> dict[ClientId, Labelled]:
+        """T_d rounds of FedAvg on the generator theta, then x_p of everybody."""
+        d, classes = fed.model.head.in_features, len(fed.model.classes)
+        encode = seeds.generator(fed.seed_for("generator"), "start").standard_normal((self.rank, d)) / d**0.5
+        zeros = {"decode": torch.zeros(d, self.rank), "w": torch.zeros(classes, d), "b": torch.zeros(classes)}
+        theta = Params({"encode": torch.from_numpy(encode).float(), **zeros})  # q = 0: at first x_s = x
+        for r in range(self.distillation_rounds):
+            theta = theta + fed.mean(self.distil, like=theta.layout, theta=theta, r=r)
+
+        def check(reply: Labelled) -> None:
+            right = reply.x.shape == (len(reply.y), d) and reply.y.dtype == torch.int64
+            if not right or not bool(((reply.y >= 0) & (reply.y < classes)).all()):
+                raise ClientFault(E_SHAPE, f"shared rows {tuple(reply.x.shape)} with labels that do not fit")
+
+        return fed.ask(self.share, check=check, theta=theta)
+
+    @on_client
+    def distil(self, client: Client, theta: Params, r: int) -> Update:
+        """Adam on -log p(y | x_s) + penalty ||x_s||^2 / ||x||^2, on features of size 1."""
+        x, y = rows_of(client)
+        x = x / _size(x)
+        live = {name: tensor.clone().requires_grad_() for name, tensor in theta.items()}
+        optimiser = torch.optim.Adam(live.values(), lr=0.01)
+        for i in passes(len(y), 64, self.distillation_epochs, seeds.derive(client.seed, "distil", r)):
+            optimiser.zero_grad()
+            x_s = sensitive(live["encode"], live["decode"], x[i])
+            loss = F.cross_entropy(F.linear(x_s, live["w"], live["b"]), y[i])
+            loss = loss + self.penalty * x_s.square().sum() / x[i].square().sum().clamp_min(1e-12)
+            torch.autograd.backward(loss)
+            optimiser.step()
+        return Update(Params(live) - theta, len(y))
+
+    @on_client
+    def share(self, client: Client, theta: Params) -> Labelled:
+        """x_p = x_s + N(0, sigma_s^2)."""
+        x, y = rows_of(client)
+        x_s = sensitive(theta["encode"], theta["decode"], x)
+        n = torch.from_numpy(seeds.generator(client.seed, "share").standard_normal(tuple(x.shape))).float()
+        return Labelled(x_s + self.noise * _size(x_s) * n, y)
+
+    @on_client
+    def train(self, client: Client, w: Params, given: Labelled) -> Update:  # type: ignore[override]
+        """FedAvg's, on D_k and a sample of D_s."""
+        x, y = rows_of(client)
+        rows = Rows({"features": torch.cat([x, given.x])}, labels=torch.cat([y, given.y]))
+        both = dataclasses.replace(client, data=ClientData(lambda: rows, Rows, Rows))
+        return Update(self.local(both, w) - w, len(y) if self.weighting == "size" else 1, both.metrics)
+
+    def params_for(self, state: State, client: ClientId) -> Params:  # type: ignore[override]
+        return state.w
+
+    def validate(self) -> None:
+        super().validate()
+        for key in ("distillation_rounds", "distillation_epochs", "rank"):
+            if getattr(self, key) < 1:
+                raise InputError(f"method.{key} = {getattr(self, key)}: expected a whole number of at least 1")
+        for key in ("penalty", "noise"):
+            if not getattr(self, key) >= 0:
+                raise InputError(f"method.{key} = {getattr(self, key)}: expected a number of at least 0")
+
+
+def sensitive(encode: Tensor, decode: Tensor, x: Tensor) -> Tensor:
+    """x_s = x - q(x), q(x) = D E x, for rows x (n, d), E (r, d), D (d, r)."""
+    return x - x @ encode.T @ decode.T
+
+
+def others(shared: Mapping[ClientId, Labelled], client: ClientId, dim: int, seed: int) -> Labelled:
+    """Of what other clients shared, as many rows as the client has itself: half of each of its passes."""
+    theirs = [s for c, s in shared.items() if c != client]
+    x, y = torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64)
+    if theirs and client in shared:
+        x, y = torch.cat([s.x for s in theirs]), torch.cat([s.y for s in theirs])
+        index = torch.from_numpy(seeds.generator(seed, "rows").permutation(len(y))[: len(shared[client].y)])
+        x, y = x[index], y[index]
+    return Labelled(x, y)
+
+
+def _size(x: Tensor) -> Tensor:
+    """Root mean square of the entries; 1 where all are zero."""
+    size = x.square().mean().sqrt()
+    return torch.where(size > 0, size, torch.ones_like(size))

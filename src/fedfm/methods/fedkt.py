@@ -1,0 +1,104 @@
+"""FedKT: Practical One-Shot Federated Learning for Cross-Silo Setting.
+
+Li, He, Song. IJCAI 2021. arXiv:2010.01017, Algorithm 1 without differential privacy (FedKT-L0).
+
+It needs public rows without labels, which a federation need not have. Here each client makes the features of a share
+``public`` of its rows public, without their labels: they reach every other client. Where that is too much, FedKT is
+not the method (a silo's policy can refuse ``query.FedKT_publish``). Beyond them the server sees each client's students.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.conform import match
+from fedfm.errors import E_FIELD, E_SHAPE, ClientFault, InputError
+from fedfm.federation import Client, Federation, on_client
+from fedfm.methods._one_shot import OwnHeads, head_of, rows_of, tensors_of
+from fedfm.params import Params
+from fedfm.training.softmax import fit_rows
+
+
+@dataclass(frozen=True)
+class FedKT(OwnHeads):
+    """Votes in two tiers: a client's teachers label the public rows for its students, all students for the server."""
+
+    public: float = field(default=0.1, metadata={"help": "share of each client's features that everybody gets"})
+    partitions: int = field(default=2, metadata={"help": "s, of a client's rows: one student each"})
+    subsets: int = field(default=5, metadata={"help": "t, of a partition: one teacher each"})
+
+    def step(self, fed: Federation, w: Params, t: int) -> Params:
+        dim, classes = fed.model.head.in_features, len(fed.model.classes)
+
+        def is_features(x: Tensor) -> None:
+            if x.dim() != 2 or x.shape[1] != dim or x.dtype != torch.float32:
+                raise ClientFault(E_SHAPE, f"public features {tuple(x.shape)} {x.dtype}, expected (n, {dim}) float32")
+
+        def are_students(students: list[Params]) -> None:
+            if len(students) != self.partitions:
+                raise ClientFault(E_FIELD, f"{len(students)} students, expected {self.partitions}")
+            for student in students:
+                match(student, fed.initial.layout, "student")
+
+        d_aux = torch.cat(list(fed.ask(self.publish, check=is_features).values()))
+        order = seeds.generator(fed.seed_for("public"), "order").permutation(len(d_aux))
+        d_aux = d_aux[torch.from_numpy(order)]  # whose row it is is not told
+        replies = fed.ask(self.students, check=are_students, d_aux=d_aux)
+        said = torch.stack([torch.stack([_label(s, d_aux) for s in replies[c]]) for c in sorted(replies)])  # (K, s, n)
+        v = consistent_votes(said, classes)
+        known = v.sum(1) > 0  # where no client's students agree there is no label to learn
+        if not known.any():
+            v, known = F.one_hot(said, classes).sum((0, 1)), ~known
+        final = fit_rows(d_aux[known], v[known].argmax(1), classes, self.head, fed.seed_for("head"))
+        return head_of(fed.model, *final)
+
+    @on_client
+    def publish(self, client: Client) -> Tensor:
+        """Features of a share of the rows, at least one."""
+        x, _ = rows_of(client)
+        order = seeds.generator(client.seed, "public").permutation(len(x))
+        return x[torch.from_numpy(order[: math.ceil(self.public * len(x))])]
+
+    @on_client
+    def students(self, client: Client, d_aux: Tensor) -> list[Params]:
+        """Lines 2 to 13: of each partition's teachers one student, which has seen public rows only."""
+        x, y = rows_of(client)
+        classes, students = len(client.model.classes), []
+        for j in range(self.partitions):
+            order = torch.from_numpy(seeds.generator(client.seed, "partition", j).permutation(len(y)))
+            parts = [part for part in order.tensor_split(self.subsets) if len(part)]
+            teachers = [fit_rows(x[p], y[p], classes, self.head, client.seed) for p in parts]
+            labels = majority([F.linear(d_aux, *teacher).argmax(1) for teacher in teachers], classes)
+            students.append(head_of(client.model, *fit_rows(d_aux, labels, classes, self.head, client.seed)))
+        return students
+
+    def validate(self) -> None:
+        super().validate()
+        if not 0 < self.public <= 1:
+            raise InputError(f"method.public = {self.public}: expected a number in (0, 1]")
+        for key in ("partitions", "subsets"):
+            if getattr(self, key) < 1:
+                raise InputError(f"method.{key} = {getattr(self, key)}: expected a whole number of at least 1")
+
+
+def majority(said: Sequence[Tensor], classes: int) -> Tensor:
+    """(n,): the class with most votes of the teachers; the first of equals."""
+    return F.one_hot(torch.stack(list(said)), classes).sum(0).argmax(1)
+
+
+def consistent_votes(said: Tensor, classes: int) -> Tensor:
+    """(n, C) votes from labels (K, s, n): a client has s votes for what all its students say, else none (line 18)."""
+    agree = (said == said[:, :1]).all(1)  # (K, n)
+    votes = F.one_hot(said[:, 0], classes) * agree[..., None]
+    return said.shape[1] * votes.sum(0)
+
+
+def _label(head: Params, x: Tensor) -> Tensor:
+    return F.linear(x, *tensors_of(head)).argmax(1)

@@ -1,0 +1,55 @@
+"""FedNCM: Guiding The Last Layer in Federated Learning with Pre-Trained Models.
+
+Legate, Bernier, Caccia, Oyallon, Belilovsky. NeurIPS 2023. arXiv:2306.03937, Algorithm 1 without the fine-tuning that
+follows it there.
+
+Clients send the sum and the number of their features of each class, once. Nearest class mean is a linear head:
+argmin_c ||x - mu_c||^2 = argmax_c 2 mu_c x - ||mu_c||^2, hence W = 2 mu, b = -||mu||^2; by the cosine, W = mu / ||mu||,
+b = 0. Its softmax is no calibrated probability. The server sees what its aggregator shows of the sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedfm.errors import InputError
+from fedfm.federation import Client, Federation, Update, on_client
+from fedfm.methods._one_shot import OneShot, class_sums, head_of, rows_of
+from fedfm.params import Params
+from fedfm.training.softmax import NOBODY
+
+
+@dataclass(frozen=True)
+class FedNCM(OneShot):
+    """One round: class sums and counts up, the nearest-class-mean head down."""
+
+    distance: str = field(default="euclidean", metadata={"help": "to the class means: euclidean or cosine"})
+
+    def step(self, fed: Federation, w: Params, t: int) -> Params:
+        classes, dim = len(fed.model.classes), fed.model.head.in_features
+        like = Params({"count": torch.zeros(classes), "total": torch.zeros(classes, dim)}).layout
+        mean = fed.mean(self.sums, like=like)  # 1/K of the sums over all clients: the factor cancels
+        return head_of(fed.model, *nearest_mean(mean["count"], mean["total"], self.distance))
+
+    @on_client
+    def sums(self, client: Client) -> Update:
+        found = class_sums(*rows_of(client), len(client.model.classes))
+        return Update(Params({name: tensor.float() for name, tensor in found.items()}), 1.0)
+
+    def validate(self) -> None:
+        super().validate()
+        if self.distance not in ("euclidean", "cosine"):
+            raise InputError(f'method.distance = "{self.distance}": expected "euclidean" or "cosine"')
+
+
+def nearest_mean(count: Tensor, total: Tensor, distance: str) -> tuple[Tensor, Tensor]:
+    """(W (C, d), b (C,)) from (C,) counts and (C, d) sums, both up to one factor; a class without rows is NOBODY."""
+    mu = total / torch.where(count > 0, count, 1.0)[:, None]
+    if distance == "cosine":
+        w, b = torch.nn.functional.normalize(mu, dim=1), torch.zeros_like(count)
+    else:
+        w, b = 2 * mu, -mu.square().sum(1)
+    return w, torch.where(count > 0, b, b.min() + NOBODY)  # below every other class, whatever the features' scale

@@ -1,0 +1,108 @@
+"""What a FedPFT run says of itself: bytes by the formulas, what was withheld, the bound, the noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedfm.report.page import details, figure, note, table
+from fedfm.report.read import RunFiles, mapping, numeric, sequence
+from fedfm.report.svg import Series, lines
+from fedfm.report.text import count, esc, number, percent, plural, size
+
+
+def section(run: RunFiles) -> str:
+    """Empty for other methods."""
+    told = mapping(run.result.get("details"))
+    if "formula_bytes" not in told:
+        return ""
+    parts = [_bytes(run, told), _warnings(told), _bound(run, told), _along(told), _noise(told), _components(told)]
+    return "".join(parts)
+
+
+def _bytes(run: RunFiles, told: Any) -> str:
+    rows = [
+        ["by equations (10) to (12)", size(numeric(told.get("formula_bytes")))],
+        ["really sent up, with headers", size(run.traffic_total("up"))],
+    ]
+    if "raw_feature_bytes" in told:
+        rows.append(["the raw features would be", size(numeric(told.get("raw_feature_bytes")))])
+    return table(["mixtures", "bytes"], rows, "What was sent")
+
+
+def _warnings(told: Any) -> str:
+    items = [esc(str(w)) for w in sequence(told.get("warnings"))]
+    items += [f"Left out: {esc(str(d))}" for d in sequence(told.get("dropped"))]
+    if not items:
+        return ""
+    return (
+        f'<aside aria-label="Warnings"><strong>Mind</strong><ul>{"".join(f"<li>{i}</li>" for i in items)}</ul></aside>'
+    )
+
+
+def _bound(run: RunFiles, told: Any) -> str:
+    found, verified = mapping(told.get("bound")), numeric(told.get("verified_error"))
+    if not found and verified is None:
+        return ""
+    rows = []
+    if found:
+        rows = [
+            [
+                "our bound on the 0-1 loss (Theorem 4.2, corrected; smoothed features)",
+                number(numeric(found.get("ours"))),
+            ],
+            ["the bound as printed", number(numeric(found.get("printed")))],
+            ["loss on fresh synthetic draws, 95 % upper limit", percent(numeric(found.get("synthetic_loss")))],
+        ]
+    if verified is not None:
+        rows.append(["counted by the clients on their own training rows", percent(verified)])
+    accuracy = run.value("global_accuracy")
+    rows.append(["true loss on the global test rows", percent(None if accuracy is None else 1 - accuracy)])
+    said = (
+        note("The bound is vacuous: it is not below 1 and says nothing about this head.")
+        if found.get("vacuous")
+        else ""
+    )
+    return "<h3>What the server can conclude</h3>" + table(["of the head", "value"], rows, "Bounds") + said
+
+
+def _along(told: Any) -> str:
+    values = [numeric(v) for v in sequence(told.get("chain_accuracy"))]
+    if not values:
+        return ""
+    names = [str(n) for n in sequence(told.get("order"))]
+    label = "Accuracy of each client's head on the global test rows, along the way: "
+    label += ", ".join(f"{n} {percent(v)}" for n, v in zip(names, values, strict=False)) + "."
+    series = [Series("head", [(float(i), v) for i, v in enumerate(values, start=1)])]
+    draw = figure(lambda w: lines(w, series, label, percent, within=(0.0, 1.0), x_label="client along the way"))
+    rows = [[n, percent(v)] for n, v in zip(names, values, strict=False)]
+    return "<h3>Along the way</h3>" + draw + details("All heads", table(["client", "accuracy"], rows, "Heads"))
+
+
+def _noise(told: Any) -> str:
+    if "noise_std_of_sums" not in told:
+        return ""
+    rows = [
+        ["standard deviation of the noise on each sum", number(numeric(told.get("noise_std_of_sums")))],
+        [
+            "cells (client and class) that stand out of the noise",
+            f"{count(told['cells_kept'])} of {count(told['cells'])}",
+        ],
+    ]
+    if told.get("times_paper_noise") is not None:
+        rows.append(["the paper's own noise is larger by a factor of", number(numeric(told["times_paper_noise"]))])
+    return "<h3>Noise</h3>" + table(["private release", "value"], rows, "Noise")
+
+
+def _components(told: Any) -> str:
+    used, withheld = mapping(told.get("components_used")), mapping(told.get("withheld"))
+    if not used:
+        return ""
+    rows = []
+    for client in sorted(used):
+        k = [int(v) for v in mapping(used[client]).values()]
+        missing = sequence(withheld.get(client))
+        rows.append([client, count(len(k)), count(sum(k)), f"{min(k)} to {max(k)}" if k else "", count(len(missing))])
+    total = sum(len(sequence(v)) for v in withheld.values())
+    said = note(f"{plural(total, 'class', 'classes')} withheld for having too few examples.") if total else ""
+    head = ["client", "classes sent", "components", "K per class", "classes withheld"]
+    return said + details("Components of every client", table(head, rows, "Components"))

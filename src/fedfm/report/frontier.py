@@ -1,0 +1,65 @@
+"""Accuracy for what was sent: runs as points, and the best that each number of bytes buys (FedPFT, Figure 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fedfm.report.page import figure, note
+from fedfm.report.read import RunFiles
+from fedfm.report.svg import COLOURS, Scale, domain, frame, ticks
+from fedfm.report.text import esc, finite, percent, shorten, size
+
+Spot = tuple[str, float, float]  # name, bytes, accuracy
+
+
+def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
+    """The plot, where at least two runs have an accuracy and sent something."""
+    spots = []
+    for run, name in zip(runs, names, strict=True):
+        sent, reached = (run.traffic_total("up") or 0) + (run.traffic_total("down") or 0), run.value("accuracy")
+        if reached is not None and finite(reached) and sent > 0:
+            spots.append((name, float(sent), reached))
+    if len(spots) < 2:
+        return ""
+    best = frontier(spots)
+    said = "; ".join(f"{name} {percent(y)} for {size(x)}" for name, x, y in spots)
+    label = f"Accuracy by bytes sent in both directions, on a logarithmic scale. {said}."
+    text = note(
+        f"The line joins the runs that no other beats with fewer bytes: {esc(', '.join(n for n, _, _ in best))}."
+    )
+    return "<h3>Accuracy for what was sent</h3>" + text + figure(lambda w: _draw(w, spots, best, label))
+
+
+def frontier(spots: Sequence[Spot]) -> list[Spot]:
+    """The spots that no other equals or beats with fewer bytes, in order of bytes."""
+    out: list[Spot] = []
+    for spot in sorted(spots, key=lambda s: (s[1], -s[2])):
+        if not out or spot[2] > out[-1][2]:
+            out.append(spot)
+    return out
+
+
+def _draw(width: int, spots: Sequence[Spot], best: Sequence[Spot], label: str) -> str:
+    height = 300 if width > 500 else 230
+    sent, reached = [s for _, s, _ in spots], [a for _, _, a in spots]
+    left = 52.0
+    x = Scale(min(sent) / 1.5, max(sent) * 1.5, left + 6, width - 14, log=True)
+    y = Scale(*domain(reached, (0.0, 1.0)), height - 40, 14)
+    body = []
+    for t in ticks(y.low, y.high):
+        body.append(f'<line class="grid" x1="{left}" x2="{width - 4}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>')
+        body.append(f'<text x="{left - 8}" y="{y(t) + 4:.1f}" text-anchor="end">{esc(percent(t))}</text>')
+    powers = range(math.ceil(math.log10(x.low)), math.floor(math.log10(x.high)) + 1)
+    for t in [10.0**k for k in powers] or [min(sent), max(sent)]:
+        body.append(f'<text x="{x(t):.1f}" y="{height - 20}" text-anchor="middle">{esc(size(t))}</text>')
+    body.append(f'<text x="{(left + width) / 2:.1f}" y="{height - 3}" text-anchor="middle">sent, up and down</text>')
+    path = "L".join(f"{x(s):.1f} {y(a):.1f}" for _, s, a in best)
+    body.append(f'<path class="line s1" d="M{path}"/>')
+    for i, (name, s, a) in enumerate(spots):
+        hover = f"<title>{esc(name)}: {esc(percent(a))} for {esc(size(s))}</title>"
+        body.append(f'<circle class="dot s{i % COLOURS + 1}" cx="{x(s):.1f}" cy="{y(a):.1f}" r="4">{hover}</circle>')
+        end = x(s) > width * 0.7
+        at, anchor = (x(s) - 7, "end") if end else (x(s) + 7, "start")
+        body.append(f'<text x="{at:.1f}" y="{y(a) - 6:.1f}" text-anchor="{anchor}">{esc(shorten(name, 22))}</text>')
+    return frame(width, height, label, body)

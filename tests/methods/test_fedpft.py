@@ -1,0 +1,295 @@
+"""FedPFT: what is sent, what the server makes of it, and what it refuses."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import fedfm
+from fedfm import memory
+from fedfm.errors import InputError
+from fedfm.experiment import Experiment
+from fedfm.federation import Client, on_client
+from fedfm.methods._topology import topological
+from fedfm.methods.fedpft import FedPFT, Summary
+from fedfm.mixtures.transport import pack, unpack
+
+D, CLASSES = 6, 4
+
+
+@pytest.fixture
+def file(tmp_path):
+    """800 rows of four well-separated classes, in four domains."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, CLASSES, 800)
+    centres = rng.normal(size=(CLASSES, D)) * 3
+    x = (centres[y] + rng.normal(size=(800, D))).astype(np.float32)
+    domain = np.array([f"d{i % 4}" for i in range(800)])
+    np.savez(tmp_path / "f.npz", x=x, y=y, domain=domain)
+    return tmp_path / "f.npz"
+
+
+def tables(file, partition=None, privacy=None, run=None, **method):
+    out = {
+        "data": {"path": str(file), "partition": partition or {"name": "dirichlet", "alpha": 0.3, "clients": 4}},
+        "model": {"name": "features"},
+        "method": {"name": "fedpft", **method},
+        "run": {"workers": 1, **(run or {})},
+    }
+    return out | ({"privacy": privacy} if privacy else {})
+
+
+BY_DOMAIN = {"name": "by_column", "column": "domain"}
+RECORD = {"unit": "record", "target_epsilon": 4.0, "delta": 1e-5}
+PRIVATE = {"covariance": "spherical", "components": 1}
+
+
+@pytest.mark.parametrize("covariance", ["spherical", "diag", "full"])
+def test_it_learns_in_one_round_and_says_what_it_sent(file, tmp_path, covariance):
+    result = fedfm.run(tables(file, covariance=covariance, components=2), tmp_path / "run")
+    central = fedfm.run(tables(file) | {"method": {"name": "centralised"}}, tmp_path / "central")
+    assert result["rounds"] == 1
+    assert result["accuracy"] > central["accuracy"] - 0.03
+    told = result["details"]
+    assert told["formula_bytes"] <= result["bytes_up"] < told["formula_bytes"] + 4 * 4096
+    numbers = {"spherical": D + 2, "diag": 2 * D + 1, "full": 2 * D + (D * D - D) // 2 + 1}[covariance]
+    components = sum(k for used in told["components_used"].values() for k in used.values())
+    assert told["formula_bytes"] == 2 * numbers * components
+    assert result["epsilon"] is None
+
+
+def test_a_summary_is_the_moments_of_each_class(file, tmp_path):
+    seen = record_summaries(file, tmp_path, covariance="diag", components=1, transport="float32", min_count=1)
+    data = np.load(file)
+    for _, rows, summary in seen:
+        x, y = rows.tensors["features"].numpy(), rows.labels.numpy()
+        assert sorted(summary.labels) == sorted(np.unique(y))
+        for c, n, g in zip(summary.labels, summary.counts, unpack(summary.mixtures), strict=True):
+            of_class = x[y == c].astype(np.float64)
+            assert n == len(of_class)
+            assert g.means[0] == pytest.approx(of_class.mean(0), abs=1e-4)
+            assert g.scales[0] ** 2 == pytest.approx(of_class.var(0), rel=2e-3, abs=1e-5)
+    assert data["x"].shape == (800, D)
+
+
+def record_summaries(file, tmp_path, **method):
+    """(client, its rows, what it sent) of a run in this process."""
+    seen = []
+
+    def summarise(self, client):
+        summary = original(self, client)
+        seen.append((client.id, client.data.train, summary))
+        return summary
+
+    original = FedPFT.summarise
+    summarise.on_client = True
+    summarise.__annotations__ = original.__annotations__
+    summarise.__name__ = "summarise"
+    summarise.__globals__.update(Client=Client, Summary=Summary)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FedPFT, "summarise", summarise)
+        fedfm.run(tables(file, **method), tmp_path / "recorded")
+    return seen
+
+
+def test_small_classes_are_withheld_and_k_is_what_they_carry(file, tmp_path):
+    result = fedfm.run(tables(file, components=10, min_count=30), tmp_path / "run")
+    used, withheld = result["details"]["components_used"], result["details"]["withheld"]
+    assert withheld
+    assert all(1 <= k <= 10 for u in used.values() for k in u.values())
+    assert any(k < 10 for u in used.values() for k in u.values())
+    budget = fedfm.run(tables(file, components=5, budgets={"client-00": 1}, min_count=1), tmp_path / "budget")
+    used = budget["details"]["components_used"]
+    assert set(used["client-00"].values()) == {1}
+    assert max(k for u in used.values() for k in u.values()) > 1
+
+
+def test_counts_can_be_withheld(file, tmp_path):
+    seen = record_summaries(file, tmp_path, counts="withheld", samples=50, components=1)
+    assert {n for _, _, s in seen for n in s.counts} == {50}
+    with pytest.raises(InputError, match=r"method\.samples"):
+        Experiment.from_dict(tables(file, counts="withheld"))
+
+
+def test_a_shuffler_forgets_who_sent_what(file, tmp_path):
+    result = fedfm.run(tables(file, components=2, shuffle=True), tmp_path / "run")
+    assert result["details"]["components_used"] == {}
+    assert result["accuracy"] > 0.9
+    assert (
+        fedfm.run(tables(file, components=2, shuffle=True), tmp_path / "b")["params_sha256"] == result["params_sha256"]
+    )
+
+
+def test_a_chain_gets_better_and_counts_everybody_once(file, tmp_path):
+    result = fedfm.run(tables(file, BY_DOMAIN, topology="chain", components=2), tmp_path / "chain")
+    told = result["details"]
+    assert told["order"] == ["d0", "d1", "d2", "d3"]
+    assert len(told["chain_accuracy"]) == 4
+    assert told["chain_accuracy"][-1] == result["accuracy"]
+    assert told["dropped"] == []
+
+
+def test_a_diamond_does_not_count_its_ancestor_twice(file, tmp_path):
+    edges = [["d0", "d1"], ["d0", "d2"], ["d1", "d3"], ["d2", "d3"]]
+    result = fedfm.run(tables(file, BY_DOMAIN, topology="dag", edges=edges, components=2), tmp_path / "dag")
+    assert len(result["details"]["dropped"]) == 1
+    assert result["details"]["dropped"][0].startswith("d3: what d")
+    assert result["accuracy"] > 0.9
+
+
+def test_cycles_are_refused():
+    assert topological({"a": [], "b": ["a"], "c": ["a", "b"]}) == ["a", "b", "c"]
+    with pytest.raises(InputError, match="cycle"):
+        FedPFT(topology="dag", edges=(("a", "b"), ("b", "a"))).validate()
+
+
+@pytest.mark.parametrize("covariance", ["spherical", "diag", "full"])
+@pytest.mark.parametrize("relation", ["add_remove", "replace"])
+def test_private_runs_state_their_epsilon_and_use_fresh_noise(file, tmp_path, covariance, relation, monkeypatch):
+    method = PRIVATE | {"covariance": covariance, "relation": relation}
+    result = fedfm.run(tables(file, privacy=RECORD, **method), tmp_path / "a")
+    assert result["epsilon"] == pytest.approx(4.0)
+    ledger = fedfm.load_run(tmp_path / "a").manifest["ledger"]
+    assert ledger["epsilon"] == result["epsilon"]
+    assert ledger["entries"][-1]["relation"] == relation
+    again = fedfm.run(tables(file, privacy=RECORD, **method), tmp_path / "b")
+    assert again["params_sha256"] != result["params_sha256"]
+    monkeypatch.setattr(memory, "entropy", lambda n: bytes(n))
+    same = [fedfm.run(tables(file, privacy=RECORD, **method), tmp_path / str(i)) for i in range(2)]
+    assert same[0]["params_sha256"] == same[1]["params_sha256"]
+
+
+def test_a_large_epsilon_is_nearly_no_noise(file, tmp_path):
+    strong = RECORD | {"target_epsilon": 1000.0}
+    noisy = fedfm.run(tables(file, privacy=strong, **PRIVATE), tmp_path / "noisy")
+    plain = fedfm.run(tables(file, **PRIVATE), tmp_path / "plain")
+    assert noisy["accuracy"] > plain["accuracy"] - 0.05
+
+
+def test_private_em_pays_for_every_iteration(file, tmp_path):
+    method = {"covariance": "spherical", "components": 2, "iterations": 3}
+    result = fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 50.0}, **method), tmp_path / "run")
+    assert result["epsilon"] == pytest.approx(50.0)
+    assert result["accuracy"] > 0.6
+    entry = fedfm.load_run(tmp_path / "run").manifest["ledger"]["entries"][-1]
+    assert "3 adaptive iterations" in entry["composition"]
+
+
+def test_one_noisy_sum_over_the_federation_needs_only_a_mean(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "entropy", lambda n: bytes(n))
+    weak = RECORD | {"target_epsilon": 0.5}
+    many = {"name": "iid", "clients": 40}
+    pooled = fedfm.run(tables(file, many, privacy=weak, pooled=True, **PRIVATE), tmp_path / "pooled")
+    alone = fedfm.run(tables(file, many, privacy=weak, **PRIVATE), tmp_path / "alone")
+    assert pooled["accuracy"] > alone["accuracy"] + 0.2
+    handlers = {line.split('"handler": "')[1].split('"')[0] for line in messages(tmp_path / "pooled")}
+    assert handlers == {"train.FedPFT_sums"}
+    entry = fedfm.load_run(tmp_path / "pooled").manifest["ledger"]["entries"][-1]
+    assert "not against the server" in entry["note"]
+
+
+def messages(run):
+    return [line for line in (run / "messages.jsonl").read_text().splitlines() if '"counted": true' in line]
+
+
+def test_the_papers_noise_is_larger_and_refused_where_it_fails(file, tmp_path):
+    paper = PRIVATE | {"relation": "replace", "calibration": "paper"}
+    result = fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 1.0}, **paper), tmp_path / "paper")
+    assert result["details"]["times_paper_noise"] == pytest.approx(1.0)
+    assert result["epsilon"] < 1.0
+    full = paper | {"covariance": "full"}
+    with pytest.raises(InputError, match="not"):
+        fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 600.0}, **full), tmp_path / "fails")
+
+
+def test_the_bound_is_printed_and_vacuous_and_errors_can_be_counted(file, tmp_path):
+    result = fedfm.run(tables(file, components=1, bound=True, verify=True), tmp_path / "run")
+    found = result["details"]["bound"]
+    assert found["ours"] >= result["details"]["verified_error"]
+    assert found["printed"] > found["ours"]
+    assert 0 <= result["details"]["verified_error"] < 0.2
+
+
+class Lying(FedPFT):
+    """Some clients send what cannot be used."""
+
+    @on_client
+    def summarise(self, client: Client) -> Summary:
+        honest = super().summarise(client)
+        mixtures = unpack(honest.mixtures)
+        match client.id:
+            case "client-00":
+                return replace(honest, labels=[c + 90 for c in honest.labels])
+            case "client-01":
+                return replace(honest, counts=[-5 for _ in honest.counts])
+            case "client-02":
+                numbers = honest.mixtures.numbers.clone()
+                numbers[-1] = -abs(numbers[-1]) - 1
+                return replace(honest, mixtures=replace(honest.mixtures, numbers=numbers))
+            case "client-03":
+                wider = [replace(g, means=np.repeat(g.means, 2, 1), scales=np.repeat(g.scales, 2, 1)) for g in mixtures]
+                return replace(honest, mixtures=pack(wider, "float32"))
+            case "client-04":
+                numbers = torch.full_like(honest.mixtures.numbers, torch.nan)
+                return replace(honest, mixtures=replace(honest.mixtures, numbers=numbers))
+        return honest
+
+
+def test_another_adaptation_than_a_head_is_refused(file):
+    changed = tables(file)
+    changed["data"], changed["model"] = {"name": "digits"}, {"name": "nano-vit", "adaptation": {"name": "lora"}}
+    with pytest.raises(InputError, match=r'adaptation.*"fedpft" takes "head" only'):
+        Experiment.from_dict(changed)
+
+
+def test_lying_clients_are_left_out_and_nothing_is_lost(file, tmp_path):
+    iid = {"name": "iid", "clients": 7}
+    changed = tables(file, iid, components=2) | {"method": {"name": "tests_fedpft_lying:Lying", "components": 2}}
+    import sys
+
+    sys.modules["tests_fedpft_lying"] = sys.modules[__name__]
+    try:
+        result = fedfm.run(changed, tmp_path / "run")
+    finally:
+        del sys.modules["tests_fedpft_lying"]
+    assert sorted(e["client"] for e in result["excluded"]) == [f"client-0{i}" for i in range(5)]
+    assert result["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"components": 0}, "method.components"),
+        ({"covariance": "tied"}, "method.covariance"),
+        ({"rounds": 3}, "one round"),
+        ({"min_count": 0}, "min_count"),
+        ({"topology": "dag"}, "edges"),
+        ({"budgets": {"client-00": 0}}, "client-00"),
+        ({"head": {"l2": -1.0}}, "method.head.l2"),
+        ({"transport": "float8"}, "transport"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(file, wrong, said):
+    with pytest.raises(InputError, match=said):
+        Experiment.from_dict(tables(file, **wrong))
+
+
+@pytest.mark.parametrize(
+    ("privacy", "method", "said"),
+    [
+        ({"target_epsilon": -1.0}, PRIVATE, "target_epsilon"),
+        ({"delta": 1.5}, PRIVATE, "delta"),
+        ({"unit": "client"}, PRIVATE, "record"),
+        ({}, {"components": 3, "pooled": True}, "components"),
+        ({}, {"components": 3, "relation": "replace", "calibration": "paper"}, "calibration"),
+        ({}, PRIVATE | {"topology": "chain"}, "topology"),
+        ({}, PRIVATE | {"verify": True}, "verify"),
+        ({"mechanism": "dp_sgd"}, PRIVATE, "mechanism"),
+    ],
+)
+def test_promises_that_cannot_be_kept_are_refused(file, privacy, method, said):
+    with pytest.raises(InputError, match=said):
+        Experiment.from_dict(tables(file, privacy=RECORD | privacy, **method))
+    with pytest.raises(InputError, match="no mechanism"):
+        Experiment.from_dict(tables(file, privacy=RECORD) | {"method": {"name": "fedavg"}})
