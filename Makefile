@@ -39,7 +39,7 @@ test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a Su
 lint: $(STAMP) ## style, spelling, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell src tests docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell src tests docs examples benchmarks reproduce README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/lint-imports
 
 type: $(STAMP) ## static types

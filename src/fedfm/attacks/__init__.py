@@ -1,1 +1,1 @@
-"""Attacks: what an adversary does to a run, or with what it saw. None is built in yet."""
+"""Attacks: what an adversary does with what it saw. Arrays in, figures out; none knows what a run is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedfm.report import account, compare, sections
+from fedfm.report import account, audit, compare, features, sections
 from fedfm.report.page import page, save
 from fedfm.report.read import RunFiles, mapping, numeric, read
 from fedfm.report.text import NONE, count, duration, esc, number, percent, plural, size
@@ -38,8 +38,10 @@ def render(run: RunFiles, others: Sequence[RunFiles] = ()) -> str:
         ("clients", "Clients", sections.clients(run)),
         ("compare", "Compared with baselines", compare.section([run, *others]) if others else ""),
         ("split", "How the data are split", sections.split(run)),
+        ("features", "Mixtures of features", features.section(run)),
         ("messages", "Messages", account.messages(run)),
         ("privacy", "Privacy", account.privacy(run)),
+        ("audit", "Audits", audit.section(run)),
         ("time", "Time by round", sections.time(run)),
         ("excluded", "Excluded clients", sections.excluded(run)),
         ("result", "Result in detail", account.result(run)),

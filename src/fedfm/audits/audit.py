@@ -1,0 +1,114 @@
+"""What an audit is, which there are, and running them: a file of this folder that defines an :class:`Audit` is one."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fedfm import store
+from fedfm.audits.finding import Finding
+from fedfm.audits.replay import Replay, finished, replay
+from fedfm.errors import InputError
+from fedfm.registry import available
+from fedfm.rundir import Run
+from fedfm.tables import close, listed
+
+FILE = "audit.json"
+Notice = Callable[[str], None]
+
+
+class Audit(ABC):
+    """Subclass in a file of its own; the file's name is what ``--attack`` takes.
+
+    Attributes:
+        methods: names of the methods whose messages it can read.
+        by_default: whether it runs when no attack is named: only what takes seconds.
+    """
+
+    methods: ClassVar[tuple[str, ...]] = ()
+    by_default: ClassVar[bool] = True
+
+    def unfit(self, run: Run) -> str | None:
+        """Why it cannot be run against this run of one of its methods; None if it can."""
+        return None
+
+    @abstractmethod
+    def findings(self, replay: Replay, notice: Notice, **options: Any) -> list[Finding]:
+        """Attack."""
+
+
+def audits() -> dict[str, Audit]:
+    """All there are, by name."""
+    found = {}
+    for name, module in available("audits").items():
+        for value in vars(import_module(module.partition(":")[0])).values():
+            own = isinstance(value, type) and issubclass(value, Audit) and value.__module__ == module.partition(":")[0]
+            if own and value is not Audit:
+                found[name] = value()
+    return found
+
+
+def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
+    """The named audits, or all cheap ones that fit.
+
+    Raises:
+        InputError: there is none of that name, it does not fit, or none fits; with those that do.
+    """
+    there, method = audits(), run.experiment.method_name
+    known = {name: a for name, a in there.items() if method in a.methods}
+    if not known:
+        methods = sorted({m for a in there.values() for m in a.methods})
+        raise InputError(f"{run.path}: no audit reads the messages of {method}; there are audits of {listed(methods)}")
+    fitting = {name: a for name, a in known.items() if a.unfit(run) is None}
+    for name in names:
+        if name not in there:
+            raise InputError(f"--attack {name}: expected {listed(fitting)}{close(name, fitting)}")
+        why = known[name].unfit(run) if name in known else f"it does not read the messages of {method}"
+        if why is not None:
+            raise InputError(f"--attack {name}: {why}; this run can be asked for {listed(fitting)}")
+    if names:
+        return {name: known[name] for name in dict.fromkeys(names)}
+    chosen = {name: a for name, a in fitting.items() if a.by_default}
+    if not chosen:
+        raise InputError(f"{run.path}: no audit fits this run; name one of {listed(fitting)} with --attack")
+    return chosen
+
+
+def perform(
+    path: str | Path, names: Sequence[str] = (), notice: Notice = lambda text: None, **options: Any
+) -> list[Finding]:
+    """Attack a finished run; the findings are in its ``audit.json`` afterwards, beside earlier ones of other names.
+
+    Args:
+        names: which attacks; all cheap ones that fit if none is named.
+        notice: told of progress.
+        options: of single attacks, e.g. ``pictures``.
+
+    Raises:
+        InputError: the run cannot be replayed, or no such attack fits it.
+    """
+    run = finished(path)
+    chosen = choose(run, names)
+    again = replay(run, notice)
+    found = []
+    for name, audit in chosen.items():
+        notice(f"attack: {name}")
+        found += audit.findings(again, notice, **options)
+    fresh = {f.name for f in found}
+    kept = [f for f in earlier(run.path) if f["name"] not in fresh]
+    text = json.dumps({"run": str(run.path), "findings": kept + [f.to_dict() for f in found]}, indent=1)
+    store.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
+    return found
+
+
+def earlier(path: Path) -> list[dict[str, Any]]:
+    """Findings that lie there; none where the file is absent or no audit."""
+    try:
+        value = json.loads((path / FILE).read_text(encoding="utf-8"))
+        return [f for f in value["findings"] if isinstance(f["name"], str)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

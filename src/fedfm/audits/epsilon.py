@@ -1,0 +1,84 @@
+"""Whether the epsilon of the manifest survives an attacker that knows everything but one coin a pair of rows."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedfm.attacks.coins import readings
+from fedfm.attacks.one_run import epsilon_bound
+from fedfm.audits.audit import Audit
+from fedfm.audits.claim import claim
+from fedfm.audits.finding import Finding, nothing
+from fedfm.audits.replay import Replay
+from fedfm.audits.view import Array, Cell, View
+from fedfm.rundir import Run
+
+QUESTION = "Do the messages tell more about single rows than the stated epsilon allows?"
+CONFIDENCE = 0.99  # of a refutation: audits are repeated, and must not cry wolf
+ROUNDING = 2.0**-11  # of float16: the noise of a sum that has none
+
+
+class Epsilon(Audit):
+    """Pairs each of a training row and one that nobody trained on; which of the two was used is the coin.
+
+    It assumes that the two could have been exchanged: that the test rows of a class are drawn as its training rows are.
+    """
+
+    methods: ClassVar[tuple[str, ...]] = ("fedpft",)
+
+    def unfit(self, run: Run) -> str | None:
+        if claim(run) is None:
+            return "the manifest of this run claims no epsilon"
+        return None if run.experiment.method.topology == "star" else "in a chain a sum holds other clients' rows too"
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        view, promise = View(replay), claim(replay.run)
+        assert promise is not None  # noqa: S101 - unfit() says so
+        found = [_read(view, *pairs) for pairs in _pairs(view)]
+        if not found:
+            return [nothing("epsilon", QUESTION, "No class has both training rows and rows that nobody trained on.")]
+        coins = np.concatenate(found)
+        right = int((coins > 0).sum())
+        low = epsilon_bound(coins.tolist(), promise.delta, CONFIDENCE, promise.steps)
+        odds = math.log((right + 0.5) / (len(coins) - right + 0.5)) / promise.steps
+        contradicts = low > promise.epsilon
+        says = (
+            f"An attacker that knows all else finds {right} of {len(coins)} rows among two; that refutes every epsilon "
+            f"below {low:.3g} at {100 * CONFIDENCE:.0f} % confidence. The manifest claims {promise.epsilon:g}"
+            + (": it does not hold." if contradicts else ".")
+        )
+        detail = {"pairs": len(coins), "right": right, "confidence": CONFIDENCE, "delta": promise.delta}
+        detail |= {"steps_between_the_rows_of_a_pair": promise.steps}
+        verdict: Any = "leaks" if contradicts else "holds"
+        return [
+            Finding("epsilon", QUESTION, max(odds, 0.0), low, None, promise.epsilon, verdict, says, contradicts, detail)
+        ]
+
+
+def _pairs(view: View) -> Iterator[tuple[Cell, Array, Array]]:
+    """(cell, its rows that have a partner, their partners); no row is in two pairs."""
+    pools: dict[tuple[int, bytes], list[Cell]] = defaultdict(list)
+    for cell in view.cells:
+        pools[cell.label, view.held_out(cell.client, cell.label).tobytes()].append(cell)
+    for (label, strangers), cells in pools.items():
+        rng = view.rng("pairs", label, cells[0].client)
+        partners = rng.permutation(np.frombuffer(strangers, dtype=np.int64))
+        owners = np.concatenate([np.full(len(c.rows), i) for i, c in enumerate(cells)])
+        chosen = rng.permutation(len(owners))[: len(partners)]
+        rows = np.concatenate([c.rows for c in cells])
+        for i, cell in enumerate(cells):
+            mine = np.flatnonzero(owners[chosen] == i)
+            if len(mine):
+                yield cell, rows[chosen[mine]], partners[mine]
+
+
+def _read(view: View, cell: Cell, used: Array, unused: Array) -> Array:
+    known = view.features(np.setdiff1d(cell.rows, used)).astype(np.float64).sum(0)
+    x, y = (view.features(rows).astype(np.float64) for rows in (used, unused))
+    sigma = cell.sigma or ROUNDING * cell.size * float(np.sqrt((x * x).mean()))
+    return readings(cell.total, known, x, y, sigma)

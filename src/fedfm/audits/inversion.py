@@ -1,0 +1,142 @@
+"""Pictures from features: what an attacker with pictures of its own paints from what clients sent."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedfm import seeds
+from fedfm.attacks import rates, similarity
+from fedfm.attacks.inverter import SIDE, Inverter, train
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.replay import Replay
+from fedfm.audits.view import Array, Cell, View
+from fedfm.data.table import Table
+from fedfm.errors import InputError
+from fedfm.rundir import Run
+
+TARGETS, OWN, DRAWS = 100, 1000, 16  # pictures attacked, pictures of the attacker, draws from a mixture
+LEAST = 50  # pictures to train on
+CLEAR = 60.0  # dB: equal pictures have infinitely many
+_ASKED: Mapping[str, tuple[str, str]] = {
+    "inversion_features": (
+        "What pictures would raw features give away? A yardstick: this run sends none.",
+        "their raw features",
+    ),
+    "inversion_components": ("What pictures do the components' means give away?", "the means of their class's mixture"),
+    "inversion_samples": ("What pictures do draws from the mixtures give away?", "draws from their class's mixture"),
+}
+
+
+class Inversion(Audit):
+    """SSIM of the best painted picture with the true one, beside the best of the attacker's own pictures."""
+
+    methods: ClassVar[tuple[str, ...]] = ("fedpft",)
+    by_default: ClassVar[bool] = False
+
+    def unfit(self, run: Run) -> str | None:
+        kind = run.manifest["model"]["kind"]
+        return None if kind == "image" else f"this run is on {kind}, and it paints pictures"
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        view = View(replay)
+        features, own = _own(view, options.get("pictures"))
+        targets = [(cell, row) for cell in view.cells if cell.mixture is not None for row in cell.rows.tolist()]
+        if not targets:
+            raise InputError("--attack inversion: no mixture came out of the messages: nothing to invert")
+        chosen = np.sort(view.rng("targets").permutation(len(targets))[:TARGETS])
+        targets = [targets[i] for i in chosen]
+        notice(f"training an inverter on {len(own)} pictures of the attacker's own")
+        inverter = train(features, own, seeds.derive(replay.run.experiment.run.seed, "audit", "inverter"))
+        true = pictures(view.federated.table, [row for _, row in targets])  # (m, 32, 32, 3)
+        baseline = [_best(own, picture) for picture in true]
+        painted = _paint(view, inverter, targets)
+        return [
+            _finding(view, name, [_best(p, t) for p, t in zip(some, true, strict=True)], baseline, len(own))
+            for name, some in painted.items()
+        ]
+
+
+def _own(view: View, path: Path | None) -> tuple[Array, Array]:
+    """(features, pictures) of the attacker: a file's, or the rows that nobody trained on."""
+    population = view.replay.population
+    if path is None:
+        rows = view.rng("own").permutation(view.federated.test)[:OWN]
+        features, own = view.features(rows), pictures(view.federated.table, rows.tolist())
+    else:
+        from fedfm.data.load import read_inputs
+
+        table = read_inputs(Path(path), view.replay.run.experiment.data, kind="image")
+        rows = view.rng("own").permutation(len(table))[:OWN]
+        features = population.model.features(population.model.prepare(table, rows)).numpy()
+        features = view.as_used(features)
+        own = pictures(table, rows.tolist())
+    if len(own) < LEAST:
+        raise InputError(f"--attack inversion: {len(own)} pictures to train on, expected {LEAST}; give --pictures FILE")
+    return features, own
+
+
+def _paint(view: View, inverter: Inverter, targets: Sequence[tuple[Cell, int]]) -> dict[str, list[Array]]:
+    """Of each target the pictures that an attacker paints for it, by what it paints them from."""
+    rows = np.array([row for _, row in targets])
+    raw = inverter(view.features(rows))
+    means: dict[int, Array] = {}
+    draws: dict[int, Array] = {}
+    for cell, _ in targets:
+        if id(cell) not in means and cell.mixture is not None:
+            means[id(cell)] = inverter(cell.mixture.means)
+            drawn = cell.mixture.sample(DRAWS, view.rng("draws", cell.client, cell.label))
+            draws[id(cell)] = inverter(drawn)
+    return {
+        "inversion_features": [picture[None] for picture in raw],
+        "inversion_components": [means[id(cell)] for cell, _ in targets],
+        "inversion_samples": [draws[id(cell)] for cell, _ in targets],
+    }
+
+
+def _best(some: Array, true: Array) -> tuple[float, float]:
+    """(SSIM, PSNR) of the most similar one, each at its best."""
+    clear = np.minimum(similarity.psnr(some, true[None]), CLEAR)
+    return float(similarity.ssim(some, true[None]).max()), float(clear.max())
+
+
+def _finding(
+    view: View, name: str, found: list[tuple[float, float]], baseline: list[tuple[float, float]], own: int
+) -> Finding:
+    question, source = _ASKED[name]
+    (ssim, psnr), (own_ssim, own_psnr) = (np.array(pairs).mean(0).tolist() for pairs in (found, baseline))
+    values, weights = np.array(found)[:, 0], np.ones(len(found))
+    low, high = rates.bootstrap(values, weights, view.rng(name))
+    # Target by target: the baseline is of the same pictures.
+    gain = rates.bootstrap(values - np.array(baseline)[:, 0], weights, view.rng(name, "gain"))
+    verdict: Verdict = "leaks" if gain[0] > 0 else "holds" if gain[1] <= 0 else "inconclusive"
+    if name == "inversion_features":
+        verdict = "inconclusive"  # a yardstick: nobody sent them
+    says = (
+        f"The best picture painted from {source} has SSIM {ssim:.3f} and PSNR {psnr:.1f} dB with the true one; the "
+        f"best of the attacker's own {own} pictures has {own_ssim:.3f} and {own_psnr:.1f} dB."
+    )
+    detail = {"psnr": psnr, "baseline_ssim": own_ssim, "baseline_psnr": own_psnr, "targets": len(found)}
+    detail |= {"gain_low": gain[0], "gain_high": gain[1], "own_pictures": own}
+    return Finding(name, question, ssim, low, high, own_ssim, verdict, says, False, detail)
+
+
+def pictures(table: Table, rows: Sequence[int]) -> Array:
+    """(n, 32, 32, 3) float32 in [0, 1] of rows of a table of pictures."""
+    from PIL import Image
+
+    done = []
+    for i in rows:
+        x = table.inputs[i]
+        if isinstance(x, np.ndarray):
+            picture: Any = Image.fromarray(x.squeeze())
+        else:
+            picture = Image.open(io.BytesIO(x) if isinstance(x, bytes) else x)
+        done.append(np.asarray(picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)))
+    out: Array = np.stack(done).astype(np.float32) / 255
+    return out

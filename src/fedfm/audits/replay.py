@@ -1,0 +1,164 @@
+"""A finished run once more, in this process, with a recorder at the place of the adversary: the server.
+
+A run is deterministic from its experiment, its seed and the clients' secrets, so nothing has to be kept of what the
+server saw. The run directory is only read: secrets are copied to a temporary folder, since noise must be the run's own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedfm.data.table import fingerprint
+from fedfm.engines.local import LocalLink
+from fedfm.errors import ClientFault, InputError, RunError
+from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
+from fedfm.memory import secret
+from fedfm.params import sha256_of
+from fedfm.population import Partitioned, populate
+from fedfm.rundir import Run
+from fedfm.serve import single_thread
+from fedfm.silo import Silos
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One reply, as the server saw it.
+
+    Attributes:
+        call: of the round, from 1; (round, call) is one request to several clients.
+        handler: e.g. ``query.FedPFT_summarise``.
+    """
+
+    round: int
+    call: int
+    handler: str
+    client: ClientId
+    value: Any
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What an audit works on.
+
+    Attributes:
+        population: every client's rows, which an attacker has not; they judge it.
+        seen: all replies, in the order of the run.
+    """
+
+    run: Run
+    population: Partitioned
+    seen: Sequence[Seen]
+
+
+class _Recorder:
+    """A link that keeps what passes; clients that the run left out stay left out."""
+
+    def __init__(self, link: LocalLink, excluded: Mapping[tuple[int, ClientId], ClientFault]) -> None:
+        self._link, self._excluded = link, excluded
+        self.seen: list[Seen] = []
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        return self._link.clients
+
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        handlers = {request.client: request.handler for request in requests}
+        for reply in self._link.exchange(requests):
+            fault = self._excluded.get((reply.round, reply.client))
+            if fault is not None:
+                yield reply._replace(value=None, fault=fault)
+                continue
+            if reply.fault is None:
+                self.seen.append(Seen(reply.round, reply.call, handlers[reply.client], reply.client, reply.value))
+            yield reply
+
+
+def finished(path: str | Path) -> Run:
+    """The run, if it can be replayed.
+
+    Raises:
+        InputError: it is unfinished, or its data and model were given from Python.
+    """
+    run = Run.open(path)
+    if run.experiment.in_memory:
+        raise InputError(f"{path}: data and model of this run were given from Python: there is nothing to replay")
+    if run.manifest["result"] is None:
+        raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
+    if run.manifest["split"] is None:
+        raise InputError(f"{path}: its silos used data of their own, which are not here: audit where all rows are")
+    return run
+
+
+def replay(run: Run, notice: Callable[[str], None] = lambda text: None) -> Replay:
+    """Run it again and record.
+
+    Raises:
+        InputError: data or model changed since, or the secrets of its noise are not there.
+        RunError: the same experiment gave another result on this machine.
+    """
+    experiment, result = run.experiment, run.manifest["result"]
+    method: Any = experiment.method
+    with single_thread(), _secrets(run) as private:
+        notice("reading data and model")
+        population = populate(experiment)
+        _unchanged(run, population)
+        copied = _parties(private)
+        notice(f"running {run.path} again, with a recorder at the server")
+        silos = Silos(method, Aggregator(), population, memory=private / "memory", seed=experiment.run.seed)
+        excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in result["excluded"]}
+        recorder = _Recorder(LocalLink(silos), excluded)
+        fed = Federation(
+            recorder,
+            model=population.model,
+            seed=experiment.run.seed,
+            min_clients=experiment.run.min_clients,
+            secret=partial(secret, private, "server"),
+        )
+        fed.begin(0)
+        state = method.init(fed)
+        for t in range(1, result["rounds"] + 1):
+            fed.begin(t)
+            state = method.step(fed, state, t)
+        if drawn := _parties(private) - copied:
+            raise InputError(
+                f"{run.path}/private has no secret of {', '.join(sorted(drawn))}: the noise of this run cannot be "
+                "drawn again; audit the run where its private/ folder is"
+            )
+        models = {c: method.params_for(state, c) for c in (fed.clients if method.personal else ("",))}
+    if sha256_of(models) != result["params_sha256"]:
+        raise RunError(
+            f"{run.path}: run again, it ends with other parameters than its result line says; audit it on the machine "
+            f"and with the versions of its manifest: {run.manifest['versions']}"
+        )
+    return Replay(run, population, tuple(recorder.seen))
+
+
+@contextmanager
+def _secrets(run: Run) -> Iterator[Path]:
+    """A folder with copies of the run's secrets and nothing else: memories start empty, as the run's did."""
+    with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as name:
+        source, target = run.path / "private", Path(name)
+        for path in source.rglob("*.secret"):
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        yield target
+
+
+def _parties(private: Path) -> set[str]:
+    """Who has a secret there."""
+    return {path.parent.name for path in private.rglob("*.secret")}
+
+
+def _unchanged(run: Run, population: Partitioned) -> None:
+    now = {"data": fingerprint(population.federated.table), "model": population.model.fingerprint}
+    for name, value in now.items():
+        if run.manifest["fingerprints"].get(name) != value:
+            raise InputError(f"{run.path}: the {name} changed since this run: an audit needs what it was run with")
