@@ -64,6 +64,9 @@ def test_adam_goes_down_from_zero():
     w, b = fit_rows(x, y, 4, HeadSpec(optimizer="adam", learning_rate=0.01, epochs=30))
     loss = torch.nn.functional.cross_entropy(x @ w.T + b, y)
     assert float(loss) < 0.8 * np.log(4)
+    by_class = [(x[y == c], y[y == c]) for c in range(4)]  # as a server draws them
+    w, b = fit(lambda: by_class, 4, 6, HeadSpec(optimizer="adam", learning_rate=0.01, epochs=30))
+    assert float(torch.nn.functional.cross_entropy(x @ w.T + b, y)) < 0.8 * np.log(4)
 
 
 @pytest.mark.parametrize("wrong", [{"optimizer": "sgd"}, {"l2": -1.0}, {"epochs": 0}, {"iterations": 0}])

@@ -1,7 +1,7 @@
 """Softmax regression to convergence, on rows that come in blocks: what trains a head from features.
 
-The rows are visited again at every evaluation of the loss and never held together, so memory does not grow with their
-number. Features are standardised first (the means and scales are folded into the head that is returned): without it
+The rows are visited again at every evaluation of the loss and never held together (but for Adam), so memory does not
+grow with their number. Features are standardised first (the means and scales are folded into the head that is returned): without it
 gradient methods under-train a head on unit-norm features by tens of points.
 """
 
@@ -114,20 +114,20 @@ def _lbfgs(
 
 
 def _adam(blocks: Blocks, classes: int, dim: int, spec: HeadSpec, seed: int) -> tuple[Tensor, Tensor]:
-    """Adam from zero on the features as they are, in mini-batches drawn within blocks."""
+    """Adam from zero on the features as they are. Its mini-batches mix all rows, which are therefore held together."""
+    x, y = (torch.cat(parts) for parts in zip(*blocks(), strict=True))
     w, b = torch.zeros(classes, dim, requires_grad=True), torch.zeros(classes, requires_grad=True)
     groups: list[dict[str, Any]] = [{"params": [w], "weight_decay": spec.l2}, {"params": [b]}]
     optimiser = torch.optim.Adam(groups, lr=spec.learning_rate)
     rng = seeds.generator(seed, "batches")
     for _ in range(spec.epochs):
-        for x, y in blocks():
-            order = torch.from_numpy(rng.permutation(len(x)))
-            for start in range(0, len(x), spec.batch_size):
-                index = order[start : start + spec.batch_size]
-                optimiser.zero_grad()
-                loss = torch.nn.functional.cross_entropy(torch.addmm(b, x[index], w.T), y[index])
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
+        order = torch.from_numpy(rng.permutation(len(x)))
+        for start in range(0, len(x), spec.batch_size):
+            index = order[start : start + spec.batch_size]
+            optimiser.zero_grad()
+            loss = torch.nn.functional.cross_entropy(torch.addmm(b, x[index], w.T), y[index])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
     return w.detach().double(), b.detach().double()
 
 
