@@ -1,8 +1,8 @@
 """Softmax regression to convergence, on rows that come in blocks: what trains a head from features.
 
 The rows are visited again at every evaluation of the loss and never held together (but for Adam), so memory does not
-grow with their number. Features are standardised first (the means and scales are folded into the head that is returned): without it
-gradient methods under-train a head on unit-norm features by tens of points.
+grow with their number. Features are standardised first, and the means and scales folded into the head that is returned:
+without it gradient methods under-train a head on unit-norm features by tens of points.
 """
 
 from __future__ import annotations
