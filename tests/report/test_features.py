@@ -6,7 +6,7 @@ import pytest
 
 import fedfm
 from fedfm.report import compare, html
-from fedfm.report.frontier import frontier
+from fedfm.report.frontier import frontier, short
 from small import experiment
 
 
@@ -71,6 +71,12 @@ def test_other_methods_have_no_such_section(runs):
 def test_the_frontier_keeps_what_nobody_beats_with_fewer_bytes():
     spots = [("a", 10.0, 0.5), ("b", 20.0, 0.4), ("c", 30.0, 0.9), ("d", 30.0, 0.8), ("e", 99.0, 0.9)]
     assert [name for name, _, _ in frontier(spots)] == ["a", "c"]
+
+
+def test_names_lose_what_all_share():
+    assert short(["t5__a-seed0", "t5__bc-seed0"]) == ["a", "bc"]
+    assert short(["run", "run-2"]) == ["run", "run-2"]
+    assert short(["one"]) == ["one"]
 
 
 def test_compare_draws_accuracy_against_bytes(runs, tmp_path):

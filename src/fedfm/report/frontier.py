@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -16,7 +17,9 @@ Spot = tuple[str, float, float]  # name, bytes, accuracy
 def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """The plot, where at least two runs have an accuracy and sent something."""
     spots = []
-    for run, name in zip(runs, names, strict=True):
+    for run, name in zip(runs, short(names), strict=True):
+        if run.method == "centralised":
+            continue  # all rows in one place: what it "sends" is nobody's cost
         sent, reached = (run.traffic_total("up") or 0) + (run.traffic_total("down") or 0), run.value("accuracy")
         if reached is not None and finite(reached) and sent > 0:
             spots.append((name, float(sent), reached))
@@ -31,6 +34,21 @@ def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     return "<h3>Accuracy for what was sent</h3>" + text + figure(lambda w: _draw(w, spots, best, label))
 
 
+def short(names: Sequence[str]) -> list[str]:
+    """The names without the beginning and the end that all share."""
+    if len(names) < 2:
+        return list(names)
+    start = _shared(names)
+    end = _shared([name[:start:-1] for name in names])
+    out = [name[start : len(name) - end] for name in names]
+    return out if all(out) and len(set(out)) == len(out) else list(names)
+
+
+def _shared(names: Sequence[str]) -> int:
+    """How many characters all names begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False)))
+
+
 def frontier(spots: Sequence[Spot]) -> list[Spot]:
     """The spots that no other equals or beats with fewer bytes, in order of bytes."""
     out: list[Spot] = []
@@ -40,10 +58,15 @@ def frontier(spots: Sequence[Spot]) -> list[Spot]:
     return out
 
 
+def _touch(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+    """Whether two boxes (x, y, width, height) overlap."""
+    return a[0] < b[0] + b[2] and b[0] < a[0] + a[2] and a[1] < b[1] + b[3] and b[1] < a[1] + a[3]
+
+
 def _draw(width: int, spots: Sequence[Spot], best: Sequence[Spot], label: str) -> str:
     height = 300 if width > 500 else 230
     sent, reached = [s for _, s, _ in spots], [a for _, _, a in spots]
-    left = 52.0
+    left = 62.0
     x = Scale(min(sent) / 1.5, max(sent) * 1.5, left + 6, width - 14, log=True)
     y = Scale(*domain(reached, (0.0, 1.0)), height - 40, 14)
     body = []
@@ -56,10 +79,16 @@ def _draw(width: int, spots: Sequence[Spot], best: Sequence[Spot], label: str) -
     body.append(f'<text x="{(left + width) / 2:.1f}" y="{height - 3}" text-anchor="middle">sent, up and down</text>')
     path = "L".join(f"{x(s):.1f} {y(a):.1f}" for _, s, a in best)
     body.append(f'<path class="line s1" d="M{path}"/>')
-    for i, (name, s, a) in enumerate(spots):
+    written: list[tuple[float, float, float, float]] = []
+    first = [*best, *(spot for spot in spots if spot not in best)]
+    for i, (name, s, a) in enumerate(first):
         hover = f"<title>{esc(name)}: {esc(percent(a))} for {esc(size(s))}</title>"
         body.append(f'<circle class="dot s{i % COLOURS + 1}" cx="{x(s):.1f}" cy="{y(a):.1f}" r="4">{hover}</circle>')
-        end = x(s) > width * 0.7
-        at, anchor = (x(s) - 7, "end") if end else (x(s) + 7, "start")
-        body.append(f'<text x="{at:.1f}" y="{y(a) - 6:.1f}" text-anchor="{anchor}">{esc(shorten(name, 22))}</text>')
+        text = shorten(name, 22)
+        long = 6.6 * len(text)
+        at, anchor = (x(s) - 7, "end") if x(s) > width * 0.7 else (x(s) + 7, "start")
+        box = (at - long if anchor == "end" else at, y(a) - 18, long, 14.0)
+        if not any(_touch(box, other) for other in written):  # the others have their names under the pointer
+            written.append(box)
+            body.append(f'<text x="{at:.1f}" y="{y(a) - 6:.1f}" text-anchor="{anchor}">{esc(text)}</text>')
     return frame(width, height, label, body)
