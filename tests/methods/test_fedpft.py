@@ -243,6 +243,20 @@ def test_another_adaptation_than_a_head_is_refused(file):
         Experiment.from_dict(changed)
 
 
+def test_a_module_of_ones_own_without_a_head_is_refused(tmp_path):
+    rows = [(torch.randn(4), i % 2) for i in range(20)]
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    with pytest.raises(InputError, match="head"):
+        fedfm.federate(
+            module,
+            clients={"a": rows, "b": rows},
+            loss=torch.nn.functional.cross_entropy,
+            method="fedpft",
+            rounds=1,
+            out=tmp_path / "run",
+        )
+
+
 def test_lying_clients_are_left_out_and_nothing_is_lost(file, tmp_path):
     iid = {"name": "iid", "clients": 7}
     changed = tables(file, iid, components=2) | {"method": {"name": "tests_fedpft_lying:Lying", "components": 2}}

@@ -21,6 +21,7 @@ from fedfm import seeds
 from fedfm.errors import E_SHAPE, ClientFault, InputError, RunError
 from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
 from fedfm.method import Judge, Method
+from fedfm.methods._one_shot import need_head
 from fedfm.methods._topology import topological
 from fedfm.mixtures import Mixture, capacity, fit
 from fedfm.mixtures.bound import Divergence, bound, divergence
@@ -219,6 +220,7 @@ class FedPFT(Method[State]):
     # --- server half --------------------------------------------------------------------------------------------------
 
     def init(self, fed: Federation) -> State:
+        need_head(fed.model)
         return State(fed.initial, {}, {})
 
     def step(self, fed: Federation, state: State, t: int) -> State:
