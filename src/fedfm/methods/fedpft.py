@@ -25,7 +25,7 @@ from fedfm.methods._one_shot import need_head
 from fedfm.methods._topology import topological
 from fedfm.mixtures import Mixture, capacity, fit
 from fedfm.mixtures.bound import Divergence, bound, divergence
-from fedfm.mixtures.summary import Summary, Synthetic, checker, from_variances, gaussian, opened
+from fedfm.mixtures.summary import MOST, Summary, Synthetic, checker, from_variances, gaussian, opened
 from fedfm.mixtures.transport import formula_numbers, pack, unpack
 from fedfm.params import Params, layout_of
 from fedfm.privacy.em import plan_for, release_mixture
@@ -158,7 +158,7 @@ class FedPFT(Method[State]):
         }
         sent = {c: m for c, m in found.items() if m is not None}
         mixtures = [from_variances(m.weights, m.means, m.variances) for m in sent.values()]
-        counts = [min(max(round(m.count), 1), 1 << 24) for m in sent.values()]
+        counts = [min(max(round(m.count), 1), MOST) for m in sent.values()]
         return Summary(list(sent), counts, pack(mixtures, "float32"), [])
 
     @on_client
@@ -292,7 +292,7 @@ class FedPFT(Method[State]):
                 second = reply.seconds[c].double().numpy() if plan.seconds(dim) else None
                 cell = Cell(float(reply.counts[c]), reply.totals[c].double().numpy(), second)
                 if (normal := to_gaussian(cell, plan, dim, client_rows=reply.rows)) is not None:
-                    found.append((c, min(max(round(normal[0]), 1), 1 << 24), gaussian(*normal[1:])))
+                    found.append((c, min(max(round(normal[0]), 1), MOST), gaussian(*normal[1:])))
             return found
 
         def check(reply: Noised) -> None:
@@ -323,7 +323,7 @@ class FedPFT(Method[State]):
         mean = fed.mean(self.sums, like=layout_of((("sums", torch.float64, shape),)))
         cells = federation_sum(mean["sums"].numpy(), fed.heard, plan, dim, fed.secret("noise"), f"sum {fed.round}")
         normals = {c: to_gaussian(cell, plan, dim) for c, cell in cells.items()}
-        found = [(c, max(round(n[0]), 1), gaussian(*n[1:])) for c, n in normals.items() if n is not None]
+        found = [(c, min(max(round(n[0]), 1), MOST), gaussian(*n[1:])) for c, n in normals.items() if n is not None]
         typical = max(1, round(sum(n for _, n, _ in found) / classes))
         told = {
             "formula_bytes": 8 * classes * shape[1] * fed.heard,

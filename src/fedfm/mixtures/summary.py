@@ -15,7 +15,7 @@ from fedfm.errors import E_FIELD, E_SHAPE, ClientFault
 from fedfm.mixtures.mixture import Mixture
 from fedfm.mixtures.transport import Packed, unpack
 
-MOST = 1 << 24  # rows that one client may claim of one class: the server draws as many
+MOST = 1 << 20  # rows that one client may claim of one class: the server draws as many, at every pass
 _BLOCK = 1 << 14  # rows drawn at a time
 
 
