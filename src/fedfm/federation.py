@@ -247,18 +247,20 @@ class Federation:
         of: Iterable[ClientId] | None = None,
         counted: bool = True,
         check: Callable[[Any], None] = lambda value: None,
+        least: int | None = None,
         **payload: Any,
     ) -> dict[ClientId, Any]:
         """Run a client handler in each silo. The server SEES each client's reply.
 
         Args:
             check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
+            least: valid replies that the call needs; by default ``min_clients``.
 
         Raises:
-            RunError: fewer than ``min_clients`` gave a valid reply.
+            RunError: fewer than that gave a valid reply.
         """
         hint = get_type_hints(handler)["return"]
-        return dict(self.exchange("query", handler, of, payload, hint, counted=counted, check=check))
+        return dict(self.exchange("query", handler, of, payload, hint, counted=counted, check=check, least=least))
 
     def mean(
         self,
@@ -289,6 +291,7 @@ class Federation:
         form: str = "plain",
         counted: bool = True,
         check: Callable[[Any], None] = lambda value: None,
+        least: int | None = None,
     ) -> Iterator[tuple[ClientId, Any]]:
         """Deliver, validate, record; yield (client, value) in order of names, so that sums do not depend on timing.
 
@@ -341,7 +344,7 @@ class Federation:
         yield from sorted(early.items())
         self.excluded[before:] = sorted(self.excluded[before:], key=lambda e: (e.client, e.code))
         self.heard = good
-        if good < self.min_clients:
+        if good < (self.min_clients if least is None else least):
             raise RunError(
                 f"round {self.round}: {good} of {len(cohort)} clients gave a valid reply to {name}, "
                 f"min_clients is {self.min_clients}"

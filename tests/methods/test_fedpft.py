@@ -1,5 +1,6 @@
 """FedPFT: what is sent, what the server makes of it, and what it refuses."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -8,11 +9,11 @@ import torch
 
 import fedfm
 from fedfm import memory
-from fedfm.errors import InputError
+from fedfm.errors import InputError, RunError
 from fedfm.experiment import Experiment
 from fedfm.federation import Client, on_client
 from fedfm.methods._topology import topological
-from fedfm.methods.fedpft import FedPFT, Summary
+from fedfm.methods.fedpft import FedPFT, Handed, Passed, Summary
 from fedfm.mixtures.transport import pack, unpack
 
 D, CLASSES = 6, 4
@@ -128,6 +129,28 @@ def test_a_chain_gets_better_and_counts_everybody_once(file, tmp_path):
     assert len(told["chain_accuracy"]) == 4
     assert told["chain_accuracy"][-1] == result["accuracy"]
     assert told["dropped"] == []
+
+
+class Silent(FedPFT):
+    """The second client of a line fails."""
+
+    @on_client
+    def pass_on(self, client: Client, received: list[Handed]) -> Passed:
+        if client.id == "d1":
+            raise ValueError("no rows today")
+        return super().pass_on(client, received)
+
+
+def test_a_line_goes_on_without_a_client_that_fails(file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tests_fedpft_silent", sys.modules[__name__])
+    line = tables(file, BY_DOMAIN, run={"min_clients": 2})
+    line["method"] = {"name": "tests_fedpft_silent:Silent", "topology": "chain", "components": 2}
+    result = fedfm.run(line, tmp_path / "run")
+    assert [e["client"] for e in result["excluded"]] == ["d1"]
+    assert result["details"]["order"] == ["d0", "d2", "d3"]
+    line["run"]["min_clients"] = 4
+    with pytest.raises(RunError, match="3 of 4 clients"):
+        fedfm.run(line, tmp_path / "few")
 
 
 def test_a_diamond_does_not_count_its_ancestor_twice(file, tmp_path):
@@ -260,8 +283,6 @@ def test_a_module_of_ones_own_without_a_head_is_refused(tmp_path):
 def test_lying_clients_are_left_out_and_nothing_is_lost(file, tmp_path):
     iid = {"name": "iid", "clients": 7}
     changed = tables(file, iid, components=2) | {"method": {"name": "tests_fedpft_lying:Lying", "components": 2}}
-    import sys
-
     sys.modules["tests_fedpft_lying"] = sys.modules[__name__]
     try:
         result = fedfm.run(changed, tmp_path / "run")

@@ -25,7 +25,7 @@ class Centralised(FedAvg):
     weighting: str = field(default="size", metadata={"help": "unused: nothing is averaged"})
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
-        return fed.ask(self.train_pooled, of=[POOLED], w=w)[POOLED]  # type: ignore[no-any-return]
+        return fed.ask(self.train_pooled, of=[POOLED], least=1, w=w)[POOLED]  # type: ignore[no-any-return]
 
     @on_client
     def train_pooled(self, client: Client, w: Params) -> Params:

@@ -21,7 +21,7 @@ from fedfm import seeds
 from fedfm.errors import E_SHAPE, ClientFault, InputError, RunError
 from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
 from fedfm.method import Judge, Method
-from fedfm.methods._one_shot import need_head
+from fedfm.methods._one_shot import head_of, need_head, rows_of
 from fedfm.methods._topology import topological
 from fedfm.mixtures import Mixture, capacity, fit
 from fedfm.mixtures.bound import Divergence, bound, divergence
@@ -180,7 +180,7 @@ class FedPFT(Method[State]):
         w, b = softmax.fit_rows(
             torch.from_numpy(everything), torch.from_numpy(labels), len(client.model.classes), self.head, client.seed
         )
-        return Passed(summary, _params(client.model, w, b))
+        return Passed(summary, head_of(client.model, w, b))
 
     @on_client
     def count_errors(self, client: Client, w: Params) -> dict[str, int]:
@@ -261,7 +261,7 @@ class FedPFT(Method[State]):
             )
         blocks = lambda: itertools.chain.from_iterable(source() for source in sources)  # noqa: E731
         w, b = softmax.fit(blocks, classes, dim, self.head, fed.seed_for("head"))
-        return _params(fed.model, w, b)
+        return head_of(fed.model, w, b)
 
     def _bound(
         self,
@@ -353,9 +353,16 @@ class FedPFT(Method[State]):
                 else:
                     handed.append(h)
             payload = each({client: handed})
-            reply = fed.ask(self.pass_on, of=[client], check=_passing(fed.model), received=payload)[client]
+            replies = fed.ask(self.pass_on, of=[client], check=_passing(fed.model), least=0, received=payload)
+            if client not in replies:
+                continue  # left out, with a line that says why; its successors do without it
+            reply = replies[client]
             origins = [o for h in handed for o in h.origins] + [client]
             sent[client], heads[client], summaries[client] = Handed(origins, reply.summary), reply.head, reply.summary
+        if len(sent) < max(fed.min_clients, 1):
+            raise RunError(
+                f"{len(sent)} of {len(parents)} clients passed something on, min_clients is {fed.min_clients}"
+            )
         last = max(sent, key=lambda c: (len(sent[c].origins), list(sent).index(c)))
         told = self._told(fed, summaries) | {"order": list(heads), "dropped": dropped}
         return State(heads[last], heads, told)
@@ -374,7 +381,8 @@ class FedPFT(Method[State]):
 
     def _told(self, fed: Federation, replies: Mapping[ClientId, Summary]) -> dict[str, Any]:
         """Communication by equations (10) to (12), and what was lowered or withheld."""
-        width, dim = (2 if self.transport == "float16" else 4), fed.model.head.in_features
+        width = 2 if self.transport == "float16" and self.privacy is None else 4
+        dim = fed.model.head.in_features
         used = {c: dict(zip(map(str, s.labels), s.mixtures.components, strict=True)) for c, s in replies.items()}
         numbers = sum(
             formula_numbers(s.mixtures.covariance, dim, k) for s in replies.values() for k in s.mixtures.components
@@ -482,9 +490,8 @@ class FedPFT(Method[State]):
 
 def _rows(client: Client) -> tuple[np.ndarray, np.ndarray]:
     """(features (n, d), labels (n,)) of the training rows."""
-    rows = client.data.train
-    assert rows.labels is not None  # noqa: S101 - a classification task has labels
-    return rows.tensors["features"].numpy(), rows.labels.numpy()
+    x, y = rows_of(client)
+    return x.numpy(), y.numpy()
 
 
 def _shuffled(
@@ -502,11 +509,6 @@ def _shuffled(
 def _shape(model: Any) -> tuple[int, int]:
     """(classes, features)."""
     return len(model.classes), model.head.in_features
-
-
-def _params(model: Any, w: Tensor, b: Tensor) -> Params:
-    """A head under the model's names."""
-    return Params({name: w if name.endswith("weight") else b for name in model.names})
 
 
 def _passing(model: Any) -> Callable[[Passed], None]:
