@@ -41,7 +41,7 @@ class KD(OneShot):
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         teacher: list[Params] = []
         for client in fed.clients:
-            teacher = [fed.ask(self.learn, of=[client], w=w, teacher=each({client: teacher}))[client]]
+            teacher = [fed.ask(self.learn, of=[client], least=1, w=w, teacher=each({client: teacher}))[client]]
         return teacher[0]
 
     @on_client
