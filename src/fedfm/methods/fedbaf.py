@@ -10,7 +10,7 @@ import hmac
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ class FedBaF(Around):
     The pull a_t = alpha_t tau_t follows how far the aggregate turned, and is blurred by a secret draw. That blur does
     not keep clients who see several rounds from computing the model: ``fedfm audit RUN --attack extraction``.
     """
+
+    keeps_foundation: ClassVar[bool] = True
 
     psi: float = field(default=1.0, metadata={"help": "strength of the pull; 0 is the base method"})
     cap: str = field(
