@@ -131,8 +131,11 @@ def _roles(model: Model) -> dict[str, str]:
     root: Any = unwrapped(model.module)
     language = model.is_language_model
     roles: dict[str, str] = {}
-    token = root.get_input_embeddings() if hasattr(root, "get_input_embeddings") else None
-    vocabulary = {id(p) for p in token.parameters()} if isinstance(token, nn.Embedding) else set()
+    vocabulary = {
+        id(module.weight)
+        for path, module in root.named_modules()
+        if isinstance(module, nn.Embedding) and not any(word in path for word in ("position", "wpe", "token_type"))
+    }
     inside = {id(p) for p in model.parts.embedding.parameters()} if model.parts.embedding is not None else set()
     output = model.parts.head.partition(".")[0]
     for name, parameter in model.live().items():
