@@ -75,6 +75,10 @@ class Method(ABC, Generic[S]):
         """
         return {}
 
+    def yardsticks(self) -> dict[str, Method[Any]]:
+        """Runs to set beside one of this method, by name; `fedfm run --yardsticks` makes them."""
+        return {}
+
     def protected(self, privacy: Any) -> Method[S]:
         """This method under the [privacy] table.
 
