@@ -19,24 +19,35 @@ from fedfm import buffers
 from fedfm.params import Params
 
 _LONG = 1 << 22  # entries of a flat vector for which compiled loops are worth importing: less stays in the caches
+TINY = 1e-12  # a norm below this has no direction
 _COMPILED = (torch.float32, torch.float64)
 _PIECE = 1 << 15  # entries at a time otherwise
 
 
 class Chord(NamedTuple):
-    """|| u/|u| - w/|w| ||_2, 0 where either is zero, beside |u|, |w| and |u - w|."""
+    """How far apart u and w point.
 
-    chord: float
+    Attributes:
+        length: || u/|u| - w/|w| ||_2; 0 where a norm has no direction.
+        norm_u, norm_w, norm_difference: |u|, |w|, |u - w|.
+    """
+
+    length: float
     norm_u: float
     norm_w: float
     norm_difference: float
 
 
 class Piece(NamedTuple):
-    """What a tensor is mixed with: ``p`` on the leading slice ``region`` of each dimension, of the same shape."""
+    """What mixes into one tensor.
+
+    Attributes:
+        region: the leading slice of every dimension that takes part, as its length.
+        tensor: of that shape.
+    """
 
     region: tuple[int, ...]
-    p: Tensor
+    tensor: Tensor
 
 
 def chord(u: Params, w: Params, names: Collection[str] | None = None) -> Chord:
@@ -53,7 +64,7 @@ def chord(u: Params, w: Params, names: Collection[str] | None = None) -> Chord:
         >>> w = Params({"w": torch.tensor([5.0, 0.0])})
         >>> u = Params({"w": torch.tensor([3.0, 4.0])})
         >>> chord(u, w)
-        Chord(chord=0.894427190999916, norm_u=5.0, norm_w=5.0, norm_difference=4.47213595499958)
+        Chord(length=0.894427190999916, norm_u=5.0, norm_w=5.0, norm_difference=4.47213595499958)
     """
     u.check_like(w.layout)
     parts: list[Any] = []
@@ -61,7 +72,7 @@ def chord(u: Params, w: Params, names: Collection[str] | None = None) -> Chord:
         long = len(u.flats[dtype]) >= _LONG and dtype in _COMPILED
         parts.append(_squares(u.flats[dtype][start:stop], w.flats[dtype][start:stop], long))
     a, b, c = (math.sqrt(math.fsum(column)) for column in np.concatenate(parts).T) if parts else (0.0, 0.0, 0.0)
-    if a == 0 or b == 0:
+    if a < TINY or b < TINY:
         return Chord(0.0, a, b, c)
     square = (c - abs(a - b)) * (c + abs(a - b)) / (a * b)
     return Chord(0.0 if square < 0 else math.sqrt(square), a, b, c)
@@ -75,7 +86,8 @@ def mix(u: Params, pieces: Mapping[str, Piece], a: float | Mapping[str, float | 
 
     Args:
         pieces: name -> what it is mixed with.
-        a: at least 0; one number, one a name, or for a name a tensor of the piece's shape.
+        a: at least 0; one number, or one for each name: a number or a tensor of the piece's shape. Names without one
+            keep u's bits.
 
     Raises:
         KeyError: u has no parameter of that name.
@@ -209,7 +221,7 @@ def _mix_runs(
 
 
 def _a_of(name: str, region: tuple[int, ...], a: float | Mapping[str, float | Tensor]) -> float | Tensor:
-    value = a[name] if isinstance(a, Mapping) else a
+    value = a.get(name, 0.0) if isinstance(a, Mapping) else a
     if isinstance(value, Tensor) and value.dim() > 0:
         if tuple(value.shape) != tuple(region):
             raise ValueError(f"{name}: a has shape {tuple(value.shape)}, expected {tuple(region)}")

@@ -57,7 +57,7 @@ def test_the_chord_is_the_formula_summed_exactly(way, dtype, scale):
     norms = [math.sqrt(math.fsum(v * v for v in z)) for z in (x, y, [a - b for a, b in zip(x, y, strict=True)])]
     want = math.sqrt(math.fsum((a / norms[0] - b / norms[1]) ** 2 for a, b in zip(x, y, strict=True)))
     assert got[1:] == pytest.approx(norms, rel=1e-13)
-    assert got.chord == pytest.approx(want, rel=1e-11)
+    assert got.length == pytest.approx(want, rel=1e-11)
     assert u.norm() == pytest.approx(norms[0], rel=1e-13)
     assert u.dot(w) == pytest.approx(math.fsum(a * b for a, b in zip(x, y, strict=True)), rel=1e-12)
 
@@ -87,7 +87,7 @@ def test_the_chord_leaves_integers_out_and_refuses_what_differs():
     u = Params({"w": torch.tensor([3.0, 4.0]), "steps": torch.tensor([100])})
     w = Params({"w": torch.tensor([5.0, 0.0]), "steps": torch.tensor([0])})
     assert chord(u, w) == pytest.approx((math.sqrt(0.8), 5, 5, math.sqrt(20)))
-    assert chord(u, u).chord == 0
+    assert chord(u, u).length == 0
     assert chord(u, 0 * w) == (0, 5, 0, 5)
     with pytest.raises(KeyError, match="bias"):
         chord(u, w, ["bias"])
@@ -99,7 +99,7 @@ def test_the_chord_leaves_integers_out_and_refuses_what_differs():
 def test_the_chord_shows_an_entry_that_is_not_finite(way, bad):
     w = drawn(0, (3000,))
     u = Params({"l0.w": w["l0.w"].clone().index_fill_(0, torch.tensor([1777]), bad)})
-    assert not math.isfinite(chord(u, w).chord)
+    assert not math.isfinite(chord(u, w).length)
     assert not math.isfinite(u.norm())
 
 
@@ -112,7 +112,7 @@ def test_norms_of_many_equal_entries_are_the_closed_form():
     assert n >= params._LONG
     got = chord(x, y)
     assert got[1:] == pytest.approx((a, b, b - a), rel=1e-12)
-    assert got.chord < 1e-7  # of parallel vectors
+    assert got.length < 1e-7  # of parallel vectors
     assert x.norm() == pytest.approx(a, rel=1e-12)
     assert x.dot(y) == pytest.approx(a * b, rel=1e-12)
 
@@ -156,7 +156,7 @@ def test_the_mixture_is_the_formula_entry_by_entry(case, compiled):
                 assert y == x
                 continue
             weight = float(a[name][index] if isinstance(a[name], torch.Tensor) else a[name])
-            p = float(pieces[name].p[index])
+            p = float(pieces[name].tensor[index])
             want = (x + weight * p) / (1 + weight)
             size = (abs(x) + abs(weight * p)) / (1 + weight)  # before anything cancels
             assert abs(y - want) <= EPS[t.dtype] * abs(want) + 4e-16 * size + 1e-7 * (t.dtype == torch.float16)
@@ -184,6 +184,7 @@ def test_neighbours_in_memory_go_in_one_run_and_what_lies_elsewhere_does_not():
     assert runs(whole | {"l1.w": Piece((4,), pre["l1.w"][:4])}) == [(0, 12, True), (12, 17, False), (17, 27, True)]
     assert runs({"l3.w": whole["l3.w"]}) == [(0, 23, False), (23, 27, True)]
     each = {"l0.w": 0.5, "l1.w": 0.5, "l2.w": 0.25, "l3.w": 0.25}
+    assert runs(whole, {"l1.w": 0.5}) == [(0, 12, False), (12, 17, True), (17, 27, False)]
     assert runs(whole, each) == [(0, 17, True), (17, 27, True)]
 
 
