@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fedfm.errors import InputError
 from fedfm.models.families import FAMILIES, find, unwrapped
 from fedfm.models.model import Model
+from fedfm.params import Params
 from fedfm.sweeps import Piece
 
 DECLARED = ("labels", "vocabulary")
@@ -104,7 +105,8 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
     for name, piece in pieces.items():
         if not torch.isfinite(piece.tensor).all():
             raise InputError(f'method.foundation = "{foundation}": {_bare(name)} has entries that are not finite')
-    return Matching(tuple(table), pieces)
+    packed = Params({name: piece.tensor for name, piece in pieces.items()})  # neighbours in memory mix in one pass
+    return Matching(tuple(table), {name: Piece(piece.region, packed[name]) for name, piece in pieces.items()})
 
 
 def _match(name: str, shape: tuple[int, ...], source: Tensor | None, role: str, identical: Collection[str]) -> Match:
