@@ -33,9 +33,9 @@ def part(function: Callable[..., Any]) -> Any:
     return numba.njit(forceinline=True, fastmath=MATHS, **OPTIONS)(function)
 
 
-def aligned(*shape: int) -> Any:
-    """Float32, not filled, from a cache line on; so are the rows of a multiple of 16 features."""
-    entries = math.prod(shape)
-    block = np.empty(entries + 16, np.float32)
-    at = -block.ctypes.data % 64 // 4
+def aligned(*shape: int, dtype: Any = np.float32) -> Any:
+    """Not filled, from a cache line on; so are the rows of a multiple of 16 features."""
+    entries, size = math.prod(shape), np.dtype(dtype).itemsize
+    block = np.empty(entries + 64 // size, dtype)
+    at = -block.ctypes.data % 64 // size
     return block[at : at + entries].reshape(shape)
