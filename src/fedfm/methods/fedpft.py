@@ -94,11 +94,13 @@ class FedPFT(Method[State]):
         """The mixtures of all classes with at least ``min_count`` rows; ``own`` are the client's, the others drawn."""
         counts = {int(c): int(n) for c, n in zip(*np.unique(y, return_counts=True), strict=True)}
         labels = [c for c, n in counts.items() if n >= self.min_count]
+        device = client.model.device
         fits = fit(
             [x[y == c] for c in labels],
             [capacity(counts[c], self._most(client)) for c in labels],
             self.covariance,
             seeds=[seeds.derive(client.seed, "em", c) for c in labels],
+            device=device if device.type == "cuda" else None,
         )
         withheld = [int(c) for c in np.unique(y[own]) if c not in labels]
         packed = pack([f.mixture for f in fits], self.transport)

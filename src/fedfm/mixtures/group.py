@@ -1,6 +1,8 @@
-"""One group's mixture: a closed form for one component; several run in ``kernel`` (spherical, diag) or ``full``."""
+"""One group: one component has a closed form; several start by k-means and run in ``kernel`` or ``full``."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,10 +17,31 @@ LLOYD = 3  # iterations of k-means after k-means++
 LARGEST = 1e15  # squares and their sums stay far inside float32
 
 
-def fit(
-    group: Array, k: int, covariance: str, seed: int, max_iter: int, tol: float, start: Array | None = None
-) -> Found:
-    """Of rows (n, d), in float32 about their mean; the arguments are those of :func:`fedfm.mixtures.fit`.
+@dataclass(frozen=True)
+class Started:
+    """A group of several components before the first step of EM.
+
+    Attributes:
+        x: rows about their mean, (n, d) float32.
+        middle: that mean, (1, d).
+        labels: of the rows, (n,); each of the ``k`` has a row.
+        floor: of the variances.
+    """
+
+    x: Array
+    middle: Array
+    labels: Array
+    k: int
+    floor: float
+
+    def ended(self, found: Found) -> Found:
+        """With means where the rows were."""
+        weights, means, scales, *how = found
+        return weights, (means + self.middle.astype(np.float64)).astype(np.float32), scales, *how  # type: ignore[return-value]
+
+
+def begin(group: Array, k: int, covariance: str, seed: int, start: Array | None = None) -> Found | Started:
+    """Of rows (n, d), in float32: the mixture if it has a closed form, else where EM starts.
 
     Raises:
         OverflowError: NaN, infinity or numbers beyond 1e15 among the rows.
@@ -35,17 +58,13 @@ def fit(
         raise OverflowError(f"holds NaN, infinity or numbers beyond {LARGEST:g}")
     floor = FLOOR * mean_variance + FLOOR_ALWAYS
     if k > 1:
-        x = np.subtract(x, middle, out=aligned(n, d))
-        labels = kmeans.start(x, k, seed, LLOYD) if start is None else np.ascontiguousarray(start, np.int64)
+        centred = np.subtract(x, middle, out=aligned(n, d))
+        labels = kmeans.start(centred, k, seed, LLOYD) if start is None else np.ascontiguousarray(start, np.int64)
         rows = np.bincount(labels)
-        k = int(np.count_nonzero(rows))
-        if k < len(rows):  # a component without rows is none
+        if (k := int(np.count_nonzero(rows))) < len(rows):  # a component without rows is none
             labels = (np.cumsum(rows > 0) - 1)[labels]
-        if covariance == "full":
-            weights, means, scales, *how = full.several(x, labels, k, floor, max_iter, tol)
-        else:
-            weights, means, scales, *how = _several(x, labels, k, covariance == "diag", floor, max_iter, tol)
-        return weights, (means + middle.astype(np.float64)).astype(np.float32), scales, *how  # type: ignore[return-value]
+        if k > 1:
+            return Started(centred, middle, labels, k, floor)
     if covariance == "full":
         scales = np.zeros((1, d, d), np.float32)
         log_likelihood = full.one(x, middle[0], floor, scales[0])
@@ -55,9 +74,12 @@ def fit(
     return np.ones(1), middle, scales, log_likelihood, 1, True
 
 
-def _several(x: Array, labels: Array, k: int, diag: bool, floor: float, max_iter: int, tol: float) -> Found:
-    """K components at centred rows (n, d) from labels that each have a row; spherical or diagonal covariances."""
-    weights, work = np.empty(k), aligned(7, k, x.shape[1])
+def several(s: Started, covariance: str, max_iter: int, tol: float) -> Found:
+    """EM by the compiled loops."""
+    if covariance == "full":
+        return s.ended(full.several(s.x, s.labels, s.k, s.floor, max_iter, tol))
+    weights, work = np.empty(s.k), aligned(7, s.k, s.x.shape[1])
     work[:] = 0
-    iterations, converged, ll = kernel.em(x, labels, diag, floor, tol, max_iter, weights, work)
-    return weights, work[0], np.sqrt(work[1] if diag else work[1, :, 0]), ll, iterations, converged
+    diag = covariance == "diag"
+    iterations, converged, ll = kernel.em(s.x, s.labels, diag, s.floor, tol, max_iter, weights, work)
+    return s.ended((weights, work[0], np.sqrt(work[1] if diag else work[1, :, 0]), ll, iterations, converged))
