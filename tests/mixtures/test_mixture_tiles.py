@@ -56,3 +56,18 @@ def test_a_full_component_is_as_likely_as_its_rows_say(n):
     np.testing.assert_allclose(lower @ lower.T, t.T @ t / n + floor * np.eye(d), atol=1e-5)
     assert not np.triu(lower, 1).any()
     assert (np.diagonal(lower) > 0).all()
+
+
+@pytest.mark.parametrize("n", [40, 400])
+def test_rows_on_a_line_have_a_positive_factor(n):
+    """Every variance but one is the floor, a 2e8th of the largest: det and mean distance in closed form."""
+    d = 200
+    line = np.random.default_rng(0).normal(size=(n, 1)).astype(np.float32)
+    x = (line * np.ones((1, d), np.float32)).astype(np.float32)
+    largest = d * float(line.astype(float).var())
+    floor = 1e-6 * largest / d + 1e-12
+    log_det = math.log(largest + floor) + (d - 1) * math.log(floor)
+    (found,) = fit([x], [1], "full", seeds=[0])
+    expected = -0.5 * (d * math.log(2 * math.pi) + log_det + largest / (largest + floor))
+    assert found.log_likelihood == pytest.approx(expected, rel=1e-6)
+    assert (np.diagonal(found.mixture.scales[0]) > 0).all()

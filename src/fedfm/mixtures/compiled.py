@@ -12,6 +12,7 @@ import numpy as np
 SLACK = np.float32(1 - 1e-4)  # of bounds of distances: far above what float32 rounds off
 SPAN = 256  # rows whose sums run in float32 before they move into float64
 MATHS = {"reassoc", "contract", "nsz", "arcp", "nnan"}  # sums and minima in vector lanes; infinity keeps its meaning
+INDEX = numba.uint64  # of which the compiler knows that it is not negative
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 

@@ -16,14 +16,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 
+from fedfm.mixtures.compiled import INDEX as _U
 from fedfm.mixtures.compiled import aligned, compiled
 
 T = 64
 DEEP = 32  # rows of a product at a time
-_U = numba.uint64  # indices of which the compiler knows that they are not negative
 
 
 def columns(x: Any, middle: Any) -> Any:
