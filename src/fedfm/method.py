@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
@@ -91,3 +95,37 @@ class Method(ABC, Generic[S]):
         Raises:
             InputError: with the key and what would be right.
         """
+
+
+def mentions(method: Method[Any], name: str) -> bool:
+    """Whether the code of a method, of the methods in its fields or of their modules' own functions uses a name.
+
+    Only what is not overridden counts: ``local`` inherits FedAvg's client half and never calls it.
+    """
+    return any(name in _names(fn.__code__) for fn in _functions(method)) or any(
+        mentions(part, name) for part in nested(method)
+    )
+
+
+def nested(method: Any) -> Iterator[Method[Any]]:
+    """The methods in the fields of a method."""
+    for f in dataclasses.fields(method):
+        if isinstance(value := getattr(method, f.name, None), Method):
+            yield value
+
+
+def _functions(method: Method[Any]) -> Iterator[FunctionType]:
+    cls = type(method)
+    for name in dir(cls):
+        member = inspect.getattr_static(cls, name)
+        if isinstance(member, FunctionType) and member.__module__ != __name__:
+            yield member
+    for module in {c.__module__ for c in cls.__mro__} - {__name__, "abc", "builtins", "typing"}:
+        for member in vars(sys.modules[module]).values():
+            if isinstance(member, FunctionType) and member.__module__ == module:
+                yield member
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*inner)
