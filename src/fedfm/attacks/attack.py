@@ -32,7 +32,7 @@ LANGUAGE = ("language_modelling", "instruction")  # tasks whose labels are words
 class Attack:
     """Subclass as a frozen dataclass and override what the attackers change."""
 
-    fraction: float = field(default=0.0, metadata={"help": "share of the clients that attack, above 0 and at most 1"})
+    fraction: float = field(default=0.0, metadata={"help": "required: share of the clients that attack, in (0, 1]"})
 
     def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
         """One attacker's training rows as it uses them; ``rng`` is its own, the same in every round."""
