@@ -113,7 +113,9 @@ def _fields(module: str, name: str | None) -> dict[str, tuple[str, str]]:
     imported = {
         alias.name: part.module
         for part in tree.body
-        if isinstance(part, ast.ImportFrom) and part.module and part.module.startswith(("fedfm.methods", "fedfm.attacks", "fedfm.aggregation"))
+        if isinstance(part, ast.ImportFrom)
+        and part.module
+        and part.module.startswith(("fedfm.methods", "fedfm.attacks", "fedfm.aggregation"))
         for alias in part.names
     }
     rows: dict[str, tuple[str, str]] = {}

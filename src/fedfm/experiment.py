@@ -17,7 +17,6 @@ from fedfm.attacks.attack import Attack
 from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.errors import InputError
 from fedfm.federation import Aggregator
-from fedfm.method import mentions
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.registry import available, name_of, resolve
 from fedfm.tables import build, listed, one_of, plain, put, refuse_unknown, to_toml
@@ -187,7 +186,7 @@ class Experiment:
         if isinstance(self.aggregation, Mean):
             return
         name = name_of("aggregation", self.aggregation)
-        if not mentions(self.method, "mean"):
+        if not self.method.averages():
             raise InputError(f'aggregation.name = "{name}": method "{self.method_name}" takes no mean; drop it')
         if self.privacy is not None:
             raise InputError(f'aggregation.name = "{name}": [privacy] is accounted for the mean; drop one of the two')

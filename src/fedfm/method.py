@@ -77,6 +77,10 @@ class Method(ABC, Generic[S]):
         """
         return {}
 
+    def averages(self) -> bool:
+        """Whether its rounds take means of updates, so that another rule than the mean has something to do."""
+        return mentions(self, "mean")
+
     def protected(self, privacy: Any) -> Method[S]:
         """This method under the [privacy] table.
 
@@ -98,7 +102,7 @@ class Method(ABC, Generic[S]):
 
 
 def mentions(method: Method[Any], name: str) -> bool:
-    """Whether the code of a method, of the methods in its fields or of their modules' own functions uses a name.
+    """Whether the server half of a method, of those in its fields, or their modules' own functions use a name.
 
     Only what is not overridden counts: ``local`` inherits FedAvg's client half and never calls it.
     """
@@ -118,8 +122,9 @@ def _functions(method: Method[Any]) -> Iterator[FunctionType]:
     cls = type(method)
     for name in dir(cls):
         member = inspect.getattr_static(cls, name)
-        if isinstance(member, FunctionType) and member.__module__ != __name__:
+        if isinstance(member, FunctionType) and member.__module__ != __name__ and not hasattr(member, "on_client"):
             yield member
+            yield from (c.cell_contents for c in member.__closure__ or () if isinstance(c.cell_contents, FunctionType))
     for module in {c.__module__ for c in cls.__mro__} - {__name__, "abc", "builtins", "typing"}:
         for member in vars(sys.modules[module]).values():
             if isinstance(member, FunctionType) and member.__module__ == module:

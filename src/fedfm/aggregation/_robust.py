@@ -15,6 +15,7 @@ from fedfm.federation import Aggregator, ClientId, Federation
 from fedfm.params import Layout, Params
 
 _ENTRIES = 1 << 20  # of all clients together that are worked on at a time
+_LEAST = 1024  # coordinates of a block, however many clients
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def blocks(x: Sequence[Params]) -> Iterator[Tensor]:
 
 
 def _blocks(x: Sequence[Params], dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    size, length = max(_ENTRIES // len(x), 1024), x[0].layout.sizes[dtype]
+    size, length = max(_ENTRIES // len(x), _LEAST), x[0].layout.sizes[dtype]
     for start in range(0, length, size):
         part = slice(start, min(start + size, length))
         yield part, torch.stack([each.flats[dtype][part] for each in x]).double()

@@ -72,13 +72,14 @@ class Attack:
         """
         if not 0 < self.fraction <= 1:
             raise InputError(f"attack.fraction = {self.fraction}: expected a number in (0, 1], a share of the clients")
-        if getattr(method, "pools", False) or not _halves(method):
+        if not method.rounds or getattr(method, "pools", False) or not _halves(method):
             raise InputError(f'[attack]: method "{name}" has no client that trains, hence none that attacks; drop it')
 
 
 def needs_updates(method: Method[Any], name: str, attack: str) -> None:
     """Refuse a method whose clients send no updates that an attacker could turn or scale."""
-    if not any(get_type_hints(fn).get("return") is Update for fn in _halves(method)):
+    switched_off = mentions(method, "mean") and not method.averages()
+    if switched_off or not any(get_type_hints(fn).get("return") is Update for fn in _halves(method)):
         raise InputError(f'attack.name = "{attack}": the clients of method "{name}" send no updates; "label_shuffle"?')
 
 

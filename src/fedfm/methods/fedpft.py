@@ -448,6 +448,9 @@ class FedPFT(Method[State]):
             spent = replace(spent, note="against who sees the head, not against the server, which adds the noise")
         return [asdict(spent)]
 
+    def averages(self) -> bool:
+        return self.pooled
+
     def validate(self) -> None:
         if self.rounds not in (0, 1):
             raise InputError(f"method.rounds = {self.rounds}: fedpft takes one round, expected 1")
