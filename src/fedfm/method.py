@@ -37,6 +37,7 @@ class Method(ABC, Generic[S]):
     rounds: int
     personal: ClassVar[bool] = False
     adaptation: ClassVar[str] = "lora"
+    keeps_foundation: ClassVar[bool] = False  # no message carries its foundation model: a contract test listens
     adaptations: ClassVar[tuple[str, ...]] = ()  # the only ones that it takes; empty: all
     state_type: ClassVar[Any] = Params  # the class of S, by which a checkpoint is read back
 
@@ -81,6 +82,10 @@ class Method(ABC, Generic[S]):
         """Whether its rounds take means of updates, so that another rule than the mean has something to do."""
         return mentions(self, "mean")
 
+    def yardsticks(self) -> dict[str, Method[Any]]:
+        """Runs to set beside one of this method, by name; `fedfm run --yardsticks` makes them."""
+        return {}
+
     def protected(self, privacy: Any) -> Method[S]:
         """This method under the [privacy] table.
 
@@ -99,6 +104,25 @@ class Method(ABC, Generic[S]):
         Raises:
             InputError: with the key and what would be right.
         """
+
+
+def with_model(state: Any, old: Params, new: Params) -> Any:
+    """The server state of an averaging method with ``new`` in the place of its model ``old``; moments, control variates
+    and whatever else it holds stay.
+
+    Args:
+        old: the very object that the method's ``params_for(state, "")`` gave.
+
+    Raises:
+        TypeError: the state is neither that model nor a dataclass that holds it.
+    """
+    if state is old:
+        return new
+    if dataclasses.is_dataclass(state) and not isinstance(state, type):
+        for field in dataclasses.fields(state):
+            if getattr(state, field.name) is old:
+                return dataclasses.replace(state, **{field.name: new})
+    raise TypeError(f"a state {type(state).__name__} holds no model that could be replaced")
 
 
 def mentions(method: Method[Any], name: str) -> bool:

@@ -9,11 +9,13 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Any
 
-from fedfm.errors import InputError
-from fedfm.tables import close, listed
+from fedfm.errors import InputError, close, listed
 
-_BASES = {"methods": "fedfm.method:Method", "attacks": "fedfm.attacks.attack:Attack"}
-_BASES["aggregation"] = "fedfm.federation:Aggregator"
+_BASES = {
+    "methods": "fedfm.method:Method",
+    "attacks": "fedfm.attacks.attack:Attack",
+    "aggregation": "fedfm.federation:Aggregator",
+}
 _IS_ATTACK = re.compile(r"^class \w+\(Attack\):$", re.M)  # fedfm.attacks holds other modules, too
 
 

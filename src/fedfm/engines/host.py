@@ -24,7 +24,7 @@ from fedfm.engines.processes import watch_parent
 from fedfm.errors import InputError, RunError
 from fedfm.experiment import Experiment
 from fedfm.federation import Federation
-from fedfm.memory import secret
+from fedfm.memory import of_server, secret
 from fedfm.population import Partitioned, describe, judge, populate
 from fedfm.rundir import Run
 from fedfm.serve import Server, single_thread
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fedfm.progress import Progress
 
 OUTCOME = "private/outcome.json"  # what a ServerApp's process tells the one that waits for it
+SERVER_ONLY = "server-only"  # beside the runs: what the method keeps from clients, and so from the bundle
 LOCK = "private/server.lock"  # held while a ServerApp writes the run
 
 
@@ -92,6 +93,7 @@ def host(
                 min_clients=spec.min_clients,
                 on_excluded=watcher.excluded,
                 secret=partial(secret, run.path / "private", "server"),
+                memory=of_server(run.path / "private"),
             )
             for crossing in link.hellos:
                 fed.transcript.add(crossing)
@@ -122,6 +124,8 @@ def serve(grid: Grid, context: Context) -> None:
         run = Run.open(path)
     else:
         experiment = Experiment.from_dict(tomllib.loads(str(config["experiment"])))
+        known = path.parent / SERVER_ONLY
+        experiment = experiment.for_server(json.loads(known.read_text()) if known.exists() else {})
         engine = "simulation" if is_simulated(grid) else "deployment"
         spec = replace(experiment.run, engine=engine, wire=False, workers=0)
         run = Run.create(replace(experiment, run=spec), path)
@@ -145,7 +149,7 @@ def only_server(run: Run, patience: float = 30.0) -> Iterator[None]:
     Raises:
         RunError: another one does not end.
     """
-    with open(run.path / LOCK, "w") as file:
+    with open(run.path / LOCK, "w", opener=store.private) as file:
         deadline = time.monotonic() + patience
         while True:
             try:
