@@ -140,7 +140,7 @@ def naive_scores(x, f):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 class TestEveryRule:
-    @settings(max_examples=25)
+    @settings(max_examples=25, deadline=None)
     @given(x=COHORTS, seed=st.integers(0, 99))
     def test_the_order_of_clients_does_not_matter(self, rule, x, seed):
         x = x + np.random.default_rng(0).normal(size=x.shape).astype(np.float32)  # no ties between distances
@@ -148,7 +148,7 @@ class TestEveryRule:
         n = np.arange(1.0, len(x) + 1)
         np.testing.assert_allclose(combined(rule, x, n), combined(rule, x[order], n[order]), rtol=1e-4, atol=1e-3)
 
-    @settings(max_examples=25)
+    @settings(max_examples=25, deadline=None)
     @given(row=arrays(np.float32, (SIZE,), elements=NUMBERS), m=st.integers(5, 9))
     def test_equal_updates_give_that_update(self, rule, row, m):
         if isinstance(rule, NormClipping) and rule.bound is not None:
@@ -169,7 +169,7 @@ class TestEveryRule:
 
 class TestInfluence:
     @pytest.mark.parametrize("rule", [Median(), TrimmedMean(0.1), TrimmedMean(0.3)], ids=str)
-    @settings(max_examples=25)
+    @settings(max_examples=25, deadline=None)
     @given(x=COHORTS, wild=WILD, place=st.integers(0, 4))
     def test_one_client_cannot_leave_the_hull_of_the_rest(self, rule, x, wild, place):
         rest = np.delete(x, place, 0)
@@ -178,14 +178,14 @@ class TestInfluence:
         assert (out >= rest.min(0) - slack).all()
         assert (out <= rest.max(0) + slack).all()
 
-    @settings(max_examples=25)
+    @settings(max_examples=25, deadline=None)
     @given(x=COHORTS, wild=WILD)
     def test_norm_clipping_bounds_what_one_client_adds(self, x, wild):
         x[0], without = wild, np.concatenate([np.zeros((1, SIZE), np.float32), x[1:]])
         moved = combined(NormClipping(bound=2.0), x) - combined(NormClipping(bound=2.0), without)
         assert np.linalg.norm(moved) <= 2.0 / len(x) + 1e-5
 
-    @settings(max_examples=25)
+    @settings(max_examples=25, deadline=None)
     @given(x=COHORTS, wild=WILD)
     def test_the_geometric_median_stays_near_the_majority(self, x, wild):
         """A share q < 1/2 moves it at most 2 (1 - q) / (1 - 2 q) radii of the others (Minsker 2015, Lemma 2.1)."""
