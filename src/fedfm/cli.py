@@ -150,11 +150,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--out", type=Path, required=True)
     export.add_argument("--client", help="whose model, where every client has its own")
 
-    listing = command("list", _list, "what is there: methods, models, partitions, sources")
-    listing.add_argument("kind", nargs="?", choices=("methods", "models", "partitions", "sources"))
+    listing = command("list", _list, "what is there: methods, models, partitions, sources, attacks, aggregation")
+    kinds = ("methods", "models", "partitions", "sources", "attacks", "aggregation")
+    listing.add_argument("kind", nargs="?", choices=kinds)
 
-    show = command("show", _show, "a method's paper, keys, defaults and meaning")
-    show.add_argument("method")
+    show = command("show", _show, "paper, keys, defaults and meaning of a method, an attack or an aggregation")
+    show.add_argument("method", help="its name")
 
     check = with_changes(with_format(command("check", _check, "check an experiment and print it with every default")))
     check.add_argument("experiment", type=Path)

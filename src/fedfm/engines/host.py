@@ -80,11 +80,15 @@ def host(
         )
         try:
             if link.own_data:
+                if experiment.attack is not None:
+                    raise InputError("[attack]: silos with rows of their own do not attack on demand; drop it")
                 run.manifest |= {"clients": list(link.clients), "split": None}
                 run.write_manifest()
+            experiment.enough(len(link.clients))
             fed = Federation(
                 link,
                 model=population.model,
+                aggregator=experiment.aggregation,
                 seed=spec.seed,
                 min_clients=spec.min_clients,
                 on_excluded=watcher.excluded,

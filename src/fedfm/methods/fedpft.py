@@ -236,6 +236,9 @@ class FedPFT(Method[State]):
     def spent(self) -> list[dict[str, Any]]:
         return private.ledger(self.privacy, self.components, self.iterations, self.pooled) if self.privacy else []
 
+    def averages(self) -> bool:
+        return self.pooled
+
     @property
     def _plan(self) -> Plan:
         assert self.privacy is not None  # noqa: S101 - a release is asked for only where there is a plan
