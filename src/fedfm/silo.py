@@ -78,7 +78,8 @@ class Silos:
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
         """Run the requests side by side; each result is the reply's value, or a ClientFault."""
-        results = cohort.run_chunk([partial(self._answer, request) for request in requests])
+        calls = [partial(self._answer, request) for request in requests]
+        results = cohort.run_chunk(calls, together=len(calls) > 1 and cohort.batched(self.population.model))
         return [
             r if isinstance(r, ClientFault) else self._fault(request.client, r) if isinstance(r, Exception) else r
             for request, r in zip(requests, results, strict=True)

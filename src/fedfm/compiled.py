@@ -1,0 +1,34 @@
+"""How loops are compiled. Only this module imports numba, and it is imported where a loop is about to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+
+EXACT = {"reassoc", "contract", "nsz", "arcp"}  # sums in vector lanes; NaN and infinity keep their meaning
+MATHS = EXACT | {"nnan"}  # minima in vector lanes too, where no NaN can come
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+
+def compiled(function: Callable[..., Any], maths: set[str] = MATHS, signature: Any = None) -> Any:
+    """Compile at the first call, or at once for one signature; keep on disk, or in memory where no folder is to be had.
+
+    A signature costs nothing where the compiled code is on disk already.
+    """
+    given: Sequence[Any] = () if signature is None else (signature,)
+    try:
+        return numba.njit(*given, cache=True, fastmath=maths, **OPTIONS)(function)
+    except RuntimeError:  # no locator available
+        return numba.njit(*given, fastmath=maths, **OPTIONS)(function)
+
+
+def in_order(function: Callable[..., Any]) -> Any:
+    """Compiled; its sums are made in the order in which they are written, and NaN compares as it should."""
+    return compiled(function, {"contract"})
+
+
+def part(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
+    """Part of a compiled function, always inlined: a call would count the references to every array it is given."""
+    return numba.njit(forceinline=True, fastmath=maths, **OPTIONS)(function)
