@@ -76,6 +76,11 @@ class Silos:
         """How many clients to hand to one :meth:`answer`."""
         return cohort.width(self.population.model)
 
+    @property
+    def least(self) -> int:
+        """How many clients to hand to one :meth:`answer` where fewer would cost more."""
+        return cohort.least(self.population.model)
+
     def answer(self, requests: Sequence[Request]) -> list[Any]:
         """Run the requests side by side; each result is the reply's value, or a ClientFault."""
         calls = [partial(self._answer, request) for request in requests]

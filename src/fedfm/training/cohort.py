@@ -16,7 +16,7 @@ import greenlet
 from fedfm.params import Params
 from fedfm.training.job import Job
 
-_HEADS = 8  # clients a chunk where each takes less time than the message that asks for it
+_HEADS = (64, 4)  # clients a chunk of heads, at most and at least: a message takes as long as several of them
 
 Trainer = Callable[[Sequence[Job]], list[Params]]
 
@@ -43,10 +43,17 @@ def trainer_for(model: Any) -> Trainer:
 
 
 def width(model: Any) -> int:
-    """How many clients one chunk should hold."""
+    """How many clients one chunk should hold at most."""
     from fedfm.training import heads, packed
 
-    return _HEADS if heads.applies(model) else packed.width(model)
+    return _HEADS[0] if heads.applies(model) else packed.width(model)
+
+
+def least(model: Any) -> int:
+    """How many clients one chunk should hold at least."""
+    from fedfm.training import heads, packed
+
+    return _HEADS[1] if heads.applies(model) else -(-packed.width(model) // 2)
 
 
 def batched(model: Any) -> bool:
