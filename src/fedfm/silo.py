@@ -81,6 +81,11 @@ class Silos:
         """How many clients to hand to one :meth:`answer` where fewer would cost more."""
         return cohort.least(self.population.model)
 
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Load what answering them needs, before processes are forked that share it."""
+        if any(request.handler.startswith("train.") for request in requests[:1]):
+            cohort.prepare(self.population.model)
+
     def answer(self, requests: Sequence[Request]) -> list[Any]:
         """Run the requests side by side; each result is the reply's value, or a ClientFault."""
         calls = [partial(self._answer, request) for request in requests]

@@ -62,7 +62,10 @@ class Pool:
 
     def exchange(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[Reply]:
         """Deliver; after ``stop`` nothing new starts."""
-        while len(self._workers) < min(self._count, max(len(requests), 1)):
+        missing = min(self._count, max(len(requests), 1)) - len(self._workers)
+        if missing > 0:
+            self._silos.prepare(requests)
+        for _ in range(missing):
             self._workers.append(self._fork())
         for worker in self._workers:
             worker.known.clear()

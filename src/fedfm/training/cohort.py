@@ -56,6 +56,14 @@ def least(model: Any) -> int:
     return _HEADS[1] if heads.applies(model) else -(-packed.width(model) // 2)
 
 
+def prepare(model: Any) -> None:
+    """Load what its training needs, before processes are forked that share it."""
+    from fedfm.training import ahead, heads
+
+    if heads.applies(model):
+        ahead.loops()
+
+
 def batched(model: Any) -> bool:
     """Whether training several clients together is one computation."""
     from fedfm.training import heads, packed

@@ -17,6 +17,7 @@ import torch
 
 from fedfm.params import Params
 from fedfm.training import SGD
+from fedfm.training.ahead import loops
 from fedfm.training.job import Job
 from fedfm.training.packed.linear import product
 
@@ -35,16 +36,15 @@ def pays(job: Job, n: int, classes: int, width: int) -> bool:
 
 def train(job: Job, x: np.ndarray, y: np.ndarray, weight: str, bias: str) -> tuple[Params, float]:
     """The trained head and the mean loss over its batches, from features (n, d) and labels (n,)."""
-    from fedfm.training.kernel import descend_in_span, scratch
-
+    descent = loops()
     local, layout, n, features = job.local, job.w.layout, len(y), torch.from_numpy(x)
     first = product(features, job.w[weight], job.w[bias])  # X W_0^T + b_0
     gram = product(features, features).add_(1)  # X X^T + 1
     width = -(-first.shape[1] // _LANES) * _LANES
     a = np.zeros((n, width), np.float32)
     eta, decay = local.learning_rate, local.weight_decay
-    room = scratch(min(local.batch_size, n), width)
-    loss = descend_in_span(first.numpy(), gram.numpy(), a, y, job.epochs(), local.batch_size, eta, decay, *room)
+    room = descent.scratch(min(local.batch_size, n), width)
+    loss = descent.descend_in_span(first.numpy(), gram.numpy(), a, y, job.epochs(), local.batch_size, eta, decay, *room)
     flat = torch.empty(layout.sizes[torch.float32])
     trained, decayed = Params.from_flat(layout, {torch.float32: flat}), (1 - eta * decay) ** local.steps(n)
     moved = torch.from_numpy(a)[:, : first.shape[1]]

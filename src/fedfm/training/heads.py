@@ -1,7 +1,7 @@
 """Linear heads on frozen features, trained one client after the other by compiled loops.
 
 With the backbone frozen, a client trains a softmax regression on cached features. A head is small: what counts is not
-the arithmetic but what stands around it, so all steps of a client are one call (:mod:`fedfm.training.kernel`). Where a
+the arithmetic but what stands around it, so all steps of a client are one call (:mod:`fedfm.descent`). Where a
 client takes many steps over fewer rows than features, they are taken in the rows' span (:mod:`fedfm.training.gram`).
 Other rules than plain SGD step in Python, on gradients from the same kernel.
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedfm.params import Layout, Params
 from fedfm.training import SGD, gram
+from fedfm.training.ahead import loops
 from fedfm.training.job import Job
 from fedfm.training.rules import Rule
 
@@ -81,28 +82,26 @@ def _pieces(flat: Tensor, layout: Layout, names: Sequence[str]) -> list[np.ndarr
 
 def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tuple[Params, float]:
     """Plain SGD: all steps in one call."""
-    from fedfm.training.kernel import descend, scratch
-
+    descent = loops()
     local, layout = job.local, job.w.layout
     flat = job.w.flats[torch.float32].clone()
     v = _pieces(flat, layout, names)
-    room = scratch(min(local.batch_size, len(y)), len(v[1]))
-    loss = descend(x, y, job.epochs(), local.batch_size, *v, *v, local.learning_rate, local.weight_decay, *room)
+    room = descent.scratch(min(local.batch_size, len(y)), len(v[1]))
+    loss = descent.descend(x, y, job.epochs(), local.batch_size, *v, *v, local.learning_rate, local.weight_decay, *room)
     return Params.from_flat(layout, {torch.float32: flat}), loss
 
 
 def _by_rule(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tuple[Params, float]:
     """Momentum, Adam, AdamW, a proximal term or a correction: gradients from the kernel, steps by the rule."""
-    from fedfm.training.kernel import descend, scratch
-
+    descent = loops()
     local, layout, start = job.local, job.w.layout, job.w.flats[torch.float32]
     flat, gradient = start.clone(), torch.empty_like(start)
     correction = None if job.correction is None else torch.cat([job.correction[name].reshape(-1) for name in job.w])
     v, g, rule = _pieces(flat, layout, names), _pieces(gradient, layout, names), Rule(local, flat)
-    room, losses = scratch(min(local.batch_size, len(y)), len(v[1])), []
+    room, losses = descent.scratch(min(local.batch_size, len(y)), len(v[1])), []
     for batch in job.orders():
         gradient.zero_()
-        losses.append(descend(x, y, batch[None], len(batch), *v, *g, -1.0, 0.0, *room))
+        losses.append(descent.descend(x, y, batch[None], len(batch), *v, *g, -1.0, 0.0, *room))
         if job.mu:
             gradient.add_(flat, alpha=job.mu).sub_(start, alpha=job.mu)
         if correction is not None:

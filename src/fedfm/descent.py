@@ -3,7 +3,8 @@
 Rows are taken four at a time with four classes (logits) or two (gradients), so that a value that was loaded is used
 several times; at the edge of a batch the last row stands in for those that are missing, with nothing to add.
 
-Views and scratch are made by the caller: numba needs longer to compile ``reshape`` than a loop over rows.
+Views and scratch are made by the caller: numba needs longer to compile ``reshape`` than a loop over rows. The module
+does not import torch, so that a process that only compiles it has done so while another one loads a model.
 """
 
 from __future__ import annotations
