@@ -78,8 +78,9 @@ def test_a_cohort_gives_each_client_the_bits_it_gets_alone(
 
 
 @pytest.mark.parametrize(("d", "c", "batch"), [(384, 77, 32), (192, 10, 10), (385, 77, 100), (31, 3, 7)])
-def test_the_bits_hold_at_the_sizes_of_real_heads_and_for_every_chunk(d, c, batch):
-    todo = jobs(SGD(learning_rate=0.1, batch_size=batch, epochs=2), [100, 3, 57, 100, 100, 1, 32, 99, 100], d, c)
+@pytest.mark.parametrize("epochs", [1, 5])
+def test_the_bits_hold_at_the_sizes_of_real_heads_and_for_every_chunk(d, c, batch, epochs):
+    todo = jobs(SGD(learning_rate=0.1, batch_size=batch, epochs=epochs), [100, 3, 57, 100, 100, 1, 32, 99, 100], d, c)
     alone = [heads.train([job])[0].sha256() for job in todo]
     for width in (2, 3, 9):
         got = [p for i in range(0, 9, width) for p in heads.train(todo[i : i + width])]

@@ -41,13 +41,15 @@ def train(job: Job, x: np.ndarray, y: np.ndarray, weight: str, bias: str) -> tup
     first = product(features, job.w[weight], job.w[bias])  # X W_0^T + b_0
     gram = product(features, features).add_(1)  # X X^T + 1
     width = -(-first.shape[1] // _LANES) * _LANES
-    a = np.zeros((n, width), np.float32)
+    a = torch.zeros(n, width)
     eta, decay = local.learning_rate, local.weight_decay
     room = descent.scratch(min(local.batch_size, n), width)
-    loss = descent.descend_in_span(first.numpy(), gram.numpy(), a, y, job.epochs(), local.batch_size, eta, decay, *room)
+    loss = descent.descend_in_span(
+        first.numpy(), gram.numpy(), a.numpy(), y, job.epochs(), local.batch_size, eta, decay, *room
+    )
     flat = torch.empty(layout.sizes[torch.float32])
     trained, decayed = Params.from_flat(layout, {torch.float32: flat}), (1 - eta * decay) ** local.steps(n)
-    moved = torch.from_numpy(a)[:, : first.shape[1]]
+    moved = a[:, : first.shape[1]]
     torch.sub(job.w[weight] * decayed if decay else job.w[weight], product(moved.T, features.T), out=trained[weight])
     torch.sub(job.w[bias] * decayed, moved.sum(0), out=trained[bias])
     return trained, loss
