@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.nn import functional
 from fedfm import seeds
 from fedfm.engines.local import LocalLink
 from fedfm.experiment import Experiment
-from fedfm.federation import Aggregator, Federation
+from fedfm.federation import Aggregator, Client, Federation, Update, on_client
 from fedfm.methods.fedavg import FedAvg
 from fedfm.params import Params
 from fedfm.population import populate
@@ -114,19 +115,44 @@ def pfl_round(population: Any, local: Any, initial: Params) -> Callable[[], Any]
 
 
 def products_alone(population: Any, batch_size: int, epochs: int, weight: torch.Tensor) -> float:
-    """Seconds a client of nothing but the loop's two products a step, for 40 clients at once: a floor on this machine
-    for whoever steps on the weights.
+    """Seconds a client of nothing but the loop's two products a step, for 40 clients at once and rows that need not be
+    gathered: about the least that stepping on the weights takes on this machine, with nothing sent or received.
     """
     n, (classes, width) = len(population.data(population.clients[0]).train), weight.shape
-    x, w = torch.randn(40, batch_size, width), torch.randn(40, classes, width)
-    e, steps = torch.randn(40, classes, batch_size), epochs * -(-n // batch_size)
+    w = torch.randn(40, classes, width)
+    sizes = [min(batch_size, n - at) for at in range(0, n, batch_size)]
+    batches = [(torch.randn(40, size, width), torch.randn(40, classes, size)) for size in sizes]
 
     def run() -> None:
-        for _ in range(steps):
-            torch.bmm(w, x.transpose(1, 2))
-            w.baddbmm_(e, x, alpha=-1e-6)
+        for _ in range(epochs):
+            for x, e in batches:
+                torch.bmm(w, x.transpose(1, 2))
+                w.baddbmm_(e, x, alpha=-1e-6)
 
     return common.median(common.interleave({"products": run}, 5)["products"]) / 40
+
+
+@dataclass(frozen=True)
+class Nothing(FedAvg):
+    """FedAvg whose clients send back what they were sent."""
+
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        return Update(w, len(client.data.train))
+
+
+def messages_alone(population: Any, initial: Params) -> float:
+    """Seconds a client-round in which nobody trains: delivery, validation, transcript and mean."""
+    method = Nothing(fraction=1.0)
+    silos = Silos(method, Aggregator(), population, memory=Path(tempfile.mkdtemp(prefix="fedfm-bench-")))
+    fed = Federation(LocalLink(silos), model=population.model)
+
+    def run() -> None:
+        fed.begin(1)
+        method.step(fed, initial, 1)
+        fed.transcript.drain()
+
+    return common.median(common.interleave({"messages": run}, 15)["messages"]) / len(population.clients)
 
 
 def measure(
@@ -161,6 +187,8 @@ def measure(
         times = common.interleave(variants, turns)
         count = len(population.clients)
         weight = next(t for n, t in fed.initial.items() if n.endswith("weight"))
+        products = products_alone(population, batch_size, epochs, weight)
+        sent = messages_alone(population, fed.initial)
         rows.append(
             {
                 "clients": f"{title}, {count} of about {len(population.data(population.clients[0]).train)} rows",
@@ -170,7 +198,9 @@ def measure(
                 "loop": count / common.median(times["loop"]),
                 "ratio to the loop": common.ratio(times["loop"], times["fedfm"]),
                 "pfl-research": count / common.median(times["pfl"]) if "pfl" in times else None,
-                "the same products alone, us": round(1e6 * products_alone(population, batch_size, epochs, weight)),
+                "the same products alone, us": round(1e6 * products),
+                "the messages alone, us": round(1e6 * sent),
+                "ratio to the loop of both": round(common.median(times["loop"]) / count / (products + sent), 1),
                 "ratio to pfl-research": common.ratio(times["pfl"], times["fedfm"]) if "pfl" in times else None,
                 "wall us a client-round": round(1e6 * common.median(times["fedfm"], 0) / count),
                 "MiB added, fedfm and loop": f"{common.added_mib(ours)}, {common.added_mib(loop)}",
@@ -227,6 +257,9 @@ def main() -> None:
                         "B, E": r["B, E"],
                         "fedfm, wall us, training included": r["wall us a client-round"],
                         "Ray, wall us, messages alone": round(1e6 * alone),
+                        "ratio of the products and messages alone": round(
+                            1e6 * alone / (r["the same products alone, us"] + r["the messages alone, us"]), 1
+                        ),
                         "ratio": {
                             "median": round(alone / mine, 1),
                             "min": round(min(by_round), 1),

@@ -1,9 +1,9 @@
-"""How loops are compiled. Only this module and ``passes`` import numba, and only what computes imports them."""
+"""How loops are compiled. Only this module and ``passes`` import numba, and where a loop is about to run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -11,17 +11,22 @@ import numpy as np
 
 SLACK = np.float32(1 - 1e-4)  # of bounds of distances: far above what float32 rounds off
 SPAN = 256  # rows whose sums run in float32 before they move into float64
-MATHS = {"reassoc", "contract", "nsz", "arcp", "nnan"}  # sums and minima in vector lanes; infinity keeps its meaning
+EXACT = {"reassoc", "contract", "nsz", "arcp"}  # sums in vector lanes; NaN and infinity keep their meaning
+MATHS = EXACT | {"nnan"}  # minima in vector lanes too, where no NaN can come
 INDEX = numba.uint64  # of which the compiler knows that it is not negative
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
-def compiled(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
-    """Compile at the first call, keep on disk; in memory only where there is no folder to keep it in."""
+def compiled(function: Callable[..., Any], maths: set[str] = MATHS, signature: Any = None) -> Any:
+    """Compile at the first call, or at once for one signature; keep on disk, or in memory where no folder is to be had.
+
+    A signature costs nothing where the compiled code is on disk already.
+    """
+    given: Sequence[Any] = () if signature is None else (signature,)
     try:
-        return numba.njit(cache=True, fastmath=maths, **OPTIONS)(function)
+        return numba.njit(*given, cache=True, fastmath=maths, **OPTIONS)(function)
     except RuntimeError:  # no locator available
-        return numba.njit(fastmath=maths, **OPTIONS)(function)
+        return numba.njit(*given, fastmath=maths, **OPTIONS)(function)
 
 
 def in_order(function: Callable[..., Any]) -> Any:
@@ -29,9 +34,9 @@ def in_order(function: Callable[..., Any]) -> Any:
     return compiled(function, {"contract"})
 
 
-def part(function: Callable[..., Any]) -> Any:
+def part(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
     """Part of a compiled function, always inlined: a call would count the references to every array it is given."""
-    return numba.njit(forceinline=True, fastmath=MATHS, **OPTIONS)(function)
+    return numba.njit(forceinline=True, fastmath=maths, **OPTIONS)(function)
 
 
 def aligned(*shape: int, dtype: Any = np.float32) -> Any:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numba.extending import intrinsic
 
-from fedfm.compiled import compiled
+from fedfm.compiled import EXACT, compiled
 
 BLOCK = 1 << 13  # entries summed before the sum is put aside
 as_written = partial(compiled, maths=set())
-in_lanes = partial(compiled, maths={"reassoc", "contract", "nsz", "arcp"})  # NaN and infinity keep their meaning
+in_lanes = partial(compiled, maths=EXACT)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -21,6 +21,7 @@ from fedfm.method import Method
 from fedfm.methods.centralised import POOLED
 from fedfm.params import Params
 from fedfm.rows import Rows
+from fedfm.training import ahead
 
 if TYPE_CHECKING:
     from fedfm.progress import Progress
@@ -114,6 +115,9 @@ def populate(experiment: Experiment) -> Partitioned:
         raise InputError(
             "data and model of this run were given from Python: call fedfm.federate(...) again with the same out"
         )
+    adaptation = experiment.model.adaptation
+    if adaptation is not None and adaptation.name == "head":
+        ahead.start()
     seed = experiment.run.seed
     table = load_table(experiment.data, seed=seed, task=experiment.model.task)
     federated = deal(table, experiment.data, seed=seed)

@@ -77,9 +77,20 @@ class Silos:
         """How many clients to hand to one :meth:`answer`."""
         return cohort.width(self.population.model)
 
+    @property
+    def least(self) -> int:
+        """How many clients to hand to one :meth:`answer` where fewer would cost more."""
+        return cohort.least(self.population.model)
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Load what answering them needs, before processes are forked that share it."""
+        if any(request.handler.startswith("train.") for request in requests[:1]):
+            cohort.prepare(self.population.model)
+
     def answer(self, requests: Sequence[Request]) -> list[Any]:
         """Run the requests side by side; each result is the reply's value, or a ClientFault."""
-        results = cohort.run_chunk([partial(self._answer, request) for request in requests])
+        calls = [partial(self._answer, request) for request in requests]
+        results = cohort.run_chunk(calls, together=len(calls) > 1 and cohort.batched(self.population.model))
         return [
             r if isinstance(r, ClientFault) else self._fault(request.client, r) if isinstance(r, Exception) else r
             for request, r in zip(requests, results, strict=True)

@@ -1,4 +1,4 @@
-"""Heads as one batched product: a client's bits are its own, and the numbers are those of a plain PyTorch loop."""
+"""Heads by compiled loops: a client's bits are its own, and the numbers are those of a plain PyTorch loop."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 from fedfm.federation import Client, ClientData
 from fedfm.params import Params
 from fedfm.rows import Rows
-from fedfm.training import SGD, Adam, AdamW, Proximal, heads
+from fedfm.training import SGD, Adam, AdamW, Proximal, gram, heads
 from fedfm.training.job import Job
 
 NAMES = ("head.weight", "head.bias")
@@ -78,8 +78,9 @@ def test_a_cohort_gives_each_client_the_bits_it_gets_alone(
 
 
 @pytest.mark.parametrize(("d", "c", "batch"), [(384, 77, 32), (192, 10, 10), (385, 77, 100), (31, 3, 7)])
-def test_the_bits_hold_at_the_sizes_of_real_heads_and_for_every_chunk(d, c, batch):
-    todo = jobs(SGD(learning_rate=0.1, batch_size=batch, epochs=2), [100, 3, 57, 100, 100, 1, 32, 99, 100], d, c)
+@pytest.mark.parametrize("epochs", [1, 5])
+def test_the_bits_hold_at_the_sizes_of_real_heads_and_for_every_chunk(d, c, batch, epochs):
+    todo = jobs(SGD(learning_rate=0.1, batch_size=batch, epochs=epochs), [100, 3, 57, 100, 100, 1, 32, 99, 100], d, c)
     alone = [heads.train([job])[0].sha256() for job in todo]
     for width in (2, 3, 9):
         got = [p for i in range(0, 9, width) for p in heads.train(todo[i : i + width])]
@@ -152,14 +153,6 @@ def test_what_it_was_sent_is_not_written_to():
     assert [f._version for f in todo[0].w.flats.values()] == versions
 
 
-def test_many_steps_are_gathered_piece_by_piece(monkeypatch):
-    todo = jobs(SGD(learning_rate=0.1, batch_size=4, epochs=2), [50, 21, 4], 6, 3)
-    whole = [p.sha256() for p in heads.train(todo)]
-    for entries in (1, 200, 400):
-        monkeypatch.setattr(heads, "_GATHER", entries)
-        assert [p.sha256() for p in heads.train(todo)] == whole
-
-
 def test_a_client_without_rows_returns_what_it_was_sent():
     todo = jobs(SGD(batch_size=4), [0, 6], 3, 2)
     nothing, something = heads.train(todo)
@@ -173,6 +166,96 @@ def test_rows_without_labels_are_refused():
     client = Client("c", ClientData(lambda: rows, Rows, Rows), job.client.model, {}, 0)
     with pytest.raises(ValueError, match="labelled"):
         heads.train([Job(client, job.w, job.local)])
+
+
+@pytest.mark.parametrize("label", [-1, 2, 1 << 40])
+def test_labels_that_are_no_class_are_refused(label):
+    (job,) = jobs(SGD(), [4], 3, 2)
+    job.client.data.train.labels[1] = label
+    with pytest.raises(ValueError, match="do not fit a head of 3x2"):
+        heads.train([job])
+
+
+def test_features_of_another_width_are_refused():
+    (job,) = jobs(SGD(), [4], 3, 2)
+    job.client.data.train.tensors["features"] = torch.zeros(4, 2)
+    with pytest.raises(ValueError, match="do not fit"):
+        heads.train([job])
+
+
+def softmax_regression(x, y, orders, size, w, b, eta, decay):
+    """SGD as in a textbook, in float64: (weight, bias, mean of the batches' losses)."""
+    x, w, b, losses = x.astype(float), w.astype(float), b.astype(float), []
+    for order in orders:
+        for at in range(0, len(order), size):
+            rows = order[at : at + size]
+            z = x[rows] @ w.T + b
+            p = np.exp(z - z.max(1, keepdims=True))
+            p /= p.sum(1, keepdims=True)
+            losses.append(-np.log(p[np.arange(len(rows)), y[rows]]).mean())
+            p[np.arange(len(rows)), y[rows]] -= 1
+            w, b = w - eta * (p.T @ x[rows] / len(rows) + decay * w), b - eta * (p.mean(0) + decay * b)
+    return w, b, np.mean(losses)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    n=st.integers(1, 70),
+    d=st.integers(1, 90),
+    c=st.integers(1, 35),
+    size=st.integers(1, 80),
+    epochs=st.integers(1, 4),
+    decay=st.sampled_from([0.0, 0.05]),
+    seed=st.integers(0, 10_000),
+)
+def test_both_ways_of_plain_sgd_are_the_textbooks(n, d, c, size, epochs, decay, seed):
+    """On the weights and in the rows' span, whichever of the two would have been chosen."""
+    local = SGD(learning_rate=0.2, batch_size=size, epochs=epochs, weight_decay=decay)
+    (job,) = jobs(local, [n], d, c, seed=seed)
+    rows = job.client.data.train
+    x, y = rows.tensors["features"].numpy(), rows.labels.numpy()
+    w, b = (job.w[name].numpy() for name in NAMES)
+    expected = softmax_regression(x, y, job.epochs(), size, w, b, 0.2, decay)
+    for got, loss in (heads._plain(job, x, y, NAMES), gram.train(job, x, y, *NAMES)):
+        np.testing.assert_allclose(got["head.weight"].numpy(), expected[0], rtol=1e-5, atol=3e-6)
+        np.testing.assert_allclose(got["head.bias"].numpy(), expected[1], rtol=1e-5, atol=3e-6)
+        assert loss == pytest.approx(expected[2], rel=1e-5, abs=1e-6)
+
+
+def test_the_span_is_taken_where_it_has_fewer_multiplications():
+    (job,) = jobs(SGD(batch_size=10, epochs=5), [100], 384, 77)
+    assert gram.pays(job, 100, 77, 384)
+    assert not gram.pays(job, 1000, 77, 384)  # more rows than features
+    assert not gram.pays(Job(job.client, job.w, SGD(batch_size=10)), 100, 77, 384)  # one epoch
+    assert not gram.pays(job, 36, 10, 128)  # too small to be worth three calls
+    for other in (SGD(epochs=5, momentum=0.9), Adam(epochs=5)):
+        assert not gram.pays(Job(job.client, job.w, other), 100, 77, 384)
+    assert not gram.pays(Job(job.client, job.w, job.local, mu=0.1), 100, 77, 384)
+    assert not gram.pays(Job(job.client, job.w, job.local, correction=job.w), 100, 77, 384)
+
+
+@pytest.mark.parametrize("way", ["weights", "span", "rule"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_so(way, bad):
+    """A server has to be able to refuse it."""
+    (job,) = jobs(SGD(batch_size=8, epochs=2), [20], 12, 5)
+    rows = job.client.data.train
+    x, y = rows.tensors["features"].numpy().copy(), rows.labels.numpy()
+    x[7, 3] = bad
+    train = {"weights": heads._plain, "rule": heads._by_rule, "span": lambda j, x, y, n: gram.train(j, x, y, *n)}[way]
+    got, loss = train(job, x, y, NAMES)
+    assert not got.is_finite()
+    assert not np.isfinite(loss)
+
+
+def test_logits_far_apart_overflow_nothing():
+    (job,) = jobs(SGD(learning_rate=0.1, batch_size=4), [8], 6, 3)
+    job.client.data.train.tensors["features"].mul_(1e4)
+    (got,) = heads.train([job])
+    expected, loss = reference(job)
+    assert got.is_finite()
+    torch.testing.assert_close(got["head.weight"], expected["head.weight"], rtol=1e-4, atol=1e-3)
+    assert job.client.metrics["loss"] == pytest.approx(loss, rel=1e-4)
 
 
 def test_it_applies_to_linear_heads_only():

@@ -1,7 +1,8 @@
 """Worker processes of the local engine: forked, so that model and data are shared; spoken to without pickle.
 
-A payload is written once into an anonymous memory file, whose descriptor goes to each worker; control messages are
-short JSON texts on a socket pair. The workers are our children: one that dies is noticed at once, with its signal.
+A payload is written once into an anonymous memory file, whose descriptor goes to each worker; replies come in two such
+files a worker that stay mapped, in turn, so that one is read while the next is written. Control messages are short JSON
+texts on a socket pair. The workers are our children: one that dies is noticed at once, with its signal.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from fedfm.federation import ClientId, Reply, Request
 from fedfm.silo import Silos
 
 _LIMIT = 1 << 16  # bytes of a control message
+_BOX = (
+    1 << 23
+)  # bytes of replies up to which a worker keeps a file: new pages cost ten times what writing to old ones does
 _PR_SET_PDEATHSIG = 1
 
 
@@ -38,6 +42,7 @@ class _Worker:
     requests: list[Request] = field(default_factory=list)
     deadline: float = 0.0
     known: set[int] = field(default_factory=set)  # payloads of this exchange that it holds
+    boxes: dict[int, memoryview] = field(default_factory=dict)  # what it writes replies to, mapped
 
 
 _ours: WeakSet[socket.socket] = WeakSet()  # our ends of all workers' sockets in this process
@@ -57,12 +62,15 @@ class Pool:
 
     def exchange(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[Reply]:
         """Deliver; after ``stop`` nothing new starts."""
-        while len(self._workers) < min(self._count, max(len(requests), 1)):
+        missing = min(self._count, max(len(requests), 1)) - len(self._workers)
+        if missing > 0:
+            self._silos.prepare(requests)
+        for _ in range(missing):
             self._workers.append(self._fork())
         for worker in self._workers:
             worker.known.clear()
         payloads = _Payloads()
-        waiting = _chunks(requests, self._silos.width, self._count, self._home)
+        waiting = _chunks(requests, self._silos.width, self._silos.least, self._count, self._home)
         try:
             with selectors.DefaultSelector() as selector:
                 for slot, worker in enumerate(self._workers):
@@ -88,7 +96,7 @@ class Pool:
                         answered, worker.requests = worker.requests, []
                         if waiting and not stop():  # it goes on while its replies are read
                             self._send(slot, worker, _take(waiting, slot, self._home), payloads)
-                        yield from _replies(answered, *answer, payloads)
+                        yield from _replies(answered, worker.boxes, *answer, payloads)
                     for slot, worker in enumerate(self._workers):
                         if worker.requests and time.monotonic() > worker.deadline:
                             yield from self._lost(slot, selector, waiting, self._timeout)
@@ -171,19 +179,24 @@ class Pool:
         self._workers = []
 
 
-def _received(worker: _Worker) -> tuple[bytes, int] | None:
-    """What came from a worker, a message and a memory file; None if the worker is gone."""
+def _received(worker: _Worker) -> tuple[bytes, list[int]] | None:
+    """What came from a worker, a message and a memory file if it is a new one; None if the worker is gone."""
     try:
         message, fds, _, _ = socket.recv_fds(worker.socket, _LIMIT, 1)
     except OSError:
         return None
-    return (message, fds[0]) if message else None
+    return (message, fds) if message else None
 
 
-def _replies(requests: Sequence[Request], message: bytes, fd: int, payloads: _Payloads) -> Iterator[Reply]:
+def _replies(
+    requests: Sequence[Request], boxes: dict[int, memoryview], message: bytes, fds: list[int], payloads: _Payloads
+) -> Iterator[Reply]:
     """The replies of a chunk, read one by one as they are asked for."""
-    block, at = _read(fd), 0
-    for request, (code, reason, head_size, data_size) in zip(requests, json.loads(message), strict=True):
+    box, lines = json.loads(message)
+    if fds:
+        boxes[box] = _read(fds[0])
+    block, at = boxes[box] if box >= 0 else boxes.pop(box), 0
+    for request, (code, reason, head_size, data_size) in zip(requests, lines, strict=True):
         fault, value, up = (ClientFault(code, reason) if code else None), None, 0
         if fault is None:
             try:
@@ -204,10 +217,13 @@ def _cause(status: int) -> str:
     return f"exit status {os.waitstatus_to_exitcode(status)}"
 
 
-def _chunks(requests: Sequence[Request], width: int, workers: int, home: dict[ClientId, int]) -> list[list[Request]]:
+def _chunks(
+    requests: Sequence[Request], width: int, least: int, workers: int, home: dict[ClientId, int]
+) -> list[list[Request]]:
     """Requests in order, at most ``width`` at a time, those of one home together.
 
-    Chunks get smaller, to half of ``width``, so that all workers end together; a worker's only one is not cut.
+    Chunks get smaller, to ``least``, so that all workers end together and the first replies are read before that; a
+    worker's only one of no more is not cut.
     """
     groups: dict[int, list[Request]] = {}
     for request in requests:
@@ -215,9 +231,9 @@ def _chunks(requests: Sequence[Request], width: int, workers: int, home: dict[Cl
     chunks = []
     for slot, group in groups.items():
         sharing = workers if slot < 0 else 1
-        least = min(-(-width // 2), -(-len(group) // sharing))
+        fewest = min(least, -(-len(group) // sharing))
         while group:
-            size = min(width, max(-(-len(group) // (2 * sharing)), least))
+            size = min(width, max(-(-len(group) // (2 * sharing)), fewest))
             chunks.append(group[:size])
             group = group[size:]
     return sorted(chunks, key=lambda chunk: (-len(chunk), chunk[0].client))
@@ -287,6 +303,32 @@ def _read(fd: int) -> memoryview:
         os.close(fd)
 
 
+class _Outbox:
+    """The two files that a worker's replies go to in turn."""
+
+    def __init__(self) -> None:
+        self._boxes: list[mmap.mmap | None] = [None, None]
+        self._turn = 0
+
+    def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, list[int]]:
+        """Which file holds them now (-1: one of their own), and its descriptor where the server does not know it."""
+        size = sum(map(len, pieces))
+        if size > _BOX:
+            return -1, [_write(pieces)]
+        self._turn = 1 - self._turn
+        box, fds = self._boxes[self._turn], []
+        if box is None or len(box) < size:
+            capacity, fd = 1 << max(size - 1, 1 << 12).bit_length(), _memory_file()
+            os.ftruncate(fd, capacity)  # pages are taken when they are written to
+            box, fds = mmap.mmap(fd, capacity), [fd]
+            self._boxes[self._turn] = box
+        at = 0
+        for piece in pieces:
+            box[at : at + len(piece)] = piece
+            at += len(piece)
+        return self._turn, fds
+
+
 def _die_with(parent: int) -> None:
     """A worker never outlives the server: an orphan would write memories beside those of a resumed run."""
     if sys.platform == "linux":
@@ -298,7 +340,7 @@ def _die_with(parent: int) -> None:
 def _work(silos: Silos, link: socket.socket) -> None:
     """A worker's life: receive tasks, answer, until the socket closes."""
     payloads: dict[int, Any] = {}
-    exchange = (-1, -1)
+    exchange, outbox = (-1, -1), _Outbox()
     while True:
         message, fds, _, _ = socket.recv_fds(link, _LIMIT, 64)
         if not message:
@@ -326,6 +368,7 @@ def _work(silos: Silos, link: socket.socket) -> None:
             else:
                 lines.append(("", "", len(head), sum(map(len, data))))
                 pieces += [head.encode(), *data]
-        fd = _write(pieces)
-        socket.send_fds(link, [json.dumps(lines).encode()], [fd])
-        os.close(fd)
+        box, new = outbox.put(pieces)
+        socket.send_fds(link, [json.dumps([box, lines]).encode()], new)
+        for fd in new:
+            os.close(fd)

@@ -1,8 +1,8 @@
 """How local training is computed: one client at a time, or every client of a chunk as one batch.
 
-A method's client half is written for one client and calls ``self.local(client, w)``. When a chunk of clients runs,
-each client's handler is a greenlet: it stops at that call, the jobs of all are trained together, and each goes on with
-its own result. The method does not see it.
+A method's client half is written for one client and calls ``self.local(client, w)``. Where a chunk of clients is
+trained as one batch, each client's handler is a greenlet: it stops at that call, the jobs of all are trained together,
+and each goes on with its own result. The method does not see it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import greenlet
 
 from fedfm.params import Params
 from fedfm.training.job import Job
+
+_HEADS = (64, 4)  # clients a chunk of heads, at most and at least: a message takes as long as several of them
 
 Trainer = Callable[[Sequence[Job]], list[Params]]
 
@@ -41,16 +43,40 @@ def trainer_for(model: Any) -> Trainer:
 
 
 def width(model: Any) -> int:
-    """How many clients one chunk should hold."""
+    """How many clients one chunk should hold at most."""
     from fedfm.training import heads, packed
 
-    return heads.WIDTH if heads.applies(model) else packed.width(model)
+    return _HEADS[0] if heads.applies(model) else packed.width(model)
 
 
-def run_chunk(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run handlers side by side, their local training batched; a handler's exception takes its result's place."""
-    if len(calls) == 1:
-        return [_alone(calls[0])]
+def least(model: Any) -> int:
+    """How many clients one chunk should hold at least."""
+    from fedfm.training import heads, packed
+
+    return _HEADS[1] if heads.applies(model) else -(-packed.width(model) // 2)
+
+
+def prepare(model: Any) -> None:
+    """Load what its training needs, before processes are forked that share it."""
+    from fedfm.training import ahead, heads
+
+    if heads.applies(model):
+        ahead.loops()
+
+
+def batched(model: Any) -> bool:
+    """Whether training several clients together is one computation."""
+    from fedfm.training import heads, packed
+
+    return not heads.applies(model) and packed.width(model) > 1
+
+
+def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list[Any]:
+    """Run handlers side by side, their local training batched, or one after the other; a handler's exception takes its
+    result's place.
+    """
+    if not together or len(calls) == 1:
+        return [_alone(call) for call in calls]
     results: list[Any] = [None] * len(calls)
     waiting: list[tuple[int, _Chunk, Job]] = []
 

@@ -1,31 +1,28 @@
-"""Linear heads on frozen features, a whole cohort as one batched product.
+"""Linear heads on frozen features, trained one client after the other by compiled loops.
 
-With the backbone frozen, a client trains a softmax regression on cached features. K clients are one weight
-(K, C, d) and one bias (K, C); a step is two batched products, the second of which adds -eta times the gradient to the
-weight in place where the optimiser is plain SGD.
+With the backbone frozen, a client trains a softmax regression on cached features. A head is small: what counts is not
+the arithmetic but what stands around it, so all steps of a client are one call (:mod:`fedfm.descent`). Where a
+client takes many steps over fewer rows than features, they are taken in the rows' span (:mod:`fedfm.training.gram`).
+Other rules than plain SGD step in Python, on gradients from the same kernel.
 
-A cohort gives the same bits as the clients one by one. A client's slice of a batched product depends neither on how
-many clients stand beside it nor on their values, but the order in which MKL sums depends on where a matrix begins in
-memory: every client's matrices begin at a multiple of 64 bytes, which is why d and the batch size are padded to
-multiples of 16. Rows of padding, also those that fill a last batch, have weight zero.
+A client's bits depend on nothing but itself.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from fedfm.params import Params
+from fedfm.params import Layout, Params
 from fedfm.training import SGD, gram
-from fedfm.training.job import LINE, Job, plan
+from fedfm.training.ahead import loops
+from fedfm.training.job import Job
 from fedfm.training.rules import Rule
-
-WIDTH = 64  # clients a chunk: more would not make a step's operations cheaper, and their features have to be held
-_GATHER = 1 << 19  # entries of features that are gathered at a time: several steps of a chunk, still in the cache
 
 
 def applies(model: Any) -> bool:
@@ -35,133 +32,79 @@ def applies(model: Any) -> bool:
         and getattr(model, "softmax", True)
         and getattr(model, "task", None) == "classification"
         and isinstance(model.head, torch.nn.Linear)
-        and len(_names(model)) == 2
+        and model.head.weight.dtype == torch.float32
+        and len(model.names) == 2
     )
 
 
-def _names(model: Any) -> list[str]:
-    """Names of the head's weight (C, d) and bias (C,)."""
-    return sorted(model.names, key=lambda name: not name.endswith("weight")) if len(model.names) == 2 else []
-
-
 def train(jobs: Sequence[Job]) -> list[Params]:
-    """All jobs (same head, same optimiser) together, each where it is cheaper: on the weights, or in its rows' span."""
-    names = _names(jobs[0].client.model)
-    classes, width = jobs[0].w[names[0]].shape
-    kinds: dict[int, list[int]] = {}  # places in the span, 0: on the weights
-    for i, job in enumerate(jobs):
-        kinds.setdefault(gram.places(job) if gram.pays(job, classes, width) else 0, []).append(i)
-    out: list[Any] = [None] * len(jobs)
-    for places, members in kinds.items():
-        together = [jobs[i] for i in members]
-        results = gram.train(together, *names) if places else _train(together)
-        for i, (trained, loss) in zip(members, results, strict=True):
-            jobs[i].client.metrics["loss"] = loss
-            out[i] = trained
-    return out
+    """One after the other.
+
+    Raises:
+        ValueError: a client has no labels, or labels that are no class of the head.
+    """
+    return [_train(job) for job in jobs]
 
 
-def _train(jobs: Sequence[Job]) -> list[tuple[Params, float]]:
-    """On the weights, in lockstep; those with fewer batches stop earlier."""
-    sequence = sorted(range(len(jobs)), key=lambda i: -jobs[i].local.steps(len(jobs[i].client.data.train)))
-    ordered = [jobs[i] for i in sequence]
-    local = ordered[0].local
-    names = _names(ordered[0].client.model)
-    steps = [local.steps(len(job.client.data.train)) for job in ordered]
-    w, b = _stack(names, [job.w for job in ordered])
-    d = ordered[0].w[names[0]].shape[1]
-    pull = _Pull(ordered, names, w, b)
-    plain = isinstance(local, SGD) and not local.momentum and not pull
-    keep = 1 - local.learning_rate * local.weight_decay
-    rules = () if plain else (Rule(local, w), Rule(local, b))
-    batches = _Batches(ordered, steps, w)
-    losses = torch.zeros(len(ordered))
-    active = len(ordered)
-    for step in range(max(steps, default=0)):
-        while steps[active - 1] <= step:
-            active -= 1
-            for rule in rules:
-                rule.narrow(active)
-        x, y, share = batches.at(step, active)  # (K, B, d), (K, 1, B), (K, 1, B)
-        error = torch.bmm(w[:active], x.transpose(1, 2)).add_(b[:active, :, None])  # (K, C, B)
-        error = torch.log_softmax(error, 1)
-        losses[:active] -= (error.gather(1, y) * share).sum((1, 2))
-        error.exp_().scatter_add_(1, y, batches.minus_one[:active]).mul_(share)
-        if plain:  # w <- (1 - eta lambda) w - eta gradient
-            w[:active].baddbmm_(error, x, beta=keep, alpha=-local.learning_rate)
-            b[:active].mul_(keep).sub_(error.sum(2), alpha=local.learning_rate)
-        else:
-            gradients = torch.bmm(error, x), error.sum(2)
-            pull.add(gradients, (w, b), active)
-            for rule, p, g in zip(rules, (w, b), gradients, strict=True):
-                rule.step(p[:active], g)
-    out: list[Any] = [None] * len(jobs)
-    mean_losses = losses.tolist()
-    for k, (i, trained) in enumerate(zip(sequence, _heads(ordered, names, w[:, :, :d], b), strict=True)):
-        out[i] = trained, mean_losses[k] / max(steps[k], 1)
-    return out
+@functools.lru_cache(maxsize=64)
+def _names(layout: Layout) -> tuple[str, str]:
+    """Names of the head's weight (C, d) and bias (C,)."""
+    weight, bias = sorted(layout.slots, key=lambda name: not name.endswith("weight"))
+    return weight, bias
 
 
-def _heads(jobs: Sequence[Job], names: Sequence[str], w: Tensor, b: Tensor) -> list[Params]:
-    """One Params a client, all in one buffer."""
-    layout = jobs[0].w.layout
-    flats = w.new_empty(len(jobs), layout.sizes[w.dtype])
-    for name, values in zip(names, (w, b), strict=True):
-        _, start, stop, _ = layout.slots[name]
-        flats[:, start:stop].view(values.shape).copy_(values)
-    return [Params.from_flat(layout, {w.dtype: flat}) for flat in flats.unbind()]
+def _train(job: Job) -> Params:
+    rows, names = job.client.data.train, _names(job.w.layout)
+    if rows.labels is None:
+        raise ValueError("a head is trained on labelled rows")
+    n, (classes, width) = len(rows), job.w.layout.slots[names[0]][3]
+    x, y = np.ascontiguousarray(rows.tensors["features"].numpy(), np.float32), rows.labels.numpy()
+    if x.shape != (n, width) or y.shape != (n,) or (n and not 0 <= y.min() <= y.max() < classes):
+        raise ValueError(f"features {x.shape} and labels {y.shape} do not fit a head of {width}x{classes}")
+    if not n:
+        job.client.metrics["loss"] = 0.0
+        return job.w
+    if gram.pays(job, n, classes, width):
+        trained, loss = gram.train(job, x, y, *names)
+    elif isinstance(job.local, SGD) and not job.local.momentum and not job.mu and job.correction is None:
+        trained, loss = _plain(job, x, y, names)
+    else:
+        trained, loss = _by_rule(job, x, y, names)
+    job.client.metrics["loss"] = loss
+    return trained
 
 
-def _stack(names: Sequence[str], heads: Sequence[Params]) -> tuple[Tensor, Tensor]:
-    """Weights (K, C, d) with d padded by zeros, which every update rule leaves at zero, and biases (K, C)."""
-    w, b = (torch.stack([head[name] for head in heads]) for name in names)
-    return pad(w, (0, -w.shape[2] % LINE)), b
+def _pieces(flat: Tensor, layout: Layout, names: Sequence[str]) -> list[np.ndarray]:
+    """Views of the pieces of these names in a flat vector."""
+    array = flat.numpy()
+    return [array[start:stop].reshape(shape) for _, start, stop, shape in (layout.slots[name] for name in names)]
 
 
-class _Pull:
-    """What is added to the gradients: mu (v - w) of a proximal term, and a correction; false where there is neither."""
-
-    def __init__(self, jobs: Sequence[Job], names: Sequence[str], w: Tensor, b: Tensor) -> None:
-        self.mu = torch.tensor([job.mu for job in jobs]) if any(job.mu for job in jobs) else None
-        self.start = (w.clone(), b.clone()) if self.mu is not None else ()
-        corrections = [job.correction for job in jobs if job.correction is not None]
-        self.corrections = _stack(names, corrections) if corrections else ()
-
-    def __bool__(self) -> bool:
-        return self.mu is not None or bool(self.corrections)
-
-    def add(self, gradients: Sequence[Tensor], at: Sequence[Tensor], active: int) -> None:
-        """In place, for the first ``active`` clients."""
-        for i, (g, p) in enumerate(zip(gradients, at, strict=True)):
-            if self.mu is not None:
-                mu = self.mu[:active].view(-1, *[1] * (p.dim() - 1))
-                g.add_((p[:active] - self.start[i][:active]).mul_(mu))
-            if self.corrections:
-                g.add_(self.corrections[i][:active])
+def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tuple[Params, float]:
+    """Plain SGD: all steps in one call."""
+    descent = loops()
+    local, layout = job.local, job.w.layout
+    flat = job.w.flats[torch.float32].clone()
+    v = _pieces(flat, layout, names)
+    room = descent.scratch(min(local.batch_size, len(y)), len(v[1]))
+    loss = descent.descend(x, y, job.epochs(), local.batch_size, *v, *v, local.learning_rate, local.weight_decay, *room)
+    return Params.from_flat(layout, {torch.float32: flat}), loss
 
 
-class _Batches:
-    """The mini-batches of a chunk in lockstep, the features of several steps gathered at a time."""
-
-    def __init__(self, jobs: Sequence[Job], steps: Sequence[int], like: Tensor) -> None:
-        width = like.shape[2]
-        size = -(-jobs[0].local.batch_size // LINE) * LINE
-        self._steps, self._size = steps, size
-        self._span = max(1, min(_GATHER // max(len(jobs) * size * width, 1), max(steps, default=1)))  # steps at a time
-        self._features = [job.client.data.train.tensors["features"] for job in jobs]
-        self._width = self._features[0].shape[1]
-        self._index, self._labels, self._share = plan(jobs, steps, size)
-        self._x = like.new_zeros(len(jobs), self._span * size, width)
-        self.minus_one = like.new_full((len(jobs), 1, size), -1.0)
-
-    def at(self, step: int, active: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Features (K, B, d), labels (K, 1, B) and shares (K, 1, B) of a step."""
-        at = step % self._span
-        if at == 0:
-            for k in range(active):
-                count = min(self._span, self._steps[k] - step)
-                index = self._index[k, step : step + count].view(-1)
-                out = self._x[k, : count * self._size, : self._width]
-                torch.index_select(self._features[k], 0, index, out=out)
-        x = self._x[:active, at * self._size : (at + 1) * self._size]
-        return x, self._labels[:active, step : step + 1], self._share[:active, step : step + 1]
+def _by_rule(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tuple[Params, float]:
+    """Momentum, Adam, AdamW, a proximal term or a correction: gradients from the kernel, steps by the rule."""
+    descent = loops()
+    local, layout, start = job.local, job.w.layout, job.w.flats[torch.float32]
+    flat, gradient = start.clone(), torch.empty_like(start)
+    correction = None if job.correction is None else torch.cat([job.correction[name].reshape(-1) for name in job.w])
+    v, g, rule = _pieces(flat, layout, names), _pieces(gradient, layout, names), Rule(local, flat)
+    room, losses = descent.scratch(min(local.batch_size, len(y)), len(v[1])), []
+    for batch in job.orders():
+        gradient.zero_()
+        losses.append(descent.descend(x, y, batch[None], len(batch), *v, *g, -1.0, 0.0, *room))
+        if job.mu:
+            gradient.add_(flat, alpha=job.mu).sub_(start, alpha=job.mu)
+        if correction is not None:
+            gradient.add_(correction)
+        rule.step(flat, gradient)
+    return Params.from_flat(layout, {torch.float32: flat}), sum(losses) / len(losses)
