@@ -5,7 +5,6 @@ place.
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.registry import available, resolve
-from fedfm.tables import build, listed, one_of, plain, put, refuse_unknown, to_toml
+from fedfm.tables import build, listed, one_of, plain, read, refuse_unknown, to_toml
 
 ENGINES = ("local", "simulation", "deployment")
 
@@ -87,19 +86,7 @@ class Experiment:
         Raises:
             InputError: the file is absent, not TOML, or not a valid experiment.
         """
-        path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise InputError(f"{path}: no such file; `fedfm run exp.toml` takes an experiment in TOML") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: cannot be read: {error}") from None
-        try:
-            table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise InputError(f"{path}: not TOML: {error}") from None
-        for key, value in (overrides or {}).items():
-            put(table, key, value)
+        table = read(path, overrides or {}, "`fedfm run exp.toml` takes an experiment in TOML")
         try:
             return cls.from_dict(table)
         except InputError as error:

@@ -14,7 +14,7 @@ from fedfm.training.job import Job
 from fedfm.training.rules import Rule
 
 
-class _Flat:
+class Flat:
     """A model's trainable parameters and gradients as views of two flat vectors: one copy loads, one operation
     steps.
     """
@@ -46,14 +46,15 @@ class _Flat:
         return next(iter(live.values())).untyped_storage().data_ptr() == self.p.untyped_storage().data_ptr()
 
 
-_flats: WeakKeyDictionary[Any, _Flat] = WeakKeyDictionary()
+_flats: WeakKeyDictionary[Any, Flat] = WeakKeyDictionary()
 
 
-def _flat_of(model: Any) -> _Flat:
+def flat_of(model: Any) -> Flat:
+    """The model's one, made when it is first asked for."""
     live = model.live()
     flat = _flats.get(model)
     if flat is None or not flat.bound(live):
-        flat = _flats[model] = _Flat(live)
+        flat = _flats[model] = Flat(live)
     return flat
 
 
@@ -65,7 +66,7 @@ def train(jobs: Sequence[Job]) -> list[Params]:
 def _train(job: Job) -> Params:
     model, rows = job.client.model, job.client.data.train
     model.load(job.w)
-    flat = _flat_of(model)
+    flat = flat_of(model)
     rule = Rule(job.local, flat.p)
     start = flat.p.clone() if job.mu else None
     correction = flat.flat(job.correction) if job.correction is not None else None
