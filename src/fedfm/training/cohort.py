@@ -31,10 +31,12 @@ def train(job: Job) -> Params:
     return _train_alone(job)
 
 
-def trainer_for(model: Any) -> Trainer:
-    """The vectorised trainer of this model's kind if there is one, else the loop."""
+def trainer_for(model: Any, local: Any = None) -> Trainer:
+    """The vectorised trainer of this model's kind if there is one and it knows the optimiser's loss, else the loop."""
     from fedfm.training import heads, loop, packed
 
+    if getattr(local, "absent", "keep") != "keep":
+        return loop.train
     if heads.applies(model):
         return heads.train
     return packed.train if packed.applies(model, getattr(model, "kernels", "exact")) else loop.train
@@ -77,7 +79,7 @@ def run_chunk(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         for items in by_kind.values():
             jobs = [job for _, _, job in items]
             try:
-                trained: list[Any] = trainer_for(jobs[0].client.model)(jobs)
+                trained: list[Any] = trainer_for(jobs[0].client.model, jobs[0].local)(jobs)
             except Exception:
                 trained = [_alone(partial(_train_alone, job)) for job in jobs]
             for (i, run, _), out in zip(items, trained, strict=True):
@@ -89,7 +91,7 @@ def run_chunk(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def _train_alone(job: Job) -> Params:
-    return trainer_for(job.client.model)([job])[0]
+    return trainer_for(job.client.model, job.local)([job])[0]
 
 
 def _alone(call: Callable[[], Any]) -> Any:
