@@ -120,6 +120,13 @@ def _changed(config: Any, options: Mapping[str, Any]) -> Any:
         raise InputError(f"model.options: {_first(error)}") from None
 
 
+def labels(path: Path | str, name: str) -> tuple[str, ...]:
+    """The class names that the model was saved with."""
+    with quiet():
+        names = _config(path, name).id2label
+    return tuple(str(names[i]) for i in sorted(names))
+
+
 def _first(error: Exception) -> str:
     """The first line of what a library says."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,7 +1,7 @@
 """Residual networks with pre-activation, for small pictures.
 
 Identity Mappings in Deep Residual Networks. He, Zhang, Ren, Sun. ECCV 2016. arXiv:1603.05027, Figure 1 (b) and (eq. 2):
-x_{l+1} = x_l + F(bn, relu, conv3x3, bn, relu, conv3x3). FedBaF (arXiv:2410.08410), Table 2: conv3x3, 64; sections of
+x_{l+1} = x_l + F(bn, relu, conv3x3, bn, relu, conv3x3). FedBaF (arXiv:2410.18352), Table 2: conv3x3, 64; sections of
 two blocks of 64, 128, 256 and 512 channels; fc. Strides 1, 2, 2, 2.
 
 Registered with transformers, so that such a network is read, drawn, given a new head, exported and read again like any
@@ -96,6 +96,10 @@ class PreActResNet(PreTrainedModel):  # type: ignore[misc]
         logits = self.fc(F.relu(self.bn(x)).mean(dim=(2, 3)))
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The stem."""
+        return self.stem
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
