@@ -56,6 +56,12 @@ class RunSpec:
     root_certificates: str | None = field(default=None, metadata={"help": "PEM file of the superlink's authority"})
     evaluate_every: int = field(default=1, metadata={"help": "rounds between evaluations; 0: only at the end"})
     patience: int = field(default=0, metadata={"help": "stop after so many rounds without a better validation loss"})
+    local_scores: bool = field(
+        default=False, metadata={"help": "clients tell their model's accuracy after local training, before aggregation"}
+    )
+    target_accuracy: float | None = field(
+        default=None, metadata={"help": "the ledger counts rounds and multiply-accumulates until it is reached"}
+    )
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,10 @@ class Experiment:
             raise InputError(f'run.wire: engine = "{run.engine}" always serialises; drop it')
         if getattr(self.method, "pools", False) and run.engine != "local":
             raise InputError(f'method "{self.method_name}" pools all rows in one place: expected run.engine = "local"')
+        if run.target_accuracy is not None and not 0 < run.target_accuracy <= 1:
+            raise InputError(f"run.target_accuracy = {run.target_accuracy}: expected a number in (0, 1]")
+        if run.local_scores and self.privacy is not None:
+            raise InputError("run.local_scores: accuracies of single clients are covered by no [privacy]; drop one")
         if run.patience and not self.data.val_fraction:
             raise InputError("run.patience: early stopping judges validation rows; set data.val_fraction, e.g. 0.1")
         if self.privacy is not None:

@@ -128,6 +128,7 @@ def start(
             memory=run.path / "private" / "memory",
             seed=spec.seed,
             on_error=partial(record_error, run.path),
+            local_scores=spec.local_scores,
         )
         link = LocalLink(
             silos,

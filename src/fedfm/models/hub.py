@@ -123,7 +123,7 @@ def _changed(config: Any, options: Mapping[str, Any]) -> Any:
 def labels(path: Path | str, name: str) -> tuple[str, ...]:
     """The class names that the model was saved with."""
     with quiet():
-        names = _config(path, name).id2label
+        names = _config(path, ModelSpec(name)).id2label
     return tuple(str(names[i]) for i in sorted(names))
 
 
