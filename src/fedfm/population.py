@@ -168,7 +168,10 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
     model, clients = population.model, [population.federated.clients[c] for c in population.clients]
     # Of running text it takes the tokenizer to know how many blocks a client trains on; other rows are samples.
     blocks = table.kind == "passages" or (table.kind == "text" and model.is_language_model)
-    samples = [len(population.data(c).train) if blocks else len(rows.train) for c, rows in zip(population.clients, clients, strict=True)]
+    samples = [
+        len(population.data(c).train) if blocks else len(rows.train)
+        for c, rows in zip(population.clients, clients, strict=True)
+    ]
     first = next((rows.train[:_LOOK] for rows in clients if len(rows.train)), None)
     macs = None if first is None else per_sample(model, model.prepare(table, first))
     if macs is None:

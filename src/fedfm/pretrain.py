@@ -34,6 +34,7 @@ from fedfm.models import tokenizer
 from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.params import Params, sha256_of
+from fedfm.progress import EpochProgress
 from fedfm.rows import Batch, Rows
 from fedfm.tables import build, plain, read, refuse_unknown
 from fedfm.training import SGD, Local, Proximal
@@ -115,7 +116,9 @@ class Pretraining:
             if getattr(self.data, key) != default:
                 raise InputError(f"data.{key}: pretraining has all rows in one place and chooses nothing; drop it")
         if not self.model.name or IN_MEMORY in (self.model.name, self.data.name):
-            raise InputError('model.name is missing: expected a built-in name (`fedfm list models`), a folder, a hub id')
+            raise InputError(
+                "model.name is missing: expected a built-in name (`fedfm list models`), a folder, a hub id"
+            )
         if self.model.adaptation is not None and self.model.adaptation.name != "full":
             raise InputError(
                 f'model.adaptation.name = "{self.model.adaptation.name}": pretraining trains all parameters; drop it'
@@ -149,24 +152,8 @@ class Pretraining:
         return {"data": plain(self.data), "model": plain(self.model), "pretrain": plain(self.spec)}
 
 
-class Watcher:
-    """What a watcher is told; this one is told and says nothing."""
-
-    def started(self, epochs: int, done: int, steps: int) -> None:
-        """So many epochs of so many steps; ``done`` of them were committed before."""
-
-    def step(self) -> None:
-        """A batch is done."""
-
-    def epoch(self, line: Mapping[str, Any]) -> None:
-        """An epoch is committed; ``line`` has its figures."""
-
-    def finished(self) -> None:
-        """No more."""
-
-
 def pretrain(
-    what: str | Path | Mapping[str, Any] | Pretraining, out: str | Path, *, watcher: Watcher | None = None
+    what: str | Path | Mapping[str, Any] | Pretraining, out: str | Path, *, watcher: EpochProgress | None = None
 ) -> dict[str, Any]:
     """Train a model and write its folder; go on where a killed pretraining of the same tables stopped.
 
@@ -185,7 +172,7 @@ def pretrain(
     """
     if not isinstance(what, Pretraining):
         what = Pretraining.from_dict(what) if isinstance(what, Mapping) else Pretraining.load(what)
-    watcher = watcher or Watcher()
+    watcher = watcher or EpochProgress()
     fresh = not (Path(out) / ABOUT).exists()
     with _claim(Path(out), what) as work:
         try:
@@ -242,7 +229,7 @@ class _Work:
     def __init__(self, folder: Path, what: Pretraining, state: dict[str, Any]) -> None:
         self.folder, self.what, self.state = folder, what, state
 
-    def go(self, watcher: Watcher) -> dict[str, Any]:
+    def go(self, watcher: EpochProgress) -> dict[str, Any]:
         """To the end, from the newest whole checkpoint."""
         if self.state["result"] is not None:
             return dict(self.state["result"])
@@ -280,7 +267,9 @@ class _Work:
         dim = table.inputs.shape[1] if table.kind == "features" else None
         loaded = load_model(model, classes=table.classes, kind=table.kind, seed=spec.seed, feature_dim=dim)
         if not hasattr(loaded.module, "save_pretrained"):
-            raise InputError(f'model.name = "{model.name}": pretraining writes transformers\' folders, this is no such model')
+            raise InputError(
+                f'model.name = "{model.name}": pretraining writes transformers\' folders, this is no such model'
+            )
         return loaded
 
     def _same(self, name: str, value: str) -> None:
@@ -289,7 +278,7 @@ class _Work:
             raise InputError(f"{self.folder}: the {name} changed since this pretraining began")
         _write(self.folder / ABOUT, self.state)
 
-    def _train(self, model: Model, rows: Any, judged: Rows, watcher: Watcher, began: float) -> None:
+    def _train(self, model: Model, rows: Any, judged: Rows, watcher: EpochProgress, began: float) -> None:
         spec, n = self.what.spec, len(rows)
         done, rule, flat = self._restore(model)
         watcher.started(spec.local.epochs, done, -(-n // spec.local.batch_size))
@@ -301,7 +290,7 @@ class _Work:
             model.train_mode()
             for start in range(0, n, spec.local.batch_size):
                 index = order[start : start + spec.local.batch_size]
-                loss = model.loss(rows.batch(index))
+                loss: Any = model.loss(rows.batch(index))
                 loss.backward()
                 rule.step(flat.p, flat.g)
                 flat.g.zero_()
@@ -314,7 +303,7 @@ class _Work:
                     "another --out"
                 )
             scores = model.evaluate(judged)
-            line = {"epoch": epoch, "learning_rate": rule.local.learning_rate, "train_loss": total / n}
+            line: dict[str, Any] = {"epoch": epoch, "learning_rate": rule.local.learning_rate, "train_loss": total / n}
             line |= {key: scores.get(key) for key in ("accuracy", "loss", "perplexity")}
             line["seconds"] = round(spent + time.perf_counter() - began, 3)
             self.state["history"].append(line)

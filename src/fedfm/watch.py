@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.federation import Excluded
-from fedfm.progress import Progress
+from fedfm.progress import EpochProgress, Progress
 from fedfm.rundir import Run
 
 
@@ -76,8 +76,8 @@ class Bar(Progress):
             self._bar = None
 
 
-class Epochs:
-    """The bar of a pretraining (a ``fedfm.pretrain.Watcher``): steps of this epoch, and a line an epoch."""
+class Epochs(EpochProgress):
+    """The bar of a pretraining: its steps, and a line an epoch."""
 
     def __init__(self) -> None:
         self._bar: Any = None

@@ -77,7 +77,9 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
     with quiet():
         config = _config(locate(spec.name), spec)
     if getattr(config, "vocab_size", None) is None:
-        raise InputError(f"pretrain.vocabulary_size: {spec.name!r} is of type {config.model_type!r}, without a vocabulary")
+        raise InputError(
+            f"pretrain.vocabulary_size: {spec.name!r} is of type {config.model_type!r}, without a vocabulary"
+        )
     config.vocab_size = len(tokenizer)
     config.pad_token_id = tokenizer.pad_token_id
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
@@ -112,7 +114,11 @@ def _changed(config: Any, options: Mapping[str, Any]) -> Any:
         old = table[key]
         number = isinstance(old, (int, float)) and isinstance(value, (int, float))
         same = number if type(old) is not bool else type(value) is bool
-        if old is not None and not same and not isinstance(value, (list if isinstance(old, (list, tuple)) else type(old))):
+        if (
+            old is not None
+            and not same
+            and not isinstance(value, (list if isinstance(old, (list, tuple)) else type(old)))
+        ):
             raise InputError(f"model.options.{key} = {value!r}: expected something like {old!r}")
     try:
         return type(config)(**{**table, **options})
@@ -213,6 +219,9 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
         return Tools(image=inputs.processor_call(processor), processor=processor)
     from transformers import AutoTokenizer
 
+    # transformers would make a tokenizer without words of the configuration alone.
+    if isinstance(path, Path) and not any(f for p in ("tokenizer*", "vocab*", "*.model") for f in path.glob(p)):
+        raise InputError(f"model.name: {path} has no tokenizer for data of kind {kind}: put its files there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

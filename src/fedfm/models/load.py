@@ -221,6 +221,8 @@ def locate(name: str) -> Path | str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():
+            if (path / "pretrain.json").exists():
+                raise InputError(f"model.name: {path} is not finished: the `fedfm pretrain` that began it goes on")
             raise InputError(f"model.name: {path} has no config.json, expected a folder as save_pretrained writes it")
         return path
     if path.is_file():

@@ -12,8 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fedfm.models.model import Model
 from fedfm.rows import Batch, Rows
@@ -35,7 +37,7 @@ class Macs:
 
 
 def per_sample(model: Model, rows: Rows) -> Macs | None:
-    """Multiply-accumulates of one row's forward pass: matrix products, convolutions and attention, as torch counts them.
+    """Multiply-accumulates of one row's forward pass: matrix products, convolutions and attention.
 
     Of texts, the row of median length among the first 64. None without rows. Every layer counts, also those that a
     fast kernel skips because nothing below them is trained.
@@ -59,14 +61,39 @@ def per_sample(model: Model, rows: Rows) -> Macs | None:
 
 
 def _count(model: Model, batch: Batch) -> int:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
+    with model.evaluating(), torch.random.fork_rng(devices=[]), _Counter() as counter:
+        model.logits(batch)
+    return int(counter.macs)
 
-    # By the plain products: torch has no count for the fused attention of CPUs.
-    with model.evaluating(), torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
-        with FlopCounterMode(display=False) as counter:
-            model.logits(batch)
-    return counter.get_total_flops() // 2
+
+class _Counter(TorchFunctionMode):
+    """Sums over the products that a forward pass calls by name. ``torch.utils.flop_counter`` counts the same, but loads
+    the compiler (1.5 s) and has no count for the fused attention of CPUs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.macs = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.macs += _macs(getattr(func, "__name__", ""), args, kwargs or {}, out)
+        return out
+
+
+def _macs(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Of one call: every entry of the result is a sum over so many products."""
+    if name == "scaled_dot_product_attention":
+        q, k, v = (args[i] if len(args) > i else kwargs[key] for i, key in enumerate(("query", "key", "value")))
+        return int(q.numel() * k.shape[-2] + q.numel() // q.shape[-1] * k.shape[-2] * v.shape[-1])
+    if name == "linear" or name in ("conv1d", "conv2d", "conv3d"):
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        return int(out.numel() * weight[0].numel())
+    if name in ("matmul", "__matmul__", "mm", "bmm"):
+        return int(out.numel() * args[0].shape[-1])
+    if name in ("addmm", "baddbmm"):
+        return int(out.numel() * args[1].shape[-1])
+    return 0
 
 
 @dataclass(frozen=True)

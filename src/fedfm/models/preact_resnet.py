@@ -110,10 +110,8 @@ class PreActResNet(PreTrainedModel):  # type: ignore[misc]
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, nn.BatchNorm2d):
-            for ones in (module.weight, module.running_var):
-                nn.init.ones_(ones)
-            for zeros in (module.bias, module.running_mean):
-                nn.init.zeros_(zeros)
+            for name, first in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+                nn.init.constant_(getattr(module, name), first)
         elif isinstance(module, nn.Linear):
             nn.init.uniform_(module.weight, -(module.in_features**-0.5), module.in_features**-0.5)
             nn.init.uniform_(module.bias, -(module.in_features**-0.5), module.in_features**-0.5)

@@ -15,7 +15,7 @@ BYTES = 256  # a byte-level vocabulary holds all of them, so that nothing is unk
 
 
 def train(texts: Iterable[str], size: int, kind: str = "bpe") -> Any:
-    """A transformers tokenizer whose vocabulary is made from ``texts``; it adds no tokens of its own.
+    r"""A transformers tokenizer whose vocabulary is made from ``texts``; it adds no tokens of its own.
 
     Args:
         texts: pieces of text.
@@ -29,8 +29,8 @@ def train(texts: Iterable[str], size: int, kind: str = "bpe") -> Any:
         InputError: an unknown kind, or a size too small for it.
 
     Example:
-        >>> tokenizer = train(["a b a\\n"], 4, "words")
-        >>> tokenizer.convert_ids_to_tokens(tokenizer("b c a\\n")["input_ids"])
+        >>> tokenizer = train(["a b a\n"], 4, "words")
+        >>> tokenizer.convert_ids_to_tokens(tokenizer("b c a\n")["input_ids"])
         ['b', '<unk>', 'a', '<eos>']
     """
     from transformers import PreTrainedTokenizerFast
@@ -53,9 +53,7 @@ def _bpe(texts: Iterable[str], size: int) -> Any:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=alphabet, special_tokens=[END], show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=[END], show_progress=False)
     made.train_from_iterator(texts, trainer)
     return made
 

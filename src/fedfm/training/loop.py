@@ -81,7 +81,7 @@ def _train(job: Job) -> Params:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.client.seed)
         for index in job.orders():
-            loss = loss_of(rows.batch(index))
+            loss: Any = loss_of(rows.batch(index))
             loss.backward()
             if start is not None:
                 flat.g.add_(flat.p - start, alpha=job.mu)
@@ -99,15 +99,17 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
     """The local objective without its pull: the model's loss, absent classes' logits replaced as the optimiser says.
 
     Raises:
-        InputError: absent classes are to be replaced, and the model's logits are not over classes of its rows.
+        InputError: absent classes are to be replaced, and the rows have none, or the model's loss is of another kind.
     """
     model, labels = job.client.model, job.client.data.train.labels
     value = ABSENT[job.local.absent]
     if value is None:
         return model.loss  # type: ignore[no-any-return]
     over_classes(model, job.local)
+    if labels is None:
+        raise InputError(f'method.local.absent = "{job.local.absent}": the rows have no labels; drop it')
     present = torch.zeros(len(model.classes), dtype=torch.bool)
-    present[labels.unique()] = True
+    present[torch.unique(labels)] = True
 
     def loss(batch: Batch) -> Tensor:
         logits = model.logits(batch).float()  # (b, C)
