@@ -312,7 +312,8 @@ class _Work:
 
     def _commit(self, epoch: int, model: Model, rule: Rule) -> None:
         m, v = (None if x is None else x.cpu() for x in (rule.m, rule.v))
-        record = {"epoch": epoch, "w": model.params(), "m": m, "v": v, "t": rule.t}
+        buffers = {name: buffer.cpu() for name, buffer in _buffers(model)}
+        record = {"epoch": epoch, "w": model.params(), "buffers": buffers, "m": m, "v": v, "t": rule.t}
         store.save(self.folder / "checkpoint" / f"epoch-{epoch:06d}.safetensors", record)
         _write(self.folder / ABOUT, self.state)
         for path in self.checkpoints()[:-KEEP]:
@@ -332,6 +333,8 @@ class _Work:
                 path.unlink(missing_ok=True)  # torn, or its line was not written: the epoch is trained again
                 continue
             model.load(record["w"])
+            for name, buffer in _buffers(model):
+                buffer.copy_(record["buffers"][name])
             rule.t = record["t"]
             for mine, saved in ((rule.m, record["m"]), (rule.v, record["v"])):
                 if mine is not None:
@@ -375,6 +378,11 @@ class _Work:
                 path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: somebody else's files
             self.folder.rmdir()
+
+
+def _buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the model's folder holds beside its parameters, e.g. batch norm's counters of batches."""
+    return ((name, b) for name, b in model.module.named_buffers() if name not in model.layout.slots)
 
 
 @dataclass(frozen=True)

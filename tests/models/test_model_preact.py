@@ -17,9 +17,7 @@ SMALL = {"widths": [4, 6], "blocks": [1, 2], "image_size": 8}
 
 
 def small(seed=0, adaptation="full", **options):
-    return load(
-        "preact-resnet-small", images(side=8), adaptation, seed, weights="random", options={**SMALL, **options}
-    )
+    return load("preact-resnet-small", images(side=8), adaptation, seed, weights="random", options={**SMALL, **options})
 
 
 def by_hand(w, x):

@@ -106,11 +106,10 @@ def test_a_vectorised_trainer_leaves_it_to_the_loop(tmp_path):
     result = api.run(tables, tmp_path / "run")
     run = api.load_run(tmp_path / "run")
     (client,) = run.metrics()[1]["cohort"]
-    counts = run.manifest["split"]["clients"][client]["train"]
+    counts = run.manifest["split"]["clients"][client]["train"]["by_class"]
     w = run.state(Params)
-    moved = {str(run.manifest["model"]["classes"][i]) for i in range(4) if float(w["head.bias"][i]) != 0}
-    assert moved == {name for name, n in counts["classes"].items() if n}
-    assert len(moved) == 2
+    assert [float(b) != 0 for b in w["head.bias"]] == [n > 0 for n in counts]
+    assert sum(n > 0 for n in counts) == 2
     assert result["rounds"] == 1
 
 
@@ -119,7 +118,8 @@ def test_every_averaging_method_takes_it(tmp_path, name):
     method = {"name": name, "rounds": 2, "local": {"absent": "exclude", "epochs": 2}}
     keep = {**method, "local": {"epochs": 2}}
     data = {"partition": {"name": "by_class", "classes_per_client": 2, "clients": 4}}
-    one, two = (api.run(experiment(tmp_path, data=data, method=m), tmp_path / f"run{i}") for i, m in enumerate((method, keep)))
+    tables = [experiment(tmp_path, data=data, method=m) for m in (method, keep)]
+    one, two = (api.run(t, tmp_path / f"run{i}") for i, t in enumerate(tables))
     assert one["params_sha256"] != two["params_sha256"]
     assert one["excluded"] == []
 
@@ -128,7 +128,7 @@ def test_what_makes_no_sense_is_refused(tmp_path):
     with pytest.raises(InputError, match=r'method.local.absent = "drop": expected "keep", "zero" or "exclude"'):
         api.run(experiment(tmp_path, method={"local": {"absent": "drop"}}))
     text = tmp_path / "play.txt"
-    text.write_text("to be or not to be, that is the question\n" * 40)
+    text.write_text("to be or not to be, that is the question\n" * 400)
     tables = experiment(
         tmp_path,
         data={"path": str(text), "partition": {"clients": 2}},
