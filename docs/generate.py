@@ -19,6 +19,7 @@ from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.engines.silofile import Silo
 from fedfm.experiment import AttackSpec, PrivacySpec, RunSpec
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.pretrain import PretrainSpec
 from fedfm.registry import available, resolve
 from fedfm.training import BY_NAME, Local
 
@@ -94,6 +95,12 @@ def page() -> str:
         section("[privacy]", PrivacySpec, "Reserved: this release refuses every key, since it has no mechanism yet."),
         section("[attack]", AttackSpec, "Reserved: no attack is built in yet, and the table is refused."),
         section("[run]", RunSpec),
+        section(
+            "[pretrain]",
+            PretrainSpec,
+            "Not part of an experiment: `fedfm pretrain` takes a file with `[data]`, `[model]` and this table. The "
+            "keys of `local` are those of `[method.local]`.",
+        ),
         section(
             "A silo's file",
             Silo,
