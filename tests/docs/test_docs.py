@@ -2,8 +2,8 @@
 
 ``python`` blocks run, one after the other, in one namespace a page. ``toml`` blocks are experiments or pretrainings,
 and are checked, unless ``<!-- no experiment -->`` stands before them. ``console`` and ``bash`` blocks run where
-``<!-- test -->`` stands before them; then every line is a ``fedfm`` command. ``<!-- file: NAME -->`` writes the block into the page's folder
-instead: what comes after may use it.
+``<!-- test -->`` stands before them; then every line is a ``fedfm`` command. ``<!-- file: NAME -->`` writes the block
+into the page's folder instead: what comes after may use it.
 """
 
 import re
