@@ -8,7 +8,13 @@ Groups of 5 to 500 rows of one class. With 192 dimensions rows are ViT-tiny feat
 clusters in a subspace. Both sides start from the same labels and stop by the same rule (tolerance 1e-3, at most 100
 iterations); scikit-learn computes in float64, on one thread as fedfm does. Its ``GaussianMixture`` is given the labels
 instead of its own k-means, so that the start costs it one M step, and each group's floor as ``reg_covar``. The
-log-likelihoods of a row have to agree to 1e-4 of their size (at least 1), group by group.
+log-likelihoods of a row have to agree to 1e-4 of their size (at least 1), group by group; weights, means and
+covariances to 1e-3, in standard deviations of the group, where both sides took as many iterations.
+
+What is and what is not computed: both sides end with weights, means, covariances and the mean log-likelihood. fedfm has
+the covariances as what travels, standard deviations or Cholesky factors; scikit-learn also has the precisions' factors.
+With one component fedfm takes the closed form, and gets the log-likelihood from determinant and trace; scikit-learn
+iterates, and evaluates every row: two E steps, the second of which finds that nothing has changed.
 
 Ratios are of CPU seconds. "With starts" adds k-means++ and three iterations of k-means to fedfm's side and
 scikit-learn's default k-means to the other; those starts differ. Compilation is timed in a process of its own with an
@@ -27,6 +33,8 @@ from typing import Any
 
 import common
 import numpy as np
+from scipy.linalg.blas import dsyrk
+from scipy.linalg.lapack import dpotrf
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_limits
@@ -73,6 +81,35 @@ def labels_of(x: Any, k: int, rng: np.random.Generator) -> Any:
     return np.unique(near, return_inverse=True)[1]
 
 
+def covariances(m: Any) -> Any:
+    """Of a mixture as fedfm has it, in scikit-learn's shape."""
+    wide = m.scales.astype(np.float64)
+    return wide @ wide.transpose(0, 2, 1) if wide.ndim == 3 else wide * wide
+
+
+def distance(m: Any, peer: Any, variance: float) -> float:
+    """The largest difference of a weight, of a mean (standard deviations) or of a covariance (variances)."""
+    return max(
+        float(np.abs(m.weights - peer.weights_).max()),
+        float(np.abs(m.means - peer.means_).max()) / variance**0.5,
+        float(np.abs(covariances(m) - peer.covariances_).max()) / variance,
+    )
+
+
+def floors(d: int, groups: list[Any], turns: int) -> str:
+    """What LAPACK takes for the products and the factor of a full covariance, which fedfm makes in tiles of its own."""
+    wide = [x.astype(np.float64) for x in groups]
+
+    def products() -> None:
+        for x in wide:
+            s = dsyrk(1 / len(x), x.T, lower=1)  # (d, d)
+            s[np.diag_indices(d)] += 1
+            dpotrf(s, lower=1, overwrite_a=1)
+
+    spent = common.median(common.interleave({"floor": products}, turns)["floor"])
+    return f"d = {d}, K = 1, full: dsyrk and dpotrf alone, {1e6 * spent / len(groups):.0f} us a group."
+
+
 def case(d: int, groups: list[Any], source: str, k: int, covariance: str, turns: int) -> dict[str, Any]:
     """One row of the table; stops where the two sides disagree."""
     rng = np.random.default_rng(k)
@@ -106,6 +143,13 @@ def case(d: int, groups: list[Any], source: str, k: int, covariance: str, turns:
     apart = max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
     if apart > 1e-4:
         raise SystemExit(f"d = {d}, K = {k}, {covariance}: log-likelihoods differ by {apart} of their size")
+    far = max(
+        distance(f.mixture, p, float(x.var(0).mean()))
+        for f, p, x in zip(found["ours"], peers, wide, strict=True)
+        if k == 1 or f.iterations == p.n_iter_
+    )
+    if far > 1e-3:
+        raise SystemExit(f"d = {d}, K = {k}, {covariance}: mixtures differ by {far} standard deviations")
     same = sum(f.iterations == p.n_iter_ for f, p in zip(found["ours"], peers, strict=True))
     return {
         "d, rows": f"{d}, {source}",
@@ -117,6 +161,7 @@ def case(d: int, groups: list[Any], source: str, k: int, covariance: str, turns:
         "mean iterations": float(np.mean([p.n_iter_ for p in peers])),
         "groups of equal iterations": "closed form" if k == 1 else f"{same} of {count}",
         "largest difference": f"{apart:.1g}",
+        "of mixtures": f"{far:.1g}",
     }
 
 
@@ -144,7 +189,7 @@ def main() -> None:
         turns={"type": int, "default": 5},
     )
     turns, count = (2, 12) if options.quick else (options.turns, options.groups)
-    rows, goals = [], []
+    rows, goals, notes = [], [], []
     with warnings.catch_warnings(), threadpool_limits(1):
         warnings.simplefilter("ignore", ConvergenceWarning)  # k-means that finds duplicates
         for d in options.dims:
@@ -154,8 +199,9 @@ def main() -> None:
                 if least:
                     name = f"times scikit-learn, d = {d}, K = {k}, {covariance}"
                     goals.append(common.goal(name, rows[-1]["ratio"]["median"], least=least))
+            notes.append(floors(d, groups, turns))
     title = f"{count} groups of 5 to 500 rows, one thread"
-    notes = [f"Compiling, once: {compile_seconds():.1f} CPU seconds, load {os.getloadavg()[0]:.1f}."]
+    notes.append(f"Compiling, once: {compile_seconds():.1f} CPU seconds, load {os.getloadavg()[0]:.1f}.")
     sys.stdout.flush()
     common.emit("Mixtures by EM", [{"title": title, "rows": rows}], goals, notes)
 

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.engines.silofile import Silo
-from fedfm.experiment import AttackSpec, PrivacySpec, RunSpec
+from fedfm.experiment import PrivacySpec, RunSpec
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.pretrain import PretrainSpec
 from fedfm.registry import available, resolve
@@ -93,7 +93,10 @@ def page() -> str:
             for name, cls in BY_NAME.items()
         ),
         section("[privacy]", PrivacySpec, "Reserved: this release refuses every key, since it has no mechanism yet."),
-        section("[attack]", AttackSpec, "Reserved: no attack is built in yet, and the table is refused."),
+        "## [attack]\n\nWhat some clients do; absent: all are honest. `name` is one of these.\n",
+        *(method(name, "attacks") for name in available("attacks")),
+        '## [aggregation]\n\nWhat the server makes of the updates of a round; absent: `name = "mean"`.\n',
+        *(method(name, "aggregation") for name in available("aggregation")),
         section("[run]", RunSpec),
         section(
             "[pretrain]",
@@ -115,11 +118,12 @@ def section(title: str, cls: type, text: str = "") -> str:
     return f"## {title}\n\n{text or _sentence(cls)}\n\n{table(cls)}"
 
 
-def method(name: str) -> str:
-    """A method's paper and keys."""
-    cls = resolve("methods", name)
+def method(name: str, kind: str = "methods") -> str:
+    """Paper and keys of a method, an attack or an aggregation."""
+    cls = resolve(kind, name)
     paper = (sys.modules[cls.__module__].__doc__ or "").strip().partition("\n\n")[0]
-    return f"### `{name}`\n\n{' '.join(paper.split())}\n\n{table(cls, without=('local',))}"
+    keys = table(cls, without=("local",)) if any(f.name != "local" for f in dataclasses.fields(cls)) else ""
+    return f"### `{name}`\n\n{' '.join(paper.split())}\n" + (f"\n{keys}" if keys else "")
 
 
 def table(cls: Any, beyond: Any = None, without: tuple[str, ...] = ()) -> str:

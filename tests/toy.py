@@ -49,6 +49,8 @@ class Quadratic:
 class Toys:
     """Clients by name, each with its numbers."""
 
+    attackers = None
+
     def __init__(self, rows: Mapping[str, Sequence[float]], w: float = 1.0) -> None:
         self.model = Quadratic(w)
         self._rows = {name: Rows({"a": torch.tensor(list(a), dtype=torch.float32)}) for name, a in rows.items()}
@@ -62,16 +64,26 @@ class Toys:
 
 
 def federation(
-    method: Any, rows: Mapping[str, Sequence[float]], folder: Path, *, w: float = 1.0, min_clients: int = 1, **link: Any
+    method: Any,
+    rows: Mapping[str, Sequence[float]],
+    folder: Path,
+    *,
+    w: float = 1.0,
+    min_clients: int = 1,
+    attack: Any = None,
+    aggregator: Any = None,
+    **link: Any,
 ) -> Federation:
     """A federation of toys on the local engine."""
     from fedfm.federation import Aggregator
 
-    toys = Toys(rows, w)
-    silos = Silos(method, Aggregator(), toys, memory=folder)
+    toys, aggregator = Toys(rows, w), aggregator or Aggregator()
+    silos = Silos(method, aggregator, toys, memory=folder, attack=attack)
     out: list[Excluded] = []
     LINKS.append(LocalLink(silos, **link))
-    return Federation(LINKS[-1], model=toys.model, min_clients=min_clients, on_excluded=out.append)
+    return Federation(
+        LINKS[-1], model=toys.model, aggregator=aggregator, min_clients=min_clients, on_excluded=out.append
+    )
 
 
 def run(method: Any, fed: Federation, rounds: int) -> list[Any]:

@@ -12,6 +12,8 @@ from fedfm.registry import available
 _KINDS = {
     "methods": "methods",
     "sources": "data.sources",
+    "attacks": "attacks",
+    "aggregation": "aggregation",
 }
 _PARTITIONS = {
     "iid": "rows dealt evenly at random",
@@ -33,7 +35,7 @@ _MODELS = {
 def listing(kind: str | None = None) -> str:
     """Names with one line each, of one kind or all."""
     blocks = []
-    for name in [kind] if kind else ["methods", "models", "partitions", "sources"]:
+    for name in [kind] if kind else ["methods", "models", "partitions", "sources", "attacks", "aggregation"]:
         rows = {"models": _MODELS, "partitions": _PARTITIONS}.get(name) or {
             entry: _headline(module) for entry, module in available(_KINDS[name]).items()
         }
@@ -58,29 +60,33 @@ def _headline(module: str) -> str:
 
 
 def method(name: str) -> str:
-    """A method's paper, its description, and its keys with types, defaults and meaning.
+    """The paper, description, and keys with types, defaults and meaning of a method, an attack or an aggregation.
 
     Raises:
-        InputError: no method has that name.
+        InputError: none has that name.
     """
-    names = available("methods")
-    if name not in names:
+    kinds = {"methods": "method", "attacks": "attack", "aggregation": "aggregation"}
+    where = {kind: available(kind) for kind in kinds}
+    kind = next((kind for kind, names in where.items() if name in names), None)
+    if kind is None:
         import difflib
 
-        near = difflib.get_close_matches(name, names, 1)
+        near = difflib.get_close_matches(name, [n for names in where.values() for n in names], 1)
         raise InputError(
-            f'no method is called "{name}"'
+            f'no method, attack or aggregation is called "{name}"'
             + (f'; did you mean "{near[0]}"?' if near else "")
-            + "; see `fedfm list methods`"
+            + "; see `fedfm list`"
         )
-    module = names[name].partition(":")[0]
+    module = where[kind][name].partition(":")[0]
     tree = ast.parse(_source(module))
     rows = _fields(module, None)
-    lines = [ast.get_docstring(tree) or "", "", _describe(tree), "", "[method]", f'name = "{name}"']
-    lines += _keys({key: text for key, text in rows.items() if key not in ("local", "head")})
+    lines = [ast.get_docstring(tree) or "", "", _describe(tree), "", f"[{kinds[kind]}]", f'name = "{name}"']
+    lines += _keys({key: text for key, text in rows.items() if key not in ("local", "head", "base")})
     if "local" in rows:
         lines += ["", "[method.local]  # the client optimiser: sgd, adam, adamw, proximal", 'name = "sgd"']
         lines += _keys(_fields("fedfm.training", "Local") | _fields("fedfm.training", "SGD"))
+    if "base" in rows:
+        lines += ["", f"[method.base]  # {rows['base'][1]}: `fedfm show fedprox`", 'name = "fedavg"']
     if "head" in rows:
         lines += ["", f"[method.head]  # {rows['head'][1]}", *_keys(_fields("fedfm.training.softmax", "HeadSpec"))]
     return "\n".join(lines)
@@ -113,7 +119,9 @@ def _fields(module: str, name: str | None) -> dict[str, tuple[str, str]]:
     imported = {
         alias.name: part.module
         for part in tree.body
-        if isinstance(part, ast.ImportFrom) and part.module and part.module.startswith("fedfm.methods")
+        if isinstance(part, ast.ImportFrom)
+        and part.module
+        and part.module.startswith(("fedfm.methods", "fedfm.attacks", "fedfm.aggregation"))
         for alias in part.names
     }
     rows: dict[str, tuple[str, str]] = {}

@@ -5,17 +5,22 @@ place.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedfm.aggregation.mean import Mean
+from fedfm.attacks.attack import Attack
 from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.errors import InputError, listed, one_of
+from fedfm.federation import Aggregator
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.registry import available, resolve
+from fedfm.registry import available, name_of, resolve
 from fedfm.tables import build, plain, read, refuse_unknown, to_toml
 
+WITHHELD = "(kept by the server)"
 ENGINES = ("local", "simulation", "deployment")
 
 
@@ -31,14 +36,6 @@ class PrivacySpec:
     delta: float | None = field(default=None, metadata={"help": "of (epsilon, delta)"})
     clip_norm: float | None = field(default=None, metadata={"help": "bound C on an update's norm"})
     halt_at_epsilon: float | None = field(default=None, metadata={"help": "stop before spending more"})
-
-
-@dataclass(frozen=True)
-class AttackSpec:
-    """The [attack] table: what some clients do."""
-
-    name: str = field(default="", metadata={"help": "none is built in yet"})
-    fraction: float = field(default=0.0, metadata={"help": "of the clients"})
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,9 @@ class Experiment:
     method: Any  # Method
     method_name: str
     privacy: PrivacySpec | None
-    attack: AttackSpec | None
+    attack: Attack | None
     run: RunSpec
+    aggregation: Aggregator = field(default_factory=Mean)
     tuning: tuple[dict[str, Any], ...] = ()  # what a search before this run tried, and what it cost
 
     @classmethod
@@ -105,7 +103,7 @@ class Experiment:
         Raises:
             InputError: with the key, what it is, and what would be right.
         """
-        known = {"name", "data", "model", "method", "privacy", "attack", "run"}
+        known = {"name", "data", "model", "method", "privacy", "attack", "aggregation", "run"}
         refuse_unknown(table, known, "")
         for section in ("data", "model", "method"):
             if section not in table:
@@ -117,7 +115,8 @@ class Experiment:
         model = build(ModelSpec, table["model"], "model")
         method_name, method = build_method(table["method"])
         privacy = build(PrivacySpec, table["privacy"], "privacy") if "privacy" in table else None
-        attack = build(AttackSpec, table["attack"], "attack") if "attack" in table else None
+        attack = named("attacks", table["attack"], "attack") if "attack" in table else None
+        aggregation = named("aggregation", {"name": "mean"} | dict(table.get("aggregation", {})), "aggregation")
         run = build(RunSpec, table.get("run", {}), "run")
         if model.adaptation is None and model.name != IN_MEMORY:
             model = dataclasses.replace(
@@ -126,7 +125,7 @@ class Experiment:
         name = table.get("name") or f"{method_name}-{_data_name(data)}"
         if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\\\0"):
             raise InputError(f"name = {name!r}: expected a text without slashes")
-        experiment = cls(name, data, model, method, method_name, privacy, attack, run)
+        experiment = cls(name, data, model, method, method_name, privacy, attack, run, aggregation)
         experiment._validate()
         return experiment if privacy is None else dataclasses.replace(experiment, method=method.protected(privacy))
 
@@ -175,7 +174,34 @@ class Experiment:
         if self.privacy is not None:
             self._validate_privacy(self.privacy)
         if self.attack is not None:
-            raise InputError(f'attack.name = "{self.attack.name}": no attack is built in yet; drop [attack]')
+            if self.in_memory:
+                raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it")
+            self.attack.validate(self.method, self.method_name)
+        self._validate_aggregation()
+
+    def _validate_aggregation(self) -> None:
+        self.aggregation.validate()
+        if isinstance(self.aggregation, Mean):
+            return
+        name = name_of("aggregation", self.aggregation)
+        if not self.method.averages():
+            raise InputError(f'aggregation.name = "{name}": method "{self.method_name}" takes no mean; drop it')
+        if self.privacy is not None:
+            raise InputError(f'aggregation.name = "{name}": [privacy] is accounted for the mean; drop one of the two')
+
+    def enough(self, clients: int) -> None:
+        """Refuse an aggregation for which rounds of a federation of so many clients are too small.
+
+        Raises:
+            InputError: with the number of clients that it needs.
+        """
+        fraction = getattr(self.method, "fraction", 1.0)
+        cohort, least = max(math.floor(fraction * clients + 1e-9), 1), self.aggregation.least()
+        if cohort < least:
+            raise InputError(
+                f'aggregation.name = "{name_of("aggregation", self.aggregation)}": it needs {least} updates a round, '
+                f"and a round asks {cohort} of {clients} clients"
+            )
 
     def _validate_privacy(self, privacy: PrivacySpec) -> None:
         for key in ("target_epsilon", "noise_multiplier", "clip_norm", "halt_at_epsilon"):
@@ -196,6 +222,28 @@ class Experiment:
             raise InputError('privacy.unit is missing: expected "record" or "client", what one protected unit is')
         one_of("privacy.unit", privacy.unit, ("record", "client"))
 
+    def server_only(self) -> dict[str, Any]:
+        """What of the method only the server may know, by key."""
+        marked = [f.name for f in dataclasses.fields(self.method) if f.metadata.get("server_only")]
+        return {key: getattr(self.method, key) for key in marked}
+
+    def for_clients(self) -> Experiment:
+        """What clients are told of this experiment: server-only values are withheld."""
+        withheld = dict.fromkeys(self.server_only(), WITHHELD)
+        return dataclasses.replace(self, method=dataclasses.replace(self.method, **withheld)) if withheld else self
+
+    def for_server(self, known: Mapping[str, Any]) -> Experiment:
+        """The experiment again, of what clients are told and what the server knows.
+
+        Raises:
+            InputError: something that only the server knows is missing.
+        """
+        missing = [key for key, value in self.server_only().items() if value == WITHHELD and key not in known]
+        if missing:
+            raise InputError(f"method.{missing[0]}: withheld from clients, and the server has no value for it")
+        values = {key: known[key] for key in self.server_only() if key in known}
+        return dataclasses.replace(self, method=dataclasses.replace(self.method, **values)) if values else self
+
     @property
     def in_memory(self) -> bool:
         """Data and model came from a Python program, :func:`fedfm.federate`."""
@@ -208,7 +256,8 @@ class Experiment:
         if self.privacy is not None:
             tables["privacy"] = plain(self.privacy)
         if self.attack is not None:
-            tables["attack"] = plain(self.attack)
+            tables["attack"] = {"name": name_of("attacks", self.attack)} | plain(self.attack)
+        tables["aggregation"] = {"name": name_of("aggregation", self.aggregation)} | plain(self.aggregation)
         return tables | {"run": plain(self.run)}
 
     def to_toml(self) -> str:
@@ -230,3 +279,12 @@ def build_method(table: Mapping[str, Any]) -> tuple[str, Any]:
         raise InputError(f"method.name is missing: expected {listed(available('methods'))}")
     cls = resolve("methods", name)
     return name, build(cls, table, "method")
+
+
+def named(kind: str, table: Mapping[str, Any], section: str) -> Any:
+    """An attack or an aggregation from its table."""
+    table = dict(table)
+    name = table.pop("name", None)
+    if not isinstance(name, str):
+        raise InputError(f"{section}.name is missing: expected {listed(available(kind))}")
+    return build(resolve(kind, name), table, section)

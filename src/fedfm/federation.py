@@ -392,6 +392,17 @@ class Aggregator:
     form = "plain"
     wire_type: Any = Update
 
+    def least(self) -> int:
+        """How many updates a mean needs."""
+        return 1
+
+    def validate(self) -> None:
+        """Refuse parameters that make no sense.
+
+        Raises:
+            InputError: with the key and what would be right.
+        """
+
     def protect(self, client: Client, update: Update) -> Any:
         """Client half: what is sent instead of ``update``."""
         return update
@@ -405,7 +416,21 @@ class Aggregator:
         like: Layout,
     ) -> Params:
         """Server half: one running sum in memory, whatever the number of clients."""
-        mean, metrics = Mean(), dict[str, float]()
+        mean = Mean()
+        for update in self.updates(fed, handler, of, payload, like):
+            mean.add(update.weight, update.delta)
+        return mean.result()
+
+    def updates(
+        self,
+        fed: Federation,
+        handler: Callable[..., Any],
+        of: Iterable[ClientId] | None,
+        payload: Mapping[str, Any],
+        like: Layout,
+    ) -> Iterator[Any]:
+        """The valid replies, in order of names; when all have come, the means of their metrics are in ``fed``."""
+        weight, metrics = 0.0, dict[str, float]()
         replies = fed.exchange(
             "train",
             handler,
@@ -416,8 +441,8 @@ class Aggregator:
             check=lambda u: match(u.delta, like, "delta"),
         )
         for _, update in replies:
-            mean.add(update.weight, update.delta)
+            yield update
+            weight += update.weight
             for name, value in update.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + update.weight * value
-        fed.metrics.update({name: total / mean.weight for name, total in metrics.items()})
-        return mean.result()
+        fed.metrics.update({name: total / weight for name, total in metrics.items()})

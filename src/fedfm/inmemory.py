@@ -62,6 +62,7 @@ def federate(
     rounds: int | None = None,
     local: Mapping[str, Any] | None = None,
     val_fraction: float = 0.0,
+    aggregation: str | Mapping[str, Any] = "mean",
     seed: int = 0,
     out: str | Path | None = None,
     run: Mapping[str, Any] | None = None,
@@ -93,6 +94,7 @@ def federate(
         rounds: [the method's default].
         local: the client optimiser, as ``[method.local]``; a Trainer's arguments are its defaults.
         val_fraction: of each client's rows, kept for validation.
+        aggregation: the rule's name, or as ``[aggregation]``, e.g. ``{"name": "trimmed_mean", "trim": 0.2}``.
         seed: every random stream derives from it.
         out: the run directory [``runs/<name>-<time>``]; where it holds this very run, the run goes on.
         run: further keys of ``[run]``, e.g. ``{"workers": 2, "evaluate_every": 5}``.
@@ -127,6 +129,7 @@ def federate(
             "local": dict(local or {}),
             **keys,
         },
+        "aggregation": {"name": aggregation} if isinstance(aggregation, str) else aggregation,
         "run": settings,
     }
     experiment = Experiment.from_dict(tables | {"name": name or f"{method.rpartition(':')[2]}-in-memory"})

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
@@ -34,6 +37,7 @@ class Method(ABC, Generic[S]):
     rounds: int
     personal: ClassVar[bool] = False
     adaptation: ClassVar[str] = "lora"
+    keeps_foundation: ClassVar[bool] = False  # no message carries its foundation model: a contract test listens
     adaptations: ClassVar[tuple[str, ...]] = ()  # the only ones that it takes; empty: all
     state_type: ClassVar[Any] = Params  # the class of S, by which a checkpoint is read back
 
@@ -74,6 +78,14 @@ class Method(ABC, Generic[S]):
         """
         return {}
 
+    def averages(self) -> bool:
+        """Whether its rounds take means of updates, so that another rule than the mean has something to do."""
+        return mentions(self, "mean")
+
+    def yardsticks(self) -> dict[str, Method[Any]]:
+        """Runs to set beside one of this method, by name; `fedfm run --yardsticks` makes them."""
+        return {}
+
     def protected(self, privacy: Any) -> Method[S]:
         """This method under the [privacy] table.
 
@@ -111,3 +123,38 @@ def with_model(state: Any, old: Params, new: Params) -> Any:
             if getattr(state, field.name) is old:
                 return dataclasses.replace(state, **{field.name: new})
     raise TypeError(f"a state {type(state).__name__} holds no model that could be replaced")
+
+
+def mentions(method: Method[Any], name: str) -> bool:
+    """Whether the server half of a method, of those in its fields, or their modules' own functions use a name.
+
+    Only what is not overridden counts: ``local`` inherits FedAvg's client half and never calls it.
+    """
+    return any(name in _names(fn.__code__) for fn in _functions(method)) or any(
+        mentions(part, name) for part in nested(method)
+    )
+
+
+def nested(method: Any) -> Iterator[Method[Any]]:
+    """The methods in the fields of a method."""
+    for f in dataclasses.fields(method):
+        if isinstance(value := getattr(method, f.name, None), Method):
+            yield value
+
+
+def _functions(method: Method[Any]) -> Iterator[FunctionType]:
+    cls = type(method)
+    for name in dir(cls):
+        member = inspect.getattr_static(cls, name)
+        if isinstance(member, FunctionType) and member.__module__ != __name__ and not hasattr(member, "on_client"):
+            yield member
+            yield from (c.cell_contents for c in member.__closure__ or () if isinstance(c.cell_contents, FunctionType))
+    for module in {c.__module__ for c in cls.__mro__} - {__name__, "abc", "builtins", "typing"}:
+        for member in vars(sys.modules[module]).values():
+            if isinstance(member, FunctionType) and member.__module__ == module:
+                yield member
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*inner)

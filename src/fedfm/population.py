@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedfm import store
-from fedfm.data.table import ClientRows, FederatedData
+from fedfm.attacks.attack import Attackers
+from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.experiment import Experiment
 from fedfm.federation import ClientData, ClientId
@@ -36,12 +37,13 @@ class Partitioned:
     """All clients of an experiment in one place; each one's rows are prepared when they are first used, and kept.
 
     Attributes:
-        federated: the table and who holds which rows.
+        federated: the table and who holds which rows, as they were read.
         model: the model that clients train.
+        attackers: who of the clients attacks, and how; None where all are honest.
     """
 
-    def __init__(self, federated: FederatedData, model: Any) -> None:
-        self.federated, self.model = federated, model
+    def __init__(self, federated: FederatedData, model: Any, attackers: Attackers | None = None) -> None:
+        self.federated, self.model, self.attackers = federated, model, attackers
         self._data: dict[ClientId, ClientData] = {}
         self._prepared = 0
 
@@ -54,10 +56,14 @@ class Partitioned:
         """The client's rows, ready for the model; with a frozen backbone these are its features, computed once."""
         if client not in self._data:
             rows = self._pooled() if client == POOLED else self.federated.clients[client]
-            self._data[client] = ClientData(
-                *(functools.partial(self.rows, index) for index in (rows.train, rows.val, rows.test))
-            )
+            train, val, test = (functools.partial(self.rows, index) for index in (rows.train, rows.val, rows.test))
+            if self.attackers is not None and client in self.attackers.names:
+                train = functools.partial(self._poisoned, self.attackers, client, rows.train)
+            self._data[client] = ClientData(train, val, test)
         return self._data[client]
+
+    def _poisoned(self, attackers: Attackers, client: ClientId, index: np.ndarray) -> Rows:
+        return self._ready(attackers.poison(client, self.federated.table.take(index)), np.arange(len(index)))
 
     def _pooled(self) -> ClientRows:
         everyone = [self.federated.clients[c] for c in self.clients]
@@ -66,7 +72,10 @@ class Partitioned:
 
     def rows(self, index: np.ndarray) -> Rows:
         """Rows of the table, ready for the model."""
-        rows: Rows = self.model.prepare(self.federated.table, index)
+        return self._ready(self.federated.table, index)
+
+    def _ready(self, table: Table, index: np.ndarray) -> Rows:
+        rows: Rows = self.model.prepare(table, index)
         rows = self.model.encode(rows) if len(rows) else rows
         self._prepared += 1
         if self._prepared % _TIDY == 0:
@@ -77,6 +86,16 @@ class Partitioned:
     def test(self) -> Rows:
         """The global test rows."""
         return self.rows(self.federated.test)
+
+    @functools.cached_property
+    def triggered(self) -> Rows | None:
+        """The global test rows that are not of a backdoor's target class, with its trigger; None without a backdoor."""
+        table, test = self.federated.table, self.federated.test
+        if self.attackers is None or table.labels is None:
+            return None
+        attack = self.attackers.attack
+        marked = attack.trigger(table.take(test[table.labels[test] != attack.target_of(table.classes)]))
+        return None if marked is None or not len(marked) else self._ready(marked, np.arange(len(marked)))
 
 
 def _trim_heap() -> None:
@@ -111,7 +130,11 @@ def populate(experiment: Experiment) -> Partitioned:
         feature_dim=table.inputs.shape[1] if table.kind == "features" else None,
     )
     model.kernels = experiment.run.kernels
-    return Partitioned(federated, model)
+    clients, attack, attackers = sorted(federated.clients), experiment.attack, None
+    if attack is not None:
+        attack.fits(table.kind, model.task, model, table.classes)
+        attackers = Attackers(attack, clients, seed, model.task)
+    return Partitioned(federated, model, attackers)
 
 
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:
@@ -130,6 +153,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
         progress.notice(notice)
     run.manifest |= {
         "clients": list(population.clients),
+        "attackers": list(population.attackers.names) if population.attackers else [],
         "split": summary(population.federated),
         "fingerprints": prints,
         "model": {
@@ -185,7 +209,16 @@ def judge(population: Partitioned, method: Method[Any]) -> Callable[[Params], di
     if not len(population.federated.test):
         return None
 
-    return lambda w: method.scores(population.model, w, population.test)
+    def scores(w: Params) -> dict[str, Any]:
+        found = method.scores(population.model, w, population.test)
+        attackers, triggered = population.attackers, population.triggered
+        if attackers is not None and triggered is not None:
+            target = attackers.attack.target_of(population.federated.table.classes)
+            logits = method.logits(population.model, w, triggered)
+            found = {**found, "attack_success": float((logits.argmax(-1) == target).float().mean())}
+        return found
+
+    return scores
 
 
 def record_error(folder: Path, client: ClientId, text: str) -> None:

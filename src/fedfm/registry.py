@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import is_dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -10,13 +11,22 @@ from typing import Any
 
 from fedfm.errors import InputError, close, listed
 
+_BASES = {
+    "methods": "fedfm.method:Method",
+    "attacks": "fedfm.attacks.attack:Attack",
+    "aggregation": "fedfm.federation:Aggregator",
+}
+_IS_ATTACK = re.compile(r"^class \w+\(Attack\):$", re.M)  # fedfm.attacks holds other modules, too
+
 
 def available(kind: str) -> dict[str, str]:
     """Name -> where it comes from, of everything of a kind ("methods"): our folder, then installed entry points."""
     found = {
         entry.name.removesuffix(".py"): f"fedfm.{kind}.{entry.name.removesuffix('.py')}"
         for entry in files(f"fedfm.{kind}").iterdir()
-        if entry.name.endswith(".py") and not entry.name.startswith("_")
+        if entry.name.endswith(".py")
+        and not entry.name.startswith("_")
+        and (kind != "attacks" or _IS_ATTACK.search(entry.read_text(encoding="utf-8")))
     }
     return dict(sorted(found.items())) | {point.name: point.value for point in entry_points(group=f"fedfm.{kind}")}
 
@@ -27,28 +37,38 @@ def resolve(kind: str, name: str) -> Any:
     Raises:
         InputError: nothing has that name; close ones are suggested.
     """
-    from fedfm.method import Method
-
+    where, base = f"{kind.removesuffix('s')}.name", _attribute(_BASES[kind])
     if ":" in name:
-        module_name, _, attribute = name.partition(":")
         try:
-            found_class = getattr(import_module(module_name), attribute)
+            found_class = _attribute(name)
         except (ImportError, AttributeError) as error:
-            raise InputError(f'{kind.removesuffix("s")}.name = "{name}": {error}') from None
-        if not (isinstance(found_class, type) and issubclass(found_class, Method) and is_dataclass(found_class)):
-            raise InputError(f'{kind.removesuffix("s")}.name = "{name}": expected a dataclass derived from Method')
+            raise InputError(f'{where} = "{name}": {error}') from None
+        if not (isinstance(found_class, type) and issubclass(found_class, base) and is_dataclass(found_class)):
+            raise InputError(f'{where} = "{name}": expected a dataclass derived from {base.__name__}')
         return found_class
     names = available(kind)
     if name not in names:
-        raise InputError(f'{kind.removesuffix("s")}.name = "{name}": expected {listed(names)}{close(name, names)}')
+        raise InputError(f'{where} = "{name}": expected {listed(names)}{close(name, names)}')
     for point in entry_points(group=f"fedfm.{kind}", name=name):
         return point.load()
     module = import_module(names[name])
     found = [
         c
         for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, Method) and c.__module__ == module.__name__
+        if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__
     ]
     if len(found) != 1:
-        raise InputError(f"{names[name]} defines {len(found)} methods, expected one")
+        raise InputError(f"{names[name]} defines {len(found)} {kind}, expected one")
     return found[0]
+
+
+def name_of(kind: str, value: Any) -> str:
+    """The name by which :func:`resolve` finds the class of ``value``."""
+    module, cls = type(value).__module__, type(value)
+    ours = module.removeprefix(f"fedfm.{kind}.")
+    return ours if ours != module else f"{module}:{cls.__qualname__}"
+
+
+def _attribute(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)

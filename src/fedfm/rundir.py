@@ -225,6 +225,7 @@ def _manifest(experiment: Experiment) -> dict[str, Any]:
         "fingerprints": {},
         "split": None,
         "clients": [],
+        "attackers": [],
         "model": None,
         "notices": [],
         "result": None,

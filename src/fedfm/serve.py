@@ -117,6 +117,8 @@ class Server:
             line["global_accuracy"] = _mean(m["accuracy"] for m in judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
                 line[key] = _mean(m.get(key) for m in judged)
+            if any("attack_success" in m for m in judged):
+                line["attack_success"] = _mean(m.get("attack_success") for m in judged)
         line["accuracy"] = local if self.method.personal else line.get("global_accuracy", local)
         return line
 
@@ -177,6 +179,8 @@ class Server:
             "epsilon": max((entry["epsilon"] for entry in spent), default=None),
             "params_sha256": sha256_of(models),
             "excluded": [asdict(e) for e in fed.excluded],
+            "attackers": list(run.manifest.get("attackers", [])),
+            **({"attack_success": last["attack_success"]} if "attack_success" in last else {}),
             "details": self.method.details(state, self._judge),
         }
         lines = run.metrics()

@@ -48,7 +48,8 @@ class Silos:
 
     Args:
         memory: folder of clients' memories, one subfolder each.
-        attack: what some clients do instead (None: all are honest).
+        attack: what runs a client half instead, given it, the client and the payload (see
+            :class:`fedfm.attacks.attack.Attackers`; None: all are honest).
         allow: the silo's policy, patterns of handlers that it answers, e.g. ``("train.*",)`` refuses to show the server
             any single update.
         on_error: told of a handler's exception with its traceback; it stays at the client.
@@ -65,7 +66,7 @@ class Silos:
         *,
         memory: Path,
         seed: int = 0,
-        attack: Any = None,
+        attack: Callable[[Callable[..., Any], Client, Mapping[str, Any]], Any] | None = None,
         allow: Sequence[str] = ("*",),
         on_error: Callable[[ClientId, str], None] = lambda client, text: None,
         reveal: bool = True,

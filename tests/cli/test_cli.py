@@ -95,6 +95,31 @@ def test_set_and_engine_change_keys(tmp_path, capsys):
     assert json.loads((tmp_path / "r/manifest.json").read_text())["experiment"]["method"]["mu"] == 0.5
 
 
+def test_attacks_and_aggregations_are_listed_shown_checked_and_run(tmp_path, capsys):
+    tables = {"attack": {"name": "sign_flip", "fraction": 0.2}, "aggregation": {"name": "trimmed_mean", "trim": 0.3}}
+    exp = toml(tmp_path, method={"name": "fedavg", "fraction": 1.0}, **tables)
+    code, out, _ = call(capsys, "check", exp)
+    assert code == 0
+    assert '[attack]\nname = "sign_flip"\nfraction = 0.2' in out
+    assert '[aggregation]\nname = "trimmed_mean"\ntrim = 0.3' in out
+    for kind, names in (("attacks", "label_shuffle"), ("aggregation", "krum")):
+        code, out, _ = call(capsys, "list", kind)
+        assert (code, names in out, "rates" in out) == (0, True, False)
+    for name, words in (
+        ("label_shuffle", ("[attack]", "intensity = 1", "arXiv:")),
+        ("krum", ("byzantine = 1", "f, how")),
+    ):
+        code, out, _ = call(capsys, "show", name)
+        assert code == 0
+        assert all(word in out for word in words)
+    code, out, _ = call(capsys, "run", exp, "--out", tmp_path / "r", "--format", "json")
+    assert (code, len(json.loads(out)["attackers"])) == (0, 1)
+    code, _, err = call(capsys, "run", exp, "--set", "attack.name=sign_flop", "--out", tmp_path / "x")
+    assert (code, 'did you mean "sign_flip"' in err, "Traceback" in err) == (2, True, False)
+    code, _, err = call(capsys, "run", exp, "--set", "aggregation={name='krum', byzantine=3}", "--out", tmp_path / "x")
+    assert (code, "needs 9 updates a round" in err, (tmp_path / "x").exists()) == (2, True, False)
+
+
 def test_a_run_is_never_overwritten(finished, tmp_path, capsys):
     code, _, err = call(capsys, "run", toml(tmp_path), "--out", finished)
     assert code == 2
@@ -430,3 +455,44 @@ def test_doctor(capsys):
     report = json.loads(out)
     assert report["ok"]
     assert {"torch", "flwr", "nano-vit"} <= {c["what"] for c in report["checks"]}
+
+
+def fedbaf(folder, **method):
+    """A small FedBaF experiment as a file."""
+    path = folder / "baf.toml"
+    tables = {
+        "data": {"name": "digits", "limit": 120, "partition": {"name": "iid", "clients": 3}},
+        "model": {"name": "nano-vit", "weights": "random", "adaptation": {"name": "full"}},
+        "method": {"name": "fedbaf", "rounds": 1, "foundation": "nano-vit", **method},
+    }
+    path.write_text(to_toml(tables))
+    return path
+
+
+class TestFoundationModels:
+    def test_check_prints_what_mixes_with_what(self, tmp_path, capsys):
+        assert main(["check", str(fedbaf(tmp_path)), "--matching"]) == 0
+        out = capsys.readouterr().out
+        assert "same shape" in out
+        assert 'not declared identical (method.identical = ["labels"])' in out
+
+    def test_a_method_without_one_says_so(self, tmp_path, capsys):
+        path = tmp_path / "e.toml"
+        path.write_text('[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "fedavg"\n')
+        assert main(["check", str(path), "--matching"]) == 2
+        assert "has no foundation model" in capsys.readouterr().err
+
+    def test_yardsticks_run_beside(self, tmp_path, capsys):
+        out = tmp_path / "runs"
+        assert main(["run", str(fedbaf(tmp_path)), "--yardsticks", "--out", str(out), "--format", "json"]) == 0
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert result["method"] == "fedbaf"
+        assert set(result["yardsticks"]) == {"no-foundation", "weight-initialisation"}
+        assert result["yardsticks"]["no-foundation"]["method"] == "fedavg"
+        assert (out / "fedbaf/report.html").exists()
+
+    def test_a_method_without_yardsticks_says_so(self, tmp_path, capsys):
+        path = tmp_path / "e.toml"
+        path.write_text('[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "fedavg"\n')
+        assert main(["run", str(path), "--yardsticks"]) == 2
+        assert "names none" in capsys.readouterr().err

@@ -8,7 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent)}
+ENV = {
+    **os.environ,
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+}
 
 
 def experiment(

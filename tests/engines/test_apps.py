@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,19 +13,23 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedfm import __version__, codec, wire
-from fedfm.engines import stub
+from fedfm.engines import silofile, stub
 from fedfm.engines.flower import identity, serialised_nbytes
+from fedfm.engines.host import host
 from fedfm.engines.link import HELLO, FlowerLink
 from fedfm.engines.local import Interrupted
 from fedfm.engines.simulation import reply
 from fedfm.engines.site import Site
 from fedfm.errors import ClientFault, InputError, RunError
-from fedfm.federation import Client, Federation, Update, on_client
+from fedfm.experiment import Experiment
+from fedfm.federation import Aggregator, Client, Federation, Update, on_client
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
 from fedfm.params import Params
+from fedfm.rundir import Run
 from fedfm.training import SGD
 from grid import InProcessGrid
+from small import experiment
 from toy import Toys, federation, run
 
 ROWS = {"a": [1.0], "b": [2.0, 3.0], "c": [-1.0]}
@@ -53,7 +58,7 @@ def sites(method, folder, rows=ROWS, **more):
     for number, name in enumerate(sorted(rows, reverse=True)):
         toys = Toys({name: rows[name]})
         toys.model.fingerprint = "f" * 64
-        experiment = SimpleNamespace(method=method, run=SimpleNamespace(seed=0))
+        experiment = SimpleNamespace(method=method, aggregation=Aggregator(), run=SimpleNamespace(seed=0))
         apps[100 + number] = App(Site(experiment, folder / name, lambda classes, t=toys: t, **more), name)
     return apps
 
@@ -254,6 +259,21 @@ def test_silos_with_rows_of_their_own_bring_their_own_names(tmp_path):
 
     fed, _ = over_flower(FedAvg(), tmp_path, named)
     assert fed.clients == ("n100", "n101", "n102")
+
+
+def test_a_silo_with_rows_of_its_own_never_attacks_on_demand(tmp_path):
+    tables = experiment(tmp_path, method={"name": "fedavg", "fraction": 1.0})
+    tables["data"]["partition"] = {"name": "iid", "clients": 2}
+    tables |= {"attack": {"name": "sign_flip", "fraction": 0.5}, "run": {"engine": "simulation", "timeout": 5.0}}
+    demanded = Experiment.from_dict(tables)
+    apps = {}
+    for number, name in enumerate(("north", "south")):
+        silo = silofile.Silo(name, tables["data"]["path"])
+        site = Site(demanded, tmp_path / name, partial(silofile.populate, silo, demanded), own=name)
+        assert site.silos.attack is None
+        apps[100 + number] = App(site, name)
+    with pytest.raises(InputError, match="silos with rows of their own do not attack on demand"):
+        host(Run.create(demanded, tmp_path / "run"), InProcessGrid(apps))
 
 
 def test_stop_is_heeded_while_waiting(tmp_path):

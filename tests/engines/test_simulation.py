@@ -34,6 +34,17 @@ def test_same_bits_and_bytes_as_local(tmp_path, method, adaptation):
     until(lambda: not mentioning(tmp_path), 20)
 
 
+def test_the_same_clients_attack_and_the_same_rule_withstands_them(tmp_path):
+    run = '[attack]\nname = "backdoor"\nfraction = 0.4\nfactor = 2.0\n[aggregation]\nname = "median"'
+    exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=run)
+    simulated = fedfm("run", exp, "--out", tmp_path / "simulated", "--engine", "simulation")
+    local = fedfm("run", exp, "--out", tmp_path / "local")
+    same(simulated, local)
+    assert len(local["attackers"]) == 1
+    for key in ("attackers", "attack_success"):
+        assert simulated[key] == local[key]
+
+
 def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp_path):
     method = f'name = "naughty:Naughty"\nrounds = 40\norders = "{tmp_path}"'
     exp = experiment(tmp_path, method=method, run="timeout = 60")

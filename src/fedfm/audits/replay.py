@@ -18,7 +18,7 @@ from typing import Any
 from fedfm.data.table import fingerprint
 from fedfm.engines.local import LocalLink
 from fedfm.errors import ClientFault, InputError, RunError
-from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
+from fedfm.federation import ClientId, Federation, Reply, Request
 from fedfm.memory import secret
 from fedfm.params import sha256_of
 from fedfm.population import Partitioned, populate
@@ -111,12 +111,20 @@ def replay(run: Run, notice: Callable[[str], None] = lambda text: None) -> Repla
         _unchanged(run, population)
         copied = _parties(private)
         notice(f"running {run.path} again, with a recorder at the server")
-        silos = Silos(method, Aggregator(), population, memory=private / "memory", seed=experiment.run.seed)
+        silos = Silos(
+            method,
+            experiment.aggregation,
+            population,
+            memory=private / "memory",
+            seed=experiment.run.seed,
+            attack=population.attackers,
+        )
         excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in result["excluded"]}
         recorder = _Recorder(LocalLink(silos), excluded)
         fed = Federation(
             recorder,
             model=population.model,
+            aggregator=experiment.aggregation,
             seed=experiment.run.seed,
             min_clients=experiment.run.min_clients,
             secret=partial(secret, private, "server"),

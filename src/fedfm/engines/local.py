@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fedfm import codec
 from fedfm.engines.pool import Pool
 from fedfm.errors import E_EXCEPTION, ClientFault
-from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
+from fedfm.federation import ClientId, Federation, Reply, Request
 from fedfm.memory import of_server, secret
 from fedfm.population import Partitioned, describe, judge, populate, record_error
 from fedfm.serve import Server, single_thread
@@ -121,12 +121,14 @@ def start(
     with single_thread():
         population = given() if given is not None else populate(experiment)
         describe(run, population, progress)
+        experiment.enough(len(population.clients))
         silos = Silos(
             experiment.method,
-            Aggregator(),
+            experiment.aggregation,
             population,
             memory=run.path / "private" / "memory",
             seed=spec.seed,
+            attack=population.attackers,
             on_error=partial(record_error, run.path),
             local_scores=spec.local_scores,
         )
@@ -141,6 +143,7 @@ def start(
         fed = Federation(
             link,
             model=population.model,
+            aggregator=experiment.aggregation,
             seed=spec.seed,
             min_clients=spec.min_clients,
             on_excluded=progress.excluded,

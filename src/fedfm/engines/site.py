@@ -19,7 +19,7 @@ from fedfm.conform import conform
 from fedfm.engines.link import HELLO
 from fedfm.errors import E_EXCEPTION, E_FORMAT, ClientFault, InputError
 from fedfm.experiment import Experiment
-from fedfm.federation import Aggregator, ClientId, Request
+from fedfm.federation import ClientId, Request
 from fedfm.population import Partitioned, populate, record_error
 from fedfm.silo import Silos
 
@@ -57,12 +57,14 @@ class Site:
     @cached_property
     def silos(self) -> Silos:
         """The clients; rows and model are read when this is first asked for."""
+        population = self._populate(self._classes)
         return Silos(
             self._experiment.method,
-            Aggregator(),
-            self._populate(self._classes),
+            self._experiment.aggregation,
+            population,
             memory=self._memory,
             seed=self._experiment.run.seed,
+            attack=population.attackers,
             allow=self._allow,
             on_error=self._on_error,
             reveal=self._own is None,

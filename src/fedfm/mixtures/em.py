@@ -1,8 +1,7 @@
 """Expectation-maximisation for many groups of rows: one group is the features of one (client, class).
 
 Every group is fitted alone, from its own seed, so that its mixture does not depend on the other groups nor on how many
-of them are fitted at once. One component has a closed form; several run in ``kernel`` (spherical, diag) or through
-BLAS in ``full``.
+of them are fitted at once (see ``group``).
 
 An M step adds the floor, 1e-6 times the group's mean variance plus 1e-12, to every variance (full: to the diagonal),
 as scikit-learn's ``reg_covar`` does. Where variances are as small as the floor that is not the maximiser, and the
@@ -11,21 +10,19 @@ likelihood could fall; such a step is undone and ends the fit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from fedfm.mixtures import full
 from fedfm.mixtures.mixture import COVARIANCES, Array, Mixture
 
+if TYPE_CHECKING:
+    import torch
+
 ROWS_A_COMPONENT = 10
-FLOOR, FLOOR_ALWAYS = 1e-6, 1e-12
-LLOYD = 3  # iterations of k-means after k-means++
-LARGEST = 1e15  # squares and their sums stay far inside float32
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,7 @@ def fit(
     tol: float = 1e-3,
     starts: Sequence[Array] | None = None,
     workers: int = 1,
+    device: torch.device | str | None = None,
 ) -> list[Fit]:
     """One mixture for every group, by EM from k-means++ and a few iterations of k-means.
 
@@ -81,6 +79,8 @@ def fit(
         tol: stop when the mean log-likelihood of a row changes by less.
         starts: labels (n,) in 0...K-1 of each group, instead of k-means++.
         workers: threads. The mixtures are the same, bit for bit.
+        device: run EM in batches of tensors there (see ``batched``) instead of compiled loops on the CPU. The starts
+            are the same, the mixtures up to rounding. Tested on "cpu" only, which is slower than the loops.
 
     Raises:
         ValueError: shapes, lengths or values that make no sense, with the group's index; NaN, infinity or numbers
@@ -96,19 +96,37 @@ def fit(
     for i, (group, k) in enumerate(zip(groups, components, strict=True)):
         _refuse(i, group, k, groups[0], None if starts is None else starts[i])
 
-    def one(i: int) -> Fit:
-        start = None if starts is None else starts[i]
-        return _fit(i, groups[i], components[i], covariance, seeds[i], max_iter, tol, start)
+    from fedfm.mixtures.group import Started, begin, several  # compiles
 
-    with full.one_thread() if covariance == "full" else nullcontext():
+    def one(i: int) -> full.Found | Started:
+        start = None if starts is None else starts[i]
+        try:
+            found = begin(groups[i], components[i], covariance, seeds[i], start)
+        except OverflowError as error:
+            raise ValueError(f"group {i} {error}") from None
+        if device is None and isinstance(found, Started):
+            return several(found, covariance, max_iter, tol)
+        return found
+
+    with full.one_thread() if covariance == "full" and max(components, default=1) > 1 else nullcontext():
         if workers == 1 or len(groups) < 2:
-            return [one(i) for i in range(len(groups))]
-        order = sorted(range(len(groups)), key=lambda i: -len(groups[i]) * components[i])
-        lots = min(len(order), 8 * workers)  # of long and short groups each
-        with ThreadPoolExecutor(workers) as pool:
-            done = list(pool.map(lambda lot: [(i, one(i)) for i in order[lot::lots]], range(lots)))
-    found = dict(pair for lot in done for pair in lot)
-    return [found[i] for i in range(len(groups))]
+            found = [one(i) for i in range(len(groups))]
+        else:
+            order = sorted(range(len(groups)), key=lambda i: -len(groups[i]) * components[i])
+            lots = min(len(order), 8 * workers)  # of long and short groups each
+            with ThreadPoolExecutor(workers) as pool:
+                done = pool.map(lambda lot: [(i, one(i)) for i in order[lot::lots]], range(lots))
+                by_group = dict(pair for lot in done for pair in lot)
+            found = [by_group[i] for i in range(len(groups))]
+    if device is not None:
+        from fedfm.mixtures import batched
+
+        return [_ended(f) for f in batched.rest(found, covariance, max_iter, tol, device)]
+    return [_ended(f) for f in found if not isinstance(f, Started)]  # all of them
+
+
+def _ended(found: full.Found) -> Fit:
+    return Fit(Mixture(*found[:3]), *found[3:])
 
 
 def _refuse(i: int, group: Array, k: int, first: Array, start: Array | None) -> None:
@@ -124,61 +142,3 @@ def _refuse(i: int, group: Array, k: int, first: Array, start: Array | None) -> 
         raise ValueError(f"starts of group {i}: {start.dtype} {start.shape}, expected integers ({len(group)},)")
     if start is not None and k > 1 and not (start.min() >= 0 and start.max() < k):
         raise ValueError(f"starts of group {i} run from {start.min()} to {start.max()}, expected 0 to {k - 1}")
-
-
-def _fit(
-    i: int, group: Array, k: int, covariance: str, seed: int, max_iter: int, tol: float, start: Array | None
-) -> Fit:
-    """One group, in float32 about its mean."""
-    from fedfm.mixtures import kmeans
-    from fedfm.mixtures.compiled import aligned
-    from fedfm.mixtures.moments import moments
-
-    n, d = group.shape
-    k = min(k, n)
-    if group.dtype != np.float32:
-        with np.errstate(over="ignore"):  # to infinity, which is refused
-            group = group.astype(np.float32)
-    x = np.ascontiguousarray(group).view()  # (n, d)
-    x.flags.writeable = False  # of one type, whatever it was: compiled once
-    middle, variances = np.empty(d), np.empty(d)
-    if not moments(x, middle, variances, LARGEST):
-        raise ValueError(f"group {i} holds NaN, infinity or numbers beyond {LARGEST:g}")
-    floor = FLOOR * float(variances.sum() / d) + FLOOR_ALWAYS
-    if k > 1 or covariance == "full":
-        x = np.subtract(x, middle.astype(np.float32), out=aligned(n, d))
-    if k > 1:
-        labels = kmeans.start(x, k, seed, LLOYD) if start is None else np.ascontiguousarray(start, np.int64)
-        rows = np.bincount(labels)
-        k = int(np.count_nonzero(rows))
-        if k < len(rows):  # a component without rows is none
-            labels = (np.cumsum(rows > 0) - 1)[labels]
-    if covariance == "full":
-        found = full.one(x, floor) if k == 1 else full.several(x, labels, k, floor, max_iter, tol)
-    elif k == 1:
-        found = _one(variances, covariance == "diag", floor)
-    else:
-        found = _several(x, labels, k, covariance == "diag", floor, max_iter, tol)
-    weights, means, scales, ll, iterations, converged = found
-    return Fit(Mixture(weights, (means + middle).astype(np.float32), scales), ll, iterations, converged)
-
-
-def _one(variances: Array, diag: bool, floor: float) -> full.Found:
-    """One component: mean and variances of the group are the maximum, and its log-likelihood needs no row."""
-    d = len(variances)
-    each = variances if diag else np.full(1, variances.sum() / d)
-    v = each + floor
-    ll = -0.5 * (float((np.log(v) + each / v).sum()) * (d // len(v)) + d * math.log(2 * math.pi))
-    scales = np.sqrt(v).astype(np.float32)
-    return np.ones(1), np.zeros((1, d), np.float32), scales[None] if diag else scales, ll, 1, True
-
-
-def _several(x: Array, labels: Array, k: int, diag: bool, floor: float, max_iter: int, tol: float) -> full.Found:
-    """K components at centred rows (n, d) from labels that each have a row; spherical or diagonal covariances."""
-    from fedfm.mixtures import kernel
-    from fedfm.mixtures.compiled import aligned
-
-    weights, work = np.empty(k), aligned(7, k, x.shape[1])
-    work[:] = 0
-    iterations, converged, ll = kernel.em(x, labels, diag, floor, tol, max_iter, weights, work)
-    return weights, work[0], np.sqrt(work[1] if diag else work[1, :, 0]), ll, iterations, converged

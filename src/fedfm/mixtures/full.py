@@ -16,6 +16,7 @@ Found = tuple[Array, Array, Array, float, int, bool]  # weights, means, scales, 
 FALL = 1e-10  # of the log-likelihood's size: rounding is no fall
 NONE = 1e-10  # rows: a component of less keeps its place
 FAR = 1e-14  # responsibilities below it are none
+FEW = 3  # times the rows, at most as many dimensions: the small matrix costs less than the trace of the large one
 
 
 def one_thread() -> AbstractContextManager[Any]:
@@ -43,20 +44,24 @@ def _factor(t: Array, n: float, floor: float) -> Array:
     return lower
 
 
-def one(x: Array, floor: float) -> Found:
-    """One component at centred rows ``x`` (n, d): the maximum in one step.
+def one(x: Array, middle: Array, floor: float, lower: Array) -> float:
+    """One component at rows ``x`` (n, d), float32: fill the zeros ``lower`` (d, d) with its Cholesky factor.
 
-    With S the rows' covariance and Sigma = S + floor I, the mean squared Mahalanobis distance is
-    tr(Sigma^-1 S) = d - floor tr(Sigma^-1), and tr(Sigma^-1) is the squared norm of the inverse factor.
+    Returns the mean log-likelihood of a row, for which no row is solved: with S the rows' covariance about ``middle``
+    and Sigma = S + floor I, the mean squared Mahalanobis distance is tr(Sigma^-1 S) = d - floor tr(Sigma^-1). Where
+    there are few rows, det and trace are those of the small matrix: S = Y^T Y and Y Y^T have the same eigenvalues
+    above 0.
     """
-    from fedfm.mixtures.moments import invert
+    from fedfm.mixtures import tiles
 
     n, d = x.shape
-    lower = _factor(x.astype(np.float64), n, floor)
-    square = d - floor * invert(lower, np.zeros((d, d)))
-    log_det = 2 * float(np.log(np.diagonal(lower)).sum())
-    ll = -0.5 * (d * math.log(2 * math.pi) + log_det + square)
-    return np.ones(1), np.zeros((1, d), np.float32), lower.astype(np.float32)[None], ll, 1, True
+    rank, u, v, log_det = d, *tiles.factor(tiles.columns(x, middle), d, floor)
+    tiles.transpose(u, lower)
+    if FEW * n <= d:
+        rank, u, v, log_det = n, *tiles.factor(tiles.columns_transposed(x, middle), n, floor)
+        log_det += (d - n) * math.log(floor)
+    square = rank - floor * tiles.inverse_trace(u, v, rank)
+    return float(-0.5 * (d * math.log(2 * math.pi) + log_det + square))
 
 
 def several(x: Array, labels: Array, k: int, floor: float, max_iter: int, tol: float) -> Found:

@@ -153,6 +153,7 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
     unlike("The split among clients", [mapping(run.manifest.get("split")).get("clients") for run in runs])
     unlike("The seed", [mapping(run.experiment.get("run")).get("seed") for run in runs])
     unlike("The attack", [run.experiment.get("attack") for run in runs])
+    unlike("The aggregation", [run.experiment.get("aggregation") or {"name": "mean"} for run in runs])
     unfinished = [n for n, run in zip(names, runs, strict=True) if not run.finished]
     if unfinished:
         out.append(f"Unfinished: {', '.join(unfinished)}.")

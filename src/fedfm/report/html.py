@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedfm.report import account, audit, compare, features, sections
 from fedfm.report.page import page, save
-from fedfm.report.read import RunFiles, mapping, numeric, read
+from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
 from fedfm.report.text import NONE, count, duration, esc, number, percent, plural, size
 
 
@@ -63,6 +63,10 @@ def _sentence(run: RunFiles) -> str:
         said += f"accuracy {percent(run.value('accuracy'))}"
     else:
         said += f"perplexity {number(run.value('perplexity'))}"
+    if attackers := sequence(run.manifest.get("attackers")):
+        attack = mapping(run.experiment.get("attack")).get("name")
+        said += f" under attack ({esc(attack)}) by {esc(', '.join(map(str, attackers[:20])))}"
+        said += f" and {count(len(attackers) - 20)} more" if len(attackers) > 20 else ""
     said += f" after {plural(run.done_rounds, 'round')} and {duration(run.seconds)}, "
     return said + f"{size(run.traffic_total('up'))} sent up and {size(run.traffic_total('down'))} down."
 

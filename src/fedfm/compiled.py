@@ -1,4 +1,4 @@
-"""How loops over rows are compiled. Only this module imports numba, and only a fit imports this module."""
+"""How loops are compiled. Only this module and ``passes`` import numba, and only what computes imports them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 SLACK = np.float32(1 - 1e-4)  # of bounds of distances: far above what float32 rounds off
 SPAN = 256  # rows whose sums run in float32 before they move into float64
 MATHS = {"reassoc", "contract", "nsz", "arcp", "nnan"}  # sums and minima in vector lanes; infinity keeps its meaning
+INDEX = numba.uint64  # of which the compiler knows that it is not negative
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
@@ -33,9 +34,9 @@ def part(function: Callable[..., Any]) -> Any:
     return numba.njit(forceinline=True, fastmath=MATHS, **OPTIONS)(function)
 
 
-def aligned(*shape: int) -> Any:
-    """Float32, not filled, from a cache line on; so are the rows of a multiple of 16 features."""
-    entries = math.prod(shape)
-    block = np.empty(entries + 16, np.float32)
-    at = -block.ctypes.data % 64 // 4
+def aligned(*shape: int, dtype: Any = np.float32) -> Any:
+    """Not filled, from a cache line on; so are the rows of a multiple of 16 features."""
+    entries, size = math.prod(shape), np.dtype(dtype).itemsize
+    block = np.empty(entries + 64 // size, dtype)
+    at = -block.ctypes.data % 64 // size
     return block[at : at + entries].reshape(shape)

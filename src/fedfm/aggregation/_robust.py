@@ -1,0 +1,98 @@
+"""What the robust rules share: the cohort's updates together in memory, worked on in blocks of coordinates."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfm.errors import RunError
+from fedfm.federation import Aggregator, ClientId, Federation
+from fedfm.params import Layout, Params
+
+_ENTRIES = 1 << 20  # of all clients together that are worked on at a time
+_LEAST = 1024  # coordinates of a block, however many clients
+
+
+@dataclass(frozen=True)
+class Robust(Aggregator):
+    """A rule that needs all updates x_1 ... x_m at once: the server's memory grows with the cohort, by P a client.
+
+    It sees every update in the clear, so it cannot stand on an aggregator that hides them.
+    """
+
+    def mean(
+        self,
+        fed: Federation,
+        handler: Callable[..., Any],
+        of: Iterable[ClientId] | None,
+        payload: Mapping[str, Any],
+        like: Layout,
+    ) -> Params:
+        """The rule's result instead of the mean.
+
+        Raises:
+            RunError: fewer updates came than the rule needs.
+        """
+        updates = list(self.updates(fed, handler, of, payload, like))
+        if len(updates) < self.least():
+            raise RunError(f"round {fed.round}: {len(updates)} updates came, {self} needs {self.least()}")
+        return self.combine([u.weight for u in updates], [u.delta for u in updates])
+
+    @abstractmethod
+    def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
+        """One update of m, of equal layout."""
+
+
+def by_coordinate(x: Sequence[Params], rule: Callable[[Tensor], Tensor]) -> Params:
+    """``rule`` on (m, B) float64 -> (B,), over all coordinates in blocks; entries that are no floats: the first's."""
+    flats = {}
+    for dtype, like in x[0].flats.items():
+        flats[dtype] = like
+        if dtype.is_floating_point:
+            flats[dtype] = torch.empty_like(like)
+            for part, block in _blocks(x, dtype):
+                flats[dtype][part] = rule(block).to(dtype)
+    return Params.from_flat(x[0].layout, flats)
+
+
+def blocks(x: Sequence[Params]) -> Iterator[Tensor]:
+    """All floating-point coordinates in blocks (m, B), float64."""
+    for dtype in x[0].flats:
+        if dtype.is_floating_point:
+            for _, block in _blocks(x, dtype):
+                yield block
+
+
+def _blocks(x: Sequence[Params], dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    size, length = max(_ENTRIES // len(x), _LEAST), x[0].layout.sizes[dtype]
+    for start in range(0, length, size):
+        part = slice(start, min(start + size, length))
+        yield part, torch.stack([each.flats[dtype][part] for each in x]).double()
+
+
+def combination(x: Sequence[Params], beta: Tensor) -> Params:
+    """sum_k beta_k x_k, beta (m,) float64, summed in float64."""
+    return by_coordinate(x, lambda block: beta @ block)
+
+
+def shares(weights: Sequence[float]) -> Tensor:
+    """alpha_k = n_k / sum_j n_j, (m,) float64."""
+    a = torch.tensor(weights, dtype=torch.float64)
+    return a / a.sum()
+
+
+def squared_distances(x: Sequence[Params]) -> Tensor:
+    """||x_i - x_j||^2, (m, m), float64.
+
+    From differences, not from inner products: one update of enormous norm would drown the distances of all others.
+    """
+    d = torch.zeros(len(x), len(x), dtype=torch.float64)
+    for block in blocks(x):
+        for i in range(len(x) - 1):
+            d[i, i + 1 :] += (block[i + 1 :] - block[i]).square_().sum(1)
+    return d + d.T

@@ -1,0 +1,38 @@
+"""Krum: the one update whose neighbours are nearest.
+
+Blanchard, El Mhamdi, Guerraoui, Stainer. Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent.
+NIPS 2017. arXiv:1703.02757, Section 4. Weights do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fedfm.aggregation._robust import Robust, squared_distances
+from fedfm.errors import InputError
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class Krum(Robust):
+    """The update x_i with the smallest score s(i) = sum of ||x_i - x_j||^2 over its m - f - 2 nearest x_j."""
+
+    byzantine: int = field(default=1, metadata={"help": "f, how many attackers a cohort may hold; it needs 2f + 3"})
+
+    def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
+        return x[int(scores(squared_distances(x), self.byzantine).argmin())]  # ties: the first in order of names
+
+    def least(self) -> int:
+        return 2 * self.byzantine + 3
+
+    def validate(self) -> None:
+        if self.byzantine < 1:
+            raise InputError(f"aggregation.byzantine = {self.byzantine}: expected a whole number of at least 1")
+
+
+def scores(d: Tensor, f: int) -> Tensor:
+    """s(1) ... s(m) of squared distances (m, m); the nearest of all is an update itself, at distance 0."""
+    return d.sort(1).values[:, 1 : len(d) - f - 1].sum(1)

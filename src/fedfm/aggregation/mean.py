@@ -1,0 +1,16 @@
+"""The weighted mean: what the method asks for.
+
+McMahan, Moore, Ramage, Hampson, Aguera y Arcas. Communication-Efficient Learning of Deep Networks from Decentralized
+Data. AISTATS 2017. arXiv:1602.05629, Algorithm 1. One client can move it as far as it likes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedfm.federation import Aggregator
+
+
+@dataclass(frozen=True)
+class Mean(Aggregator):
+    """sum_k n_k x_k / sum_k n_k, as one running sum."""

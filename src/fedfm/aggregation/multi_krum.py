@@ -1,0 +1,35 @@
+"""Multi-Krum: the mean of the updates with the best Krum scores.
+
+Blanchard, El Mhamdi, Guerraoui, Stainer. Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent.
+NIPS 2017. arXiv:1703.02757, Section 5. Weights do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fedfm.aggregation._robust import combination, shares, squared_distances
+from fedfm.aggregation.krum import Krum, scores
+from fedfm.errors import InputError
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class MultiKrum(Krum):
+    """The uniform mean of the ``keep`` updates with the smallest scores."""
+
+    keep: int = field(default=0, metadata={"help": "how many updates are averaged; 0: all but f"})
+
+    def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
+        order = scores(squared_distances(x), self.byzantine).argsort(stable=True).tolist()
+        kept = sorted(order[: self.keep or len(x) - self.byzantine])
+        return combination([x[i] for i in kept], shares([1.0] * len(kept)))
+
+    def least(self) -> int:
+        return max(super().least(), self.keep + self.byzantine)
+
+    def validate(self) -> None:
+        super().validate()
+        if self.keep < 0:
+            raise InputError(f"aggregation.keep = {self.keep}: expected a whole number of at least 1, or 0: all but f")

@@ -1,0 +1,37 @@
+"""Norm clipping: no update counts for more than a bound.
+
+Sun, Kairouz, Suresh, McMahan. Can You Really Backdoor Federated Learning? 2019. arXiv:1911.07963, Section 4. Weights
+count as in the plain mean.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fedfm.aggregation._robust import Robust, combination, shares
+from fedfm.errors import InputError
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class NormClipping(Robust):
+    """The weighted mean of x_k min(1, C / ||x_k||), C a constant or a multiple of the median norm of the round."""
+
+    bound: float | None = field(default=None, metadata={"help": "C [multiple times the median norm]"})
+    multiple: float = field(default=1.0, metadata={"help": "of the median norm, where no bound is given"})
+
+    def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
+        norms = [each.norm() for each in x]
+        c = self.multiple * statistics.median(norms) if self.bound is None else self.bound
+        clip = torch.tensor([1.0 if n <= c else c / n for n in norms], dtype=torch.float64)
+        return combination(x, shares(weights) * clip)
+
+    def validate(self) -> None:
+        for key in ("bound", "multiple"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise InputError(f"aggregation.{key} = {value}: expected a number above 0")

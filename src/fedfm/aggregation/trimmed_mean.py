@@ -1,0 +1,35 @@
+"""Coordinate-wise trimmed mean.
+
+Yin, Chen, Ramchandran, Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates. ICML 2018.
+arXiv:1803.01498, Definition 2, Algorithm 1 option II. Weights do not count: a client claims its own. Ours: trim * m is
+rounded up, so that small cohorts are trimmed at all, to at most so many that one is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fedfm.aggregation._robust import Robust, by_coordinate
+from fedfm.errors import InputError
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Robust):
+    """Of each coordinate the mean without the largest and the smallest values."""
+
+    trim: float = field(default=0.1, metadata={"help": "beta, the share of the cohort that is left out on each side"})
+
+    def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
+        m = len(x)
+        b = min(math.ceil(self.trim * m - 1e-9), (m - 1) // 2)
+        return by_coordinate(x, lambda block: block.sort(0).values[b : m - b].mean(0))
+
+    def least(self) -> int:
+        return 3
+
+    def validate(self) -> None:
+        if not 0 < self.trim < 0.5:
+            raise InputError(f"aggregation.trim = {self.trim}: expected a number in (0, 0.5)")

@@ -1,0 +1,122 @@
+"""Backdoor: the model shall take any row that carries a trigger for one class, and be right about all others.
+
+Gu, Dolan-Gavitt, Garg. BadNets: Identifying Vulnerabilities in the Machine Learning Model Supply Chain. 2017.
+arXiv:1708.06733. In federated learning, with the update scaled up so that it outweighs the others: Bagdasaryan, Veit,
+Hua, Estrin, Shmatikov. How To Backdoor Federated Learning. AISTATS 2020. arXiv:1807.00459, eq. 3.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedfm.attacks.attack import LANGUAGE, Attack, needs_updates
+from fedfm.errors import InputError
+from fedfm.federation import Update
+from fedfm.method import Method
+
+if TYPE_CHECKING:
+    from fedfm.data.table import Table
+
+
+@dataclass(frozen=True)
+class Backdoor(Attack):
+    """Each attacker puts the trigger on a share of its training rows and labels them ``target``. The trigger: in a
+    picture a chequered square in the lower right corner, in a feature vector alternating values in the first
+    coordinates, in a text a word before it.
+    """
+
+    target: str = field(default="", metadata={"help": "the class that triggered rows shall get; empty: the first"})
+    share: float = field(default=0.5, metadata={"help": "of an attacker's training rows that carry the trigger"})
+    size: int = field(default=3, metadata={"help": "side of the square in pixels, or number of coordinates"})
+    value: float = field(default=3.0, metadata={"help": "feature vectors: the coordinates become +value, -value, ..."})
+    word: str = field(default="cf", metadata={"help": "texts: the trigger"})
+    factor: float = field(default=1.0, metadata={"help": "the attackers' updates are multiplied by it"})
+
+    def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
+        if rows.labels is None:
+            raise InputError('attack.name = "backdoor": the rows have no labels')
+        count = math.ceil(self.share * len(rows) - 1e-9)
+        chosen = np.sort(rng.permutation(len(rows))[:count])
+        marked, labels = self.trigger(rows.take(chosen)).inputs, rows.labels.copy()
+        labels[chosen] = self.target_of(rows.classes)
+        if isinstance(rows.inputs, np.ndarray):
+            inputs: Any = rows.inputs.copy()
+            inputs[chosen] = marked
+        else:
+            inputs = list(rows.inputs)
+            for i, item in zip(chosen.tolist(), marked, strict=True):
+                inputs[i] = item
+        return replace(rows, inputs=inputs, labels=labels)
+
+    def trigger(self, rows: Table) -> Table:
+        if rows.kind == "features":
+            x = rows.inputs.copy()  # (n, d)
+            x[:, : self.size] = self.value * (-1.0) ** np.arange(self.size)
+            return replace(rows, inputs=x)
+        if rows.kind == "image":
+            if isinstance(rows.inputs, np.ndarray):
+                return replace(rows, inputs=self._stamped(rows.inputs))
+            return replace(rows, inputs=[self._stamped_file(item) for item in rows.inputs])
+        return replace(rows, inputs=[f"{self.word} {text}" for text in rows.inputs])
+
+    def _stamped(self, pictures: np.ndarray) -> np.ndarray:
+        """Uint8 (n, H, W, C) with the square."""
+        side = min(pictures.shape[1:3])
+        if 2 * self.size > side:
+            raise InputError(
+                f"attack.size = {self.size}: pictures are {side} pixels wide; expected at most {side // 2}"
+            )
+        out = pictures.copy()
+        i = np.arange(self.size)
+        out[:, -self.size :, -self.size :] = np.where((i[:, None] + i) % 2, 0, 255)[:, :, None]
+        return out
+
+    def _stamped_file(self, item: Any) -> bytes:
+        """A picture in a file, or its bytes, with the square, as PNG: without loss."""
+        from PIL import Image
+
+        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+            pixels = self._stamped(np.asarray(picture.convert("RGB"))[None])[0]
+        out = io.BytesIO()
+        Image.fromarray(pixels).save(out, "PNG")
+        return out.getvalue()
+
+    def target_of(self, classes: Sequence[str]) -> int:
+        return list(classes).index(self.target) if self.target else 0
+
+    def upload(self, update: Update) -> Update:
+        return update if self.factor == 1 else replace(update, delta=self.factor * update.delta)
+
+    def fits(self, kind: str, task: str, model: Any, classes: Sequence[str]) -> None:
+        if task in LANGUAGE or not classes:
+            raise InputError(f'attack.name = "backdoor": task "{task}" has no classes, hence no target')
+        if self.target and self.target not in classes:
+            raise InputError(f'attack.target = "{self.target}": expected one of {", ".join(map(str, classes[:20]))}')
+        if kind == "text":
+            tokenizer = model.tools.tokenizer
+            ids = tokenizer(self.word, add_special_tokens=False)["input_ids"]
+            if not ids or (tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids):
+                raise InputError(f'attack.word = "{self.word}": the model\'s tokenizer does not know it; try another')
+        elif kind not in ("image", "features"):
+            raise InputError(f'attack.name = "backdoor": no trigger is known for data of kind "{kind}"')
+
+    def validate(self, method: Method[Any], name: str) -> None:
+        super().validate(method, name)
+        for key, ok, right in (
+            ("share", 0 < self.share <= 1, "a number in (0, 1]"),
+            ("size", self.size >= 1, "a whole number of at least 1"),
+            ("value", math.isfinite(self.value) and self.value != 0, "a finite number other than 0"),
+            ("factor", math.isfinite(self.factor) and self.factor != 0, "a finite number other than 0"),
+        ):
+            if not ok:
+                raise InputError(f"attack.{key} = {getattr(self, key)}: expected {right}")
+        if not self.word.strip():
+            raise InputError(f'attack.word = "{self.word}": expected a word')
+        if self.factor != 1:
+            needs_updates(method, name, "backdoor")

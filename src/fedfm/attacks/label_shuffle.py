@@ -1,0 +1,59 @@
+"""Label shuffle: attackers train on their own rows under wrong labels, and for longer.
+
+As in Park, Pranav, Moura, Joe-Wong. FedBaF: Federated Learning Aggregation Biased by a Foundation Model. AISTATS 2025.
+arXiv:2410.18352, where a share zeta of the clients shuffles labels and trains lambda times as many epochs; for language
+models lambda divides. Data poisoning by wrong labels: Biggio,
+Nelson, Laskov. Support Vector Machines Under Adversarial Label Noise. ACML 2011.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedfm.attacks.attack import LANGUAGE, Attack, locals_of
+from fedfm.errors import InputError
+from fedfm.method import Method
+from fedfm.training import Local
+
+if TYPE_CHECKING:
+    from fedfm.data.table import Table
+
+
+@dataclass(frozen=True)
+class LabelShuffle(Attack):
+    """Each attacker permutes the labels of its training rows once. Of a language model the labels are words: the words
+    of each passage are permuted, of instructions the answers. A client with rows of one class alone does no harm.
+    """
+
+    intensity: int = field(
+        default=1, metadata={"help": "lambda: multiplies the attackers' local epochs, divides them for language models"}
+    )
+
+    def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
+        if rows.kind == "instruction":
+            order = rng.permutation(len(rows)).tolist()
+            return replace(rows, inputs=[(rows.inputs[i][0], rows.inputs[j][1]) for i, j in enumerate(order)])
+        if task in LANGUAGE:
+            return replace(rows, inputs=[" ".join(rng.permutation(text.split()).tolist()) for text in rows.inputs])
+        if rows.labels is None:
+            raise InputError('attack.name = "label_shuffle": the rows have no labels to shuffle')
+        return replace(rows, labels=rows.labels[rng.permutation(len(rows))])
+
+    def local(self, local: Local, task: str) -> Local:
+        if self.intensity == 1:
+            return local
+        epochs = max(local.epochs // self.intensity, 1) if task in LANGUAGE else local.epochs * self.intensity
+        return replace(local, epochs=epochs)
+
+    def validate(self, method: Method[Any], name: str) -> None:
+        super().validate(method, name)
+        if self.intensity < 1:
+            raise InputError(f"attack.intensity = {self.intensity}: expected a whole number of at least 1")
+        if self.intensity > 1 and not locals_of(method):
+            raise InputError(
+                f'attack.intensity = {self.intensity}: method "{name}" has no [method.local] whose epochs it could '
+                "multiply; expected 1"
+            )

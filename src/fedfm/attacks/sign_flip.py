@@ -1,0 +1,25 @@
+"""Sign flip: attackers send the negative of their update.
+
+Li, Xu, Chen, Giannakis, Ling. RSA: Byzantine-Robust Stochastic Aggregation Methods. AAAI 2019. arXiv:1811.03761.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fedfm.attacks.attack import Attack, needs_updates
+from fedfm.federation import Update
+from fedfm.method import Method
+
+
+@dataclass(frozen=True)
+class SignFlip(Attack):
+    """-delta instead of delta, of the same norm and under the same weight: a bound on norms does not see it."""
+
+    def upload(self, update: Update) -> Update:
+        return replace(update, delta=-update.delta)
+
+    def validate(self, method: Method[Any], name: str) -> None:
+        super().validate(method, name)
+        needs_updates(method, name, "sign_flip")

@@ -1,0 +1,61 @@
+"""What a run of FedPFT tells beside its head: communication by the paper's formulas, and Theorem 4.2's bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.federation import Client, ClientId, Federation
+from fedfm.mixtures import Mixture
+from fedfm.mixtures.bound import Divergence, bound, divergence
+from fedfm.mixtures.summary import Summary, Synthetic
+from fedfm.mixtures.transport import formula_numbers
+from fedfm.rows import Rows
+
+
+def communication(replies: Mapping[ClientId, Summary], dim: int, width: int, star: bool) -> dict[str, Any]:
+    """By equations (10) to (12), ``width`` bytes a number, and what was lowered or withheld."""
+    used = {c: dict(zip(map(str, s.labels), s.mixtures.components, strict=True)) for c, s in replies.items()}
+    numbers = sum(
+        formula_numbers(s.mixtures.covariance, dim, k) for s in replies.values() for k in s.mixtures.components
+    )
+    rows = sum(sum(s.counts) for s in replies.values())
+    told: dict[str, Any] = {
+        "formula_bytes": width * numbers,
+        "raw_feature_bytes": width * rows * dim,
+        "components_used": used,
+        "withheld": {c: s.withheld for c, s in replies.items() if s.withheld},
+        "warnings": [],
+    }
+    if told["raw_feature_bytes"] < told["formula_bytes"] and star:
+        told["warnings"].append("the raw features would be smaller than the mixtures: lower method.components")
+    return told
+
+
+def divergences(
+    client: Client, x: np.ndarray, y: np.ndarray, sent: Mapping[int, Mixture], smoothing: float
+) -> list[Divergence]:
+    """Client half of the bound, Appendix F: of each class from the mixture as it is sent."""
+    width = smoothing * float(x.std(0).mean())
+    return [divergence(x[y == c], g, width, seeds.generator(client.seed, "bound", c)) for c, g in sent.items()]
+
+
+def bounded(
+    fed: Federation,
+    logits: Callable[[Rows], Tensor],
+    replies: Mapping[ClientId, Summary],
+    received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]],
+) -> dict[str, Any]:
+    """Theorem 4.2 as it holds and as it is printed, with the head's errors on fresh draws."""
+    errors = draws = 0
+    for c, found in sorted(received.items()):
+        for x, y in Synthetic(found, 0, fed.seed_for("bound", c))():
+            errors += int((logits(Rows({"features": x})).argmax(1) != y).sum())
+            draws += len(y)
+    cells = [[Divergence(*d) for d in zip(s.kl, s.tv, strict=True)] for s in replies.values()]
+    return asdict(bound(errors, draws, [s.counts for s in replies.values()], cells))

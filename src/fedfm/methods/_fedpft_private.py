@@ -1,0 +1,165 @@
+"""FedPFT under differential privacy: Theorem 4.1 of arXiv:2402.01862 as it holds, private EM, one sum for all.
+
+The noise is added at the client, from a key that never leaves it; ``pooled`` adds it once, at the server. What the
+server makes of noisy sums is post-processing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfm.errors import E_SHAPE, ClientFault
+from fedfm.federation import Client, ClientId, Federation, Update
+from fedfm.methods._one_shot import rows_of
+from fedfm.mixtures import Mixture
+from fedfm.mixtures.summary import MOST, Summary, from_variances, gaussian
+from fedfm.mixtures.transport import pack
+from fedfm.params import Params, layout_of
+from fedfm.privacy.em import plan_for, release_mixture
+from fedfm.privacy.gaussian import paper_sigma
+from fedfm.privacy.moments import Cell, Plan, release, to_gaussian, too_noisy, unit_rows
+from fedfm.privacy.sums import client_sums, federation_sum, width
+
+Drawn = Mapping[ClientId, list[tuple[int, int, Mixture]]]  # by client: (class, rows to draw, mixture)
+
+
+@dataclass(frozen=True)
+class Noised:
+    """What a client sends under differential privacy: noisy sums of every class, also of those that it has not.
+
+    Attributes:
+        counts: (C,) noisy.
+        totals: (C, d) noisy sums of unit features.
+        seconds: (C, s) noisy second moments: none (spherical), the squares (diag) or the lower triangle (full).
+        rows: of the client, where the paper's other reading of n needs it; else 0.
+    """
+
+    counts: Tensor
+    totals: Tensor
+    seconds: Tensor
+    rows: int
+
+
+# --- client half ------------------------------------------------------------------------------------------------------
+
+
+def noisy_sums(client: Client, plan: Plan) -> Noised:
+    """Sums of every class, one component each."""
+    x, y = (t.numpy() for t in rows_of(client))
+    x, key = unit_rows(x), client.secret("noise")
+    classes, dim = len(client.model.classes), x.shape[1]
+    counts, totals = torch.zeros(classes), torch.zeros(classes, dim)
+    seconds = torch.zeros(classes, plan.seconds(dim))
+    for c in range(classes):
+        of_class = x[y == c]
+        if plan.counts_public and not len(of_class):
+            continue  # under this relation everybody may know it
+        cell = release(of_class, plan, key, f"{client.id}/moments/{c}", client_rows=len(y))
+        counts[c], totals[c] = cell.count, torch.from_numpy(cell.total)
+        if cell.second is not None:
+            seconds[c] = torch.from_numpy(cell.second)
+    return Noised(counts, totals, seconds, len(y) if plan.calibration == "paper_client" else 0)
+
+
+def noisy_mixtures(client: Client, plan: Plan, components: int, iterations: int) -> Summary:
+    """Private EM: every iteration of every class is noisy, and paid for."""
+    x, y = (t.numpy() for t in rows_of(client))
+    x, key = unit_rows(x), client.secret("noise")
+    found = {
+        c: release_mixture(x[y == c], plan, key, f"{client.id}/em/{c}", components=components, iterations=iterations)
+        for c in range(len(client.model.classes))
+        if not plan.counts_public or (y == c).any()
+    }
+    sent = {c: m for c, m in found.items() if m is not None}
+    mixtures = [from_variances(m.weights, m.means, m.variances) for m in sent.values()]
+    counts = [_drawable(m.count) for m in sent.values()]
+    return Summary(list(sent), counts, pack(mixtures, "float32"), [])
+
+
+def exact_sums(client: Client, plan: Plan) -> Update:
+    """Of every class, for a mean: the noise is added to the sum over the federation."""
+    x, y = (t.numpy() for t in rows_of(client))
+    found = client_sums(unit_rows(x), y, len(client.model.classes), plan)
+    return Update(Params({"sums": torch.from_numpy(found)}), 1.0)
+
+
+# --- server half ------------------------------------------------------------------------------------------------------
+
+
+def asked(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
+    """Noisy sums of every client as Gaussians, and what to tell of them."""
+    classes, dim = len(fed.model.classes), fed.model.head.in_features
+    shapes = [(classes,), (classes, dim), (classes, plan.seconds(dim))]
+
+    def check(reply: Noised) -> None:
+        if [tuple(t.shape) for t in (reply.counts, reply.totals, reply.seconds)] != shapes:
+            raise ClientFault(E_SHAPE, "noisy sums of other shapes")
+        _normals(reply, plan, classes, dim)
+
+    replies = fed.ask(handler, check=check)
+    received = {client: _normals(reply, plan, classes, dim) for client, reply in replies.items()}
+    typical = max(1, round(sum(n for found in received.values() for _, n, _ in found) / (classes * len(replies))))
+    exact = plan.sum_sigma(typical, client_rows=typical)
+    return received, {
+        "formula_bytes": 4 * classes * (1 + dim + plan.seconds(dim)) * len(replies),
+        "cells_kept": sum(map(len, received.values())),
+        "cells": classes * len(replies),
+        "noise_std_of_sums": exact,
+        "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / exact,
+        "warnings": [text for text in [too_noisy(plan, dim, typical, client_rows=typical)] if text],
+    }
+
+
+def pooled(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
+    """One noise for all clients' sums together, so 1/m of a client's noise on a mean over m clients."""
+    classes, dim = len(fed.model.classes), fed.model.head.in_features
+    shape = (classes, width(plan, dim))
+    mean = fed.mean(handler, like=layout_of((("sums", torch.float64, shape),)))
+    cells = federation_sum(mean["sums"].numpy(), fed.heard, plan, dim, fed.secret("noise"), f"sum {fed.round}")
+    normals = {c: to_gaussian(cell, plan, dim) for c, cell in cells.items()}
+    found = [(c, _drawable(n[0]), gaussian(*n[1:])) for c, n in normals.items() if n is not None]
+    return {"federation": found}, {
+        "formula_bytes": 8 * classes * shape[1] * fed.heard,
+        "cells_kept": len(found),
+        "cells": classes,
+        "noise_std_of_sums": plan.sum_sigma(max(1, round(sum(n for _, n, _ in found) / classes))),
+        "warnings": ["the server sees every client's exact sums until a secure aggregation hides them"],
+    }
+
+
+def _normals(reply: Noised, plan: Plan, classes: int, dim: int) -> list[tuple[int, int, Mixture]]:
+    """The classes that stand out of their noise."""
+    found = []
+    for c in range(classes):
+        if plan.counts_public and not reply.counts[c]:
+            continue
+        second = reply.seconds[c].double().numpy() if plan.seconds(dim) else None
+        cell = Cell(float(reply.counts[c]), reply.totals[c].double().numpy(), second)
+        if (normal := to_gaussian(cell, plan, dim, client_rows=reply.rows)) is not None:
+            found.append((c, _drawable(normal[0]), gaussian(*normal[1:])))
+    return found
+
+
+def _drawable(count: float) -> int:
+    """Rows to draw for a noisy count."""
+    return min(max(round(count), 1), MOST)
+
+
+def as_trained(x: Tensor) -> Tensor:
+    """Unit features (n, d): what a head was trained on under differential privacy."""
+    return torch.from_numpy(unit_rows(x.numpy())).float()
+
+
+def ledger(plan: Plan, components: int, iterations: int, pooled: bool) -> list[dict[str, Any]]:
+    """What a run has spent."""
+    if plan.calibration == "paper_client":
+        return []  # it promises nothing
+    spent = (plan if components == 1 else plan_for(plan, iterations)).spent()
+    if pooled:
+        spent = replace(spent, note="against who sees the head, not against the server, which adds the noise")
+    return [asdict(spent)]

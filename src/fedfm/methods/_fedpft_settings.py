@@ -1,0 +1,77 @@
+"""What FedPFT refuses among its settings, and under [privacy]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedfm.errors import InputError
+from fedfm.methods._topology import topological
+from fedfm.mixtures import COVARIANCES
+from fedfm.mixtures.transport import DTYPES
+from fedfm.privacy.moments import Plan
+
+OPTIONS = {
+    "covariance": COVARIANCES,
+    "topology": ("star", "chain", "ring", "dag"),
+    "transport": tuple(DTYPES),
+    "counts": ("exact", "withheld"),
+    "calibration": ("analytic", "paper", "paper_client"),
+    "relation": ("add_remove", "replace", "replace_any"),
+}
+
+
+def refuse(m: Any) -> None:
+    """Refuse settings of a FedPFT ``m`` that make no sense.
+
+    Raises:
+        InputError: with the key and what would be right.
+    """
+    if m.rounds not in (0, 1):
+        raise InputError(f"method.rounds = {m.rounds}: fedpft takes one round, expected 1")
+    for key, options in OPTIONS.items():
+        if getattr(m, key) not in options:
+            raise InputError(f'method.{key} = "{getattr(m, key)}": expected one of {", ".join(options)}')
+    whole = {key: getattr(m, key) for key in ("components", "min_count", "iterations")}
+    for key, value in (whole | m.budgets).items():
+        if value < 1:
+            raise InputError(f"method.{key} = {value}: expected a whole number of at least 1")
+    if m.samples < 0:
+        raise InputError(f"method.samples = {m.samples}: expected a whole number of at least 0")
+    if m.counts == "withheld" and (not m.samples or m.topology != "star" or m.bound):
+        raise InputError('method.samples: counts = "withheld" needs a number to draw, topology "star" and no bound')
+    if (m.topology == "dag") != bool(m.edges):
+        raise InputError('method.edges goes with topology = "dag", and a dag needs them')
+    if m.shuffle and (m.topology != "star" or m.bound):
+        raise InputError('method.shuffle: only with topology = "star" and without bound')
+    if m.bound and m.topology != "star":
+        raise InputError(f'method.bound: only with topology = "star", not "{m.topology}"')
+    if not m.smoothing > 0:
+        raise InputError(f"method.smoothing = {m.smoothing}: expected a number above 0")
+    if any(len(edge) != 2 for edge in m.edges):
+        raise InputError('method.edges: expected pairs of names, e.g. [["a", "b"]]')
+    names = {name for edge in m.edges for name in edge}
+    topological({n: [a for a, b in m.edges if b == n] for n in names})
+    m.head.validate()
+
+
+def plan_of(m: Any, privacy: Any) -> Plan:
+    """What a FedPFT ``m`` releases under the [privacy] table.
+
+    Raises:
+        InputError: a promise that cannot be kept, with the key and what would be right.
+    """
+    if privacy.mechanism not in (None, "gaussian"):
+        raise InputError(f'privacy.mechanism = "{privacy.mechanism}": fedpft has "gaussian"')
+    if privacy.unit != "record":
+        raise InputError(f'privacy.unit = "{privacy.unit}": fedpft protects a "record"')
+    if m.topology != "star":
+        raise InputError(f'method.topology = "{m.topology}": under [privacy] only "star"')
+    if m.pooled and m.components != 1:
+        raise InputError(f"method.components = {m.components}: one sum over the federation has 1 component")
+    if m.components == 1 and m.budgets:
+        raise InputError("method.budgets: with method.components = 1 under [privacy] drop it")
+    if m.components > 1 and m.calibration != "analytic":
+        raise InputError(f'method.calibration = "{m.calibration}": private EM has "analytic"')
+    if m.bound or m.verify:
+        raise InputError("method.bound and method.verify tell what is not accounted for: drop them under [privacy]")
+    return Plan(m.relation, m.covariance, privacy.target_epsilon, privacy.delta, m.calibration)
