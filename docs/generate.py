@@ -19,6 +19,7 @@ from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.engines.silofile import Silo
 from fedfm.experiment import PrivacySpec, RunSpec
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.pretrain import PretrainSpec
 from fedfm.registry import available, resolve
 from fedfm.training import BY_NAME, Local
 
@@ -97,6 +98,12 @@ def page() -> str:
         '## [aggregation]\n\nWhat the server makes of the updates of a round; absent: `name = "mean"`.\n',
         *(method(name, "aggregation") for name in available("aggregation")),
         section("[run]", RunSpec),
+        section(
+            "[pretrain]",
+            PretrainSpec,
+            "Not part of an experiment: `fedfm pretrain` takes a file with `[data]`, `[model]` and this table. The "
+            "keys of `local` are those of `[method.local]`.",
+        ),
         section(
             "A silo's file",
             Silo,

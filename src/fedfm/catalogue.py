@@ -23,6 +23,10 @@ _PARTITIONS = {
 }
 _MODELS = {
     "nano-vit": "built in: 32 x 32 ViT, 1.1 M parameters, pretrained on CIFAR-10 and Fashion-MNIST",
+    "preact-resnet": "built in, no weights: pre-activation ResNet 64-128-256-512, 32 x 32, 11.2 M parameters",
+    "preact-resnet-small": "built in, no weights: the same, 16-32-64 with one block a section, 78 k parameters",
+    "vit-b16": "built in, no weights: ViT-B/16, 224 x 224, 86 M parameters",
+    "nano-gpt2": "built in, no weights: GPT-2 of width 64, 2 layers, 4 heads, on bytes, 133 k parameters",
     "features": "a linear head on feature vectors",
     "<folder or hub id>": "ViT, DeiT, DINOv2, CLIP, BERT-like, GPT-2, LLaMA, MobileNet in safetensors; CIFAR ResNets",
 }

@@ -35,6 +35,33 @@ an experiment:
   rounds = 10
 """
 
+_PRETRAIN_EXAMPLES = """examples:
+  fedfm pretrain vit.toml --out secret                 train it; an epoch a line, with figures of held-out rows
+  fedfm pretrain vit.toml --out secret                 the same command again goes on after a kill, with the same bits
+  fedfm pretrain vit.toml --out secret --set pretrain.local.epochs=5
+  fedfm run exp.toml --set model.name=secret           an experiment starts from it
+  fedfm run exp.toml --set method.foundation=secret    a method keeps it at the server
+
+a pretraining: all rows in one place, all parameters trained, pictures as they are (no augmentation):
+  [data]
+  path = "tiny_imagenet.npz"
+  [model]
+  name = "preact-resnet"                               # or "nano-vit", "vit-b16", "nano-gpt2", a folder, a hub id
+  weights = "random"                                   # "pretrained" goes on from its weights
+  options = { widths = [16, 32, 64], blocks = [1, 1, 1] }   # keys of its config.json, where weights are random
+  [pretrain]
+  local = { learning_rate = 0.1, momentum = 0.9, weight_decay = 1e-4, batch_size = 128, epochs = 300 }
+  milestones = [150, 225]                              # learning rate x 0.1 after these epochs
+
+of text: data.path = "wiki.txt", model.name = "nano-gpt2", and a vocabulary made from the text:
+  [pretrain]
+  vocabulary_size = 8000
+  vocabulary = "bpe"                                   # or "words"
+
+The folder holds config.json, model.safetensors, the image processor or tokenizer, the names of the classes, and
+pretrain.json, which says how it was made. Whoever has data of other classes gets a new head.
+"""
+
 _AUDIT_EXAMPLES = """examples:
   fedfm audit runs/mine                                every cheap attack that fits; the findings are in its report
   fedfm audit runs/mine --attack membership            one of them; --attack may be given several times
@@ -113,6 +140,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seeds", help="comma-separated: run each, report mean and interval")
     run.add_argument("--yardsticks", action="store_true", help="also run what the method is measured against")
     run.add_argument("--tune", help="comma-separated learning rates; the best by validation rows is used")
+
+    pretrain = with_format(
+        command("pretrain", _pretrain, "train a foundation model centrally, as a folder", _PRETRAIN_EXAMPLES)
+    )
+    pretrain.add_argument("experiment", type=Path, help="TOML file with [data], [model] and [pretrain]")
+    pretrain.add_argument("--out", type=Path, required=True, help="the model's folder")
+    pretrain.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
 
     resume = with_format(command("resume", _resume, "go on with a run that was stopped or killed"))
     resume.add_argument("run", type=Path)
@@ -212,6 +246,25 @@ def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
         return [kind(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"{flag} {text}: expected numbers separated by commas") from None
+
+
+def _pretrain(args: Any) -> int:
+    from fedfm.pretrain import ABOUT, Pretraining, pretrain
+    from fedfm.tables import parse_override
+    from fedfm.watch import Epochs
+
+    what = Pretraining.load(args.experiment, dict(parse_override(text) for text in args.set))
+    try:
+        result = pretrain(what, args.out, watcher=Epochs())
+    except InputError:
+        raise
+    except (KeyboardInterrupt, Exception):
+        if (args.out / ABOUT).exists():
+            print("fedfm: finished epochs are kept; the same command goes on", file=sys.stderr)
+        raise
+    names = ("epochs", "parameters", "accuracy", "perplexity", "train_loss", "seconds")
+    figures = [f"{name} {result[name]:.6g}" for name in names if result[name] is not None]
+    return _say(args, result, f"{result['folder']}: {', '.join(figures)}")
 
 
 def _resume(args: Any) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from fedfm.errors import InputError, listed, one_of
 from fedfm.federation import Aggregator
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.registry import available, name_of, resolve
-from fedfm.tables import build, plain, put, refuse_unknown, to_toml
+from fedfm.tables import build, plain, read, refuse_unknown, to_toml
 
 WITHHELD = "(kept by the server)"
 ENGINES = ("local", "simulation", "deployment")
@@ -54,6 +53,12 @@ class RunSpec:
     root_certificates: str | None = field(default=None, metadata={"help": "PEM file of the superlink's authority"})
     evaluate_every: int = field(default=1, metadata={"help": "rounds between evaluations; 0: only at the end"})
     patience: int = field(default=0, metadata={"help": "stop after so many rounds without a better validation loss"})
+    local_scores: bool = field(
+        default=False, metadata={"help": "clients tell their model's accuracy after local training, before aggregation"}
+    )
+    target_accuracy: float | None = field(
+        default=None, metadata={"help": "the ledger counts rounds and multiply-accumulates until it is reached"}
+    )
 
 
 @dataclass(frozen=True)
@@ -85,19 +90,7 @@ class Experiment:
         Raises:
             InputError: the file is absent, not TOML, or not a valid experiment.
         """
-        path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise InputError(f"{path}: no such file; `fedfm run exp.toml` takes an experiment in TOML") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: cannot be read: {error}") from None
-        try:
-            table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise InputError(f"{path}: not TOML: {error}") from None
-        for key, value in (overrides or {}).items():
-            put(table, key, value)
+        table = read(path, overrides or {}, "`fedfm run exp.toml` takes an experiment in TOML")
         try:
             return cls.from_dict(table)
         except InputError as error:
@@ -172,6 +165,10 @@ class Experiment:
             raise InputError(f'run.wire: engine = "{run.engine}" always serialises; drop it')
         if getattr(self.method, "pools", False) and run.engine != "local":
             raise InputError(f'method "{self.method_name}" pools all rows in one place: expected run.engine = "local"')
+        if run.target_accuracy is not None and not 0 < run.target_accuracy <= 1:
+            raise InputError(f"run.target_accuracy = {run.target_accuracy}: expected a number in (0, 1]")
+        if run.local_scores and self.privacy is not None:
+            raise InputError("run.local_scores: accuracies of single clients are covered by no [privacy]; drop one")
         if run.patience and not self.data.val_fraction:
             raise InputError("run.patience: early stopping judges validation rows; set data.val_fraction, e.g. 0.1")
         if self.privacy is not None:

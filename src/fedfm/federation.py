@@ -96,6 +96,7 @@ class Client:
         seed: of this client in this round; derive from it what is random.
         metrics: what the client optimiser noted about its last pass, e.g. ``loss``.
         secret: 32 bytes under a name, from the operating system's entropy, the same for the whole run; never sent.
+        trained: what the client optimiser returned last: the client's model before any aggregation.
     """
 
     id: ClientId
@@ -105,6 +106,7 @@ class Client:
     seed: int
     metrics: dict[str, float] = field(default_factory=dict)
     secret: Callable[[str], bytes] = _no_secret
+    trained: Params | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,14 @@ from fedfm.method import Method
 from fedfm.methods.centralised import POOLED
 from fedfm.params import Params
 from fedfm.rows import Rows
-from fedfm.training import ahead
+from fedfm.training import Local, ahead
+from fedfm.training.loop import over_classes
 
 if TYPE_CHECKING:
     from fedfm.progress import Progress
     from fedfm.rundir import Run
 
+_LOOK = 64  # training rows among which one stands for all where operations are counted
 _TIDY = 50  # preparations of rows between two looks at the heap
 
 
@@ -164,7 +167,44 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
         },
         "notices": [n for n in run.manifest["notices"] if n not in notices] + notices,
     }
+    _check_optimiser(run.experiment.method, population.model)
+    if (costs := operations(run.experiment.method, population)) is not None:
+        run.manifest["ledger"]["operations"] = costs
     run.write_manifest()
+
+
+def _check_optimiser(method: Method[Any], model: Any) -> None:
+    """Refuse a client optimiser that the model's loss has no place for."""
+    for value in vars(method).values():
+        if isinstance(value, Local):
+            over_classes(model, value)
+        elif isinstance(value, Method):
+            _check_optimiser(value, model)
+
+
+def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] | None:
+    """The ledger's multiply-accumulates before the first round (see ``models.operations``).
+
+    None for a method without a client optimiser, and for rows that only a Python user's own module understands.
+    """
+    from fedfm.models.operations import Costs, per_sample
+
+    local, table = getattr(method, "local", None), population.federated.table
+    if not isinstance(local, Local) or getattr(method, "pools", False) or table.kind == "own":
+        return None
+    model, clients = population.model, [population.federated.clients[c] for c in population.clients]
+    # Of running text it takes the tokenizer to know how many blocks a client trains on; other rows are samples.
+    blocks = table.kind == "passages" or (table.kind == "text" and model.is_language_model)
+    samples = [
+        len(population.data(c).train) if blocks else len(rows.train)
+        for c, rows in zip(population.clients, clients, strict=True)
+    ]
+    first = next((rows.train[:_LOOK] for rows in clients if len(rows.train)), None)
+    macs = None if first is None else per_sample(model, model.prepare(table, first))
+    if macs is None:
+        return None
+    costs = Costs.of(macs, local.epochs, samples)
+    return asdict(costs) | {"macs_per_client_round": costs.macs_per_client_round}
 
 
 def judge(population: Partitioned, method: Method[Any]) -> Callable[[Params], dict[str, Any]] | None:

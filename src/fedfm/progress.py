@@ -29,3 +29,19 @@ class Progress:
 
     def finished(self) -> None:
         """No more of this run."""
+
+
+class EpochProgress:
+    """What the watcher of a pretraining is told; this one is told and says nothing."""
+
+    def started(self, epochs: int, done: int, steps: int) -> None:
+        """So many epochs of so many steps; ``done`` of them were committed before."""
+
+    def step(self) -> None:
+        """A batch is done."""
+
+    def epoch(self, line: Mapping[str, Any]) -> None:
+        """An epoch is committed; ``line`` has its figures."""
+
+    def finished(self) -> None:
+        """No more."""

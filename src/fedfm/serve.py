@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from fedfm.federation import ClientId, Federation, each
 from fedfm.method import Method
 from fedfm.params import Params, sha256_of
 from fedfm.rundir import Run
+from fedfm.silo import BEFORE, JUDGED
 
 if TYPE_CHECKING:
     from fedfm.progress import Progress
@@ -73,6 +74,8 @@ class Server:
         line: dict[str, Any] = {"round": t, "seconds": round(self._seconds(), 3)}
         if last or (every and t % every == 0):
             line |= self.scores(state, thorough=last)
+        if self.run.experiment.run.local_scores and t:
+            line[BEFORE] = self._before_aggregation()
         line |= {
             "train_loss": self.fed.metrics.get("loss"),
             "cohort": list(self.fed.cohort),
@@ -84,6 +87,11 @@ class Server:
         }
         self.run.log(line)
         self._progress.round(line)
+
+    def _before_aggregation(self) -> float | None:
+        """Mean accuracy of the round's clients after local training, weighted like their updates."""
+        judged = self.fed.metrics.get(JUDGED)
+        return self.fed.metrics[BEFORE] / judged if judged else None
 
     def models(self, state: Any) -> dict[ClientId, Params]:
         """The final models: one by client name for personal methods, else one under ""."""
@@ -175,6 +183,10 @@ class Server:
             **({"attack_success": last["attack_success"]} if "attack_success" in last else {}),
             "details": self.method.details(state, self._judge),
         }
+        lines = run.metrics()
+        if run.experiment.run.local_scores:
+            result["details"][BEFORE] = next((m[BEFORE] for m in reversed(lines) if m.get(BEFORE) is not None), None)
+        self._count(lines)
         run.manifest["ledger"]["entries"] += spent
         run.manifest["ledger"]["epsilon"] = result["epsilon"]
         self._write_models(models)
@@ -182,6 +194,25 @@ class Server:
         run.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         run.write_manifest()
         return result
+
+    def _count(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Complete the ledger's multiply-accumulates: what training has cost, and until the target was reached."""
+        from fedfm.models.operations import Costs, rounds_to
+
+        found = self.run.manifest["ledger"].get("operations")
+        if found is None:
+            return
+        if self.run.manifest["split"] is None:  # silos with files of their own: the server does not know their rows
+            found |= {"samples": None, "macs_per_client_round": None}
+            return
+        costs = Costs(*(found[key] for key in ("macs_per_sample", "macs_once_per_sample", "epochs", "samples")))
+        cohorts = [line["cohort"] for line in lines if line["round"]]
+        found["macs"] = costs.tmac(cohorts)
+        target = self.run.experiment.run.target_accuracy
+        if target is not None:
+            rounds = rounds_to(target, [(line["round"], line.get("accuracy")) for line in lines])
+            found |= {"target_accuracy": target, "rounds_to_target": rounds}
+            found["tmac"] = None if rounds is None else costs.tmac(cohorts[:rounds])
 
     def _write_models(self, models: Mapping[ClientId, Params]) -> None:
         from fedfm import store

@@ -10,6 +10,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,13 @@ from typing import Any, Protocol, get_type_hints
 from fedfm import seeds
 from fedfm.conform import conform
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_READONLY, E_REFUSED, ClientFault
-from fedfm.federation import Aggregator, Client, ClientData, ClientId, Request, action
+from fedfm.federation import Aggregator, Client, ClientData, ClientId, Request, Update, action
 from fedfm.memory import DiskMemory, secret
 from fedfm.method import Method
 from fedfm.params import Params
 from fedfm.training import cohort
+
+BEFORE, JUDGED = "accuracy_before_aggregation", "judged_before_aggregation"  # metrics of an update
 
 
 class Population(Protocol):
@@ -50,6 +53,8 @@ class Silos:
         allow: the silo's policy, patterns of handlers that it answers, e.g. ``("train.*",)`` refuses to show the server
             any single update.
         on_error: told of a handler's exception with its traceback; it stays at the client.
+        local_scores: an update of the server's mean also tells how accurate the client's model was before it, on the
+            client's own test rows.
         reveal: the server is told an exception's text, which may hold paths and values, and not only its kind.
     """
 
@@ -65,10 +70,12 @@ class Silos:
         allow: Sequence[str] = ("*",),
         on_error: Callable[[ClientId, str], None] = lambda client, text: None,
         reveal: bool = True,
+        local_scores: bool = False,
     ) -> None:
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
         self._reveal = reveal
+        self._method, self._local_scores = method, local_scores
         self._handlers = {action(fn): fn for fn in handlers(method)}
         self._hints = {name: get_type_hints(fn) for name, fn in self._handlers.items()}
 
@@ -128,9 +135,20 @@ class Silos:
         if _versions(payload) != versions:
             raise ClientFault(E_READONLY, f"{name} changed a tensor that it was sent; payloads are read-only")
         if kind == "train":
+            if self._local_scores and isinstance(reply, Update):
+                reply = replace(reply, metrics=reply.metrics | self._before_aggregation(client))
             reply = self.aggregator.protect(client, reply)
         client.memory.commit()  # type: ignore[attr-defined]
         return reply
+
+    def _before_aggregation(self, client: Client) -> dict[str, float]:
+        """Accuracy of what the client has just trained; the share of clients that were judged makes means of it right
+        where some have no test rows.
+        """
+        if client.trained is None or not len(client.data.test):
+            return {}
+        accuracy = self._method.scores(client.model, client.trained, client.data.test)["accuracy"]
+        return {} if accuracy is None else {BEFORE: accuracy, JUDGED: 1.0}
 
     def client(self, request: Request) -> Client:
         """The client as it stands at this request."""

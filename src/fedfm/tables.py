@@ -8,9 +8,33 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.errors import InputError, close, listed
+
+
+def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str, Any]:
+    """The nested tables of a TOML file, with keys ``a.b.c`` set anew.
+
+    Args:
+        takes: what the command takes, for the message where there is no file.
+
+    Raises:
+        InputError: the file is absent, cannot be read, or is not TOML.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; {takes}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path}: not TOML: {error}") from None
+    for key, value in overrides.items():
+        put(table, key, value)
+    return table
 
 
 def refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:

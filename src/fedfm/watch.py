@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.federation import Excluded
-from fedfm.progress import Progress
+from fedfm.progress import EpochProgress, Progress
 from fedfm.rundir import Run
 
 
@@ -68,6 +68,50 @@ class Bar(Progress):
         from tqdm import tqdm
 
         tqdm.write(f"fedfm: {text}", file=sys.stderr)
+
+    def finished(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class Epochs(EpochProgress):
+    """The bar of a pretraining: its steps, and a line an epoch."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._steps, self._epochs = 0, 0
+
+    def started(self, epochs: int, done: int, steps: int) -> None:
+        """Open the bar; in a log file only the lines of epochs are written."""
+        from tqdm import tqdm
+
+        self._steps, self._epochs = steps, epochs
+        self._bar = tqdm(
+            total=epochs * steps,
+            initial=done * steps,
+            desc=f"epoch {done + 1}/{epochs}",
+            unit="step",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            leave=False,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def step(self) -> None:
+        """Advance."""
+        self._bar.update(1)
+
+    def epoch(self, line: Mapping[str, Any]) -> None:
+        """Print its figures above the bar."""
+        from tqdm import tqdm
+
+        figures = [f"epoch {line['epoch']}/{self._epochs}", f"lr {line['learning_rate']:g}"]
+        figures += [f"train loss {line['train_loss']:.4f}"]
+        figures += [f"{key} {line[key]:.4f}" for key in ("accuracy", "perplexity") if line[key] is not None]
+        tqdm.write("  ".join([*figures, f"{line['seconds']:.1f} s"]), file=sys.stderr)
+        self._bar.set_description(f"epoch {line['epoch'] + 1}/{self._epochs}", refresh=False)
 
     def finished(self) -> None:
         """Close the bar."""

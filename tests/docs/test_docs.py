@@ -1,9 +1,9 @@
 """Every block of the documents does what it says. Each page is read from top to bottom in a folder of its own.
 
-``python`` blocks run, one after the other, in one namespace a page. ``toml`` blocks are experiments and are checked,
-unless ``<!-- no experiment -->`` stands before them. ``console`` and ``bash`` blocks run where ``<!-- test -->`` stands
-before them; then every line is a ``fedfm`` command. ``<!-- file: NAME -->`` writes the block into the page's folder
-instead: what comes after may use it.
+``python`` blocks run, one after the other, in one namespace a page. ``toml`` blocks are experiments or pretrainings,
+and are checked, unless ``<!-- no experiment -->`` stands before them. ``console`` and ``bash`` blocks run where
+``<!-- test -->`` stands before them; then every line is a ``fedfm`` command. ``<!-- file: NAME -->`` writes the block
+into the page's folder instead: what comes after may use it.
 """
 
 import re
@@ -17,6 +17,7 @@ import pytest
 
 from fedfm.cli import main
 from fedfm.experiment import Experiment
+from fedfm.pretrain import Pretraining
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
@@ -26,6 +27,11 @@ DOCUMENTS = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 
 def blocks(page):
     return [(m["mark"] or "", m["language"], m["text"]) for m in BLOCK.finditer(page.read_text())]
+
+
+def checked(text):
+    tables = tomllib.loads(text)
+    return (Pretraining if "pretrain" in tables else Experiment).from_dict(tables)
 
 
 @pytest.mark.filterwarnings("ignore:.pin_memory. argument is set:UserWarning")  # by a Trainer, where there is no GPU
@@ -40,9 +46,9 @@ def test_blocks_run(page, tmp_path, monkeypatch, capsys):
         if mark.startswith("file: "):
             Path(mark.removeprefix("file: ")).write_text(text)
             if language == "toml" and "[data]" in text:
-                Experiment.from_dict(tomllib.loads(text))
+                checked(text)
         elif language == "toml" and mark != "no experiment":
-            Experiment.from_dict(tomllib.loads(text))
+            checked(text)
         elif language == "python":
             exec(compile(text, f"{page.name}, block {i + 1}", "exec"), scope)
         elif mark == "test":

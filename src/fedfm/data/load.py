@@ -29,6 +29,7 @@ _SUFFIXES = {
     ".parquet": "parquet",
     ".npz": "npz",
     ".txt": "text",
+    ".txt.gz": "text",
 }
 _WORDS: dict[Kind, str] = {
     "image": "pictures",

@@ -23,7 +23,9 @@ class DataSpec:
     """Where the rows come from and how they are dealt."""
 
     name: str | None = field(default=None, metadata={"help": 'a built-in set: "digits"'})
-    path: str | None = field(default=None, metadata={"help": "csv, jsonl(.gz), parquet, npz, txt or an image folder"})
+    path: str | None = field(
+        default=None, metadata={"help": "csv, jsonl(.gz), parquet, npz, txt(.gz) or an image folder"}
+    )
     hub: str | None = field(default=None, metadata={"help": "a Hugging Face data set id or save_to_disk folder"})
     clients: dict[str, str] | None = field(default=None, metadata={"help": "client name -> its own file or folder"})
     text: str = field(default="text", metadata={"help": "name of the text column"})

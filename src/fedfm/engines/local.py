@@ -130,6 +130,7 @@ def start(
             seed=spec.seed,
             attack=population.attackers,
             on_error=partial(record_error, run.path),
+            local_scores=spec.local_scores,
         )
         link = LocalLink(
             silos,

@@ -68,6 +68,7 @@ class Site:
             allow=self._allow,
             on_error=self._on_error,
             reveal=self._own is None,
+            local_scores=self._experiment.run.local_scores,
         )
 
     def warm(self, shared: Site | None = None) -> None:

@@ -57,6 +57,7 @@ FAMILIES: dict[str, Family] = {
     "resnet": Family("embedder", ("encoder.stages",), "", "", "classifier.1"),
     "mobilenet_v2": Family("conv_stem", ("layer",), "conv_1x1"),
     "cifar_resnet": Family("bn1", ("layer1", "layer2", "layer3"), "", "", "linear"),
+    "fedfm_preact_resnet": Family("stem", tuple(f"sections.{s}" for s in range(16)), "bn", "", "fc"),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def pretrained(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], kind
     from fedfm.models.load import DTYPES
 
     with quiet():
-        config = _config(path, spec.name)
+        config = _config(path, spec)
         labels: dict[str, Any] = {}
         if task == "classification":
             labels = {"id2label": dict(enumerate(classes)), "label2id": {c: i for i, c in enumerate(classes)}}
@@ -51,7 +53,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
     from fedfm.models.load import DTYPES
 
     with quiet():
-        config = _config(path, spec.name)
+        config = _config(path, spec)
         if config.model_type != "clip":
             raise InputError(
                 f"model.name: zero_shot needs a CLIP model, {spec.name!r} is of type {config.model_type!r}"
@@ -64,19 +66,70 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
     return module, "clip", config.to_diff_dict() | {"classes": list(classes)}, [], tools
 
 
-def _config(path: Path | str, name: str) -> Any:
+def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
+    """The configuration of the model that ``spec`` names, for the vocabulary of another tokenizer.
+
+    Raises:
+        InputError: it cannot be read, or has no vocabulary.
+    """
+    from fedfm.models.load import locate
+
+    with quiet():
+        config = _config(locate(spec.name), spec)
+    if getattr(config, "vocab_size", None) is None:
+        raise InputError(
+            f"pretrain.vocabulary_size: {spec.name!r} is of type {config.model_type!r}, without a vocabulary"
+        )
+    config.vocab_size = len(tokenizer)
+    config.pad_token_id = tokenizer.pad_token_id
+    config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
+    return config
+
+
+def _config(path: Path | str, spec: ModelSpec) -> Any:
     from transformers import AutoConfig
 
+    import fedfm.models.preact_resnet  # noqa: F401 - makes its architecture known to transformers
+
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise _refusal(path, name, error) from None
+        raise _refusal(path, spec.name, error) from None
+    return _changed(config, spec.options) if spec.options else config
+
+
+def _changed(config: Any, options: Mapping[str, Any]) -> Any:
+    """The configuration with these keys changed, made anew, so that what it derives from them follows.
+
+    Raises:
+        InputError: it has no such key, or refuses the value.
+    """
+    table = config.to_dict()
+    known = sorted(k for k in table if not k.startswith("_") and k not in ("model_type", "architectures"))
+    for key, value in options.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f': did you mean "{near[0]}"?' if near else f": it has {', '.join(known)}"
+            raise InputError(f"model.options.{key}: no key of a configuration of type {config.model_type!r}{hint}")
+        old = table[key]
+        number = isinstance(old, (int, float)) and isinstance(value, (int, float))
+        same = number if type(old) is not bool else type(value) is bool
+        if (
+            old is not None
+            and not same
+            and not isinstance(value, (list if isinstance(old, (list, tuple)) else type(old)))
+        ):
+            raise InputError(f"model.options.{key} = {value!r}: expected something like {old!r}")
+    try:
+        return type(config)(**{**table, **options})
+    except Exception as error:  # a library's own classes of errors, which differ from release to release
+        raise InputError(f"model.options: {_first(error)}") from None
 
 
 def labels(path: Path | str, name: str) -> tuple[str, ...]:
     """The class names that the model was saved with."""
     with quiet():
-        names = _config(path, name).id2label
+        names = _config(path, ModelSpec(name)).id2label
     return tuple(str(names[i]) for i in sorted(names))
 
 
@@ -86,11 +139,14 @@ def _first(error: Exception) -> str:
 
 
 def _refusal(path: Path | str, name: str, error: Exception) -> InputError:
+    from fedfm.models.load import BUILT_IN
+
     first = _first(error)
     if isinstance(path, Path):
         return InputError(f"model.name: {path} cannot be read as a model: {first}")
     return InputError(
-        f"model.name: {name!r} is not built in (nano-vit), no folder here, and no hub id that could be read: {first}"
+        f"model.name: {name!r} is not built in ({', '.join(BUILT_IN)}), no folder here, "
+        f"and no hub id that could be read: {first}"
     )
 
 
@@ -103,14 +159,24 @@ def _weights(
             torch.manual_seed(seeds.derive(seed, "weights"))
             try:
                 module: nn.Module = auto.from_config(config).to(dtype)
-            except ValueError as error:
-                raise _refusal(path, spec.name, error) from None
+            except Exception as error:  # options that do not fit one another fail anywhere
+                if spec.options:
+                    raise InputError(f"model.options: {_first(error)}") from None
+                if isinstance(error, ValueError):
+                    raise _refusal(path, spec.name, error) from None
+                raise
         return module, set()
     from safetensors import SafetensorError
 
     if isinstance(path, Path) and not any(path.glob("*.safetensors")):
-        found = next((f.name for p in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in sorted(path.glob(p))), "no weights")
-        raise InputError(f"model.name: {path} has {found}, expected model.safetensors (pickled weights are not read)")
+        if pickled := next((f.name for p in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in sorted(path.glob(p))), ""):
+            raise InputError(
+                f"model.name: {path} has {pickled}, expected model.safetensors (pickled weights are not read)"
+            )
+        raise InputError(
+            f'model.name: {spec.name!r} is an architecture without weights: set model.weights = "random", '
+            "or make weights with `fedfm pretrain` and name their folder"
+        )
     try:
         # What the checkpoint lacks is drawn inside: it must not depend on the global state, nor move it.
         with torch.random.fork_rng(devices=[]):
@@ -153,6 +219,9 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
         return Tools(image=inputs.processor_call(processor), processor=processor)
     from transformers import AutoTokenizer
 
+    # transformers would make a tokenizer without words of the configuration alone.
+    if isinstance(path, Path) and not any(f for p in ("tokenizer*", "vocab*", "*.model") for f in path.glob(p)):
+        raise InputError(f"model.name: {path} has no tokenizer for data of kind {kind}: put its files there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

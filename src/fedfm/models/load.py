@@ -26,7 +26,13 @@ from fedfm.models.model import Model, Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.params import to_bytes
 
-BUILT_IN = {"nano-vit": "nano_vit"}
+BUILT_IN = {  # folders in this package; all but nano-vit are architectures without weights
+    "nano-vit": "nano_vit",
+    "nano-gpt2": "architectures/nano_gpt2",
+    "preact-resnet": "architectures/preact_resnet",
+    "preact-resnet-small": "architectures/preact_resnet_small",
+    "vit-b16": "architectures/vit_b16",
+}
 TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
 _FITS = {
     "classification": ("image", "text", "features"),
@@ -107,6 +113,8 @@ def load_model(
         raise InputError(f"model.dtype: {spec.dtype!r}, expected one of {', '.join(DTYPES)}")
     if spec.max_length < 2:
         raise InputError(f"model.max_length: {spec.max_length}, expected at least 2")
+    if spec.options and spec.weights != "random":
+        raise InputError('model.options: they change the architecture, so that no weights fit: set weights = "random"')
     adapt = adaptation.check(spec.adaptation or AdaptationSpec("head" if spec.name == "features" else "lora"))
     spec = dataclasses.replace(spec, task=task, adaptation=adapt)
     device = _device(spec.device)
@@ -184,6 +192,8 @@ def _load(
         right = '"features"' if kind == "features" else "a model that reads them"
         raise InputError(f"model.name: {spec.name!r} does not fit data of kind {kind}: use {right}")
     if spec.name == "features":
+        if spec.options:
+            raise InputError('model.options: "features" has none; drop it')
         if not feature_dim:
             raise InputError("data: feature vectors of unknown length")
         module = LinearSoftmax(feature_dim, len(classes))
@@ -211,6 +221,8 @@ def locate(name: str) -> Path | str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():
+            if (path / "pretrain.json").exists():
+                raise InputError(f"model.name: {path} is not finished: the `fedfm pretrain` that began it goes on")
             raise InputError(f"model.name: {path} has no config.json, expected a folder as save_pretrained writes it")
         return path
     if path.is_file():
@@ -233,6 +245,8 @@ def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...], kind: str, se
 
     if kind != "image":
         raise InputError(f"model.name: {path} reads images, the data are of kind {kind}")
+    if spec.options:
+        raise InputError(f"model.options: {path} is one file of weights, which says the architecture; drop it")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.derive(seed, "weights"))

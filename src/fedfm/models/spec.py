@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,13 @@ class AdaptationSpec:
 class ModelSpec:
     """Which foundation model, for which task, and what of it is trainable."""
 
-    name: str = field(default="", metadata={"help": 'built in ("nano-vit"), a folder, a hub id, or "features"'})
+    name: str = field(
+        default="", metadata={"help": 'built in ("nano-vit"; `fedfm list models`), a folder, a hub id, or "features"'}
+    )
     weights: str = field(default="pretrained", metadata={"help": "pretrained or random"})
+    options: dict[str, Any] | None = field(
+        default=None, metadata={"help": "random weights: keys of config.json to change, e.g. { num_hidden_layers = 2 }"}
+    )
     task: str | None = field(
         default=None,
         metadata={"help": "classification, zero_shot, language_modelling, instruction [what the data imply]"},

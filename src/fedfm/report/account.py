@@ -65,7 +65,25 @@ def messages(run: RunFiles) -> str:
     meaning = note(
         "In the clear means to the receiver; on a deployment TLS hides every message from whoever is on the way."
     )
+    said += operations(run)
     return note(said) + listing + f'<h3>Who saw what</h3><ul class="plain">{sentences}</ul>{meaning}'
+
+
+def operations(run: RunFiles) -> str:
+    """A sentence on the clients' computation; nothing where the ledger does not count it."""
+    found = mapping(mapping(run.manifest.get("ledger")).get("operations"))
+    sample, each = numeric(found.get("macs_per_sample")), numeric(found.get("macs_per_client_round"))
+    if sample is None or each is None:
+        return ""
+    said = f" Computation: {number(sample)} multiply-accumulates a sample forward, {number(each)} a client and round"
+    said += " (median)."
+    target, rounds = numeric(found.get("target_accuracy")), numeric(found.get("rounds_to_target"))
+    if target is None:
+        return said
+    if rounds is None:
+        return f"{said} Accuracy {number(target)} was not reached."
+    tmac = numeric(found.get("tmac"))
+    return f"{said} Accuracy {number(target)} was reached in round {count(int(rounds))}: TMAC = {number(tmac)}."
 
 
 def _sentence(t: Traffic) -> str:

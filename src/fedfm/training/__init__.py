@@ -7,11 +7,14 @@ method reads.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from fedfm.errors import InputError
 from fedfm.federation import Client
 from fedfm.params import Params
+
+ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # what takes the place of an absent class's logit
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,13 @@ class Local:
     epochs: int = field(default=1, metadata={"help": "E, passes over the client's rows a round"})
     batch_size: int = field(default=32, metadata={"help": "B"})
     weight_decay: float = field(default=0.0, metadata={"help": "L2 (sgd, adam) or decoupled (adamw)"})
+    absent: str = field(
+        default="keep",
+        metadata={
+            "help": "logits of classes without training rows at the client: keep, zero (set to 0 in the local loss, "
+            "FedBaF's Appendix A) or exclude (-infinity: left out of the softmax)"
+        },
+    )
 
     def __call__(self, client: Client, w: Params, *, mu: float = 0.0, correction: Params | None = None) -> Params:
         """Train from ``w``; return the trained parameters.
@@ -35,7 +45,8 @@ class Local:
         from fedfm.training.cohort import train
         from fedfm.training.job import Job
 
-        return train(Job(client, w, self, mu, correction))
+        client.trained = train(Job(client, w, self, mu, correction))
+        return client.trained
 
     def steps(self, n: int) -> int:
         """Number of optimiser steps over n rows."""
@@ -51,6 +62,8 @@ class Local:
         ):
             if not ok:
                 raise InputError(f"{where}.{key} = {getattr(self, key)}: expected {right}")
+        if self.absent not in ABSENT:
+            raise InputError(f'{where}.absent = "{self.absent}": expected "keep", "zero" or "exclude"')
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,12 @@ def train(job: Job) -> Params:
     return _train_alone(job)
 
 
-def trainer_for(model: Any) -> Trainer:
-    """The vectorised trainer of this model's kind if there is one, else the loop."""
+def trainer_for(model: Any, local: Any = None) -> Trainer:
+    """The vectorised trainer of this model's kind if there is one and it knows the optimiser's loss, else the loop."""
     from fedfm.training import heads, loop, packed
 
+    if getattr(local, "absent", "keep") != "keep":
+        return loop.train
     if heads.applies(model):
         return heads.train
     return packed.train if packed.applies(model, getattr(model, "kernels", "exact")) else loop.train
@@ -103,7 +105,7 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list
         for items in by_kind.values():
             jobs = [job for _, _, job in items]
             try:
-                trained: list[Any] = trainer_for(jobs[0].client.model)(jobs)
+                trained: list[Any] = trainer_for(jobs[0].client.model, jobs[0].local)(jobs)
             except Exception:
                 trained = [_alone(partial(_train_alone, job)) for job in jobs]
             for (i, run, _), out in zip(items, trained, strict=True):
@@ -115,7 +117,7 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list
 
 
 def _train_alone(job: Job) -> Params:
-    return trainer_for(job.client.model)([job])[0]
+    return trainer_for(job.client.model, job.local)([job])[0]
 
 
 def _alone(call: Callable[[], Any]) -> Any:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fedfm.errors import InputError
 from fedfm.params import Params
+from fedfm.rows import Batch
+from fedfm.training import ABSENT, Local
 from fedfm.training.job import Job
 from fedfm.training.rules import Rule
 
 
-class _Flat:
+class Flat:
     """A model's trainable parameters and gradients as views of two flat vectors: one copy loads, one operation
     steps.
     """
@@ -46,14 +50,15 @@ class _Flat:
         return next(iter(live.values())).untyped_storage().data_ptr() == self.p.untyped_storage().data_ptr()
 
 
-_flats: WeakKeyDictionary[Any, _Flat] = WeakKeyDictionary()
+_flats: WeakKeyDictionary[Any, Flat] = WeakKeyDictionary()
 
 
-def _flat_of(model: Any) -> _Flat:
+def flat_of(model: Any) -> Flat:
+    """The model's one, made when it is first asked for."""
     live = model.live()
     flat = _flats.get(model)
     if flat is None or not flat.bound(live):
-        flat = _flats[model] = _Flat(live)
+        flat = _flats[model] = Flat(live)
     return flat
 
 
@@ -65,17 +70,18 @@ def train(jobs: Sequence[Job]) -> list[Params]:
 def _train(job: Job) -> Params:
     model, rows = job.client.model, job.client.data.train
     model.load(job.w)
-    flat = _flat_of(model)
+    flat = flat_of(model)
     rule = Rule(job.local, flat.p)
     start = flat.p.clone() if job.mu else None
     correction = flat.flat(job.correction) if job.correction is not None else None
     seen, total = 0, 0.0
+    loss_of = _loss(job)
     model.train_mode()
     # Dropout, where an adaptation has it, draws from torch's global generator: give it this client's own stream.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.client.seed)
         for index in job.orders():
-            loss = model.loss(rows.batch(index))
+            loss: Any = loss_of(rows.batch(index))
             loss.backward()
             if start is not None:
                 flat.g.add_(flat.p - start, alpha=job.mu)
@@ -87,3 +93,40 @@ def _train(job: Job) -> Params:
     model.eval_mode()
     job.client.metrics["loss"] = total / max(seen, 1)
     return model.params()  # type: ignore[no-any-return]
+
+
+def _loss(job: Job) -> Callable[[Batch], Tensor]:
+    """The local objective without its pull: the model's loss, absent classes' logits replaced as the optimiser says.
+
+    Raises:
+        InputError: absent classes are to be replaced, and the rows have none, or the model's loss is of another kind.
+    """
+    model, labels = job.client.model, job.client.data.train.labels
+    value = ABSENT[job.local.absent]
+    if value is None:
+        return model.loss  # type: ignore[no-any-return]
+    over_classes(model, job.local)
+    if labels is None:
+        raise InputError(f'method.local.absent = "{job.local.absent}": the rows have no labels; drop it')
+    present = torch.zeros(len(model.classes), dtype=torch.bool)
+    present[torch.unique(labels)] = True
+
+    def loss(batch: Batch) -> Tensor:
+        logits = model.logits(batch).float()  # (b, C)
+        logits = logits.masked_fill(~present.to(logits.device), value)
+        return F.cross_entropy(logits, batch["labels"].to(logits.device))
+
+    return loss
+
+
+def over_classes(model: Any, local: Local) -> None:
+    """Refuse ``absent`` where it has no meaning.
+
+    Raises:
+        InputError: the model's loss is not the cross-entropy of one logit a class.
+    """
+    if local.absent != "keep" and not (model.task == "classification" and getattr(model, "softmax", True)):
+        raise InputError(
+            f'method.local.absent = "{local.absent}": only a classifier under cross-entropy has logits of classes that '
+            f'a client lacks, the task here is "{model.task}"; drop it'
+        )

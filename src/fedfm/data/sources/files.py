@@ -14,7 +14,7 @@ from fedfm.errors import InputError
 
 At = Callable[[int], str]  # index of a data row -> "silo.csv, row 7", as a user counts
 
-FORMATS = ".csv, .jsonl, .jsonl.gz, .parquet, .npz, .txt or an image folder"
+FORMATS = ".csv, .jsonl, .jsonl.gz, .parquet, .npz, .txt, .txt.gz or an image folder"
 
 _SIGNATURES = (
     (b"\x89PNG", "a PNG picture"),

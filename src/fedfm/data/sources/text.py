@@ -1,4 +1,4 @@
-"""Plain text (.txt) for language models: one running text in consecutive passages."""
+"""Plain text (.txt, .txt.gz) for language models: one running text in consecutive passages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedfm.data.sources.files import decode, read_bytes
+from fedfm.data.sources.files import decode, gunzip, read_bytes
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 
@@ -17,9 +17,11 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     """Passages of at most 2,000 characters, which joined give the file's text.
 
     Raises:
-        InputError: empty, not UTF-8, or not text.
+        InputError: empty, not UTF-8, not text, or damaged gzip.
     """
-    text = decode(read_bytes(path, "a text file"), path, "plain text").replace("\r\n", "\n")
+    data = read_bytes(path, "a text file")
+    data = gunzip(data, path) if path.name.lower().endswith(".gz") else data
+    text = decode(data, path, "plain text").replace("\r\n", "\n")
     passages = cut(text)
     split = np.full(len(passages), "train" if labelled else "test")
     return Table("passages", passages, None, (), split, source=str(path))

@@ -1,0 +1,431 @@
+"""Pretraining: a foundation model made centrally from one data set, as a folder that experiments name.
+
+Plain mini-batch training of all parameters, with the client optimisers of runs: no augmentation of pictures, and the
+model's own dropout stays off, as everywhere in fedfm. The folder is one of transformers': ``config.json``,
+``model.safetensors``, the image processor or the tokenizer, the names of the classes; ``pretrain.json`` says how it
+was made. While it is being made it holds a checkpoint an epoch and no ``config.json``: a killed pretraining goes on
+with the same bits, and nobody takes half a model for a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedfm import __version__, seeds, store
+from fedfm.data.load import load_table
+from fedfm.data.spec import IN_MEMORY, DataSpec, PartitionSpec
+from fedfm.data.table import Table, fingerprint
+from fedfm.errors import InputError, RunError
+from fedfm.models import tokenizer
+from fedfm.models.model import Model
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.params import Params, sha256_of
+from fedfm.progress import EpochProgress
+from fedfm.rows import Batch, Rows
+from fedfm.tables import build, plain, read, refuse_unknown
+from fedfm.training import SGD, Local, Proximal
+from fedfm.training.loop import Flat, flat_of
+from fedfm.training.rules import Rule
+
+ABOUT = "pretrain.json"
+KEEP = 2  # checkpoints: the newest, and one to fall back on
+IN_ADVANCE = 4 << 30  # bytes of rows that are prepared once; more are prepared batch by batch, every epoch again
+_OURS = (ABOUT, "checkpoint", "start", "export")
+
+
+@dataclass(frozen=True)
+class PretrainSpec:
+    """The [pretrain] table."""
+
+    local: Local = field(default=SGD(), metadata={"help": "optimiser, as [method.local]: epochs, learning_rate, ..."})
+    milestones: tuple[int, ...] = field(
+        default=(), metadata={"help": "epochs after which the learning rate is multiplied by factor"}
+    )
+    factor: float = field(default=0.1, metadata={"help": "of the learning rate at a milestone"})
+    vocabulary_size: int | None = field(
+        default=None, metadata={"help": "language models: make a vocabulary of so many tokens from the training text"}
+    )
+    vocabulary: str = field(default="bpe", metadata={"help": "bpe (on bytes) or words (between blanks)"})
+    seed: int = field(default=0, metadata={"help": "of the first weights, the split and the order of rows"})
+    threads: int = field(default=0, metadata={"help": "0: one a core; another number may change the last bits"})
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """What a pretraining is, with every default filled in: [data], [model], [pretrain].
+
+    Example:
+        >>> p = Pretraining.from_dict({
+        ...     "data": {"name": "digits"},
+        ...     "model": {"name": "preact-resnet-small", "weights": "random"},
+        ...     "pretrain": {"local": {"epochs": 3}}})
+        >>> p.spec.local.epochs, p.model.adaptation.name
+        (3, 'full')
+    """
+
+    data: DataSpec
+    model: ModelSpec
+    spec: PretrainSpec
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Pretraining:
+        """Read a TOML file.
+
+        Raises:
+            InputError: as :meth:`from_dict`, with the file's name.
+        """
+        table = read(path, overrides or {}, "`fedfm pretrain exp.toml` takes [data], [model] and [pretrain] in TOML")
+        try:
+            return cls.from_dict(table)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Pretraining:
+        """Build from nested tables as TOML gives them.
+
+        Raises:
+            InputError: with the key, what it is, and what would be right.
+        """
+        refuse_unknown(table, {"data", "model", "pretrain"}, "")
+        for section in ("data", "model"):
+            if section not in table:
+                raise InputError(f"[{section}] is missing; a pretraining has [data], [model] and [pretrain]")
+        data = build(DataSpec, table["data"], "data")
+        model = build(ModelSpec, table["model"], "model")
+        made = cls(data, model, build(PretrainSpec, table.get("pretrain", {}), "pretrain"))
+        made._validate()
+        return dataclasses.replace(made, model=dataclasses.replace(model, adaptation=AdaptationSpec("full")))
+
+    def _validate(self) -> None:
+        for key, default in (("partition", PartitionSpec()), ("val_fraction", 0.0)):
+            if getattr(self.data, key) != default:
+                raise InputError(f"data.{key}: pretraining has all rows in one place and chooses nothing; drop it")
+        if not self.model.name or IN_MEMORY in (self.model.name, self.data.name):
+            raise InputError(
+                "model.name is missing: expected a built-in name (`fedfm list models`), a folder, a hub id"
+            )
+        if self.model.adaptation is not None and self.model.adaptation.name != "full":
+            raise InputError(
+                f'model.adaptation.name = "{self.model.adaptation.name}": pretraining trains all parameters; drop it'
+            )
+        if self.model.task == "zero_shot":
+            raise InputError('model.task = "zero_shot": expected classification, language_modelling or instruction')
+        spec = self.spec
+        spec.local.validate("pretrain.local")
+        if isinstance(spec.local, Proximal) or getattr(spec.local, "absent", "keep") != "keep":
+            raise InputError('pretrain.local: expected name = "sgd", "adam" or "adamw", every class present')
+        after = list(spec.milestones)
+        if after != sorted(set(after)) or any(not 0 < e < spec.local.epochs for e in after):
+            raise InputError(
+                f"pretrain.milestones = {after}: expected ascending numbers of epochs between 0 and {spec.local.epochs}"
+            )
+        if not 0 < spec.factor <= 1:
+            raise InputError(f"pretrain.factor = {spec.factor}: expected a number in (0, 1]")
+        for key in ("seed", "threads"):
+            if getattr(spec, key) < 0:
+                raise InputError(f"pretrain.{key} = {getattr(spec, key)}: expected a whole number of at least 0")
+        if spec.vocabulary_size is not None and self.model.weights != "random":
+            raise InputError('pretrain.vocabulary_size: a new vocabulary fits no weights: set model.weights = "random"')
+
+    def rate(self, epoch: int) -> float:
+        """The learning rate of an epoch (1, 2, ...)."""
+        local = self.spec.local
+        return local.learning_rate * self.spec.factor ** sum(epoch > after for after in self.spec.milestones)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested tables; ``from_dict`` takes them back."""
+        return {"data": plain(self.data), "model": plain(self.model), "pretrain": plain(self.spec)}
+
+
+def pretrain(
+    what: str | Path | Mapping[str, Any] | Pretraining, out: str | Path, *, watcher: EpochProgress | None = None
+) -> dict[str, Any]:
+    """Train a model and write its folder; go on where a killed pretraining of the same tables stopped.
+
+    Args:
+        what: a TOML file, nested tables, or a :class:`Pretraining`.
+        out: the folder; absent, empty, or one that this pretraining began.
+
+    Returns:
+        ``folder``, ``epochs``, ``parameters``, ``train_loss``, ``seconds``, ``params_sha256``; ``accuracy``, ``loss``,
+        ``perplexity`` on the held-out rows (val rows where the source marks some, else test rows), of the last epoch:
+        nothing is chosen by them.
+
+    Raises:
+        InputError: tables, data or model are wrong, or the folder holds something else.
+        RunError: the loss is no longer a number.
+    """
+    if not isinstance(what, Pretraining):
+        what = Pretraining.from_dict(what) if isinstance(what, Mapping) else Pretraining.load(what)
+    watcher = watcher or EpochProgress()
+    fresh = not (Path(out) / ABOUT).exists()
+    with _claim(Path(out), what) as work:
+        try:
+            return work.go(watcher)
+        except InputError:
+            if fresh and not work.checkpoints():
+                work.discard()
+            raise
+        finally:
+            watcher.finished()
+
+
+@contextlib.contextmanager
+def _claim(folder: Path, what: Pretraining) -> Iterator[_Work]:
+    """The folder, ours alone while this lasts."""
+    about = folder / ABOUT
+    if about.exists():
+        try:
+            state = json.loads(about.read_text(encoding="utf-8"))
+            same = state["pretraining"] == what.to_dict()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{about} cannot be read: {error}; give another --out") from None
+        if not same:
+            raise InputError(f"{folder} holds another pretraining (see {ABOUT}); give another --out")
+    else:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(f"{folder} is there and is not an empty folder; give another --out")
+        threads = what.spec.threads or os.cpu_count() or 1
+        state = {"fedfm": __version__, "pretraining": what.to_dict(), "threads": threads, "fingerprints": {}}
+        state |= {"history": [], "result": None}
+        try:
+            (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+        _write(about, state)
+    if state["result"] is not None:
+        yield _Work(folder, what, state)
+        return
+    with open(folder / "checkpoint" / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{folder}: another process is pretraining here") from None
+        yield _Work(folder, what, state)
+
+
+def _write(path: Path, state: Mapping[str, Any]) -> None:
+    store.write_atomic(path, json.dumps(state, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+class _Work:
+    """One pretraining in its folder."""
+
+    def __init__(self, folder: Path, what: Pretraining, state: dict[str, Any]) -> None:
+        self.folder, self.what, self.state = folder, what, state
+
+    def go(self, watcher: EpochProgress) -> dict[str, Any]:
+        """To the end, from the newest whole checkpoint."""
+        if self.state["result"] is not None:
+            return dict(self.state["result"])
+        began = time.perf_counter()
+        with _threads(self.state["threads"]):
+            table = load_table(self.what.data, seed=self.what.spec.seed, task=self.what.model.task)
+            model = self._model(table)
+            self._same("data", fingerprint(table))
+            self._same("model", model.fingerprint)
+            held = table.rows("val") if len(table.rows("val")) else table.rows("test")
+            rows, judged = _prepared(model, table, table.rows("train")), model.prepare(table, held)
+            if not len(rows):
+                raise InputError(f"{table.source}: no training rows are left")
+            self._train(model, rows, judged, watcher, began)
+            return self._finish(model)
+
+    def _model(self, table: Table) -> Model:
+        """The model at its start; with ``vocabulary_size`` of a folder that has its configuration and new tokens."""
+        from fedfm.models.hub import architecture
+        from fedfm.models.load import load_model
+
+        spec, model = self.what.spec, self.what.model
+        if spec.vocabulary_size is not None:
+            if table.kind not in ("passages", "text", "instruction"):
+                raise InputError(f"pretrain.vocabulary_size: the data are of kind {table.kind}, expected text")
+            start = self.folder / "start"
+            if not start.exists():
+                pieces = [table.inputs[i] for i in table.rows("train")]
+                texts = (t for piece in pieces for t in ((piece,) if isinstance(piece, str) else piece))
+                made = tokenizer.train(texts, spec.vocabulary_size, spec.vocabulary)
+                with _all_or_nothing(start) as half:
+                    architecture(model, made).save_pretrained(half)
+                    made.save_pretrained(half)
+            model = dataclasses.replace(model, name=str(start), options=None)
+        dim = table.inputs.shape[1] if table.kind == "features" else None
+        loaded = load_model(model, classes=table.classes, kind=table.kind, seed=spec.seed, feature_dim=dim)
+        if not hasattr(loaded.module, "save_pretrained"):
+            raise InputError(
+                f'model.name = "{model.name}": pretraining writes transformers\' folders, this is no such model'
+            )
+        return loaded
+
+    def _same(self, name: str, value: str) -> None:
+        """A resumed pretraining needs what it started with."""
+        if self.state["fingerprints"].setdefault(name, value) != value:
+            raise InputError(f"{self.folder}: the {name} changed since this pretraining began")
+        _write(self.folder / ABOUT, self.state)
+
+    def _train(self, model: Model, rows: Any, judged: Rows, watcher: EpochProgress, began: float) -> None:
+        spec, n = self.what.spec, len(rows)
+        done, rule, flat = self._restore(model)
+        watcher.started(spec.local.epochs, done, -(-n // spec.local.batch_size))
+        spent = self.state["history"][-1]["seconds"] if done else 0.0
+        for epoch in range(done + 1, spec.local.epochs + 1):
+            rule.local = dataclasses.replace(spec.local, learning_rate=self.what.rate(epoch))
+            order = seeds.generator(spec.seed, "pretrain", epoch).permutation(n)
+            total = 0.0
+            model.train_mode()
+            for start in range(0, n, spec.local.batch_size):
+                index = order[start : start + spec.local.batch_size]
+                loss: Any = model.loss(rows.batch(index))
+                loss.backward()
+                rule.step(flat.p, flat.g)
+                flat.g.zero_()
+                total += float(loss.detach()) * len(index)
+                watcher.step()
+            model.eval_mode()
+            if not math.isfinite(total):
+                raise RunError(
+                    f"epoch {epoch}: the loss is no longer a number; lower pretrain.local.learning_rate and give "
+                    "another --out"
+                )
+            scores = model.evaluate(judged)
+            line: dict[str, Any] = {"epoch": epoch, "learning_rate": rule.local.learning_rate, "train_loss": total / n}
+            line |= {key: scores.get(key) for key in ("accuracy", "loss", "perplexity")}
+            line["seconds"] = round(spent + time.perf_counter() - began, 3)
+            self.state["history"].append(line)
+            self._commit(epoch, model, rule)
+            watcher.epoch(line)
+
+    def _commit(self, epoch: int, model: Model, rule: Rule) -> None:
+        m, v = (None if x is None else x.cpu() for x in (rule.m, rule.v))
+        buffers = {name: buffer.cpu() for name, buffer in _buffers(model)}
+        record = {"epoch": epoch, "w": model.params(), "buffers": buffers, "m": m, "v": v, "t": rule.t}
+        store.save(self.folder / "checkpoint" / f"epoch-{epoch:06d}.safetensors", record)
+        _write(self.folder / ABOUT, self.state)
+        for path in self.checkpoints()[:-KEEP]:
+            path.unlink(missing_ok=True)
+
+    def checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return sorted((self.folder / "checkpoint").glob("epoch-*.safetensors"))
+
+    def _restore(self, model: Model) -> tuple[int, Rule, Flat]:
+        """(epochs that are done, the optimiser, the vectors that it steps on)."""
+        flat = flat_of(model)
+        rule = Rule(self.what.spec.local, flat.p)
+        for path in reversed(self.checkpoints()):
+            record = store.load(path)
+            if record is None or record["epoch"] > len(self.state["history"]):
+                path.unlink(missing_ok=True)  # torn, or its line was not written: the epoch is trained again
+                continue
+            model.load(record["w"])
+            for name, buffer in _buffers(model):
+                buffer.copy_(record["buffers"][name])
+            rule.t = record["t"]
+            for mine, saved in ((rule.m, record["m"]), (rule.v, record["v"])):
+                if mine is not None:
+                    mine.copy_(saved)
+            self.state["history"] = self.state["history"][: record["epoch"]]
+            return int(record["epoch"]), rule, flat
+        self.state["history"] = []
+        return 0, rule, flat
+
+    def _finish(self, model: Model) -> dict[str, Any]:
+        """Write the model's files, ``config.json`` last, and the result; drop what was needed on the way."""
+        from fedfm.models.export import export
+
+        w: Params = model.params()
+        half = self.folder / "export"
+        shutil.rmtree(half, ignore_errors=True)
+        export(model, w, "hf", half)
+        for path in sorted(half.iterdir(), key=lambda p: p.name == "config.json"):
+            os.replace(path, self.folder / path.name)
+        last = self.state["history"][-1]
+        result = {
+            "folder": str(self.folder),
+            "epochs": last["epoch"],
+            "parameters": sum(p.numel() for p in model.module.parameters()),
+            **{key: last[key] for key in ("accuracy", "loss", "perplexity", "train_loss", "seconds")},
+            "params_sha256": sha256_of({"": w}),
+        }
+        self.state["result"] = result
+        _write(self.folder / ABOUT, self.state)
+        for name in ("checkpoint", "start", "export"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        return result
+
+    def discard(self) -> None:
+        """What was refused leaves nothing behind."""
+        for name in _OURS:
+            path = self.folder / name
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: somebody else's files
+            self.folder.rmdir()
+
+
+def _buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the model's folder holds beside its parameters, e.g. batch norm's counters of batches."""
+    return ((name, b) for name, b in model.module.named_buffers() if name not in model.layout.slots)
+
+
+@dataclass(frozen=True)
+class _Lazy:
+    """Rows that are prepared when a batch asks for them."""
+
+    model: Model
+    table: Table
+    index: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def batch(self, index: np.ndarray) -> Batch:
+        """The model's arguments for these rows."""
+        return self.model.prepare(self.table, self.index[index]).batch(range(len(index)))
+
+
+def _prepared(model: Model, table: Table, index: np.ndarray) -> Rows | _Lazy:
+    """All rows at once where they fit, else batch by batch."""
+    if table.kind == "image" and len(index):
+        row = sum(x.numel() * x.element_size() for x in model.prepare(table, index[:1]).tensors.values())
+        if row * len(index) > IN_ADVANCE:
+            return _Lazy(model, table, index)
+    return model.prepare(table, index)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when it is full."""
+    half = folder.with_name(f".{folder.name}")
+    shutil.rmtree(half, ignore_errors=True)
+    half.mkdir()
+    yield half
+    os.replace(half, folder)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many threads for every operation: one model trains, and nothing runs beside it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,143 @@
+"""Absent classes against gradients worked by hand, and against a model that never had them."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedfm import api
+from fedfm.errors import InputError
+from fedfm.federation import Client, ClientData
+from fedfm.models.wrap import wrap
+from fedfm.params import Params
+from fedfm.rows import Rows
+from fedfm.training import SGD, Adam, Proximal, cohort, loop
+from fedfm.training.job import Job
+from small import experiment
+
+X = torch.tensor([[1.0, 2.0], [0.5, -1.0], [2.0, 0.0]])
+Y = torch.tensor([0, 2, 2])  # class 1 of three is absent
+
+
+class Linear:
+    """Logits x W^T of three classes, loss their cross-entropy."""
+
+    task, adaptation, softmax, classes = "classification", "full", True, ("a", "b", "c")
+
+    def __init__(self):
+        self.module = nn.Linear(2, 3, bias=False)
+        self.names = ("weight",)
+
+    def params(self):
+        return Params({"weight": self.module.weight})
+
+    def load(self, w):
+        with torch.no_grad():
+            self.module.weight.copy_(w["weight"])
+
+    def live(self):
+        return {"weight": self.module.weight}
+
+    def logits(self, batch):
+        return self.module(batch["x"])
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.logits(batch), batch["labels"])
+
+    def train_mode(self): ...
+
+    def eval_mode(self): ...
+
+
+W = Params({"weight": torch.tensor([[0.3, -0.2], [0.8, 0.1], [-0.5, 0.4]])})
+
+
+def trained(local, *, mu=0.0, correction=None, w=W):
+    rows = Rows({"x": X}, labels=Y)
+    client = Client("c", ClientData(lambda: rows, Rows, Rows), Linear(), {}, 0)
+    return cohort.train(Job(client, w, local, mu, correction))
+
+
+def gradient(w, fill):
+    """Of the mean cross-entropy with ``fill`` in the place of class 1's logit: p - y in every class but that one."""
+    z = X.numpy().astype(np.float64) @ w.numpy().astype(np.float64).T
+    z[:, 1] = fill
+    p = np.exp(z - z.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    error = p - np.eye(3)[Y.numpy()]
+    error[:, 1] = 0  # what took the logit's place does not depend on w
+    return torch.from_numpy(error.T @ X.numpy() / 3).float()
+
+
+@pytest.mark.parametrize(("absent", "fill"), [("zero", 0.0), ("exclude", -np.inf)])
+def test_one_step_by_hand(absent, fill):
+    got = trained(SGD(learning_rate=0.5, absent=absent))
+    torch.testing.assert_close(got["weight"], W["weight"] - 0.5 * gradient(W["weight"], fill))
+    assert torch.equal(got["weight"][1], W["weight"][1])
+    kept = trained(SGD(learning_rate=0.5))
+    assert not torch.equal(kept["weight"][1], W["weight"][1])
+
+
+def test_a_pull_and_a_correction_are_added_as_ever():
+    c, start = Params({"weight": torch.full((3, 2), 0.25)}), W["weight"]
+    got = trained(Proximal(learning_rate=0.5, epochs=2, mu=0.1, absent="zero"), mu=0.3, correction=c)
+    w = start
+    for _ in range(2):
+        w = w - 0.5 * (gradient(w, 0.0) + 0.3 * (w - start) + c["weight"])
+    torch.testing.assert_close(got["weight"], w)
+
+
+def test_exclude_is_a_model_without_those_classes():
+    local = Adam(learning_rate=0.05, epochs=3, batch_size=2, absent="exclude")
+    got = trained(local)["weight"]
+    two = Linear()
+    two.module, two.classes = nn.Linear(2, 2, bias=False), ("a", "c")
+    rows = Rows({"x": X}, labels=torch.tensor([0, 1, 1]))
+    client = Client("c", ClientData(lambda: rows, Rows, Rows), two, {}, 0)
+    job = Job(client, Params({"weight": W["weight"][[0, 2]]}), Adam(learning_rate=0.05, epochs=3, batch_size=2))
+    torch.testing.assert_close(got[[0, 2]], loop.train([job])[0]["weight"])
+
+
+def test_a_vectorised_trainer_leaves_it_to_the_loop(tmp_path):
+    """A head on features of clients with two classes each: the absent classes' rows and biases stay where they were."""
+    local = {"learning_rate": 0.2, "absent": "zero", "epochs": 2}
+    partition = {"name": "by_class", "classes_per_client": 2, "clients": 4}
+    tables = experiment(tmp_path, data={"partition": partition}, method={"rounds": 1, "fraction": 0.2, "local": local})
+    result = api.run(tables, tmp_path / "run")
+    run = api.load_run(tmp_path / "run")
+    (client,) = run.metrics()[1]["cohort"]
+    counts = run.manifest["split"]["clients"][client]["train"]["by_class"]
+    w = run.state(Params)
+    assert [float(b) != 0 for b in w["head.bias"]] == [n > 0 for n in counts]
+    assert sum(n > 0 for n in counts) == 2
+    assert result["rounds"] == 1
+
+
+@pytest.mark.parametrize("name", ["fedprox", "scaffold", "fedadam"])
+def test_every_averaging_method_takes_it(tmp_path, name):
+    method = {"name": name, "rounds": 2, "local": {"absent": "exclude", "epochs": 2}}
+    keep = {**method, "local": {"epochs": 2}}
+    data = {"partition": {"name": "by_class", "classes_per_client": 2, "clients": 4}}
+    tables = [experiment(tmp_path, data=data, method=m) for m in (method, keep)]
+    one, two = (api.run(t, tmp_path / f"run{i}") for i, t in enumerate(tables))
+    assert one["params_sha256"] != two["params_sha256"]
+    assert one["excluded"] == []
+
+
+def test_what_makes_no_sense_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r'method.local.absent = "drop": expected "keep", "zero" or "exclude"'):
+        api.run(experiment(tmp_path, method={"local": {"absent": "drop"}}))
+    text = tmp_path / "play.txt"
+    text.write_text("to be or not to be, that is the question\n" * 400)
+    tables = experiment(
+        tmp_path,
+        data={"path": str(text), "partition": {"clients": 2}},
+        model={"name": "nano-gpt2", "weights": "random", "max_length": 16, "adaptation": {"name": "full"}},
+        method={"local": {"absent": "zero"}, "rounds": 1},
+    )
+    with pytest.raises(InputError, match=r'absent = "zero": only a classifier .* "language_modelling"'):
+        api.run(tables, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    own = wrap(nn.Linear(2, 3), lambda m, b: m(b["features"]).sum(), classes=("a", "b", "c"))
+    with pytest.raises(InputError, match="only a classifier under cross-entropy"):
+        loop.over_classes(own, SGD(absent="zero"))

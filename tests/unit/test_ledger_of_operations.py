@@ -1,0 +1,94 @@
+"""Accuracies before aggregation, and multiply-accumulates on the ledger, of whole runs."""
+
+import numpy as np
+import pytest
+
+from fedfm import api
+from fedfm.errors import InputError
+from small import experiment
+
+
+def test_accuracy_before_aggregation_is_that_of_clients_alone(tmp_path):
+    """After one round from the same start a client of fedavg has trained what the method local trains."""
+    local = {"learning_rate": 0.2, "epochs": 3}
+    fed = api.run(
+        experiment(tmp_path, method={"rounds": 1, "fraction": 1.0, "local": local}, run={"local_scores": True}),
+        tmp_path / "fed",
+    )
+    tables = experiment(tmp_path, method={"rounds": 1, "local": local})
+    tables["method"] = {"name": "local", "rounds": 1, "local": local}
+    alone = api.run(tables, tmp_path / "alone")
+    split = api.load_run(tmp_path / "fed").manifest["split"]["clients"]
+    judged = [(split[c]["train"]["rows"], a) for c, a in alone["client_accuracy"].items() if a is not None]
+    n, accuracy = np.array(judged).T
+    expected = float((n * accuracy).sum() / n.sum())
+    assert fed["details"]["accuracy_before_aggregation"] == pytest.approx(expected)
+    lines = api.load_run(tmp_path / "fed").metrics()
+    assert "accuracy_before_aggregation" not in lines[0]
+    assert lines[1]["accuracy_before_aggregation"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedadam", "fedprox"])
+def test_it_changes_nothing_else_and_is_off_by_default(tmp_path, name):
+    method = {"name": name, "rounds": 2, "local": {"learning_rate": 0.2}}
+    off = api.run(experiment(tmp_path, method=method), tmp_path / "off")
+    on = api.run(experiment(tmp_path, method=method, run={"local_scores": True, "workers": 2}), tmp_path / "on")
+    assert on["params_sha256"] == off["params_sha256"]
+    assert 0 < on["details"]["accuracy_before_aggregation"] <= 1
+    assert "accuracy_before_aggregation" not in off["details"]
+
+
+def test_it_is_refused_under_a_promise(tmp_path):
+    privacy = {"target_epsilon": 8.0, "delta": 1e-5, "unit": "record"}
+    tables = experiment(tmp_path, method={"name": "fedpft", "rounds": 1}, run={"local_scores": True})
+    del tables["method"]["local"], tables["method"]["fraction"]
+    with pytest.raises(InputError, match=r"run.local_scores: .* covered by no"):
+        api.run({**tables, "privacy": privacy})
+
+
+def test_the_ledger_counts_by_hand(tmp_path):
+    tables = experiment(tmp_path, run={"target_accuracy": 0.5}, method={"local": {"epochs": 3, "learning_rate": 0.2}})
+    api.run(tables, tmp_path / "run")
+    run = api.load_run(tmp_path / "run")
+    found = run.manifest["ledger"]["operations"]
+    n = float(np.median([c["train"]["rows"] for c in run.manifest["split"]["clients"].values()]))
+    assert found["macs_per_sample"] == 8 * 4
+    assert found["macs_per_client_round"] == 3 * n * 32
+    lines = run.metrics()
+    rounds = next(line["round"] for line in lines if line["accuracy"] >= 0.5)
+    assert found["rounds_to_target"] == rounds
+    assert found["tmac"] == rounds * 3 * 3 * n * 32  # T E m n MACs: three of five clients a round
+    assert found["macs"] == 4 * 3 * 3 * n * 32
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"was reached in round {rounds}" in page
+    assert "32 multiply-accumulates a sample forward" in page
+
+
+def test_a_target_that_is_not_reached_and_methods_without_an_optimiser(tmp_path):
+    api.run(experiment(tmp_path, run={"target_accuracy": 1.0}, method={"rounds": 1}), tmp_path / "run")
+    found = api.load_run(tmp_path / "run").manifest["ledger"]["operations"]
+    assert found["rounds_to_target"] is None
+    assert found["tmac"] is None
+    assert "was not reached" in (tmp_path / "run" / "report.html").read_text()
+    tables = experiment(tmp_path)
+    tables["method"] = {"name": "fedncm"}
+    api.run(tables, tmp_path / "ncm")
+    assert "operations" not in api.load_run(tmp_path / "ncm").manifest["ledger"]
+    with pytest.raises(InputError, match=r"run.target_accuracy = 1.5: expected a number in \(0, 1\]"):
+        api.run(experiment(tmp_path, run={"target_accuracy": 1.5}))
+
+
+def test_blocks_of_running_text_are_samples(tmp_path):
+    text = tmp_path / "play.txt"
+    text.write_text("to be or not to be, that is the question\n" * 200)
+    tables = experiment(
+        tmp_path,
+        data={"path": str(text), "partition": {"name": "iid", "clients": 2}},
+        model={"name": "nano-gpt2", "weights": "random", "max_length": 32, "adaptation": {"name": "full"}},
+        method={"rounds": 1, "fraction": 1.0, "local": {"learning_rate": 0.1}},
+    )
+    api.run(tables, tmp_path / "run")
+    found = api.load_run(tmp_path / "run").manifest["ledger"]["operations"]
+    n, d = 32, 64
+    assert found["macs_per_sample"] == 2 * (n * 12 * d * d + 2 * n * n * d) + n * d * 257
+    assert found["samples"] == pytest.approx(0.4 * 41 * 200 / 32, rel=0.25)  # bytes of half the training text
