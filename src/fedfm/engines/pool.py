@@ -55,14 +55,16 @@ class Pool:
         self._workers: list[_Worker] = []
         self._home: dict[ClientId, int] = {}  # client -> slot of the worker that ran it last
 
-    def exchange(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[Reply]:
-        """Deliver; after ``stop`` nothing new starts."""
+    def exchange(
+        self, requests: Sequence[Request], stop: Callable[[], bool], width: int | None = None
+    ) -> Iterator[Reply]:
+        """Deliver, at most ``width`` requests at a time (None: as the silos say); after ``stop`` nothing new starts."""
         while len(self._workers) < min(self._count, max(len(requests), 1)):
             self._workers.append(self._fork())
         for worker in self._workers:
             worker.known.clear()
         payloads = _Payloads()
-        waiting = _chunks(requests, self._silos.width, self._count, self._home)
+        waiting = _chunks(requests, width or self._silos.width, self._count, self._home)
         try:
             with selectors.DefaultSelector() as selector:
                 for slot, worker in enumerate(self._workers):
