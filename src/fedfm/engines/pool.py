@@ -29,6 +29,8 @@ from fedfm.silo import Silos
 
 _LIMIT = 1 << 16  # bytes of a control message
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_IDLE = 512 << 20  # bytes that a worker may keep between two steps
 
 
 @dataclass
@@ -154,6 +156,7 @@ class Pool:
             for inherited in list(_ours):  # of every pool: a copy kept open would hide from a sibling that we hung up
                 inherited.close()
             _die_with(parent)
+            _keep_pages()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             _work(self._silos, theirs)
@@ -295,6 +298,15 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _keep_pages() -> None:
+    """Keep what a training step frees for the next one: by default glibc gives 100 MiB back and faults them in again,
+    step by step, which costs a tenth of a worker's time.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc would come to by itself
+        mallopt(_M_TRIM_THRESHOLD, _IDLE)
 
 
 def _work(silos: Silos, link: socket.socket) -> None:
