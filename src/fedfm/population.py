@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedfm import store
 from fedfm.attacks.attack import Attackers
@@ -22,7 +24,7 @@ from fedfm.method import Method
 from fedfm.methods.centralised import POOLED
 from fedfm.params import Params
 from fedfm.rows import Rows
-from fedfm.training import Local, ahead
+from fedfm.training import Local, ahead, packed
 from fedfm.training.loop import over_classes
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from fedfm.rundir import Run
 
 _LOOK = 64  # training rows among which one stands for all where operations are counted
+REST = ""  # the piece of the global test rows that no client holds
 _TIDY = 50  # preparations of rows between two looks at the heap
 
 
@@ -96,6 +99,30 @@ class Partitioned:
         attack = self.attackers.attack
         marked = attack.trigger(table.take(test[table.labels[test] != attack.target_of(table.classes)]))
         return None if marked is None or not len(marked) else self._ready(marked, np.arange(len(marked)))
+
+    @functools.cached_property
+    def pieces(self) -> dict[ClientId, np.ndarray]:
+        """The global test rows, each once: those of clients in the order of names, then those of nobody under ""."""
+        left = set(self.federated.test.tolist())
+        found = {}
+        for client in self.clients:
+            index = self.federated.clients[client].test
+            if len(index) and left.issuperset(index.tolist()):
+                left.difference_update(index.tolist())
+                found[client] = index
+        return found | ({REST: np.array(sorted(left))} if left else {})
+
+    def piece(self, name: ClientId) -> Rows:
+        """The rows of a piece; those of a client are the very object that the client judges."""
+        return self._rest if name == REST else self.data(name).test
+
+    @functools.cached_property
+    def _rest(self) -> Rows:
+        return self.rows(self.pieces[REST])
+
+    def labels(self, index: np.ndarray) -> Tensor:
+        """Labels (n,) of rows of the table."""
+        return torch.from_numpy(np.asarray(self.federated.table.labels, dtype=np.int64)[index])
 
 
 def _trim_heap() -> None:
@@ -207,13 +234,36 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
     return asdict(costs) | {"macs_per_client_round": costs.macs_per_client_round}
 
 
-def judge(population: Partitioned, method: Method[Any]) -> Callable[[Params], dict[str, Any]] | None:
-    """Metrics of a method's parameters on the global test rows; None where there are none."""
+def judge(
+    population: Partitioned, method: Method[Any], ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None
+) -> Callable[[Params], dict[str, Any]] | None:
+    """Metrics of a method's parameters on the global test rows; None where there are none.
+
+    Where logits are kept (see :mod:`fedfm.training.packed.predictor`) the rows are judged in the clients' pieces: a
+    process that has judged its clients with the same parameters has the logits already, with the same bits.
+
+    Args:
+        ask: gives logits of pieces from where they are; a piece that it leaves out is computed here.
+    """
     if not len(population.federated.test):
         return None
 
-    def scores(w: Params) -> dict[str, Any]:
-        found = method.scores(population.model, w, population.test)
+    def whole(w: Params) -> dict[str, Any]:
+        return method.scores(population.model, w, population.test)
+
+    def assembled(w: Params) -> dict[str, Any]:
+        from fedfm.models.metrics import scores
+
+        known = ask(w) if ask is not None else {}
+        pieces = population.pieces
+        parts = [known[c] if c in known else method.logits(population.model, w, population.piece(c)) for c in pieces]
+        index = np.concatenate([population.federated.test[:0], *pieces.values()])
+        return scores(torch.cat(parts), population.labels(index))
+
+    judged = assembled if by_pieces(population, method) else whole
+
+    def with_attack(w: Params) -> dict[str, Any]:
+        found = judged(w)
         attackers, triggered = population.attackers, population.triggered
         if attackers is not None and triggered is not None:
             target = attackers.attack.target_of(population.federated.table.classes)
@@ -221,7 +271,13 @@ def judge(population: Partitioned, method: Method[Any]) -> Callable[[Params], di
             found = {**found, "attack_success": float((logits.argmax(-1) == target).float().mean())}
         return found
 
-    return scores
+    return judged if population.attackers is None else with_attack
+
+
+def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
+    """Whether :func:`judge` asks piece by piece: the model keeps logits, and they are all that the method judges by."""
+    own = type(method).scores is not Method.scores or type(method).logits is not Method.logits
+    return not own and population.federated.table.labels is not None and packed.applies(population.model, "exact")
 
 
 def record_error(folder: Path, client: ClientId, text: str) -> None:

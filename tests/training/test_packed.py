@@ -209,7 +209,7 @@ def test_the_frozen_prefix_is_computed_once(family: str, monkeypatch: pytest.Mon
     seen = []
     found = packed._net(model, False)
     assert found is not None
-    handle = found[0].embed.register_forward_hook(lambda *_: seen.append(1))
+    handle = found.net.embed.register_forward_hook(lambda *_: seen.append(1))
     first = packed.train(jobs)
     assert len(seen) == len(jobs)
     second = packed.train(jobs)
@@ -231,9 +231,9 @@ def test_the_cache_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     each = 4 * 9 * 32 * 4
     monkeypatch.setattr(prefix, "CAP", 5 * each)
     packed.train(jobs)
-    assert len(found[1]) == 5
+    assert len(found.cache) == 5
     del jobs
-    assert len(found[1]) == 0
+    assert len(found.cache) == 0
 
 
 def test_changed_frozen_weights_are_read_again() -> None:

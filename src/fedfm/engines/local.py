@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from fedfm import codec
 from fedfm.engines.pool import Pool
 from fedfm.errors import E_EXCEPTION, ClientFault
 from fedfm.federation import ClientId, Federation, Reply, Request
 from fedfm.memory import of_server, secret
+from fedfm.params import Params
 from fedfm.population import Partitioned, describe, judge, populate, record_error
 from fedfm.serve import Server, single_thread
 from fedfm.silo import Silos
@@ -24,9 +27,27 @@ if TYPE_CHECKING:
     from fedfm.progress import Progress
     from fedfm.rundir import Run
 
+JUDGE = "server.judge"
+_PIECES = 256  # requests at a time: they have to fit into one control message
+
 
 class Interrupted(KeyboardInterrupt):
     """The user asked to stop; what is committed stays, and the clients that had started have finished."""
+
+
+class Judges(Silos):
+    """Silos that also tell this machine's server their logits on global test rows: its own rows, in its own processes.
+
+    That is no message of the method: the silos' policy, attacks and the transcript have no part in it.
+    """
+
+    def answer(self, requests: Sequence[Request]) -> list[Any]:
+        """As :meth:`Silos.answer`."""
+        if requests[0].handler != JUDGE:
+            return super().answer(requests)
+        model = self.population.model
+        model.load(requests[0].payload["w"])
+        return [model.predict(self.population.piece(request.client)) for request in requests]  # type: ignore[attr-defined]
 
 
 class LocalLink:
@@ -51,6 +72,7 @@ class LocalLink:
     ) -> None:
         self._silos, self._wire, self._stop, self._progress = silos, wire, stop, progress
         self._pool = Pool(silos, workers, timeout) if workers > 1 else None
+        self._judged = 0
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -77,6 +99,23 @@ class LocalLink:
                     raise Interrupted
         if self._stop():
             raise Interrupted
+
+    def judge(self, w: Params) -> dict[ClientId, Tensor]:
+        """Logits of the pieces of the global test rows, each from the worker that judged it as a client's.
+
+        Raises:
+            Interrupted: not all are there.
+        """
+        if self._pool is None:
+            return {}
+        self._judged += 1  # with a round below any other, so that workers know the payload as new
+        pieces = self._silos.population.pieces  # type: ignore[attr-defined]
+        requests = [Request(name, JUDGE, {"w": w}, -1 - self._judged, 0) for name in pieces]
+        # Large chunks, so that nobody takes over a piece that is kept elsewhere.
+        replies = list(self._pool.exchange(requests, self._stop, width=_PIECES))
+        if self._stop():
+            raise Interrupted
+        return {reply.client: reply.value for reply in replies if reply.fault is None}
 
     def _answer(self, chunk: Sequence[Request]) -> Sequence[object]:
         if not self._wire:
@@ -122,7 +161,7 @@ def start(
         population = given() if given is not None else populate(experiment)
         describe(run, population, progress)
         experiment.enough(len(population.clients))
-        silos = Silos(
+        silos = Judges(
             experiment.method,
             experiment.aggregation,
             population,
@@ -151,6 +190,6 @@ def start(
             memory=of_server(run.path / "private"),
         )
         try:
-            return Server(run, fed, judge=judge(population, experiment.method), progress=progress).go()
+            return Server(run, fed, judge=judge(population, experiment.method, link.judge), progress=progress).go()
         finally:
             link.close()

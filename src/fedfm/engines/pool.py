@@ -33,6 +33,8 @@ _BOX = (
     1 << 23
 )  # bytes of replies up to which a worker keeps a file: new pages cost ten times what writing to old ones does
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_IDLE = 512 << 20  # bytes that a worker may keep between two steps
 
 
 @dataclass
@@ -60,8 +62,10 @@ class Pool:
         self._workers: list[_Worker] = []
         self._home: dict[ClientId, int] = {}  # client -> slot of the worker that ran it last
 
-    def exchange(self, requests: Sequence[Request], stop: Callable[[], bool]) -> Iterator[Reply]:
-        """Deliver; after ``stop`` nothing new starts."""
+    def exchange(
+        self, requests: Sequence[Request], stop: Callable[[], bool], width: int | None = None
+    ) -> Iterator[Reply]:
+        """Deliver, at most ``width`` requests at a time (None: as the silos say); after ``stop`` nothing new starts."""
         missing = min(self._count, max(len(requests), 1)) - len(self._workers)
         if missing > 0:
             self._silos.prepare(requests)
@@ -70,7 +74,7 @@ class Pool:
         for worker in self._workers:
             worker.known.clear()
         payloads = _Payloads()
-        waiting = _chunks(requests, self._silos.width, self._silos.least, self._count, self._home)
+        waiting = _chunks(requests, width or self._silos.width, self._silos.least, self._count, self._home)
         try:
             with selectors.DefaultSelector() as selector:
                 for slot, worker in enumerate(self._workers):
@@ -160,6 +164,7 @@ class Pool:
             for inherited in list(_ours):  # of every pool: a copy kept open would hide from a sibling that we hung up
                 inherited.close()
             _die_with(parent)
+            _keep_pages()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             _work(self._silos, theirs)
@@ -335,6 +340,15 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _keep_pages() -> None:
+    """Keep what a training step frees for the next one: by default glibc gives 100 MiB back and faults them in again,
+    step by step, which costs a tenth of a worker's time.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc would come to by itself
+        mallopt(_M_TRIM_THRESHOLD, _IDLE)
 
 
 def _work(silos: Silos, link: socket.socket) -> None:

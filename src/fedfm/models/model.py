@@ -18,6 +18,7 @@ from fedfm.models.families import Parts, unwrapped
 from fedfm.models.spec import ModelSpec
 from fedfm.params import Layout, Params, layout_of
 from fedfm.rows import Batch, Rows
+from fedfm.training import packed
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
@@ -250,7 +251,12 @@ class Model:
         return self.task in ("language_modelling", "instruction")
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
-        """Logits of all rows without gradients, float32 on the CPU; a language model pads to the longest row."""
+        """Logits of all rows without gradients, float32 on the CPU; a language model pads to the longest row.
+
+        LoRA of the classifiers that :mod:`fedfm.training.packed` knows goes through its forward, without padding.
+        """
+        if (found := packed.predict(self, rows)) is not None:
+            return found
         if self.is_language_model and rows.tokens is not None:
             rows = _padded(rows)
         rows, back = _by_length(rows)

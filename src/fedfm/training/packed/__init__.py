@@ -12,16 +12,19 @@ batch, ``fast_bf16`` also multiplies by frozen weights in bfloat16.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from fedfm.params import Params
+from fedfm.rows import Rows
 from fedfm.training import loop
 from fedfm.training.job import Job
 from fedfm.training.packed import trainer
 from fedfm.training.packed.net import Net, Unsupported, read
+from fedfm.training.packed.predictor import Predictor
 from fedfm.training.packed.prefix import Cache, takes
 
 KERNELS = ("exact", "fast", "fast_bf16")
@@ -29,7 +32,7 @@ FAST_BF16 = "fast_bf16"
 _WIDTH = 4  # clients a packed batch: 8 leave the cache, one alone pays 4 ms a step between the kernels
 _LONG = 64  # tokens a picture from which one client's batch fills the cache
 
-_known: WeakKeyDictionary[Any, dict[bool, tuple[Net, Cache] | None]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, dict[bool, _Found | None]] = WeakKeyDictionary()
 
 
 def applies(model: Any, kernels: str) -> bool:
@@ -41,7 +44,7 @@ def width(model: Any) -> int:
     """How many clients one chunk should hold."""
     kernels = getattr(model, "kernels", "exact")
     found = _net(model, kernels == FAST_BF16) if kernels != "exact" else None
-    return 1 if found is None or found[0].positions >= _LONG else _WIDTH
+    return 1 if found is None or found.net.positions >= _LONG else _WIDTH
 
 
 def train(jobs: Sequence[Job]) -> list[Params]:
@@ -51,8 +54,11 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     found = _net(model, kernels == FAST_BF16, fresh=True)
     if found is None:
         return loop.train(jobs)
-    net, cache = found
-    good = [takes(job.client.data.train) and set(job.w) == net.names for job in jobs]
+    net, cache = found.net, found.cache
+    good = [
+        takes(job.client.data.train) and job.client.data.train.labels is not None and set(job.w) == net.names
+        for job in jobs
+    ]
     groups = [[i] for i in range(len(jobs))] if kernels == "exact" else [[i for i, fine in enumerate(good) if fine]]
     out: list[Any] = [None] * len(jobs)
     with torch.no_grad():
@@ -66,16 +72,38 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     return out
 
 
-def _net(model: Any, low: bool, *, fresh: bool = False) -> tuple[Net, Cache] | None:
+def predict(model: Any, rows: Rows) -> Tensor | None:
+    """Logits (n, C) of the model as it stands, float32 whatever the kernels; None where they are not computed by hand.
+
+    They equal the module's within 1e-5. Their bits depend on the rows, their order and the parameters alone. What was
+    computed for the same rows with the same parameters is not computed again.
+    """
+    found = _net(model, False, fresh=True) if takes(rows) else None
+    if found is None:
+        return None
+    with torch.no_grad():
+        p = torch.empty(found.net.flat.size)
+        trainer.fill(found.net, p, model.live())
+        return found.predictor(p, rows)
+
+
+class _Found(NamedTuple):
+    net: Net
+    cache: Cache  # of training rows
+    predictor: Predictor
+
+
+def _net(model: Any, low: bool, *, fresh: bool = False) -> _Found | None:
     """The model as read once; with ``fresh``, read again if its frozen weights have changed since."""
     if not hasattr(getattr(model, "module", None), "peft_config") or not getattr(model, "softmax", True):
         return None
     known = _known.setdefault(model, {})
     found = known.get(low)
-    if low not in known or (fresh and found is not None and found[0].stale()):
+    if low not in known or (fresh and found is not None and found.net.stale()):
         with torch.no_grad():
             try:
-                known[low] = (read(model, low=low), Cache())
+                net = read(model, low=low)
+                known[low] = _Found(net, Cache(), Predictor(net))
             except Unsupported:
                 known[low] = None
     return known[low]

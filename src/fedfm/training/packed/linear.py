@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _FEW_ROWS = 8  # below this a product is a vector's: nothing to gain
+_ROWS = 256  # for which oneDNN orders a weight
 
 # Overloads looked up once: the look-up costs as much as a small kernel.
 gelu_backward = torch.ops.aten.gelu_backward.grad_input
@@ -55,13 +56,16 @@ class Linear:
         low: multiply in bfloat16, accumulate in float32; inputs and outputs stay float32.
     """
 
-    __slots__ = ("bias", "low", "transposed", "weight")
+    __slots__ = ("_blocked", "bias", "low", "transposed", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, low: bool) -> None:
         self.low = low
         self.weight = weight.detach().bfloat16() if low else weight.detach()  # (out, in)
         self.bias = None if bias is None else bias.detach().bfloat16() if low else bias.detach()  # (out,)
         self.transposed = self.weight.t()  # (in, out)
+        # In bfloat16 oneDNN's own order of a weight is kept, forwards and backwards: a tenth faster, the same bits, and
+        # as much memory as the float32 weight. In float32 it would be as much faster for twice that memory.
+        self._blocked: dict[bool, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in) -> (N, out)."""
@@ -77,10 +81,16 @@ class Linear:
         part.low, part.weight = self.low, self.weight[start:stop]
         part.bias = None if self.bias is None else self.bias[start:stop]
         part.transposed = part.weight.t()
+        part._blocked = {}
         return part
 
     def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.low:
-            x = x.bfloat16()
-        y = product(x, weight, bias)
-        return y.float() if self.low else y
+        if not self.low:
+            return product(x, weight, bias)
+        op = _pointwise() if x.shape[0] >= _FEW_ROWS else None
+        if op is None:
+            return F.linear(x.bfloat16(), weight, bias).float()
+        back = weight is self.transposed
+        if back not in self._blocked:
+            self._blocked[back] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+        return op(x.bfloat16(), self._blocked[back], bias, "none", [], "").float()  # type: ignore[no-any-return]

@@ -33,6 +33,7 @@ class Net:
         flat: places of the trained tensors.
         head: names of the head's weight (C, d) and bias (C,).
         frozen: the layers' weights; see :meth:`stale`.
+        outside: all other frozen weights, read where they are.
     """
 
     embed: Any
@@ -47,6 +48,7 @@ class Net:
     head: tuple[str, str]
     names: frozenset[str]
     frozen: tuple[Tensor, ...]
+    outside: tuple[Tensor, ...]
     stamp: tuple[float, ...]
 
     def stale(self) -> bool:
@@ -109,6 +111,7 @@ def read(model: Any, *, low: bool) -> Net:
     if len({not site.a for layer in layers for part in layer.maps for site in part.sites}) > 1:
         raise Unsupported("A trained in some places and frozen in others")
     frozen = tuple(p.detach() for block in blocks for p in block.parameters() if id(p) not in names)
+    inside = {id(p) for block in blocks for p in block.parameters()}
     return Net(
         embed=backbone.embeddings,
         layers=layers,
@@ -122,6 +125,7 @@ def read(model: Any, *, low: bool) -> Net:
         head=head,
         names=trained,
         frozen=frozen,
+        outside=tuple(p for p in base.parameters() if id(p) not in names.keys() | inside),
         stamp=stamp_of(frozen),
     )
 

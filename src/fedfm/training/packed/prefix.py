@@ -101,7 +101,7 @@ class Cache:
 
 def takes(rows: Rows) -> bool:
     """Rows of the kinds that are packed: token vectors of any length, or pictures."""
-    if rows.labels is None or (rows.tokens is not None and not all(map(len, rows.tokens))):
+    if rows.tokens is not None and not all(map(len, rows.tokens)):
         return False
     return set(rows.tensors) == ({"pixel_values"} if rows.tokens is None else set())
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from fedfm.params import Params
 from fedfm.training.job import Job
-from fedfm.training.packed.adapters import Segment
-from fedfm.training.packed.attention import Shape
-from fedfm.training.packed.linear import tanh_backward
+from fedfm.training.packed.batch import Batch
 from fedfm.training.packed.net import Net
-from fedfm.training.packed.prefix import Cache, Prefix, split
+from fedfm.training.packed.prefix import Cache
 from fedfm.training.rules import Rule
 
 
@@ -26,7 +22,7 @@ def train(net: Net, cache: Cache, jobs: Sequence[Job]) -> list[Params]:
     ordered, plans = [jobs[i] for i in sequence], [orders[i] for i in sequence]
     p = torch.empty(len(jobs), net.flat.size)
     for k, job in enumerate(ordered):
-        _fill(net, p[k], job.w)
+        fill(net, p[k], job.w)
     g = torch.zeros_like(p)
     start = p.clone() if any(job.mu for job in jobs) else None
     mu = torch.tensor([[job.mu] for job in ordered])
@@ -35,7 +31,7 @@ def train(net: Net, cache: Cache, jobs: Sequence[Job]) -> list[Params]:
         correction = torch.zeros_like(p)
         for k, job in enumerate(ordered):
             if job.correction is not None:
-                _fill(net, correction[k], job.correction)
+                fill(net, correction[k], job.correction)
     prefixes = [cache.get(net, job.client.data.train) for job in ordered]
     labels = [job.client.data.train.labels for job in ordered]
     weights, gradients = [net.flat.views(row) for row in p], [net.flat.views(row) for row in g]
@@ -47,7 +43,7 @@ def train(net: Net, cache: Cache, jobs: Sequence[Job]) -> list[Params]:
             rule.narrow(active)
         index = [plan[step] for plan in plans[:active]]
         targets = [y[torch.from_numpy(i)] for y, i in zip(labels, index, strict=False) if y is not None]
-        batch = _Batch(net, prefixes[:active], index, weights, gradients)
+        batch = Batch(net, prefixes[:active], index, weights, gradients)
         for k, loss in enumerate(batch.descend(targets)):
             losses[k] += loss
         gradient = g[:active]
@@ -64,77 +60,8 @@ def train(net: Net, cache: Cache, jobs: Sequence[Job]) -> list[Params]:
     return out
 
 
-def _fill(net: Net, row: Tensor, w: Params) -> None:
+def fill(net: Net, row: torch.Tensor, w: Mapping[str, torch.Tensor] | Params) -> None:
+    """Copy ``w`` into a client's flat vector ``row`` (P,)."""
     views = net.flat.views(row)
     for name in net.names:
         net.flat.tensor(name, views).copy_(w[name])
-
-
-class _Batch:
-    """One step's rows of all clients, one client below the other."""
-
-    def __init__(
-        self,
-        net: Net,
-        prefixes: Sequence[Prefix],
-        index: Sequence[np.ndarray],
-        weights: Sequence[dict[str, Tensor]],
-        gradients: Sequence[dict[str, Tensor]],
-    ) -> None:
-        lengths = [prefix.length[i] for prefix, i in zip(prefixes, index, strict=True)]
-        self.net, self.shape = net, Shape(np.concatenate(lengths))
-        rows, firsts = split([int(n.sum()) for n in lengths]), split([len(n) for n in lengths])
-        owners = list(zip(weights, gradients, strict=True))[: len(index)]
-        self.segments = [Segment(*where, *own) for where, own in zip(rows, owners, strict=True)]
-        self.firsts = [Segment(*where, *own) for where, own in zip(firsts, owners, strict=True)]
-        self.x = torch.empty(self.shape.rows, net.width)  # (N, d)
-        self.x[self.shape.tokens :] = 0
-        for prefix, i, (a, b) in zip(prefixes, index, rows, strict=True):
-            prefix.put(i, self.x[a:b])
-
-    def descend(self, targets: Sequence[Tensor]) -> list[float]:
-        """Write the gradient of every client's mean loss; return the sums of its rows' losses."""
-        x, kept = self.x, []
-        layers = self.net.layers[self.net.lowest :]
-        for layer in layers:
-            x, saved = layer.forward(x, self.shape, self.segments, self.firsts)
-            kept.append(saved)
-        z, pooled = self._pool(x)
-        gz = torch.empty_like(z)  # (S, d)
-        losses = [_head(self.net, z, gz, s, y) for s, y in zip(self.firsts, targets, strict=True)]
-        gradient: Tensor | None = self._unpool(gz, pooled)
-        for layer, saved in zip(reversed(layers), reversed(kept), strict=True):
-            assert gradient is not None
-            gradient = layer.backward(gradient, saved, self.shape, self.segments, self.firsts)
-        return losses
-
-    def _pool(self, x: Tensor) -> tuple[Tensor, Any]:
-        """(N, d), or (S, d) where the last layer gave the first tokens alone -> (S, d)."""
-        if self.net.pooler is not None:
-            z = torch.tanh(self.net.pooler.forward(x))
-            return z, z
-        assert self.net.norm is not None
-        y, saved = self.net.norm.forward(x)
-        return (y.view(-1, self.shape.equal, y.shape[1]).mean(1) if self.net.mean else y), saved
-
-    def _unpool(self, gz: Tensor, saved: Any) -> Tensor:
-        if self.net.pooler is not None:
-            return self.net.pooler.backward(tanh_backward(gz, saved))
-        assert self.net.norm is not None
-        if self.net.mean:
-            gz = (gz / self.shape.equal).repeat_interleave(self.shape.equal, 0)
-        return self.net.norm.backward(gz, saved)
-
-
-def _head(net: Net, z: Tensor, gz: Tensor, s: Segment, y: Tensor) -> float:
-    """Softmax cross-entropy of one client's rows: sum of losses; gradients of the mean into the segment and ``gz``."""
-    weight, bias = s.w[net.head[0]], s.w[net.head[1]]
-    part = z[s.start : s.stop]
-    error = torch.log_softmax(torch.addmm(bias, part, weight.t()), 1)  # (b, C)
-    picked = y[:, None]
-    loss = -float(error.gather(1, picked).sum())
-    error.exp_().scatter_add_(1, picked, error.new_full(picked.shape, -1.0)).div_(len(y))
-    torch.mm(error.t(), part, out=s.gradient[net.head[0]])
-    torch.sum(error, 0, out=s.gradient[net.head[1]])
-    torch.mm(error, weight, out=gz[s.start : s.stop])
-    return loss

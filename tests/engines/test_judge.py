@@ -1,0 +1,175 @@
+"""Global metrics put together from the clients' pieces: the same as on all rows at once, and the same everywhere."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.engines import local
+from fedfm.engines.local import Interrupted, Judges, LocalLink
+from fedfm.errors import E_REFUSED
+from fedfm.federation import Aggregator, Federation
+from fedfm.methods.fedavg import FedAvg
+from fedfm.models.load import load_model
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.params import Params
+from fedfm.population import REST, Partitioned, judge
+from fedfm.silo import Silos
+from fedfm.training.packed import predictor
+
+CLASSES = ("ant", "bee", "cow")
+METHOD = FedAvg()
+
+
+def population(own: list[list[int]], adaptation: str = "lora", rows: int = 24) -> Partitioned:
+    """``rows`` test pictures; client k is judged on those that ``own[k]`` names."""
+    rng = np.random.default_rng(0)
+    pictures = rng.integers(0, 256, (rows + 3, 8, 8, 1), dtype=np.uint8)
+    split = np.array(["test"] * rows + ["train"] * 3)
+    table = Table("image", pictures, rng.integers(0, 3, rows + 3), CLASSES, split)
+    none = np.zeros(0, dtype=np.int64)
+    clients = {f"c{k}": ClientRows(none + rows, none, np.array(i, dtype=np.int64)) for k, i in enumerate(own)}
+    spec = ModelSpec("nano-vit", adaptation=AdaptationSpec(adaptation))
+    model = load_model(spec, classes=CLASSES, kind="image")
+    return Partitioned(FederatedData(table, clients, np.arange(rows)), model)
+
+
+def start(everyone: Partitioned) -> Params:
+    generator = torch.Generator().manual_seed(0)
+    return everyone.model.params().map(lambda t: t + 0.1 * torch.randn(t.shape, generator=generator))
+
+
+def link_of(everyone: Partitioned, folder: Path, workers: int, **more: Any) -> LocalLink:
+    return LocalLink(Judges(METHOD, Aggregator(), everyone, memory=folder), workers=workers, **more)
+
+
+DEALT = {
+    "all": [[0, 5, 7, 20], list(range(8, 20)), [1, 2, 3, 4, 6, 21, 22, 23]],
+    "some are nobody's": [[3, 4], [], [9, 10, 11]],
+    "two hold the same": [[1, 2, 3], [3, 4, 5], [6]],
+    "one holds others": [[1, 2], [24, 25], [3]],
+    "nobody holds any": [[], []],
+}
+
+
+@pytest.mark.parametrize("own", DEALT.values(), ids=DEALT)
+def test_pieces_are_the_test_rows_once(own: list[list[int]]) -> None:
+    everyone = population(own)
+    pieces = everyone.pieces
+    assert sorted(np.concatenate(list(pieces.values())).tolist()) == list(range(24))
+    for name, index in pieces.items():
+        assert name == REST or index.tolist() == own[int(name[1:])]
+        assert len(everyone.piece(name)) == len(index) > 0
+        assert name == REST or everyone.piece(name) is everyone.data(name).test
+
+
+@pytest.mark.parametrize("own", DEALT.values(), ids=DEALT)
+def test_the_same_as_on_all_rows_at_once(own: list[list[int]]) -> None:
+    everyone = population(own)
+    w = start(everyone)
+    found = judge(everyone, METHOD)
+    assert found is not None
+    expected = METHOD.scores(everyone.model, w, everyone.test)
+    loss = expected.pop("loss")
+    scores = found(w)
+    assert scores.pop("loss") == pytest.approx(loss, rel=1e-6)
+    assert loss > 0
+    assert scores == expected
+
+
+@pytest.mark.parametrize("own", [DEALT["all"], DEALT["some are nobody's"]], ids=["all", "some are nobody's"])
+def test_the_same_bits_wherever_the_pieces_are_judged(own: list[list[int]], tmp_path: Path) -> None:
+    found = []
+    for workers in (0, 1, 2, 3):
+        everyone = population(own)
+        w = start(everyone)
+        if not workers:  # as on engines whose clients are elsewhere
+            found.append([judge(everyone, METHOD)(v) for v in (w, 0.5 * w)])
+            continue
+        link = link_of(everyone, tmp_path / str(workers), workers)
+        fed = Federation(link, model=everyone.model)
+        here = judge(everyone, METHOD, link.judge)
+        numbers = []
+        for t, v in enumerate((w, 0.5 * w)):
+            fed.begin(t)
+            fed.ask(METHOD.evaluate, w=v, part="test", counted=False)
+            numbers.append(here(v))
+        found.append(numbers)
+        link.close()
+    assert found[0][0] != found[0][1]
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_clients_have_judged_is_not_judged_again(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everyone = population(DEALT["some are nobody's"])
+    log = tmp_path / "log"
+    log.touch()
+    compute = predictor.Predictor._compute
+
+    def noted(self: Any, p: torch.Tensor, rows: Any) -> torch.Tensor:
+        with open(log, "a") as file:  # workers are processes
+            file.write(f"{len(rows)}\n")
+        return compute(self, p, rows)
+
+    monkeypatch.setattr(predictor.Predictor, "_compute", noted)
+    link = link_of(everyone, tmp_path, workers)
+    fed, w = Federation(link, model=everyone.model), start(everyone)
+    fed.begin(1)
+    fed.ask(METHOD.evaluate, w=w, part="test", counted=False)
+    judge(everyone, METHOD, link.judge)(w)
+    link.close()
+    assert sorted(map(int, log.read_text().split())) == [2, 3, 19]  # two clients' rows and the rest
+
+
+def test_a_worker_that_dies_leaves_its_piece_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = population(DEALT["all"])
+    link, w, server = link_of(everyone, tmp_path, 2), start(everyone), os.getpid()
+    answer = Judges.answer
+    monkeypatch.setattr(Judges, "answer", lambda *a: os._exit(3) if os.getpid() != server else answer(*a))
+    assert judge(everyone, METHOD, link.judge)(w) == judge(everyone, METHOD)(w)
+    link.close()
+
+
+def test_a_stop_is_heeded(tmp_path: Path) -> None:
+    everyone = population(DEALT["all"])
+    link = link_of(everyone, tmp_path, 2, stop=lambda: True)
+    with pytest.raises(Interrupted):
+        link.judge(start(everyone))
+    link.close()
+
+
+@dataclass(frozen=True)
+class Liar(FedAvg):
+    """A method that judges in its own way."""
+
+    def scores(self, model: Any, w: Params, rows: Any) -> dict[str, Any]:
+        return {"n": len(rows)}
+
+
+def test_other_ways_of_judging_see_all_rows_at_once() -> None:
+    everyone = population(DEALT["all"])
+    assert judge(everyone, Liar())(start(everyone)) == {"n": 24}
+    head = population(DEALT["all"], "head")
+    w = head.model.params()
+    assert judge(head, METHOD)(w) == METHOD.scores(head.model, w, head.test)
+    assert "pieces" not in vars(head)
+    empty = population([[], []])
+    empty.federated = replace(empty.federated, test=empty.federated.test[:0])
+    assert judge(empty, METHOD) is None
+
+
+def test_silos_of_other_links_know_nothing_of_it(tmp_path: Path) -> None:
+    everyone = population(DEALT["all"])
+    request = local.Request("c0", local.JUDGE, {"w": start(everyone)}, 1, 1)
+    (fault,) = Silos(METHOD, Aggregator(), everyone, memory=tmp_path).answer([request])
+    assert fault.code == E_REFUSED
