@@ -48,6 +48,15 @@ def test_a_class_that_nobody_has_is_never_predicted():
     assert (w[3:] == 0).all()
 
 
+def test_classes_that_nobody_has_cost_nothing_and_change_no_bit():
+    x, y = rows(c=3)
+    w, b = fit_rows(x, y, 3)
+    places = torch.tensor([1, 4, 6])
+    wide_w, wide_b = fit_rows(x, places[y], 8)
+    assert torch.equal(wide_w[places], w)
+    assert torch.equal(wide_b[places], b)
+
+
 def test_separable_rows_one_class_and_constant_features_are_no_trouble():
     x = torch.tensor([[0.0, 1.0], [0.0, 1.0], [5.0, 1.0], [6.0, 1.0]])
     w, b = fit_rows(x, torch.tensor([0, 0, 1, 1]), 2)

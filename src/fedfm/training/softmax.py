@@ -85,19 +85,19 @@ def _moments(blocks: Blocks, classes: int, dim: int) -> tuple[int, Tensor, Tenso
 def _lbfgs(
     blocks: Blocks, count: int, mean: Tensor, std: Tensor, present: Tensor, spec: HeadSpec
 ) -> tuple[Tensor, Tensor]:
-    """Weights on standardised features; only the classes that occur take part."""
+    """Weights on standardised features; only the classes that occur take part: the others' gradients are zero."""
     from scipy.optimize import minimize
 
-    classes, dim = len(present), len(mean)
-    mask = torch.where(present, 0.0, NOBODY)
+    classes, dim = int(present.sum()), len(mean)
+    place = present.cumsum(0) - 1  # of a class among those that occur
     shift, scale = mean.float(), 1 / std.float()
 
     def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
         w, b = torch.from_numpy(flat[:-classes]).view(classes, dim), torch.from_numpy(flat[-classes:])
-        w32, b32 = w.float(), b.float() + mask
+        w32, b32 = w.float(), b.float()
         total, gw, gb = 0.0, torch.zeros_like(w), torch.zeros_like(b)
         for x, y in blocks():
-            x = (x - shift) * scale
+            x, y = (x - shift) * scale, place[y]
             logp = torch.log_softmax(torch.addmm(b32, x, w32.T), 1)
             total -= float(logp.gather(1, y[:, None]).double().sum())
             error = logp.exp_()
@@ -109,8 +109,11 @@ def _lbfgs(
         return value, gradient.numpy()
 
     options = {"maxiter": spec.iterations, "maxcor": 10, "ftol": 1e-9, "gtol": 1e-5}
-    found = minimize(loss, np.zeros(classes * (dim + 1)), jac=True, method="L-BFGS-B", options=options).x
-    return torch.from_numpy(found[:-classes]).view(classes, dim).clone(), torch.from_numpy(found[-classes:]).clone()
+    start = np.zeros(classes * (dim + 1))
+    found = torch.from_numpy(minimize(loss, start, jac=True, method="L-BFGS-B", options=options).x)
+    w, b = found.new_zeros(len(present), dim), found.new_zeros(len(present))
+    w[present], b[present] = found[:-classes].view(classes, dim), found[-classes:]
+    return w, b
 
 
 def _adam(blocks: Blocks, classes: int, dim: int, spec: HeadSpec, seed: int) -> tuple[Tensor, Tensor]:
