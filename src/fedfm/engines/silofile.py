@@ -66,7 +66,10 @@ def deal(silo: Silo, spec: DataSpec, *, seed: int, task: str | None) -> Any:
     from fedfm.data.partition import deal as dealt
 
     own = replace(
-        spec, name=None, path=None, hub=None, limit=None, clients={silo.name: silo.data}, partition=PartitionSpec()
+        spec,
+        **dict.fromkeys(("name", "path", "hub", "where", "limit")),  # of the server's rows
+        clients={silo.name: silo.data},
+        partition=PartitionSpec(),
     )
     return dealt(load_table(own, seed=seed, task=task), own, seed=seed)
 
