@@ -21,6 +21,7 @@ import numpy as np
 
 from fedfm.mixtures import full
 from fedfm.mixtures.mixture import COVARIANCES, Array, Mixture
+from fedfm.training.threads import one_thread
 
 ROWS_A_COMPONENT = 10
 FLOOR, FLOOR_ALWAYS = 1e-6, 1e-12
@@ -100,7 +101,7 @@ def fit(
         start = None if starts is None else starts[i]
         return _fit(i, groups[i], components[i], covariance, seeds[i], max_iter, tol, start)
 
-    with full.one_thread() if covariance == "full" else nullcontext():
+    with one_thread() if covariance == "full" else nullcontext():
         if workers == 1 or len(groups) < 2:
             return [one(i) for i in range(len(groups))]
         order = sorted(range(len(groups)), key=lambda i: -len(groups[i]) * components[i])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.errors import InputError
+from fedfm.training.threads import one_thread
 
 Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once a pass: (x (n, d) float32, y (n,) int64), ...
 NOBODY = -1e4  # the logit of a class that nobody has sent: finite, since messages must be, and never the largest
@@ -109,8 +110,9 @@ def _lbfgs(
         return value, gradient.numpy()
 
     options = {"maxiter": spec.iterations, "maxcor": 10, "ftol": 1e-9, "gtol": 1e-5}
-    start = np.zeros(classes * (dim + 1))
-    found = torch.from_numpy(minimize(loss, start, jac=True, method="L-BFGS-B", options=options).x)
+    with one_thread():
+        best = minimize(loss, np.zeros(classes * (dim + 1)), jac=True, method="L-BFGS-B", options=options).x
+    found = torch.from_numpy(best)
     w, b = found.new_zeros(len(present), dim), found.new_zeros(len(present))
     w[present], b[present] = found[:-classes].view(classes, dim), found[-classes:]
     return w, b
