@@ -10,7 +10,7 @@ import pytest
 
 from fedfm.data.load import load_table, scaled, unite
 from fedfm.data.spec import DataSpec, PartitionSpec
-from fedfm.data.table import Table
+from fedfm.data.table import Table, fingerprint
 from fedfm.errors import InputError
 
 
@@ -65,6 +65,43 @@ def test_every_value_of_the_column_keeps_test_rows(tmp_path: Path) -> None:
         assert (site == "tiny").sum() == 2
         few = load_table(DataSpec(path=str(tmp_path / "a.csv"), partition=by, limit=8), seed=seed)
         assert set(few.columns["site"][few.rows("train")]) == {"big", "tiny"}
+
+
+def test_where_keeps_the_rows_of_the_listed_values_and_all_classes(tmp_path: Path) -> None:
+    lines = [f"t{i},{'abc'[i % 3]},{'xyz'[i // 10]},{'test' if i % 5 == 0 else 'train'},{i % 2}" for i in range(30)]
+    (tmp_path / "a.csv").write_text("\n".join(["text,label,site,split,odd", *lines]))
+
+    def texts(**where: tuple[str, ...]) -> Table:
+        return load_table(DataSpec(path=str(tmp_path / "a.csv"), where=where), seed=0)
+
+    both = texts(site=("x", "z"))
+    assert both.inputs == [f"t{i}" for i in range(30) if i // 10 != 1]
+    assert both.split.tolist() == ["test" if i % 5 == 0 else "train" for i in range(30) if i // 10 != 1]
+    assert texts(site=("x",), odd=("1",)).inputs == ["t1", "t3", "t5", "t7", "t9"]
+    assert texts(site=("x",)).classes == ("a", "b", "c")
+    assert fingerprint(texts(site=("x", "y", "z"))) == fingerprint(texts())
+
+
+def test_where_refuses_what_is_not_there(tmp_path: Path) -> None:
+    path = silo(tmp_path / "a.csv", list("ab") * 5, more="x")
+    only_test = silo(tmp_path / "b.csv", list("ab") * 5, ["test"] * 5 + ["train"] * 5)
+    (tmp_path / "c.csv").write_text("text,label,split,site\nt,a,test,x\nu,a,train,y")
+    for spec, message in (
+        (
+            DataSpec(path=path, where={"sites": ("x",)}),
+            r'data\.where: .*a\.csv has no column "sites"; found "site"; did',
+        ),
+        (
+            DataSpec(path=path, where={"site": ("x", "q")}),
+            r'data\.where\.site: no row of .*a\.csv has "q"; there are "x"',
+        ),
+        (DataSpec(path=path, where={"site": ()}), r"data\.where\.site: no values"),
+        (DataSpec(clients={"a": path}, where={"site": ("x",)}), r"data\.where does not go with data\.clients"),
+        (DataSpec(path=only_test, where={"site": ("x",)}), r'no column "site"; found none'),
+        (DataSpec(path=str(tmp_path / "c.csv"), where={"site": ("x",)}), r"c\.csv has no training rows"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_table(spec, seed=0)
 
 
 def test_scale_by_hand() -> None:

@@ -116,6 +116,8 @@ def test_one_round_and_no_other(method):
         CCVR(covariance="spherical"),
         CCVR(virtual=0),
         FedBE(draws=-1),
+        FedBE(members="mean"),
+        FedBE(members="sampled", draws=0),
         KD(temperatures=()),
         KD(temperatures=(0.0,)),
         KD(alpha=1.5),
@@ -216,6 +218,11 @@ def test_fedbe_holds_clients_mean_and_draws(tmp_path):
     average = after(Average(), tmp_path / "average")
     assert len(heads) == 2 + 1 + 4
     torch.testing.assert_close(heads[2], (average["head.weight"], average["head.bias"]))
+    sampled = list(shared.each_head(after(FedBE(draws=4, members="sampled"), tmp_path / "sampled")))
+    assert len(sampled) == 4
+    for (w, b), (same_w, same_b) in zip(sampled, heads[3:], strict=True):
+        assert torch.equal(w, same_w)
+        assert torch.equal(b, same_b)
 
 
 # --- FedNCM, CCVR -----------------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from fedfm.errors import InputError
 from fedfm.training.softmax import NOBODY, HeadSpec, fit, fit_rows
+from fedfm.training.threads import one_thread
 
 
 def rows(n=300, d=6, c=4, seed=0):
@@ -46,6 +48,27 @@ def test_a_class_that_nobody_has_is_never_predicted():
     assert b[3:].tolist() == [NOBODY, NOBODY]
     assert int((x @ w.T + b).argmax(1).max()) < 3
     assert (w[3:] == 0).all()
+
+
+def test_classes_that_nobody_has_cost_nothing_and_change_no_bit():
+    x, y = rows(c=3)
+    w, b = fit_rows(x, y, 3)
+    places = torch.tensor([1, 4, 6])
+    wide_w, wide_b = fit_rows(x, places[y], 8)
+    assert torch.equal(wide_w[places], w)
+    assert torch.equal(wide_b[places], b)
+
+
+def test_blas_stays_on_one_thread_and_gets_its_threads_back():
+    one_thread()  # loads SciPy's own library, which has to be limited too
+
+    def threads():
+        return {lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas"}
+
+    with threadpool_limits(2, user_api="blas"):
+        with one_thread():
+            assert threads() == {1}
+        assert threads() == {2}
 
 
 def test_separable_rows_one_class_and_constant_features_are_no_trouble():

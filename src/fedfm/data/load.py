@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +49,7 @@ _TASKS: dict[str, tuple[Kind, ...]] = {
 def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
     """The rows that ``spec`` asks for, each marked train, val or test.
 
+    ``where`` leaves out all rows whose column has another value than those it lists; the classes stay as they are.
     Where a source marks no test rows, ``test_fraction`` of its training rows become test rows: stratified by class (and
     by the column of a ``by_column`` partition, so that every client has its own), for running text its end. With
     ``clients`` every file is read, and treated, on its own; classes are united by name; the column "client" says whose
@@ -73,7 +74,7 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
     if spec.clients:
         table = _of_clients(spec, seed, task)
     else:
-        source = _read(spec, task)
+        source = chosen(_read(spec, task), spec.where or {})
         table = _mark_test(_fit(source, task), spec, generator(seed, "split"))
     table = _limit(table, spec, generator(seed, "limit"))
     return scaled(table, spec.scale)
@@ -110,6 +111,11 @@ def check(spec: DataSpec) -> None:
         file = Path(spec.name).suffix in _SUFFIXES or "/" in spec.name
         hint = "; a file or folder is data.path" if file else close(spec.name, BUILT_IN)
         raise InputError(f'data.name: there is no built-in set "{spec.name}"; built in: {listing(BUILT_IN)}{hint}')
+    if spec.where and spec.clients:
+        raise InputError("data.where does not go with data.clients: a client's file holds its own rows, and no others")
+    for column, values in (spec.where or {}).items():
+        if not values:
+            raise InputError(f"data.where.{column}: no values; expected a list of those to keep, or leave it out")
     if spec.limit is not None and spec.limit < 1:
         raise InputError(f"data.limit: {spec.limit} is too small; at least 1, or leave it out")
     for key in ("test_fraction", "val_fraction"):
@@ -125,6 +131,30 @@ def check(spec: DataSpec) -> None:
         if not re.fullmatch(r"[^\W_][\w.-]*", name):
             raise InputError(f'data.clients: "{name}" is no client name: letters, digits, "-", "_" and "." only')
     check_partition(spec)
+
+
+def chosen(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
+    """The rows whose value in every column of ``where`` is among those that it lists.
+
+    Raises:
+        InputError: there is no such column, or no row has such a value.
+    """
+    kept = np.ones(len(table), dtype=bool)
+    for column, values in where.items():
+        if column not in table.columns:
+            found = listing(table.columns) or "none"
+            raise InputError(
+                f'data.where: {table.source} has no column "{column}"; found {found}{close(column, table.columns)}'
+            )
+        there = sorted(set(table.columns[column].tolist()))
+        for value in values:
+            if value not in there:
+                raise InputError(
+                    f'data.where.{column}: no row of {table.source} has "{value}"; there are {listing(there, 8)}'
+                    f"{close(value, there)}"
+                )
+        kept &= np.isin(table.columns[column], list(values))
+    return table if kept.all() else table.take(np.flatnonzero(kept))
 
 
 def scaled(table: Table, scale: str) -> Table:

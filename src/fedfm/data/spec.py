@@ -36,6 +36,9 @@ class DataSpec:
     instruction: str = field(default="instruction", metadata={"help": 'instruction column of task "instruction"'})
     output: str = field(default="output", metadata={"help": 'output column of task "instruction"'})
     partition: PartitionSpec = field(default=PartitionSpec(), metadata={"help": "how rows are dealt to clients"})
+    where: dict[str, tuple[str, ...]] | None = field(
+        default=None, metadata={"help": "column -> values: other rows, test rows too, are left out"}
+    )
     limit: int | None = field(default=None, metadata={"help": "at most so many training rows, stratified"})
     test_fraction: float = field(default=0.2, metadata={"help": "where the source marks no test rows"})
     val_fraction: float = field(default=0.0, metadata={"help": "of each client's training rows, kept for validation"})

@@ -65,9 +65,8 @@ def deal(silo: Silo, spec: DataSpec, *, seed: int, task: str | None) -> Any:
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal as dealt
 
-    own = replace(
-        spec, name=None, path=None, hub=None, limit=None, clients={silo.name: silo.data}, partition=PartitionSpec()
-    )
+    own = replace(spec, name=None, path=None, hub=None, where=None, limit=None)  # they say which are the server's rows
+    own = replace(own, clients={silo.name: silo.data}, partition=PartitionSpec())
     return dealt(load_table(own, seed=seed, task=task), own, seed=seed)
 
 

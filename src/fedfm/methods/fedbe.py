@@ -4,7 +4,8 @@ Chen, Chao. ICLR 2021. arXiv:2009.01974, Algorithm 1 with one round; equations b
 
 The paper distils the ensemble into one model on the server's unlabelled rows. Here the server has no rows, so the
 ensemble itself predicts, by the Bayesian mean of probabilities that distillation would teach (eq. 5), and the result is
-as many heads as the ensemble has. The server sees every client's head.
+as many heads as the ensemble has. The ensemble is the clients' heads, their mean and the draws; ``members = "sampled"``
+leaves it the draws alone, as eq. (5) is printed. The server sees every client's head.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from fedfm.rows import Rows
 class FedBE(OwnHeads):
     """The clients' heads, their mean, and draws from the Gaussian of them predict together."""
 
-    draws: int = field(default=15, metadata={"help": "heads sampled from the Gaussian, beside clients and mean"})
+    draws: int = field(default=15, metadata={"help": "M, heads sampled from the Gaussian"})
+    members: str = field(default="all", metadata={"help": "of the ensemble: all (clients, mean, draws) or sampled"})
 
     def init(self, fed: Federation) -> Params:
         return as_heads(super().init(fed))
@@ -38,7 +40,7 @@ class FedBE(OwnHeads):
         heads = [update.delta for update in replies]
         mu, variance = gaussian([(update.weight, zeros_for_unseen(update.delta)) for update in replies])
         sampled = [sample(mu, variance, fed.seed_for("draw", m)) for m in range(self.draws)]
-        return as_heads(*heads, mu, *sampled)
+        return as_heads(*sampled) if self.members == "sampled" else as_heads(*heads, mu, *sampled)
 
     def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
         """Logarithm of p(y|x; S) = 1/M sum_m p(y|x; w^(m)), eq. (5)."""
@@ -48,6 +50,10 @@ class FedBE(OwnHeads):
         super().validate()
         if self.draws < 0:
             raise InputError(f"method.draws = {self.draws}: expected a whole number of at least 0")
+        if self.members not in ("all", "sampled"):
+            raise InputError(f'method.members = "{self.members}": expected "all" or "sampled"')
+        if self.members == "sampled" and not self.draws:
+            raise InputError('method.draws = 0: members = "sampled" needs at least 1')
 
 
 def gaussian(heads: Sequence[tuple[float, Params]]) -> tuple[Params, Params]:

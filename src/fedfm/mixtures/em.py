@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from fedfm.mixtures import full
 from fedfm.mixtures.mixture import COVARIANCES, Array, Mixture
+from fedfm.training.threads import one_thread
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +109,7 @@ def fit(
             return several(found, covariance, max_iter, tol)
         return found
 
-    with full.one_thread() if covariance == "full" and max(components, default=1) > 1 else nullcontext():
+    with one_thread() if covariance == "full" and max(components, default=1) > 1 else nullcontext():
         if workers == 1 or len(groups) < 2:
             found = [one(i) for i in range(len(groups))]
         else:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 
@@ -17,20 +14,6 @@ FALL = 1e-10  # of the log-likelihood's size: rounding is no fall
 NONE = 1e-10  # rows: a component of less keeps its place
 FAR = 1e-14  # responsibilities below it are none
 FEW = 3  # times the rows, at most as many dimensions: the small matrix costs less than the trace of the large one
-
-
-def one_thread() -> AbstractContextManager[Any]:
-    """BLAS on one thread: groups run side by side, and the bits must not depend on how many do."""
-    return _controller().limit(limits=1, user_api="blas")  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _controller() -> Any:
-    """Of the libraries that are loaded; looking for them takes milliseconds."""
-    import scipy.linalg  # noqa: F401 - its LAPACK has to be among them
-    from threadpoolctl import ThreadpoolController
-
-    return ThreadpoolController()
 
 
 def _factor(t: Array, n: float, floor: float) -> Array:

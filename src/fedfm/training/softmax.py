@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.errors import InputError
+from fedfm.training.threads import one_thread
 
 Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once a pass: (x (n, d) float32, y (n,) int64), ...
 NOBODY = -1e4  # the logit of a class that nobody has sent: finite, since messages must be, and never the largest
@@ -85,19 +86,19 @@ def _moments(blocks: Blocks, classes: int, dim: int) -> tuple[int, Tensor, Tenso
 def _lbfgs(
     blocks: Blocks, count: int, mean: Tensor, std: Tensor, present: Tensor, spec: HeadSpec
 ) -> tuple[Tensor, Tensor]:
-    """Weights on standardised features; only the classes that occur take part."""
+    """Weights on standardised features; only the classes that occur take part: the others' gradients are zero."""
     from scipy.optimize import minimize
 
-    classes, dim = len(present), len(mean)
-    mask = torch.where(present, 0.0, NOBODY)
+    classes, dim = int(present.sum()), len(mean)
+    place = present.cumsum(0) - 1  # of a class among those that occur
     shift, scale = mean.float(), 1 / std.float()
 
     def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
         w, b = torch.from_numpy(flat[:-classes]).view(classes, dim), torch.from_numpy(flat[-classes:])
-        w32, b32 = w.float(), b.float() + mask
+        w32, b32 = w.float(), b.float()
         total, gw, gb = 0.0, torch.zeros_like(w), torch.zeros_like(b)
         for x, y in blocks():
-            x = (x - shift) * scale
+            x, y = (x - shift) * scale, place[y]
             logp = torch.log_softmax(torch.addmm(b32, x, w32.T), 1)
             total -= float(logp.gather(1, y[:, None]).double().sum())
             error = logp.exp_()
@@ -109,8 +110,12 @@ def _lbfgs(
         return value, gradient.numpy()
 
     options = {"maxiter": spec.iterations, "maxcor": 10, "ftol": 1e-9, "gtol": 1e-5}
-    found = minimize(loss, np.zeros(classes * (dim + 1)), jac=True, method="L-BFGS-B", options=options).x
-    return torch.from_numpy(found[:-classes]).view(classes, dim).clone(), torch.from_numpy(found[-classes:]).clone()
+    with one_thread():
+        best = minimize(loss, np.zeros(classes * (dim + 1)), jac=True, method="L-BFGS-B", options=options).x
+    found = torch.from_numpy(best)
+    w, b = found.new_zeros(len(present), dim), found.new_zeros(len(present))
+    w[present], b[present] = found[:-classes].view(classes, dim), found[-classes:]
+    return w, b
 
 
 def _adam(blocks: Blocks, classes: int, dim: int, spec: HeadSpec, seed: int) -> tuple[Tensor, Tensor]:

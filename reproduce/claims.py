@@ -1,0 +1,65 @@
+"""Verdicts on a paper's claims, computed from the rows: a difference, or a spread, seed by seed, against its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedfm.studies import interval
+
+Accuracies = Mapping[str, Mapping[str, float]]  # row -> seed -> accuracy in percent
+HEAD = "| what | bound, points | measured, points | seeds | verdict |\n|---|---|---|---|---|"
+
+
+def lines(claims: list[dict[str, Any]], found: Accuracies) -> list[str]:
+    """The section of a page: each claim with a table of what it says of which rows."""
+    out: list[str] = []
+    for claim in claims:
+        rows = [line for check in claim["checks"] if (line := _line(check, found))]
+        if rows:
+            out += [f"**{claim['claim']}**", "", HEAD, *rows, ""]
+    return out
+
+
+def measured(check: Mapping[str, Any], found: Accuracies) -> dict[str, float]:
+    """Seed -> points: ``left`` minus ``right``, or the largest minus the smallest of ``spread``; only common seeds."""
+    names = check.get("spread") or [check["left"], check["right"]]
+    if not all(name in found for name in names):
+        return {}
+    seeds = set.intersection(*(set(found[name]) for name in names))
+    if "spread" in check:
+        return {s: max(found[n][s] for n in names) - min(found[n][s] for n in names) for s in sorted(seeds)}
+    return {s: found[check["left"]][s] - found[check["right"]][s] for s in sorted(seeds)}
+
+
+def verdict(values: list[float], bound: float, *, at_least: bool) -> str:
+    """Whether the whole 95 % interval of the mean is on the claim's side, or the mean alone."""
+    mean, half = interval(values)
+    sign = 1.0 if at_least else -1.0
+    gap = sign * (mean - bound)
+    if len(values) < 2:
+        return "holds, one seed" if gap >= 0 else "does not hold, one seed"
+    if abs(gap) <= half:
+        return f"open: the mean {'holds' if gap >= 0 else 'does not'}"
+    return "holds" if gap > 0 else "does not hold"
+
+
+def _line(check: Mapping[str, Any], found: Accuracies) -> str:
+    by_seed = measured(check, found)
+    if not by_seed:
+        return ""
+    values = list(by_seed.values())
+    mean, half = interval(values)
+    at_least = "at_least" in check
+    bound = check["at_least"] if at_least else check["at_most"]
+    said = f"{mean:+.1f}" if at_least else f"{mean:.1f}"
+    if len(values) > 1:
+        said += f" ± {half:.1f}"
+    cells = [
+        check["what"],
+        f"at {'least' if at_least else 'most'} {bound:g}",
+        said,
+        ", ".join(by_seed),
+        verdict(values, bound, at_least=at_least),
+    ]
+    return "| " + " | ".join(cells) + " |"
