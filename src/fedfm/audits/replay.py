@@ -1,7 +1,10 @@
-"""A finished run once more, in this process, with a recorder at the place of the adversary: the server.
+"""A finished run once more, in this process, with a recorder at the place of the adversary.
 
-A run is deterministic from its experiment, its seed and the clients' secrets, so nothing has to be kept of what the
-server saw. The run directory is only read: secrets are copied to a temporary folder, since noise must be the run's own.
+A run is deterministic from its experiment, its seed and its secrets, so nothing has to be kept of what the server or a
+client saw. The run directory is only read: secrets are copied to a temporary folder, since noise must be the run's own.
+
+Messages that are large or many are not kept: an audit that reads models round by round gives a watch, which sees every
+round as it passes and keeps what it needs.
 """
 
 from __future__ import annotations
@@ -10,10 +13,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fedfm.data.table import fingerprint
 from fedfm.engines.local import LocalLink
@@ -44,25 +47,60 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One round.
+
+    Attributes:
+        round: 0 for what happens before the first one.
+        before, after: the server's state; equal in round 0.
+        sent: what its first call sent to every client that it asked, the same for all; empty where none was asked.
+        seen: the replies.
+    """
+
+    round: int
+    before: Any
+    after: Any
+    sent: Mapping[str, Any]
+    seen: Sequence[Seen]
+
+
+class Watch(Protocol):
+    """An audit's eye on the rounds as they pass."""
+
+    def see(self, turn: Turn, population: Partitioned) -> None:
+        """One round is over."""
+
+
+@dataclass(frozen=True)
 class Replay:
     """What an audit works on.
 
     Attributes:
         population: every client's rows, which an attacker has not; they judge it.
-        seen: all replies, in the order of the run.
+        seen: all replies, in the order of the run; none if only watches read them.
+        watched: watches by the name of their audit.
     """
 
     run: Run
     population: Partitioned
     seen: Sequence[Seen]
+    watched: Mapping[str, Watch] = field(default_factory=dict)
+
+
+Tamper = Callable[[Reply], Reply]
 
 
 class _Recorder:
-    """A link that keeps what passes; clients that the run left out stay left out."""
+    """A link that keeps a round's messages; clients that the run left out stay left out."""
 
-    def __init__(self, link: LocalLink, excluded: Mapping[tuple[int, ClientId], ClientFault]) -> None:
-        self._link, self._excluded = link, excluded
+    def __init__(self, link: LocalLink, excluded: Mapping[tuple[int, ClientId], ClientFault], tamper: Tamper) -> None:
+        self._link, self._excluded, self._tamper = link, excluded, tamper
+        self.begin()
+
+    def begin(self) -> None:
+        """A round begins."""
         self.seen: list[Seen] = []
+        self.sent: Mapping[str, Any] = {}
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -70,12 +108,15 @@ class _Recorder:
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         handlers = {request.client: request.handler for request in requests}
+        if requests and not self.sent:
+            self.sent = requests[0].payload
         for reply in self._link.exchange(requests):
             fault = self._excluded.get((reply.round, reply.client))
             if fault is not None:
                 yield reply._replace(value=None, fault=fault)
                 continue
             if reply.fault is None:
+                reply = self._tamper(reply)
                 self.seen.append(Seen(reply.round, reply.call, handlers[reply.client], reply.client, reply.value))
             yield reply
 
@@ -96,8 +137,18 @@ def finished(path: str | Path) -> Run:
     return run
 
 
-def replay(run: Run, notice: Callable[[str], None] = lambda text: None) -> Replay:
+def replay(
+    run: Run,
+    notice: Callable[[str], None] = lambda text: None,
+    watched: Mapping[str, Watch] | None = None,
+    *,
+    keep: bool = True,
+) -> Replay:
     """Run it again and record.
+
+    Args:
+        watched: see the rounds as they pass.
+        keep: all replies; they are as large as what clients send.
 
     Raises:
         InputError: data or model changed since, or the secrets of its noise are not there.
@@ -105,39 +156,71 @@ def replay(run: Run, notice: Callable[[str], None] = lambda text: None) -> Repla
     """
     experiment, result = run.experiment, run.manifest["result"]
     method: Any = experiment.method
-    with single_thread(), _secrets(run) as private:
+    watched, seen, state = watched or {}, list[Seen](), None
+    with single_thread():
         notice("reading data and model")
         population = populate(experiment)
         _unchanged(run, population)
-        copied = _parties(private)
         notice(f"running {run.path} again, with a recorder at the server")
-        silos = Silos(method, Aggregator(), population, memory=private / "memory", seed=experiment.run.seed)
-        excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in result["excluded"]}
-        recorder = _Recorder(LocalLink(silos), excluded)
-        fed = Federation(
-            recorder,
-            model=population.model,
-            seed=experiment.run.seed,
-            min_clients=experiment.run.min_clients,
-            secret=partial(secret, private, "server"),
-        )
-        fed.begin(0)
-        state = method.init(fed)
-        for t in range(1, result["rounds"] + 1):
-            fed.begin(t)
-            state = method.step(fed, state, t)
-        if drawn := _parties(private) - copied:
-            raise InputError(
-                f"{run.path}/private has no secret of {', '.join(sorted(drawn))}: the noise of this run cannot be "
-                "drawn again; audit the run where its private/ folder is"
-            )
-        models = {c: method.params_for(state, c) for c in (fed.clients if method.personal else ("",))}
+        for turn in play(run, population):
+            seen += turn.seen if keep else ()
+            state = turn.after
+            for watch in watched.values():
+                watch.see(turn, population)
+        models = {c: method.params_for(state, c) for c in (population.clients if method.personal else ("",))}
     if sha256_of(models) != result["params_sha256"]:
         raise RunError(
             f"{run.path}: run again, it ends with other parameters than its result line says; audit it on the machine "
             f"and with the versions of its manifest: {run.manifest['versions']}"
         )
-    return Replay(run, population, tuple(recorder.seen))
+    return Replay(run, population, tuple(seen), watched)
+
+
+def play(
+    run: Run,
+    population: Partitioned,
+    *,
+    method: Any = None,
+    aggregator: Aggregator | None = None,
+    tamper: Tamper = lambda reply: reply,
+) -> Iterator[Turn]:
+    """The run's rounds with the run's own secrets, one after the other, from round 0 on.
+
+    Args:
+        method, aggregator: in the place of the run's own.
+        tamper: what arrives at the server in the place of a valid reply.
+
+    Raises:
+        InputError: the secrets of its noise are not there.
+    """
+    experiment, result = run.experiment, run.manifest["result"]
+    method = method or experiment.method
+    aggregator = aggregator or Aggregator()
+    excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in result["excluded"]}
+    with _secrets(run) as private:
+        copied = _parties(private)
+        silos = Silos(method, aggregator, population, memory=private / "memory", seed=experiment.run.seed)
+        recorder = _Recorder(LocalLink(silos), excluded, tamper)
+        fed = Federation(
+            recorder,
+            model=population.model,
+            aggregator=aggregator,
+            seed=experiment.run.seed,
+            min_clients=experiment.run.min_clients,
+            secret=partial(secret, private, "server"),
+        )
+        before = None
+        for t in range(result["rounds"] + 1):
+            recorder.begin()
+            fed.begin(t)
+            state = method.step(fed, before, t) if t else method.init(fed)
+            if drawn := _parties(private) - copied:
+                raise InputError(
+                    f"{run.path}/private has no secret of {', '.join(sorted(drawn))}: the noise of this run cannot be "
+                    "drawn again; audit the run where its private/ folder is"
+                )
+            yield Turn(t, before if t else state, state, recorder.sent, recorder.seen)
+            before = state
 
 
 @contextmanager
