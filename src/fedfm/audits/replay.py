@@ -53,13 +53,15 @@ class Turn:
     Attributes:
         round: 0 for what happens before the first one.
         before, after: the server's state; equal in round 0.
-        sent: what its first call sent to every client that it asked, the same for all; empty where none was asked.
+        asked: clients that its first call asked; none where it asked nobody.
+        sent: what the first of them was sent.
         seen: the replies.
     """
 
     round: int
     before: Any
     after: Any
+    asked: Sequence[ClientId]
     sent: Mapping[str, Any]
     seen: Sequence[Seen]
 
@@ -100,6 +102,7 @@ class _Recorder:
     def begin(self) -> None:
         """A round begins."""
         self.seen: list[Seen] = []
+        self.asked: Sequence[ClientId] = ()
         self.sent: Mapping[str, Any] = {}
 
     @property
@@ -108,8 +111,8 @@ class _Recorder:
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         handlers = {request.client: request.handler for request in requests}
-        if requests and not self.sent:
-            self.sent = requests[0].payload
+        if requests and not self.asked:
+            self.asked, self.sent = [request.client for request in requests], requests[0].payload
         for reply in self._link.exchange(requests):
             fault = self._excluded.get((reply.round, reply.client))
             if fault is not None:
@@ -219,7 +222,7 @@ def play(
                     f"{run.path}/private has no secret of {', '.join(sorted(drawn))}: the noise of this run cannot be "
                     "drawn again; audit the run where its private/ folder is"
                 )
-            yield Turn(t, before if t else state, state, recorder.sent, recorder.seen)
+            yield Turn(t, before if t else state, state, recorder.asked, recorder.sent, recorder.seen)
             before = state
 
 
