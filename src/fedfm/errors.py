@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import Any
+
 
 class FedfmError(Exception):
     """Base of every error that fedfm raises on purpose; the command line prints it without a traceback (exit 1)."""
@@ -48,3 +51,20 @@ E_DUPLICATE = "E_DUPLICATE"
 E_CLIENT = "E_CLIENT"  # a reply from somebody who was not asked
 E_READONLY = "E_READONLY"  # the handler wrote into what it was sent: a defect of the method, which stops the run
 E_VERSION = "E_VERSION"  # the site runs another fedfm or another model
+
+
+def listed(options: Any) -> str:
+    """Names in quotes, sorted."""
+    return ", ".join(f'"{o}"' for o in sorted(options))
+
+
+def close(value: str, options: Any) -> str:
+    """What to add to a message: `(did you mean "x"?)`, where something is close."""
+    near = difflib.get_close_matches(str(value), list(options), 1)
+    return f' (did you mean "{near[0]}"?)' if near else ""
+
+
+def one_of(where: str, value: str, options: tuple[str, ...]) -> None:
+    """Refuse a value that is none of the options, with the closest one."""
+    if value not in options:
+        raise InputError(f'{where} = "{value}": expected {listed(options)}{close(value, options)}')

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.data.spec import IN_MEMORY, DataSpec
-from fedfm.errors import InputError
+from fedfm.errors import InputError, listed, one_of
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.registry import available, resolve
-from fedfm.tables import build, listed, one_of, plain, put, refuse_unknown, to_toml
+from fedfm.tables import build, plain, put, refuse_unknown, to_toml
 
 ENGINES = ("local", "simulation", "deployment")
 

@@ -197,6 +197,7 @@ class Federation:
         heard: how many clients of the last call gave a valid reply.
         metrics: what the clients' updates of this round noted, as means weighted like the updates.
         secret: the server's own: 32 bytes under a name, from the operating system's entropy, the same all run long.
+        memory: the server's own, of what belongs to no file that anybody else sees; as of the last committed round.
     """
 
     def __init__(
@@ -209,9 +210,13 @@ class Federation:
         min_clients: int = 1,
         on_excluded: Callable[[Excluded], None] = lambda excluded: None,
         secret: Callable[[str], bytes] = _no_secret,
+        memory: Callable[[int], MutableMapping[str, Any]] | None = None,
     ) -> None:
         self._link = link
         self.secret = secret
+        kept: dict[str, Any] = {}
+        self._memory = memory or (lambda t: kept)
+        self.memory = self._memory(0)
         self.model = model
         self.initial: Params = model.params()
         self.aggregator = aggregator or Aggregator()
@@ -228,6 +233,12 @@ class Federation:
     def begin(self, t: int) -> None:
         """Start round t: its random streams, its metrics."""
         self.round, self._call, self.metrics, self.cohort = t, 0, {}, ()
+        self.memory = self._memory(t)
+
+    def commit(self) -> None:
+        """Keep what the server's half has put into its memory."""
+        if hasattr(self.memory, "commit"):
+            self.memory.commit()
 
     def seed_for(self, *purpose: str | int) -> int:
         """A seed of this round for one purpose."""

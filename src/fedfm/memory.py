@@ -1,4 +1,4 @@
-"""A client's memory between messages, on the client's own disk.
+"""A client's memory between messages, on the client's own disk; the server's between rounds is kept in the same way.
 
 Every (round, call) that writes makes a version of its own, and reads see the newest version before it. A server that
 was killed and asks the same round again therefore finds each client exactly as it was: nothing has to be rolled back.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ def secret(root: Path, client: str, name: str) -> bytes:
         path.parent.mkdir(parents=True, exist_ok=True)
         store.write_atomic(path, entropy(32), 0o600)
         return path.read_bytes()
+
+
+def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:
+    """The server's own memory by round, in the run's private folder."""
+    return lambda t: DiskMemory(private, "server", (t, 0))
 
 
 class DiskMemory(MutableMapping[str, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
@@ -91,3 +92,22 @@ class Method(ABC, Generic[S]):
         Raises:
             InputError: with the key and what would be right.
         """
+
+
+def with_model(state: Any, old: Params, new: Params) -> Any:
+    """The server state of an averaging method with ``new`` in the place of its model ``old``; moments, control variates
+    and whatever else it holds stay.
+
+    Args:
+        old: the very object that the method's ``params_for(state, "")`` gave.
+
+    Raises:
+        TypeError: the state is neither that model nor a dataclass that holds it.
+    """
+    if state is old:
+        return new
+    if dataclasses.is_dataclass(state) and not isinstance(state, type):
+        for field in dataclasses.fields(state):
+            if getattr(state, field.name) is old:
+                return dataclasses.replace(state, **{field.name: new})
+    raise TypeError(f"a state {type(state).__name__} holds no model that could be replaced")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedfm import store
 from fedfm.data.table import ClientRows, FederatedData
 from fedfm.errors import InputError
 from fedfm.experiment import Experiment
@@ -148,5 +149,5 @@ def judge(population: Partitioned, method: Method[Any]) -> Callable[[Params], di
 
 def record_error(folder: Path, client: ClientId, text: str) -> None:
     """A client's traceback, kept where only its owner looks."""
-    with open(folder / "private" / "errors.log", "a", encoding="utf-8") as file:
+    with open(folder / "private" / "errors.log", "a", encoding="utf-8", opener=store.private) as file:
         file.write(f"--- {client}\n{text}\n")

@@ -8,8 +8,7 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Any
 
-from fedfm.errors import InputError
-from fedfm.tables import close, listed
+from fedfm.errors import InputError, close, listed
 
 
 def available(kind: str) -> dict[str, str]:

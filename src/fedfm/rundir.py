@@ -99,7 +99,7 @@ class Run:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Two processes never write one run. The lock goes with the process, however that ends."""
-        with open(self.path / "private" / "lock", "w") as file:
+        with open(self.path / "private" / "lock", "w", opener=store.private) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -47,6 +47,7 @@ class Server:
         if record is None:
             fed.begin(0)
             state, t = method.init(fed), 0
+            fed.commit()
             run.commit(0, state, fed, self._seconds())
         else:
             run.into(fed, record)
@@ -58,6 +59,7 @@ class Server:
             t += 1
             fed.begin(t)
             state = method.step(fed, state, t)
+            fed.commit()
             run.commit(t, state, fed, self._seconds())
             self._evaluate(t, state, last=t == method.rounds)
         return self._finish(t, state)

@@ -50,6 +50,11 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644, sync: bool = True) 
         raise not_written(path, error) from error
 
 
+def private(path: str, flags: int) -> int:
+    """An opener: the file is its owner's alone."""
+    return os.open(path, flags, 0o600)
+
+
 def not_written(path: Path, error: OSError) -> RunError:
     """What to say when a file of a run could not be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 import types
@@ -11,24 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fedfm.errors import InputError
-
-
-def one_of(where: str, value: str, options: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the options, with the closest one."""
-    if value not in options:
-        raise InputError(f'{where} = "{value}": expected {listed(options)}{close(value, options)}')
-
-
-def listed(options: Any) -> str:
-    """Names in quotes, sorted."""
-    return ", ".join(f'"{o}"' for o in sorted(options))
-
-
-def close(value: str, options: Any) -> str:
-    """What to add to a message: `(did you mean "x"?)`, where something is close."""
-    near = difflib.get_close_matches(str(value), list(options), 1)
-    return f' (did you mean "{near[0]}"?)' if near else ""
+from fedfm.errors import InputError, close, listed
 
 
 def refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
@@ -65,6 +47,8 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         return convert(value, options[0], path)
     if hint is Local:
         return build_local(value, path)
+    if _is_method(hint):
+        return build_base(hint, value, path)
     if is_dataclass(hint):
         return build(hint, value, path)  # type: ignore[arg-type]
     if hint is Any:
@@ -100,12 +84,39 @@ def build_local(table: Any, path: str) -> Any:
     return build(BY_NAME[name], table, path)
 
 
+def _is_method(hint: Any) -> bool:
+    from fedfm.method import Method
+
+    return isinstance(hint, type) and issubclass(hint, Method)
+
+
+def build_base(kind: type, table: Any, path: str) -> Any:
+    """A method inside a method, from its table; ``name`` says which, by default the plainest of its kind."""
+    from fedfm.registry import available, resolve
+
+    if not isinstance(table, Mapping):
+        raise InputError(f'{path} = {table!r}: expected a table, e.g. {{ name = "fedprox" }}')
+    table = dict(table)
+    name = table.pop("name", kind.__module__.rpartition(".")[2])
+    if not isinstance(name, str):
+        raise InputError(f"{path}.name = {name!r}: expected a text in quotes")
+    cls = resolve("methods", name)
+    if not issubclass(cls, kind):
+        fit = [n for n in available("methods") if issubclass(resolve("methods", n), kind)]
+        raise InputError(f'{path}.name = "{name}": expected {listed(fit)}')
+    return build(cls, table, path)
+
+
 def plain(value: Any) -> Any:
     """Dataclasses as nested tables; keys without a value are left out."""
     if is_dataclass(value) and not isinstance(value, type):
         from fedfm.training import BY_NAME
 
-        table = {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        table = {
+            f.name: {"name": name_of(inner)} | plain(inner) if _is_method(type(inner)) else plain(inner)
+            for f in fields(value)
+            for inner in [getattr(value, f.name)]
+        }
         by_class: dict[type, str] = {c: n for n, c in BY_NAME.items()}
         return ({"name": by_class[type(value)]} | table) if type(value) in by_class else _present(table)
     if isinstance(value, Mapping):
@@ -113,6 +124,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [plain(v) for v in value]
     return value
+
+
+def name_of(method: Any) -> str:
+    """The name under which a method is found again."""
+    module = type(method).__module__
+    package, _, name = module.rpartition(".")
+    return name if package == "fedfm.methods" else f"{module}:{type(method).__qualname__}"
 
 
 def _present(table: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def test_tails(draws):
 
 def test_the_least_and_largest_words_are_finite(monkeypatch):
     for byte, radius in ((b"\0", math.sqrt(130 * math.log(2))), (b"\xff", 0.0)):
-        monkeypatch.setattr(noise, "_stream", lambda key, purpose, length, byte=byte: byte * length)
+        monkeypatch.setattr(noise, "stream", lambda key, purpose, length, byte=byte: byte * length)
         pair = noise.gaussian(KEY, "x", (2,))
         assert np.linalg.norm(pair) == pytest.approx(radius, rel=1e-12, abs=1e-7)
 

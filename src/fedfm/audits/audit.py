@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 from fedfm import store
 from fedfm.audits.finding import Finding
 from fedfm.audits.replay import Replay, Watch, finished, replay
-from fedfm.errors import InputError
+from fedfm.errors import InputError, close, listed
 from fedfm.registry import available
 from fedfm.rundir import Run
-from fedfm.tables import close, listed
 
 FILE = "audit.json"
 Notice = Callable[[str], None]

@@ -1,4 +1,4 @@
-"""What clients that put their knowledge together know of a FedBaF run: each round's aggregate, and what became of it."""
+"""What clients that put their knowledge together know of a FedBaF run: every aggregate, and what became of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedfm.attacks import extraction
-from fedfm.audits.replay import Seen, Turn
+from fedfm.audits.replay import Seen, Turn, secrets
 from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
+from fedfm.memory import secret
 from fedfm.methods.fedbaf import STILL, FedBaF
 from fedfm.models.foundation import match
 from fedfm.params import Params
@@ -100,10 +102,8 @@ class BaseStep:
         names: of the trainable tensors.
     """
 
-    def __init__(
-        self, population: Partitioned, method: FedBaF, seed: int, aggregator: Aggregator | None = None
-    ) -> None:
-        self._population, self._method, self._seed, self._aggregator = population, method, seed, aggregator
+    def __init__(self, population: Partitioned, method: FedBaF, seed: int) -> None:
+        self._population, self._method, self._seed = population, method, seed
         self.names = tuple(population.model.live())
 
     def step(self, turn: Turn, own: Any, members: Collection[ClientId] | None = None) -> tuple[Params, Any]:
@@ -113,27 +113,52 @@ class BaseStep:
             own: the state as they know it. What the round sent is not guessed: moments of a server optimiser are.
         """
         known = {(s.call, s.client): s for s in turn.seen if members is None or s.client in members}
-        fed = Federation(
-            _Known(known, self._population.clients),
-            model=self._population.model,
-            aggregator=self._aggregator,
-            seed=self._seed,
-        )
+        fed = Federation(_Known(known, self._population.clients), model=self._population.model, seed=self._seed)
         fed.begin(turn.round)
         state = self._method.base.step(fed, _told(turn, own), turn.round)
         return self._method.params_for(state, ""), state
+
+    def again(
+        self, run: Run, method: FedBaF, turns: Sequence[Turn], w_0: Params, last: Aggregator | None
+    ) -> tuple[Any, Params]:
+        """(state, w') after the server's steps of these rounds from the first on, with the run's own alpha.
+
+        Args:
+            method: in the place of the run's own.
+            turns: their replies may be others than in the run.
+            w_0: what the server's model holds before the first round.
+            last: aggregator of the last of them; the plain one before.
+        """
+        self._population.model.load(w_0)
+        state: Any = turns[0].before
+        with secrets(run) as private:
+            fed = Federation(
+                link := _Known({}, self._population.clients),
+                model=self._population.model,
+                seed=self._seed,
+                secret=partial(secret, private, "server"),
+            )
+            for turn in turns:
+                link.replies = {(s.call, s.client): s for s in turn.seen}
+                if turn is turns[-1]:
+                    fed.aggregator = last or fed.aggregator
+                    fed.begin(turn.round)
+                    aggregate = method.params_for(method.base.step(fed, state, turn.round), "")
+                fed.begin(turn.round)
+                state = method.step(fed, state, turn.round)
+        return state, aggregate
 
 
 class _Known:
     """A link to clients whose replies are there already."""
 
     def __init__(self, replies: Mapping[tuple[int, ClientId], Seen], clients: Sequence[ClientId]) -> None:
-        self._replies, self.clients = replies, clients
+        self.replies, self.clients = replies, clients
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         for r in requests:
-            if (r.call, r.client) in self._replies:
-                yield Reply(r.client, self._replies[r.call, r.client].value, r.round, r.call)
+            if (r.call, r.client) in self.replies:
+                yield Reply(r.client, self.replies[r.call, r.client].value, r.round, r.call)
 
 
 def _told(turn: Turn, own: Any) -> Any:

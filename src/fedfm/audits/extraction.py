@@ -17,9 +17,9 @@ from fedfm.audits.audit import Audit
 from fedfm.audits.coalition import BaseStep, Lines, Pull, Rounds
 from fedfm.audits.fidelity import Ability, Fidelity
 from fedfm.audits.finding import Finding, Verdict, nothing
-from fedfm.audits.replay import Replay, play
+from fedfm.audits.replay import Replay
 from fedfm.conform import match
-from fedfm.federation import Aggregator, ClientId, Federation, Reply, Update
+from fedfm.federation import Aggregator, ClientId, Federation, Update
 from fedfm.methods.fedbaf import LOG_RANGE, FedBaF
 from fedfm.params import Layout, Mean, Params
 from fedfm.rundir import Run
@@ -64,7 +64,7 @@ class Extraction(Audit):
         notice("coalitions of some clients")
         found += [f for share in SHARES if (f := attack.share(share)) is not None]
         found.append(attack.alone())
-        notice("one active client: the run once more, with its upload")
+        notice("one active client")
         return [*found, attack.active()]
 
 
@@ -182,7 +182,7 @@ class _Attack:
 
     # --- one client that does not follow the method -------------------------------------------------------------------
     def active(self) -> Finding:
-        """The run once more with one upload turned around: with both caps, and with a norm check at the server."""
+        """One upload turned around: with both caps, and with a norm check at the server."""
         name, chosen = "extraction.active_client", self._when()
         if chosen is None:
             return nothing(name, ACTIVE, "No client took part in two rounds and saw the model after the second.")
@@ -198,10 +198,9 @@ class _Attack:
         rest = "; ".join(f"{label}: {m['error']:.3g}" for label, (_, m) in list(found.items())[1:])
         says = (
             f"{client} with {100 * share:.0f} % of its cohort's weight uploads -((1.3 - p) / p) w_t in round {t}, "
-            f"{measured['upload']:.0f} times as long as its honest update. The next model then is {measured['as_sent']:.3g} "
-            f"away from the foundation model, and {measured['error']:.3g} once corrected for the range of a_t (a_t was "
-            f"{measured['a']:.3g}). {rest}. It is taken to know its weight p; a server that refuses or shortens long "
-            "updates stops it."
+            f"{measured['upload']:.0f} times as long as its honest update. The next model is {measured['as_sent']:.3g} "
+            f"away from the foundation model (a_t = {measured['a']:.3g}), and {measured['error']:.3g} once it is "
+            f"corrected for the range of a_t. {rest}. The client is taken to know its weight p."
         )
         detail = {"client": client, "round": t, "share": share, "variants": {k: m for k, (_, m) in found.items()}}
         return self._finding(name, ACTIVE, x, says, detail)
@@ -221,44 +220,34 @@ class _Attack:
     def _turned(
         self, client: ClientId, t: int, share: float, method: FedBaF, check: Aggregator | None
     ) -> tuple[Array, dict[str, float]]:
-        """(its estimate, figures) of the run until round t, with its upload of that round turned around."""
-        population = self.replay.population
-        population.model.load(self.rounds.first)  # what a run begins with
-        base, pull = BaseStep(population, method, self.seed), Pull(method, self.rounds.server.names)
-        honest: list[Update] = []
-        now: list[Params] = []
+        """(its estimate, figures), had its upload of round t been turned around: the server's steps once more."""
+        turns = [turn for turn in self.rounds.turns if turn.round <= t]
+        w, names = self.rounds.model(turns[-1].before), self.rounds.server.names
+        honest = next(s for s in turns[-1].seen if s.client == client)
+        sent = replace(honest, value=turned(honest.value, w, share, names))
+        turns[-1] = replace(turns[-1], seen=[sent if s is honest else s for s in turns[-1].seen])
+        after, u = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
 
-        def tamper(reply: Reply) -> Reply:
-            if (reply.round, reply.client) != (t, client):
-                return reply
-            honest.append(reply.value)
-            return reply._replace(value=turned(reply.value, now[-1], share, base.names))
-
-        for turn in play(self.replay.run, population, method=method, aggregator=check, tamper=tamper):
-            if turn.round == t:
-                break
-            now.append(self.rounds.model(turn.after))
-            if not turn.round:
-                own = turn.after
-            elif any(s.client == client for s in turn.seen):
+        # What the client makes of it: the others are taken to do what it would have done, and a check to shorten its
+        # update to the length of an honest one.
+        base, pull, own = BaseStep(self.replay.population, method, self.seed), Pull(method, names), self.rounds.start
+        for turn in turns[:-1]:
+            if any(s.client == client for s in turn.seen):
                 mean, own = base.step(turn, own, {client})
                 pull(mean, self.rounds.model(turn.before), turn.round)
-        w, v = now[-1], self.target.of(self.rounds.model(turn.after))
-        mine = next(s for s in turn.seen if s.client == client)
-        long = mine.value.delta.norm() / honest[0].delta.norm()
-        # The others are taken to do what it would have done itself; a check to shorten its update to that length.
-        upload = mine.value.delta if check is None else mine.value.delta / long
-        guess = replace(mine, value=replace(mine.value, delta=share * upload + (1 - share) * honest[0].delta))
-        mean, _ = base.step(replace(turn, seen=[guess]), own, {client})
-        _, l_t = pull(mean, w, t)
+        long = sent.value.delta.norm() / honest.value.delta.norm()
+        upload = sent.value.delta / (1.0 if check is None else long)
+        guess = replace(sent, value=replace(sent.value, delta=share * upload + (1 - share) * honest.value.delta))
+        mean, _ = base.step(replace(turns[-1], seen=[guess]), own, {client})
+        l_t = pull(mean, w, t)[1]
         low, high = extraction.place(*(b * l_t for b in (LOG_RANGE if method.harden == "log_uniform" else (1.0, 2.0))))
-        x = extraction.one_round(self.target.of(mean), v, low, high)
-        truth = self.target.truth
-        u = self.target.of(BaseStep(population, method, self.seed, check).step(turn, turn.before)[0])
+        v, truth = self.target.of(self.rounds.model(after)), self.target.truth
+        x = extraction.one_round(self.target.of(mean), v, low, high) if l_t else v.astype(np.float64)
+        pulled = float(np.linalg.norm(v - self.target.of(u)) / np.linalg.norm(truth - v))
         return x, {
             "error": extraction.relative_error(x, truth),
             "as_sent": extraction.relative_error(v, truth),
-            "a": float(np.linalg.norm(v - u) / np.linalg.norm(truth - v)),
+            "a": pulled,
             "upload": long,
         }
 

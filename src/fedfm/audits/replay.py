@@ -89,14 +89,11 @@ class Replay:
     watched: Mapping[str, Watch] = field(default_factory=dict)
 
 
-Tamper = Callable[[Reply], Reply]
-
-
 class _Recorder:
     """A link that keeps a round's messages; clients that the run left out stay left out."""
 
-    def __init__(self, link: LocalLink, excluded: Mapping[tuple[int, ClientId], ClientFault], tamper: Tamper) -> None:
-        self._link, self._excluded, self._tamper = link, excluded, tamper
+    def __init__(self, link: LocalLink, excluded: Mapping[tuple[int, ClientId], ClientFault]) -> None:
+        self._link, self._excluded = link, excluded
         self.begin()
 
     def begin(self) -> None:
@@ -119,7 +116,6 @@ class _Recorder:
                 yield reply._replace(value=None, fault=fault)
                 continue
             if reply.fault is None:
-                reply = self._tamper(reply)
                 self.seen.append(Seen(reply.round, reply.call, handlers[reply.client], reply.client, reply.value))
             yield reply
 
@@ -179,35 +175,22 @@ def replay(
     return Replay(run, population, tuple(seen), watched)
 
 
-def play(
-    run: Run,
-    population: Partitioned,
-    *,
-    method: Any = None,
-    aggregator: Aggregator | None = None,
-    tamper: Tamper = lambda reply: reply,
-) -> Iterator[Turn]:
+def play(run: Run, population: Partitioned) -> Iterator[Turn]:
     """The run's rounds with the run's own secrets, one after the other, from round 0 on.
-
-    Args:
-        method, aggregator: in the place of the run's own.
-        tamper: what arrives at the server in the place of a valid reply.
 
     Raises:
         InputError: the secrets of its noise are not there.
     """
     experiment, result = run.experiment, run.manifest["result"]
-    method = method or experiment.method
-    aggregator = aggregator or Aggregator()
+    method: Any = experiment.method
     excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in result["excluded"]}
-    with _secrets(run) as private:
+    with secrets(run) as private:
         copied = _parties(private)
-        silos = Silos(method, aggregator, population, memory=private / "memory", seed=experiment.run.seed)
-        recorder = _Recorder(LocalLink(silos), excluded, tamper)
+        silos = Silos(method, Aggregator(), population, memory=private / "memory", seed=experiment.run.seed)
+        recorder = _Recorder(LocalLink(silos), excluded)
         fed = Federation(
             recorder,
             model=population.model,
-            aggregator=aggregator,
             seed=experiment.run.seed,
             min_clients=experiment.run.min_clients,
             secret=partial(secret, private, "server"),
@@ -227,7 +210,7 @@ def play(
 
 
 @contextmanager
-def _secrets(run: Run) -> Iterator[Path]:
+def secrets(run: Run) -> Iterator[Path]:
     """A folder with copies of the run's secrets and nothing else: memories start empty, as the run's did."""
     with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as name:
         source, target = run.path / "private", Path(name)

@@ -24,7 +24,7 @@ from fedfm.engines.processes import watch_parent
 from fedfm.errors import InputError, RunError
 from fedfm.experiment import Experiment
 from fedfm.federation import Federation
-from fedfm.memory import secret
+from fedfm.memory import of_server, secret
 from fedfm.population import Partitioned, describe, judge, populate
 from fedfm.rundir import Run
 from fedfm.serve import Server, single_thread
@@ -88,6 +88,7 @@ def host(
                 min_clients=spec.min_clients,
                 on_excluded=watcher.excluded,
                 secret=partial(secret, run.path / "private", "server"),
+                memory=of_server(run.path / "private"),
             )
             for crossing in link.hellos:
                 fed.transcript.add(crossing)
@@ -141,7 +142,7 @@ def only_server(run: Run, patience: float = 30.0) -> Iterator[None]:
     Raises:
         RunError: another one does not end.
     """
-    with open(run.path / LOCK, "w") as file:
+    with open(run.path / LOCK, "w", opener=store.private) as file:
         deadline = time.monotonic() + patience
         while True:
             try:

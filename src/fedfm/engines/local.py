@@ -15,7 +15,7 @@ from fedfm import codec
 from fedfm.engines.pool import Pool
 from fedfm.errors import E_EXCEPTION, ClientFault
 from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
-from fedfm.memory import secret
+from fedfm.memory import of_server, secret
 from fedfm.population import Partitioned, describe, judge, populate, record_error
 from fedfm.serve import Server, single_thread
 from fedfm.silo import Silos
@@ -144,6 +144,7 @@ def start(
             min_clients=spec.min_clients,
             on_excluded=progress.excluded,
             secret=partial(secret, run.path / "private", "server"),
+            memory=of_server(run.path / "private"),
         )
         try:
             return Server(run, fed, judge=judge(population, experiment.method), progress=progress).go()

@@ -73,6 +73,13 @@ def _config(path: Path | str, name: str) -> Any:
         raise _refusal(path, name, error) from None
 
 
+def labels(path: Path | str, name: str) -> tuple[str, ...]:
+    """The class names that the model was saved with."""
+    with quiet():
+        names = _config(path, name).id2label
+    return tuple(str(names[i]) for i in sorted(names))
+
+
 def _first(error: Exception) -> str:
     """The first line of what a library says."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -246,6 +246,28 @@ def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...], kind: str, se
     return Loaded(net, "cifar_resnet", config, ["linear"], Tools(image=image))
 
 
+def as_saved(name: str, kind: str, task: str) -> tuple[nn.Module, str]:
+    """(module, model type) of a model with the weights, the head and the labels that it was saved with.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    spec = ModelSpec(name, task=task, adaptation=AdaptationSpec("full"))
+    path = locate(name)
+    if isinstance(path, Path) and path.is_file():
+        from safetensors.torch import load_file
+
+        state = load_file(path)
+        loaded = _resnet(path, spec, tuple(map(str, range(len(state["linear.weight"])))), kind, seed=0)
+        loaded.module.load_state_dict(state, strict=False)
+        return loaded.module, loaded.model_type
+    from fedfm.models import hub
+
+    classes = hub.labels(path, name) if task == "classification" else ()
+    loaded = Loaded(*hub.pretrained(path, spec, classes, kind, task, seed=0))
+    return loaded.module, loaded.model_type
+
+
 def _draw_head(module: nn.Module, new: list[str], seed: int) -> None:
     """First value of the new modules: N(0, 0.02^2), biases zero, norms one; every name has a stream of its own."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -267,4 +289,4 @@ def _keep_head_exact(head: nn.Linear | None, spec: ModelSpec) -> None:
         head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
 
 
-__all__ = ["Loaded", "fingerprint", "load_model", "locate"]
+__all__ = ["Loaded", "as_saved", "fingerprint", "load_model", "locate"]

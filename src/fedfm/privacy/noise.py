@@ -42,7 +42,7 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
     """
     size = math.prod(shape)
     pairs = -(-size // 2)
-    words = np.frombuffer(_stream(key, f"{purpose}\x1f{tuple(map(int, shape))}", 16 * pairs), dtype="<u8")
+    words = np.frombuffer(stream(key, f"{purpose}\x1f{tuple(map(int, shape))}", 16 * pairs), dtype="<u8")
     # A 64-bit word keeps its low bits where it is small: there the logarithm needs them.
     radius = np.sqrt(-2 * np.log((words[:pairs].astype(np.float64) + 0.5) * 2.0**-64))
     angle = (2 * math.pi * 2.0**-53) * (words[pairs:] >> np.uint64(11)).astype(np.float64)
@@ -91,7 +91,8 @@ def on_grid(values: Array, sigma: float) -> Array:
     return rounded
 
 
-def _stream(key: bytes, purpose: str, length: int) -> bytes:
+def stream(key: bytes, purpose: str, length: int) -> bytes:
+    """``length`` bytes of the ChaCha20 stream of this purpose under the key."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF

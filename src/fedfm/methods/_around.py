@@ -1,0 +1,77 @@
+"""What stands around an averaging method and leaves it as it is: its settings, its state, its model replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from fedfm.errors import InputError
+from fedfm.federation import ClientId, Federation
+from fedfm.method import Judge, Method
+from fedfm.methods.fedavg import FedAvg
+from fedfm.models.foundation import DECLARED, Matching, match
+from fedfm.training import SGD, Local
+
+
+@dataclass(frozen=True)
+class Around(Method[Any]):
+    """An averaging method with a foundation model that the server alone reads; its state is the base method's."""
+
+    adaptation: ClassVar[str] = "full"
+
+    rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
+    fraction: float = field(default=1.0, metadata={"help": "C, the fraction of clients that a round asks"})
+    local: Local = field(default=SGD(), metadata={"help": "client optimiser: E, B, eta"})
+    base: FedAvg = field(default=FedAvg(), metadata={"help": "the averaging method and its own keys, by name"})
+    foundation: str = field(
+        default="",
+        metadata={"help": "built-in name, folder or hub id [required]; only the server reads it", "server_only": True},
+    )
+    identical: tuple[str, ...] = field(
+        default=(), metadata={"help": '"labels", "vocabulary": what both models number alike; else those stay out'}
+    )
+
+    def __post_init__(self) -> None:
+        plain = FedAvg()
+        for key in ("rounds", "fraction", "local"):
+            theirs, ours = getattr(self.base, key), getattr(self, key)
+            if theirs not in (ours, getattr(plain, key)):
+                raise InputError(f"method.base.{key}: say it once, as method.{key}")
+        settings: dict[str, Any] = {"rounds": self.rounds, "fraction": self.fraction, "local": self.local}
+        object.__setattr__(self, "base", dataclasses.replace(self.base, **settings))
+
+    @property
+    def state_type(self) -> Any:
+        """The base method's."""
+        return self.base.state_type
+
+    def matching(self, fed: Federation) -> Matching:
+        """What of the foundation model mixes with what; read once."""
+        if id(fed.model) not in self._matchings:
+            self._matchings[id(fed.model)] = match(fed.model, self.foundation, self.identical)
+        return self._matchings[id(fed.model)]
+
+    @cached_property
+    def _matchings(self) -> dict[int, Matching]:
+        return {}
+
+    def params_for(self, state: Any, client: ClientId) -> Any:
+        return self.base.params_for(state, client)
+
+    def details(self, state: Any, judge: Judge | None) -> dict[str, Any]:
+        found = self.base.details(state, judge)
+        for matching in self._matchings.values():
+            found["matching"] = matching.summary()
+        return found
+
+    def validate(self) -> None:
+        self.base.validate()
+        if not self.foundation:
+            raise InputError(
+                "method.foundation is missing: expected a built-in name, a folder or a hub id; only the server reads it"
+            )
+        for name in self.identical:
+            if name not in DECLARED:
+                raise InputError(f'method.identical = "{name}": expected "labels" or "vocabulary"')

@@ -1,0 +1,31 @@
+"""Weight initialisation: an averaging method that starts from a foundation model, which every client then has.
+
+The yardstick of FedBaF (arXiv:2410.18352, Section 5): line 1 of its Algorithm 1 with w_pre for w_0, on the same matched
+entries, and nothing mixed afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fedfm.federation import Federation
+from fedfm.method import with_model
+from fedfm.methods._around import Around
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class WeightInit(Around):
+    """w_0 is the foundation model where it matches: it is disclosed to every client in the first message."""
+
+    def init(self, fed: Federation) -> Any:
+        state = self.base.init(fed)
+        w_0 = self.base.params_for(state, "")
+        tensors = w_0.state()
+        for name, (region, p) in self.matching(fed).pieces.items():
+            tensors[name][tuple(slice(length) for length in region)] = p
+        return with_model(state, w_0, Params(tensors))
+
+    def step(self, fed: Federation, state: Any, t: int) -> Any:
+        return self.base.step(fed, state, t)

@@ -1,0 +1,231 @@
+"""A foundation model that its owner keeps: read as it was saved, and matched with the model that a federation trains.
+
+FedBaF: Federated Learning Aggregation Biased by a Foundation Model. Park, Pranav, Moura, Joe-Wong. arXiv:2410.18352,
+Section 3: same shapes by name; of a deeper model the blocks that align, counted from the input; of a wider one the
+first entries of each layer. The paper takes them of the flat layer, which scrambles rows and columns; here it is the
+leading slice of every dimension.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.errors import InputError
+from fedfm.models.families import FAMILIES, find, unwrapped
+from fedfm.models.model import Model
+from fedfm.sweeps import Piece
+
+DECLARED = ("labels", "vocabulary")
+_FUSED = ("c_attn", "qkv", "query_key_value", "Wqkv", "in_proj_weight", "in_proj_bias", "qkv_proj")
+
+
+@dataclass(frozen=True)
+class Match:
+    """One line of the table: what becomes of one trainable tensor.
+
+    Attributes:
+        name: of the tensor in the federation's model.
+        shape: its shape.
+        source: shape of the foundation model's tensor; None where it has none.
+        region: the leading slice that mixes; None where nothing does.
+        why: "same shape", "leading slice", or the reason why it is left out.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: tuple[int, ...] | None
+    region: tuple[int, ...] | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Matching:
+    """What of a foundation model mixes with what.
+
+    Attributes:
+        table: a line for every trainable tensor, in the model's order.
+        pieces: the foundation model's entries by the trainable tensor's name. Secret.
+    """
+
+    table: tuple[Match, ...]
+    pieces: Mapping[str, Piece]
+
+    def __str__(self) -> str:
+        width = max(len(m.name) for m in self.table)
+        return "\n".join(
+            f"{m.name:<{width}}  {_dims(m.shape):<16} {_dims(m.source):<16} {_dims(m.region):<16} {m.why}"
+            for m in self.table
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, and what is left out, by reason."""
+        left: dict[str, list[str]] = {}
+        for m in self.table:
+            if m.region is None:
+                left.setdefault(m.why, []).append(m.name)
+        return {
+            "tensors": sum(m.region is not None for m in self.table),
+            "of": len(self.table),
+            "entries": sum(piece.tensor.numel() for piece in self.pieces.values()),
+            "left_out": left,
+        }
+
+
+def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Matching:
+    """Read ``foundation`` and say what of it mixes with the trainable tensors of ``model``.
+
+    Args:
+        model: the federation's model, at the server.
+        foundation: built-in name, folder or hub id; with LoRA a folder with a PEFT adapter.
+        identical: "labels" and "vocabulary", where both models number them alike. Equal shapes do not show it.
+
+    Raises:
+        InputError: the foundation cannot be read, is of another kind, or nothing matches.
+    """
+    tensors = {n: t for n, t in _tensors(model, foundation).items() if t.is_floating_point()}
+    roles = _roles(model)
+    table, pieces = [], {}
+    for name, own in model.live().items():
+        line = _match(name, tuple(own.shape), tensors.get(_bare(name)), roles.get(name, "body"), identical)
+        table.append(line)
+        if line.region is not None:
+            part = tensors[_bare(name)][tuple(slice(length) for length in line.region)]
+            pieces[name] = Piece(line.region, part.to("cpu", own.dtype).contiguous())
+    if not pieces:
+        reasons = sorted({m.why for m in table})
+        raise InputError(f'method.foundation = "{foundation}": nothing of it matches the model: {"; ".join(reasons)}')
+    for name, piece in pieces.items():
+        if not torch.isfinite(piece.tensor).all():
+            raise InputError(f'method.foundation = "{foundation}": {_bare(name)} has entries that are not finite')
+    return Matching(tuple(table), pieces)
+
+
+def _match(name: str, shape: tuple[int, ...], source: Tensor | None, role: str, identical: Collection[str]) -> Match:
+    if source is None:
+        return Match(name, shape, None, None, "the foundation model has none")
+    there = tuple(source.shape)
+    if role in DECLARED and role not in identical:
+        return Match(name, shape, there, None, f'{role}: not declared identical (method.identical = ["{role}"])')
+    if there == shape:
+        return Match(name, shape, there, shape, "same shape")
+    if len(there) != len(shape):
+        return Match(name, shape, there, None, "another number of dimensions")
+    if role != "body":
+        what = {"input": "input layer", "positions": "position table"}.get(role, role)
+        return Match(name, shape, there, None, f"{what} of another shape: never sliced")
+    if any(part in _FUSED for part in name.split(".")):
+        return Match(name, shape, there, None, "fused projections of another width: a slice would mix q, k and v")
+    region = tuple(min(a, b) for a, b in zip(shape, there, strict=True))
+    return Match(name, shape, there, region, "leading slice")
+
+
+def _roles(model: Model) -> dict[str, str]:
+    """Which trainable tensors are no body: labels, vocabulary, positions, input."""
+    root: Any = unwrapped(model.module)
+    language = model.is_language_model
+    roles: dict[str, str] = {}
+    token = root.get_input_embeddings() if hasattr(root, "get_input_embeddings") else None
+    vocabulary = {id(p) for p in token.parameters()} if isinstance(token, nn.Embedding) else set()
+    inside = {id(p) for p in model.parts.embedding.parameters()} if model.parts.embedding is not None else set()
+    output = model.parts.head.partition(".")[0]
+    for name, parameter in model.live().items():
+        path = _bare(name)
+        if id(parameter) in vocabulary or (language and path.startswith(f"{output}.") and output):
+            roles[name] = "vocabulary"
+        elif output and (path == output or path.startswith(f"{output}.")):
+            roles[name] = "labels"
+        elif "position" in path or path.rpartition(".")[0].endswith(("wpe", "pos_embed")):
+            roles[name] = "positions"
+        elif id(parameter) in inside or path.startswith(("conv1.", "conv_stem.")):
+            roles[name] = "input"
+    return roles
+
+
+def _bare(name: str) -> str:
+    """A tensor's name without what PEFT puts around it."""
+    return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default", "")
+
+
+def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
+    """The foundation model's tensors under the names that the federation's model has for them."""
+    folder = Path(foundation).expanduser()
+    lora = model.adaptation in ("lora", "ffa_lora")
+    if (folder / "adapter_config.json").is_file():
+        return _adapter(model, folder, lora)
+    if lora:
+        raise InputError(
+            f'method.foundation = "{foundation}": with adaptation "{model.adaptation}" only an adapter mixes (a folder '
+            'with adapter_config.json): the frozen weights are at every client. Expected model.adaptation = "full"'
+        )
+    if (folder / "fedfm.json").is_file() and (folder / "model.safetensors").is_file():
+        return _read(folder / "model.safetensors", foundation)
+    return _whole(model, foundation)
+
+
+def _whole(model: Model, foundation: str) -> Mapping[str, Tensor]:
+    from fedfm.models.load import as_saved
+
+    own: Any = unwrapped(model.module)
+    kind = {"instruction": "instruction", "language_modelling": "passages"}.get(model.task)
+    if model.spec.name == "features":
+        raise InputError(
+            f'method.foundation = "{foundation}": a head on feature vectors takes the folder of a trained head '
+            "(fedfm.json and model.safetensors, as a run's adapter/)"
+        )
+    try:
+        module, model_type = as_saved(foundation, kind or ("image" if model.tools.image else "text"), model.task)
+    except InputError as error:
+        text = str(error).replace("model.name: ", "", 1)
+        raise InputError(f"method.foundation: {text}") from None
+    mine = getattr(getattr(own, "config", None), "model_type", "")
+    if mine != model_type and (mine not in FAMILIES or FAMILIES.get(mine) is not FAMILIES.get(model_type)):
+        raise InputError(
+            f'method.foundation = "{foundation}": a model of type {model_type!r} does not match one of type {mine!r}'
+        )
+    here, there = getattr(own, "base_model_prefix", ""), getattr(module, "base_model_prefix", "")
+    head = find(module, model_type).head.partition(".")[0]
+    return {
+        f"{here}.{name.removeprefix(f'{there}.')}" if there and name.startswith(f"{there}.") else name: tensor
+        for name, tensor in module.state_dict().items()
+        if not (head == "" and name.startswith("lm_head"))
+    }
+
+
+def _adapter(model: Model, folder: Path, lora: bool) -> Mapping[str, Tensor]:
+    if not lora:
+        raise InputError(f'method.foundation = "{folder}": an adapter mixes with model.adaptation "lora" only')
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        rank, alpha = config["r"], config["lora_alpha"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"method.foundation: {folder}/adapter_config.json cannot be read: {error}") from None
+    own: Any = model.module.peft_config["default"]  # type: ignore[index]
+    if (rank, alpha) != (own.r, own.lora_alpha):
+        raise InputError(
+            f"method.foundation: {folder} has rank {rank} and alpha {alpha}, the model rank {own.r} and alpha "
+            f"{own.lora_alpha}: factors of another rank or scaling do not mix"
+        )
+    saved = _read(folder / "adapter_model.safetensors", str(folder))
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}
+
+
+def _read(path: Path, foundation: str) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        saved: dict[str, Tensor] = load_file(path)
+        return saved
+    except (OSError, SafetensorError) as error:
+        raise InputError(f'method.foundation = "{foundation}": {path} cannot be read: {error}') from None
+
+
+def _dims(shape: tuple[int, ...] | None) -> str:
+    return "-" if shape is None else " x ".join(map(str, shape)) or "()"
