@@ -185,7 +185,6 @@ def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: f
     Args:
         guess: (T,) l_t, from the coalition's own means; rounds with 0 are left out.
         free: False leaves a_t at 1.5 l_t.
-        least: of a_t, in units of l_t: 0 where a round may have mixed nothing in.
 
     Returns:
         (P,) estimate and (T,) a_t.
@@ -210,11 +209,11 @@ def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: f
         away = weights[None, :] - np.eye(2 * n)[n:]  # p - v_t in terms of E and v; weights of v sum to 1
         top = (inner[:n] * away).sum(1)
         bottom = np.einsum("ti,ij,tj->t", away, inner, away)
-        new = np.clip(np.divide(top, bottom, out=np.array(a), where=bottom > 0), least * l, LONG * l) if free else a
+        new = np.clip(np.divide(top, bottom, out=np.array(a), where=bottom > 0), SHORT * l, LONG * l) if free else a
         done = bool(np.abs(new - a).max() <= 1e-13 * a.max())
-        if done or not new.any():
-            break
         a = new
+        if done:
+            break
     x = np.empty(u.shape[1])
     for start in range(0, u.shape[1], BLOCK):
         z, middle = _from_middle(u[used, start : start + BLOCK], v[used, start : start + BLOCK])

@@ -130,7 +130,6 @@ class BaseStep:
             last: aggregator of the last of them; the plain one before.
         """
         self._population.model.load(w_0)
-        state: Any = turns[0].before
         with secrets(run) as private:
             fed = Federation(
                 link := _Known({}, self._population.clients),
@@ -143,9 +142,9 @@ class BaseStep:
                 if turn is turns[-1]:
                     fed.aggregator = last or fed.aggregator
                     fed.begin(turn.round)
-                    aggregate = method.params_for(method.base.step(fed, state, turn.round), "")
+                    aggregate = method.params_for(method.base.step(fed, turn.before, turn.round), "")
                 fed.begin(turn.round)
-                state = method.step(fed, state, turn.round)
+                state = method.step(fed, turn.before, turn.round)  # earlier ones set what tau is measured by
         return state, aggregate
 
 
@@ -198,22 +197,23 @@ class Rounds:
         first, last: the model before the first round, and after the last.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.method = run, run.experiment.method
-        assert isinstance(self.method, FedBaF)  # noqa: S101 - the audit reads its runs alone
-        cohort = max(math.floor(self.method.fraction * len(run.manifest["clients"])), 1)
-        fits = MEMORY // (4 * max(int(run.manifest["model"]["trainable"]), 1) * (cohort + 2))
-        self.most = max(2, min(max(ROUNDS, math.ceil(3 / self.method.fraction)), fits))
+    def __init__(
+        self, method: FedBaF, *, clients: int, rounds: int, trainable: int, seed: int, evaluate_every: int = 1
+    ) -> None:
+        self.method, self._rounds, self._seed, self._every = method, rounds, seed, evaluate_every
+        cohort = max(math.floor(method.fraction * clients), 1)
+        fits = MEMORY // (4 * max(trainable, 1) * (cohort + 2))
+        self.most = max(2, min(max(ROUNDS, math.ceil(3 / method.fraction)), fits))
         self.turns: list[Turn] = []
         self.curve: list[dict[str, float]] = []
-        self.asked: dict[int, Collection[ClientId]] = {}
+        self.asked: dict[int, set[ClientId]] = {}
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         self.last = self.model(turn.after)
         if not turn.round:
             self.first = self.last
             self.start, self.target = turn.after, Target(population.model, self.method)
-            self.server = BaseStep(population, self.method, self.run.experiment.run.seed)
+            self.server = BaseStep(population, self.method, self._seed)
             self._own, self._pull = turn.after, Pull(self.method, self.server.names)
             return
         self.asked[turn.round] = set(turn.asked)
@@ -242,8 +242,7 @@ class Rounds:
 
         With ``run.evaluate_every`` every client is sent it to score it on its own rows, whether it is sampled or not.
         """
-        every, last = self.run.experiment.run.evaluate_every, self.run.manifest["result"]["rounds"]
-        scored = t == last or (every and t % every == 0)
+        scored = t == self._rounds or (self._every and t % self._every == 0)
         return bool(scored or not self.asked.get(t + 1, set()).isdisjoint(members))
 
     def lines(self, members: Collection[ClientId]) -> Lines:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fedfm import seeds
@@ -52,7 +53,15 @@ class Extraction(Audit):
         return None
 
     def watch(self, run: Run) -> Rounds:
-        return Rounds(run)
+        experiment, manifest = run.experiment, run.manifest
+        return Rounds(
+            experiment.method,
+            clients=len(manifest["clients"]),
+            rounds=manifest["result"]["rounds"],
+            trainable=int(manifest["model"]["trainable"]),
+            seed=experiment.run.seed,
+            evaluate_every=experiment.run.evaluate_every,
+        )
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         rounds = replay.watched["extraction"]
@@ -60,7 +69,7 @@ class Extraction(Audit):
         if not any(r["l"] for r in rounds.curve):
             return [nothing("extraction.all_colluding", ALL, "Nothing was mixed in: the model never moved.")]
         attack = _Attack(replay, rounds)
-        found = [attack.everyone(), attack.sums()]
+        found = [everyone := attack.everyone(), sums(everyone)]
         notice("coalitions of some clients")
         found += [f for share in SHARES if (f := attack.share(share)) is not None]
         found.append(attack.alone())
@@ -84,17 +93,16 @@ def recover(lines: Lines, method: FedBaF, groups: extraction.Groups, *, exact: b
         raise NoIntersectionError("no round in which anything was mixed in")
     least, most = LOG_RANGE if method.harden == "log_uniform" else (1.0, 2.0)
     low, high = extraction.place(least * guess, most * guess)
-    if method.harden in ("per_coordinate", "log_uniform"):
+    if method.harden == "log_uniform" or (method.harden == "per_coordinate" if exact else method.harden == "half"):
         return extraction.coordinatewise(u, v, low, high, "log" if method.harden == "log_uniform" else "uniform"), (
             "intervals of every coordinate"
         )
     if not exact:
-        if method.harden not in ("per_tensor", "half"):
+        if method.harden != "per_tensor":
             return extraction.alternating(u, v, guess)[0], "alternating estimate"
         x = np.empty(u.shape[1])
-        floor = 0.0 if method.harden == "half" else extraction.SHORT
         for g in groups:
-            x[g] = extraction.alternating(u[:, g], v[:, g], guess, least=floor)[0]
+            x[g] = extraction.alternating(u[:, g], v[:, g], guess)[0]
         return x, "alternating estimate of every tensor"
     try:
         if method.harden == "half":
@@ -132,17 +140,10 @@ class _Attack:
             return nothing(name, ALL, f"No: {error}.")
         curve = self.rounds.curve
         end = curve[-1]["error"]
-        detail = {"how": how, "rounds": lines.rounds, "rounds_of_the_run": curve, "final_model_error": end}
-        says = f"All {len(self.clients)} clients together {self._sentence(x, lines, how)}"
+        detail = {"how": how, "rounds": lines.rounds, "curve": curve, "final_model_error": end}
+        says = f"All {len(self.clients)} clients together compute {self._sentence(x, lines, how)}"
         says += f" Without any attack, the run's final model is {end:.3g} away from it."
         return self._finding(name, ALL, x, says, detail)
-
-    def sums(self) -> Finding:
-        """The same with nothing but the sum: w' needs no more."""
-        all_ = self.everyone()
-        says = "No: all clients together know their own sum, and no more is needed: "
-        figure = "nothing was computed" if all_.estimate is None else f"the same relative error, {all_.estimate:.3g}"
-        return replace(all_, name="extraction.hidden_sums", question=SUMS, says=f"{says}{figure}.", detail={})
 
     def share(self, share: float) -> Finding | None:
         """Random coalitions of a share of the clients; None where that is nobody, or one client alone."""
@@ -176,7 +177,8 @@ class _Attack:
         _, members, x, lines, how = found[(len(found) - 1) // 2]
         low, high = found[0][0], found[-1][0]
         spread = f" Over {len(found)} such {'clients' if len(members) == 1 else 'coalitions'}: {low:.3g} to {high:.3g}."
-        says = f"{who} {self._sentence(x, lines, how)}{spread if len(found) > 1 else ''}"
+        says = f"{who} compute{'s' if len(members) == 1 else ''} {self._sentence(x, lines, how)}"
+        says += spread if len(found) > 1 else ""
         detail = {"how": how, "rounds": lines.rounds, "errors": {" ".join(m): e for e, m, *_ in found}}
         return self._finding(name, question, x, says, detail, low, high)
 
@@ -188,20 +190,23 @@ class _Attack:
             return nothing(name, ACTIVE, "No client took part in two rounds and saw the model after the second.")
         client, t, share = chosen
         own, other = self.method.cap, "none" if self.method.cap == "reference" else "reference"
-        variants = {
-            f"cap = {own}": (self.method, None),
-            f"cap = {other}": (replace(self.method, cap=other), None),
-            f"cap = {own}, norm check": (self.method, Clipped()),
+        variants: dict[str, tuple[FedBaF, Aggregator | None, bool]] = {
+            f"cap = {own}": (self.method, None, True),
+            f"cap = {other}": (replace(self.method, cap=other), None, True),
+            f"cap = {own} and a norm check at the server": (self.method, Clipped(), True),
+            "had it only watched this round": (self.method, None, False),
         }
-        found = {label: self._turned(client, t, share, *v) for label, v in variants.items()}
+        found = {label: self._uploads(client, t, share, *v) for label, v in variants.items()}
         x, measured = found[f"cap = {own}"]
-        rest = "; ".join(f"{label}: {m['error']:.3g}" for label, (_, m) in list(found.items())[1:])
         says = (
             f"{client} with {100 * share:.0f} % of its cohort's weight uploads -((1.3 - p) / p) w_t in round {t}, "
-            f"{measured['upload']:.0f} times as long as its honest update. The next model is {measured['as_sent']:.3g} "
-            f"away from the foundation model (a_t = {measured['a']:.3g}), and {measured['error']:.3g} once it is "
-            f"corrected for the range of a_t. {rest}. The client is taken to know its weight p."
+            f"{measured['upload']:.0f} times as long as its honest update, and takes the next model for the foundation "
+            f"model, corrected for the range of a_t. Errors before and after that correction: "
         )
+        says += "; ".join(
+            f"{label}: {m['as_sent']:.3g} and {m['error']:.3g} (a_t = {m['a']:.3g})" for label, (_, m) in found.items()
+        )
+        says += ". The client is taken to know its weight p."
         detail = {"client": client, "round": t, "share": share, "variants": {k: m for k, (_, m) in found.items()}}
         return self._finding(name, ACTIVE, x, says, detail)
 
@@ -217,14 +222,14 @@ class _Attack:
             known |= set(weights)
         return None
 
-    def _turned(
-        self, client: ClientId, t: int, share: float, method: FedBaF, check: Aggregator | None
+    def _uploads(
+        self, client: ClientId, t: int, share: float, method: FedBaF, check: Aggregator | None, turn_around: bool
     ) -> tuple[Array, dict[str, float]]:
-        """(its estimate, figures), had its upload of round t been turned around: the server's steps once more."""
+        """(its estimate, figures) after its upload of round t: the server's steps once more, on clients' replies."""
         turns = [turn for turn in self.rounds.turns if turn.round <= t]
         w, names = self.rounds.model(turns[-1].before), self.rounds.server.names
         honest = next(s for s in turns[-1].seen if s.client == client)
-        sent = replace(honest, value=turned(honest.value, w, share, names))
+        sent = replace(honest, value=turned(honest.value, w, share, names)) if turn_around else honest
         turns[-1] = replace(turns[-1], seen=[sent if s is honest else s for s in turns[-1].seen])
         after, u = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
 
@@ -255,7 +260,7 @@ class _Attack:
     def _sentence(self, x: Array, lines: Lines, how: str) -> str:
         error, n = extraction.relative_error(x, self.target.truth), len(lines.rounds)
         exact = ": exact to rounding, whatever alpha was drawn" if error < EXACT else ""
-        return f"compute it to a relative error of {error:.3g} from {n} round{'' if n == 1 else 's'} ({how}){exact}."
+        return f"it to a relative error of {error:.3g} from {n} round{'' if n == 1 else 's'} ({how}){exact}."
 
     def _finding(
         self,
@@ -297,6 +302,17 @@ class _Attack:
         return said + "."
 
 
+def sums(everyone: Finding) -> Finding:
+    """The finding of all clients where updates are hidden in their sum: w' needs no more than that."""
+    same = (
+        "nothing was computed"
+        if everyone.estimate is None
+        else f"the relative error is the same {everyone.estimate:.3g}"
+    )
+    says = f"No. All clients together know their own sum, and w' takes no more: {same}."
+    return replace(everyone, name="extraction.hidden_sums", question=SUMS, says=says, detail={})
+
+
 class Clipped(Aggregator):
     """A server's norm check: no update counts for more than the median length of its round."""
 
@@ -322,7 +338,7 @@ class Clipped(Aggregator):
 def turned(update: Update, w: Params, share: float, names: Collection[str]) -> Update:
     """The update of a client of this share that turns the mean around; running statistics stay as they are."""
     joined = "y/" if any(n.startswith("y/") for n in update.delta) else ""  # scaffold sends a second vector along
-    away = {joined + n: extraction.turned_around(w[n], share) - w[n] for n in names}
+    away = {joined + n: torch.from_numpy(extraction.turned_around(w[n].numpy(), share)) - w[n] for n in names}
     return replace(update, delta=update.delta.replace(away))
 
 

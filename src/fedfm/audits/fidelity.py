@@ -16,7 +16,7 @@ from fedfm.population import Partitioned
 from fedfm.rows import Rows
 
 Array = NDArray[Any]
-JUDGED, FITTED, PASSAGES = 300, 600, 8  # rows that judge, rows to fit a probe to, passages of a language model
+JUDGED, FITTED, PASSAGES = 300, 400, 8  # rows that judge, rows to fit a probe to, passages of a language model
 RIDGE = 1e-3  # of the mean variance of the features
 
 
@@ -93,7 +93,7 @@ class Fidelity:
         if self._model.head is not None:
             x: Tensor = self._model.features(rows)
             return x
-        logits = self._model.predict(rows)
+        logits: Tensor = self._model.predict(rows)
         return logits.reshape(-1, logits.shape[-1])
 
 

@@ -182,31 +182,58 @@ def play(run: Run, population: Partitioned) -> Iterator[Turn]:
         InputError: the secrets of its noise are not there.
     """
     experiment, result = run.experiment, run.manifest["result"]
-    method: Any = experiment.method
     excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in result["excluded"]}
     with secrets(run) as private:
         copied = _parties(private)
-        silos = Silos(method, Aggregator(), population, memory=private / "memory", seed=experiment.run.seed)
-        recorder = _Recorder(LocalLink(silos), excluded)
-        fed = Federation(
-            recorder,
-            model=population.model,
+        for turn in turns(
+            experiment.method,
+            population,
+            private,
+            rounds=result["rounds"],
             seed=experiment.run.seed,
             min_clients=experiment.run.min_clients,
-            secret=partial(secret, private, "server"),
-        )
-        before = None
-        for t in range(result["rounds"] + 1):
-            recorder.begin()
-            fed.begin(t)
-            state = method.step(fed, before, t) if t else method.init(fed)
+            excluded=excluded,
+        ):
             if drawn := _parties(private) - copied:
                 raise InputError(
                     f"{run.path}/private has no secret of {', '.join(sorted(drawn))}: the noise of this run cannot be "
                     "drawn again; audit the run where its private/ folder is"
                 )
-            yield Turn(t, before if t else state, state, recorder.asked, recorder.sent, recorder.seen)
-            before = state
+            yield turn
+
+
+def turns(
+    method: Any,
+    population: Partitioned,
+    private: Path,
+    *,
+    rounds: int,
+    seed: int,
+    min_clients: int = 1,
+    excluded: Mapping[tuple[int, ClientId], ClientFault] | None = None,
+) -> Iterator[Turn]:
+    """A method's rounds on a population, from round 0 on, in this process and with a recorder.
+
+    Args:
+        private: folder of secrets and memories.
+        excluded: who is left out, by (round, client).
+    """
+    silos = Silos(method, Aggregator(), population, memory=private / "memory", seed=seed)
+    recorder = _Recorder(LocalLink(silos), excluded or {})
+    fed = Federation(
+        recorder,
+        model=population.model,
+        seed=seed,
+        min_clients=min_clients,
+        secret=partial(secret, private, "server"),
+    )
+    before = None
+    for t in range(rounds + 1):
+        recorder.begin()
+        fed.begin(t)
+        state = method.step(fed, before, t) if t else method.init(fed)
+        yield Turn(t, before if t else state, state, recorder.asked, recorder.sent, recorder.seen)
+        before = state
 
 
 @contextmanager
