@@ -191,8 +191,8 @@ class Rounds:
 
     Attributes:
         turns: kept rounds, with the replies.
-        curve: of every round: tau_t as it is printed, l_t as it was used, how far w_{t+1} is from w_pre. The audit sees
-            that; no file of the run has it.
+        curve: of every round: ``angle``, tau_t as it is printed; ``pull``, l_t as it was used; how far w_{t+1} is from
+            w_pre, by ``error`` and by ``dist``. The audit sees that; no other file of the run has it.
         target: what is to be found.
         first, last: the model before the first round, and after the last.
     """
@@ -225,8 +225,8 @@ class Rounds:
         self.curve.append(
             {
                 "round": turn.round,
-                "tau": tau,
-                "l": used,
+                "angle": tau,
+                "pull": used,
                 "error": extraction.relative_error(w, self.target.truth),
                 "dist": extraction.dist(w, self.target.truth),
             }

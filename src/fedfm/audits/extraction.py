@@ -23,6 +23,7 @@ from fedfm.conform import match
 from fedfm.federation import Aggregator, ClientId, Federation, Update
 from fedfm.methods.fedbaf import LOG_RANGE, FedBaF
 from fedfm.params import Layout, Mean, Params
+from fedfm.privacy.gaussian import sigma_for
 from fedfm.rundir import Run
 
 Array = NDArray[Any]
@@ -33,6 +34,7 @@ EXACT = 1e-3  # relative error that rounding explains
 SHARES = (0.5, 0.2, 0.1)
 DRAWS = 5  # coalitions of a share
 ALONE = 10  # clients of which each is attacked with
+GUARANTEE = (1.0, 1e-5)  # epsilon and delta at which noise drawn once is stated
 
 ALL = "Can all clients together compute the server's foundation model?"
 SUMS = "Does it help that updates are hidden in their sum?"
@@ -66,7 +68,7 @@ class Extraction(Audit):
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         rounds = replay.watched["extraction"]
         assert isinstance(rounds, Rounds)  # noqa: S101 - what watch() made
-        if not any(r["l"] for r in rounds.curve):
+        if not any(r["pull"] for r in rounds.curve):
             return [nothing("extraction.all_colluding", ALL, "Nothing was mixed in: the model never moved.")]
         attack = _Attack(replay, rounds)
         found = [everyone := attack.everyone(), sums(everyone)]
@@ -143,6 +145,16 @@ class _Attack:
         detail = {"how": how, "rounds": lines.rounds, "curve": curve, "final_model_error": end}
         says = f"All {len(self.clients)} clients together compute {self._sentence(x, lines, how)}"
         says += f" Without any attack, the run's final model is {end:.3g} away from it."
+        if self.method.harden == "noise_once":
+            # All that is sent is computed from one w_pre + sigma N, and sigma from the starting weights alone.
+            w_0 = self.rounds.first.only(self.rounds.server.names)
+            sigma = self.method.noise * w_0.norm() / math.sqrt(sum(t.numel() for t in w_0.values()))
+            detail["hidden_change"] = change = sigma / sigma_for(*GUARANTEE)
+            says += (
+                f" The noise hides, with (epsilon, delta) = {GUARANTEE} and for any number of rounds, which of two "
+                f"foundation models it was that are no further apart than {change:.3g}, "
+                f"{change / float(np.linalg.norm(self.target.truth)):.2g} of this one's length."
+            )
         return self._finding(name, ALL, x, says, detail)
 
     def share(self, share: float) -> Finding | None:
@@ -204,7 +216,8 @@ class _Attack:
             f"model, corrected for the range of a_t. Errors before and after that correction: "
         )
         says += "; ".join(
-            f"{label}: {m['as_sent']:.3g} and {m['error']:.3g} (a_t = {m['a']:.3g})" for label, (_, m) in found.items()
+            f"{label}: {m['as_sent']:.3g} and {m['error']:.3g} (a_t = {m['pull']:.3g})"
+            for label, (_, m) in found.items()
         )
         says += ". The client is taken to know its weight p."
         detail = {"client": client, "round": t, "share": share, "variants": {k: m for k, (_, m) in found.items()}}
@@ -252,7 +265,7 @@ class _Attack:
         return x, {
             "error": extraction.relative_error(x, truth),
             "as_sent": extraction.relative_error(v, truth),
-            "a": pulled,
+            "pull": pulled,
             "upload": long,
         }
 
