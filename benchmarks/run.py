@@ -31,6 +31,7 @@ SCRIPTS: dict[str, list[str]] = {
     "start": ["start.py"],
     "memory": ["memory.py"],
     "workers": ["workers.py"],
+    "fedbaf_step": ["fedbaf_step.py"],
     "mixtures": ["mixtures.py", "--dims", "192", "384"],
 }
 INTRODUCTION = """# Performance

@@ -73,10 +73,12 @@ def method(name: str) -> str:
     tree = ast.parse(_source(module))
     rows = _fields(module, None)
     lines = [ast.get_docstring(tree) or "", "", _describe(tree), "", "[method]", f'name = "{name}"']
-    lines += _keys({key: text for key, text in rows.items() if key not in ("local", "head")})
+    lines += _keys({key: text for key, text in rows.items() if key not in ("local", "head", "base")})
     if "local" in rows:
         lines += ["", "[method.local]  # the client optimiser: sgd, adam, adamw, proximal", 'name = "sgd"']
         lines += _keys(_fields("fedfm.training", "Local") | _fields("fedfm.training", "SGD"))
+    if "base" in rows:
+        lines += ["", f"[method.base]  # {rows['base'][1]}: `fedfm show fedprox`", 'name = "fedavg"']
     if "head" in rows:
         lines += ["", f"[method.head]  # {rows['head'][1]}", *_keys(_fields("fedfm.training.softmax", "HeadSpec"))]
     return "\n".join(lines)

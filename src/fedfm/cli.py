@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("experiment", type=Path, help="TOML file")
     run.add_argument("--out", type=Path, help="run directory [runs/<name>-<time>]")
     run.add_argument("--seeds", help="comma-separated: run each, report mean and interval")
+    run.add_argument("--yardsticks", action="store_true", help="also run what the method is measured against")
     run.add_argument("--tune", help="comma-separated learning rates; the best by validation rows is used")
 
     resume = with_format(command("resume", _resume, "go on with a run that was stopped or killed"))
@@ -159,6 +160,10 @@ def _parser() -> argparse.ArgumentParser:
     check = with_changes(with_format(command("check", _check, "check an experiment and print it with every default")))
     check.add_argument("experiment", type=Path)
 
+    check.add_argument(
+        "--matching", action="store_true", help="also what of the foundation model mixes with what, tensor by tensor"
+    )
+
     app = command("app", _app, "write a Flower app that `flwr run` takes")
     app.add_argument("folder", type=Path)
     app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
@@ -190,6 +195,11 @@ def _run(args: Any) -> int:
     progress = _watch()
     if args.tune:
         experiment = studies.tune(experiment, _numbers("--tune", args.tune, float), args.out, progress)
+    if args.seeds and args.yardsticks:
+        raise InputError("--seeds and --yardsticks: one of them at a time")
+    if args.yardsticks:
+        result = studies.beside(experiment, args.out, progress)
+        return _say(args, result, studies.beside_text(result))
     if args.seeds:
         result = studies.seeds(experiment, _numbers("--seeds", args.seeds, int), args.out, progress)
         return _say(args, result, studies.seeds_text(result))
@@ -314,7 +324,21 @@ def _show(args: Any) -> int:
 
 def _check(args: Any) -> int:
     experiment = _experiment(args)
-    return _say(args, {"valid": True, "experiment": experiment.to_dict()}, experiment.to_toml().rstrip())
+    result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
+    text = experiment.to_toml().rstrip()
+    if args.matching:
+        from dataclasses import asdict
+
+        from fedfm.models.foundation import match
+        from fedfm.population import populate
+
+        method = experiment.method
+        if not hasattr(method, "foundation"):
+            raise InputError(f"--matching: method {experiment.method_name} has no foundation model of its own")
+        found = match(populate(experiment).model, method.foundation, method.identical)
+        result["matching"] = [asdict(line) for line in found.table]
+        text += f"\n\n# tensor, its shape, the foundation model's, what mixes, why\n{found}"
+    return _say(args, result, text)
 
 
 def _app(args: Any) -> int:

@@ -17,6 +17,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.registry import available, resolve
 from fedfm.tables import build, plain, put, refuse_unknown, to_toml
 
+WITHHELD = "(kept by the server)"
 ENGINES = ("local", "simulation", "deployment")
 
 
@@ -198,6 +199,28 @@ class Experiment:
         if privacy.unit is None:
             raise InputError('privacy.unit is missing: expected "record" or "client", what one protected unit is')
         one_of("privacy.unit", privacy.unit, ("record", "client"))
+
+    def server_only(self) -> dict[str, Any]:
+        """What of the method only the server may know, by key."""
+        marked = [f.name for f in dataclasses.fields(self.method) if f.metadata.get("server_only")]
+        return {key: getattr(self.method, key) for key in marked}
+
+    def for_clients(self) -> Experiment:
+        """What clients are told of this experiment: server-only values are withheld."""
+        withheld = dict.fromkeys(self.server_only(), WITHHELD)
+        return dataclasses.replace(self, method=dataclasses.replace(self.method, **withheld)) if withheld else self
+
+    def for_server(self, known: Mapping[str, Any]) -> Experiment:
+        """The experiment again, of what clients are told and what the server knows.
+
+        Raises:
+            InputError: something that only the server knows is missing.
+        """
+        missing = [key for key, value in self.server_only().items() if value == WITHHELD and key not in known]
+        if missing:
+            raise InputError(f"method.{missing[0]}: withheld from clients, and the server has no value for it")
+        values = {key: known[key] for key in self.server_only() if key in known}
+        return dataclasses.replace(self, method=dataclasses.replace(self.method, **values)) if values else self
 
     @property
     def in_memory(self) -> bool:

@@ -34,6 +34,7 @@ class Method(ABC, Generic[S]):
     rounds: int
     personal: ClassVar[bool] = False
     adaptation: ClassVar[str] = "lora"
+    keeps_foundation: ClassVar[bool] = False  # no message carries its foundation model: a contract test listens
     adaptations: ClassVar[tuple[str, ...]] = ()  # the only ones that it takes; empty: all
     state_type: ClassVar[Any] = Params  # the class of S, by which a checkpoint is read back
 
@@ -72,6 +73,10 @@ class Method(ABC, Generic[S]):
         Args:
             judge: metrics of parameters on the global test rows; None where the server has none.
         """
+        return {}
+
+    def yardsticks(self) -> dict[str, Method[Any]]:
+        """Runs to set beside one of this method, by name; `fedfm run --yardsticks` makes them."""
         return {}
 
     def protected(self, privacy: Any) -> Method[S]:

@@ -15,7 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm import buffers
+
 _BLOCK = 1 << 16  # entries summed at a time in float64: fits the cache, and keeps norms of 10^8 entries exact to 1e-15
+_PIECE = 1 << 15  # entries that torch handles at a time where several operations follow: fits the cache, one thread
+_LONG = 1 << 22  # entries of a vector for which compiled loops are worth importing: shorter ones stay in the caches
+_TERMS = 3  # of a mean, that wait to be added in one pass
 
 
 class Layout:
@@ -78,7 +83,9 @@ class Params(Mapping[str, Tensor]):
             entries.append((name, tensor.dtype, tuple(tensor.shape)))
             parts.setdefault(tensor.dtype, []).append(tensor.reshape(-1).cpu())
         self.layout = layout_of(tuple(entries))
-        self._flats = {dtype: torch.cat(pieces) for dtype, pieces in parts.items()}
+        self._flats = {
+            dtype: torch.cat(pieces, out=buffers.empty(sum(map(len, pieces)), dtype)) for dtype, pieces in parts.items()
+        }
         self._views: dict[str, Tensor] = {}
 
     @classmethod
@@ -127,22 +134,26 @@ class Params(Mapping[str, Tensor]):
             ValueError: shapes or dtypes differ.
         """
         for other in others:
-            self._check(other)
+            self.check_like(other.layout)
         flats = {
             dtype: fn(flat, *(other._flats[dtype] for other in others)) if dtype.is_floating_point else flat
             for dtype, flat in self._flats.items()
         }
         return Params.from_flat(self.layout, flats)
 
-    def _check(self, other: Params) -> None:
-        if self.layout is other.layout:
+    def check_like(self, other: Layout) -> None:
+        """This is of that layout: names in order, shapes and dtypes.
+
+        Raises:
+            KeyError: names differ, or their order.
+            ValueError: shapes or dtypes differ.
+        """
+        if self.layout is other:
             return
-        if self.layout.slots.keys() != other.layout.slots.keys():
-            raise KeyError(
-                f"parameter names differ: {sorted(self.layout.slots.keys() ^ other.layout.slots.keys())[:6]}"
-            )
+        if self.layout.slots.keys() != other.slots.keys():
+            raise KeyError(f"parameter names differ: {sorted(self.layout.slots.keys() ^ other.slots.keys())[:6]}")
         for (name, dtype, shape), (other_name, other_dtype, other_shape) in zip(
-            self.layout.entries, other.layout.entries, strict=True
+            self.layout.entries, other.entries, strict=True
         ):
             if name != other_name:
                 raise KeyError(f"parameter names are in another order: {name} where the other has {other_name}")
@@ -150,25 +161,27 @@ class Params(Mapping[str, Tensor]):
                 raise ValueError(f"{name}: {dtype} {shape} against {other_dtype} {other_shape}")
 
     def __add__(self, other: Params) -> Params:
-        return self.map(torch.add, other)
+        if isinstance(other, _Ratio) and (total := other.added_to(self)):
+            return total
+        return self.map(lambda a, b: torch.add(a, b, out=buffers.like(a)), other)
 
     def __sub__(self, other: Params) -> Params:
-        return self.map(torch.sub, other)
+        return self.map(lambda a, b: torch.sub(a, b, out=buffers.like(a)), other)
 
     def __mul__(self, scalar: float) -> Params:
-        return self.map(lambda t: t * scalar)
+        return self.map(lambda t: torch.mul(t, scalar, out=buffers.like(t)))
 
     __rmul__ = __mul__
 
     def __truediv__(self, scalar: float) -> Params:
-        return self.map(lambda t: t / scalar)
+        return self.map(lambda t: torch.div(t, scalar, out=buffers.like(t)))
 
     def __neg__(self) -> Params:
-        return self.map(torch.neg)
+        return self.map(lambda t: torch.neg(t, out=buffers.like(t)))
 
     def dot(self, other: Params) -> float:
         """Inner product <self, other> over the floating-point entries, accumulated in float64."""
-        self._check(other)
+        self.check_like(other.layout)
         return sum(_dot(flat, other._flats[d]) for d, flat in self._flats.items() if d.is_floating_point)
 
     def norm(self) -> float:
@@ -230,11 +243,16 @@ class Params(Mapping[str, Tensor]):
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    if len(a) <= _BLOCK:
-        return float(torch.dot(a.double(), b.double()))
+    if len(a) >= _LONG and a.dtype in (torch.float32, torch.float64):
+        from fedfm import passes
+
+        sums = np.empty((-(-len(a) // passes.BLOCK), 1))
+        passes.products(a.numpy(), b.numpy(), sums)
+        return math.fsum(sums[:, 0])
     total = 0.0
-    for i in range(0, len(a), _BLOCK):
-        total += float(torch.dot(a[i : i + _BLOCK].double(), b[i : i + _BLOCK].double()))
+    for x, y in zip(torch.split(a, _BLOCK), torch.split(b, _BLOCK), strict=True):
+        x64 = x.double()
+        total += float(torch.dot(x64, x64 if a is b else y.double()))
     return total
 
 
@@ -262,7 +280,8 @@ def to_bytes(tensor: Tensor) -> memoryview:
 
 
 class Mean:
-    """Streaming weighted mean (sum_k a_k x_k) / (sum_k a_k): one running sum in memory, whatever the number of terms.
+    """Streaming weighted mean (sum_k a_k x_k) / (sum_k a_k): one running sum and the last few terms in memory, whatever
+    their number.
 
     Attributes:
         weight: sum_k a_k so far.
@@ -271,33 +290,169 @@ class Mean:
 
     def __init__(self) -> None:
         self.weight, self.count = 0.0, 0
+        self._pending: list[tuple[float, Params]] = []  # a pass over the sum adds several
         self._layout: Layout | None = None
-        self._first: Params | None = None
         self._sums: dict[torch.dtype, Tensor] = {}
+        self._rest: dict[torch.dtype, Tensor] = {}
+        self._result: Params | None = None
 
     def add(self, weight: float, x: Params) -> None:
-        """Fold one term in; float32 entries are summed in float32, in the order of the calls."""
-        if self._first is None:
-            self._first = x
-            self._sums = {d: (f * weight if d.is_floating_point else f) for d, f in x.flats.items()}
+        """Fold one term in; float32 entries are summed in float32, in the order of the calls.
+
+        Raises:
+            RuntimeError: the mean was already made.
+        """
+        if self._result is not None:
+            raise RuntimeError("a term comes after the mean was made")
+        if self._layout is None:
+            self._layout = x.layout
+            self._rest = {d: f for d, f in x.flats.items() if not d.is_floating_point}
         else:
-            self._first._check(x)
-            for dtype, total in self._sums.items():
-                if dtype.is_floating_point:
-                    total.add_(x.flats[dtype], alpha=weight)
+            x.check_like(self._layout)
+        if len(self._pending) == _TERMS:
+            self._fold()
+        self._pending.append((weight, x))
         self.weight += weight
         self.count += 1
 
+    def _fold(self) -> None:
+        for dtype, size in _floating(self._layout):
+            total = self._sums.get(dtype)
+            out = buffers.empty(size, dtype) if total is None else total
+            self._sums[dtype] = _folded(out, total, [(a, x.flats[dtype]) for a, x in self._pending])
+        self._pending = []
+
     def result(self) -> Params:
-        """The mean.
+        """The mean; it ends the sum.
 
         Raises:
             ValueError: no term of positive weight was added.
         """
-        if self._first is None or not self.weight > 0:
+        if self._layout is None or not self.weight > 0:
             raise ValueError("a weighted mean needs at least one term of positive weight")
-        flats = {d: (f / self.weight if d.is_floating_point else f) for d, f in self._sums.items()}
-        return Params.from_flat(self._first.layout, flats)
+        if self._result is None:
+            self._result = _Ratio(self._layout, self._sums, self._pending, self.weight, self._rest)
+            self._sums, self._pending = {}, []
+        return self._result
+
+
+class _Ratio(Params):
+    """What a Mean found, divided where it is first used, so that ``w + mean`` takes one pass."""
+
+    __slots__ = ("_pending", "_rest", "_sums", "_weight")
+
+    def __init__(
+        self,
+        layout: Layout,
+        sums: dict[torch.dtype, Tensor],
+        pending: list[tuple[float, Params]],
+        weight: float,
+        rest: dict[torch.dtype, Tensor],
+    ) -> None:
+        self.layout, self._views = layout, {}
+        self._sums, self._pending, self._weight, self._rest = sums, pending, weight, rest
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "_flats":  # which nothing has set: the entries are asked for
+            raise AttributeError(name)
+        flats = dict(self._rest)
+        for dtype, size in _floating(self.layout):
+            total = self._sums.get(dtype)
+            out = buffers.empty(size, dtype) if total is None else total
+            flats[dtype] = _folded(out, total, self._terms(dtype), self._weight)
+        self._flats = flats
+        self._sums, self._pending = {}, []
+        return flats
+
+    def added_to(self, base: Params) -> Params | None:
+        """``base`` plus the mean, and the mean stays unmade; None where it is made."""
+        if not self._pending:
+            return None
+        base.check_like(self.layout)
+        flats = dict(base.flats)
+        for dtype, size in _floating(self.layout):
+            out, total = buffers.empty(size, dtype), self._sums.get(dtype)
+            flats[dtype] = _folded(out, total, self._terms(dtype), self._weight, base.flats[dtype])
+        return Params.from_flat(self.layout, flats)
+
+    def _terms(self, dtype: torch.dtype) -> list[tuple[float, Tensor]]:
+        return [(a, x.flats[dtype]) for a, x in self._pending]
+
+
+def _floating(layout: Layout | None) -> list[tuple[torch.dtype, int]]:
+    return [(d, size) for d, size in layout.sizes.items() if d.is_floating_point] if layout else []
+
+
+def _folded(
+    out: Tensor,
+    start: Tensor | None,
+    terms: list[tuple[float, Tensor]],
+    by: float | None = None,
+    base: Tensor | None = None,
+) -> Tensor:
+    """``out`` = base + (start + sum_k a_k x_k) / by, what of it there is, from at most _TERMS terms and at least one.
+
+    Multiplied, added and divided entry by entry as torch's ``*``, ``add_``, ``/`` and ``+`` on the whole vectors would
+    on one thread, in the same order and the same roundings.
+    """
+    done = 0
+    if len(out) >= _LONG and _fuses(out.dtype):
+        done = len(out) - len(out) % 64  # what torch's vector lanes take; it rounds the rest in another way
+        _fold_compiled(
+            out[:done],
+            None if start is None else start[:done],
+            [(a, x[:done]) for a, x in terms],
+            by,
+            None if base is None else base[:done],
+        )
+    for at in range(done, len(out), _PIECE):
+        here = slice(at, at + _PIECE)
+        o, todo = out[here], [(a, x[here]) for a, x in terms]
+        if start is None:
+            a, x = todo.pop(0)
+            torch.mul(x, a, out=o)
+        elif start is not out:
+            o.copy_(start[here])
+        for a, x in todo:
+            o.add_(x, alpha=a)
+        if by is not None:
+            o.div_(by)
+        if base is not None:
+            torch.add(base[here], o, out=o)
+    return out
+
+
+def _fold_compiled(
+    out: Tensor,
+    start: Tensor | None,
+    terms: list[tuple[float, Tensor]],
+    by: float | None = None,
+    base: Tensor | None = None,
+) -> None:
+    """The same in one pass, on a multiple of 64 entries."""
+    from fedfm import passes
+
+    o = out.numpy()
+    number = o.dtype.type
+    begun = () if start is None else (0,) if start.data_ptr() == out.data_ptr() else (0, 0)
+    first = o if start is None else start.numpy()
+    x, y, z = (terms * _TERMS)[:_TERMS]
+    ends = ((), number(1)) if by is None else ((0,), number(by))
+    added = ((), o) if base is None else ((0,), base.numpy())
+    flat = (number(x[0]), x[1].numpy()), (number(y[0]), y[1].numpy()), (number(z[0]), z[1].numpy())
+    passes.fold(o, begun, first, (0,) * len(terms), *(part for a, x in flat for part in (x, a)), *ends, *added)
+
+
+@functools.cache
+def _fuses(dtype: torch.dtype) -> bool:
+    """Torch rounds x + a y once in its vector lanes, as the compiled loop does."""
+    if dtype not in (torch.float32, torch.float64):
+        return False
+    draw = torch.Generator().manual_seed(0)
+    x, y, z, w = (torch.randn(4096, dtype=dtype, generator=draw) for _ in range(4))
+    out = torch.empty_like(x)
+    _fold_compiled(out, None, [(3.7, x), (0.3, y), (1.9, z)], 5.9, w)
+    return torch.equal(out, w + (x * 3.7).add_(y, alpha=0.3).add_(z, alpha=1.9) / 5.9)
 
 
 def weighted_mean(terms: Iterable[tuple[float, Params]]) -> Params:

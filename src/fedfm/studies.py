@@ -86,6 +86,40 @@ def seeds_text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def beside(experiment: Experiment, out: Path | None, progress: api.Progress) -> dict[str, Any]:
+    """Run an experiment and its method's yardsticks, each in a folder of its own; finished ones are not run again.
+
+    Returns:
+        The experiment's result, and the yardsticks' under ``yardsticks``, by name.
+
+    Raises:
+        InputError: the method names none.
+    """
+    from fedfm.report import html
+    from fedfm.tables import name_of
+
+    yardsticks = experiment.method.yardsticks()
+    if not yardsticks:
+        raise InputError(f"--yardsticks: method {experiment.method_name} names none")
+    out = out or _stamp(experiment.name)
+    main = _finished(experiment, out / experiment.method_name, progress)
+    others = {}
+    for name, method in yardsticks.items():
+        progress.notice(f"yardstick: {name}")
+        changed = dataclasses.replace(experiment, name=name, method=method, method_name=name_of(method))
+        others[name] = _finished(changed, out / name, progress)
+    html.write(out / experiment.method_name, baselines=[out / name for name in others])
+    return main | {"yardsticks": others}
+
+
+def beside_text(result: dict[str, Any]) -> str:
+    """A table of the run and its yardsticks."""
+    from fedfm.report import compare
+
+    runs = [Path(r["run"]) for r in (result, *result["yardsticks"].values())]
+    return f"{compare.table(runs).rstrip()}\nreport: {runs[0] / 'report.html'}"
+
+
 def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progress: api.Progress) -> Experiment:
     """The experiment with the learning rate of the lowest validation loss; never test rows decide.
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm import buffers
 from fedfm.conform import conform
 from fedfm.errors import (
     E_DTYPE,
@@ -255,7 +256,7 @@ class _Plan:
 
 def _tensor(data: memoryview, dtype: torch.dtype, count: int) -> Tensor:
     raw = np.frombuffer(data, dtype=np.uint8)
-    out = torch.empty(count, dtype=dtype)
+    out = buffers.empty(count, dtype)
     if dtype is torch.bool and raw.size and raw.max(initial=0) > 1:
         raise ClientFault(E_FORMAT, "a bool is neither 0 nor 1")
     if not np.little_endian:

@@ -430,3 +430,44 @@ def test_doctor(capsys):
     report = json.loads(out)
     assert report["ok"]
     assert {"torch", "flwr", "nano-vit"} <= {c["what"] for c in report["checks"]}
+
+
+def fedbaf(folder, **method):
+    """A small FedBaF experiment as a file."""
+    path = folder / "baf.toml"
+    tables = {
+        "data": {"name": "digits", "limit": 120, "partition": {"name": "iid", "clients": 3}},
+        "model": {"name": "nano-vit", "weights": "random", "adaptation": {"name": "full"}},
+        "method": {"name": "fedbaf", "rounds": 1, "foundation": "nano-vit", **method},
+    }
+    path.write_text(to_toml(tables))
+    return path
+
+
+class TestFoundationModels:
+    def test_check_prints_what_mixes_with_what(self, tmp_path, capsys):
+        assert main(["check", str(fedbaf(tmp_path)), "--matching"]) == 0
+        out = capsys.readouterr().out
+        assert "same shape" in out
+        assert 'not declared identical (method.identical = ["labels"])' in out
+
+    def test_a_method_without_one_says_so(self, tmp_path, capsys):
+        path = tmp_path / "e.toml"
+        path.write_text('[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "fedavg"\n')
+        assert main(["check", str(path), "--matching"]) == 2
+        assert "has no foundation model" in capsys.readouterr().err
+
+    def test_yardsticks_run_beside(self, tmp_path, capsys):
+        out = tmp_path / "runs"
+        assert main(["run", str(fedbaf(tmp_path)), "--yardsticks", "--out", str(out), "--format", "json"]) == 0
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert result["method"] == "fedbaf"
+        assert set(result["yardsticks"]) == {"no-foundation", "weight-initialisation"}
+        assert result["yardsticks"]["no-foundation"]["method"] == "fedavg"
+        assert (out / "fedbaf/report.html").exists()
+
+    def test_a_method_without_yardsticks_says_so(self, tmp_path, capsys):
+        path = tmp_path / "e.toml"
+        path.write_text('[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "fedavg"\n')
+        assert main(["run", str(path), "--yardsticks"]) == 2
+        assert "names none" in capsys.readouterr().err

@@ -7,7 +7,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from fedfm import __version__
+from fedfm import __version__, store
+from fedfm.engines import host
 from fedfm.errors import InputError
 from fedfm.experiment import Experiment
 
@@ -31,7 +32,12 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     if getattr(chosen.method, "pools", False):
         raise InputError(f'method "{chosen.method_name}" pools all rows in one place: no federation runs it')
     folder.mkdir(parents=True, exist_ok=True)
-    write_app(folder, chosen, out=folder.resolve() / "runs")
+    out = folder.resolve() / "runs"
+    write_app(folder, chosen, out=out)
+    if known := chosen.server_only():  # no suffix: Flower bundles files by theirs
+        out.mkdir(exist_ok=True)
+        value = {key: str(Path(v).resolve()) if Path(v).exists() else v for key, v in known.items()}
+        store.write_atomic(out / host.SERVER_ONLY, json.dumps(value).encode(), 0o600)
     return _how_to(folder, chosen)
 
 
@@ -45,7 +51,7 @@ def write_app(folder: Path, experiment: Experiment, *, out: Path, run: str = "",
     """
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
     spec = replace(experiment.run, engine="deployment", wire=False, workers=0, superlink=None, root_certificates=None)
-    text = absolute(replace(experiment, run=spec)).to_toml()
+    text = absolute(replace(experiment, run=spec)).for_clients().to_toml()
     values = {"experiment": text, "out": str(out), "run": run, "key": key}
     lines = "\n".join(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
     (folder / "pyproject.toml").write_text(

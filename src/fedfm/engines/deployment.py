@@ -40,7 +40,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     if run.experiment.run.superlink:
         return _attach(run, folder, stop, progress)
     clients = _clients(run)
-    told = {"experiment": app.absolute(run.experiment).to_toml(), "key": key_of(run)}
+    told = {"experiment": app.absolute(run.experiment).for_clients().to_toml(), "key": key_of(run)}
     with loopback(folder, clients, told, stop) as fleet:
         return _Watch(run, fleet.control, fleet, stop, progress).follow(_submit(run, folder, fleet.control))
 

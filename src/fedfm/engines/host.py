@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fedfm.progress import Progress
 
 OUTCOME = "private/outcome.json"  # what a ServerApp's process tells the one that waits for it
+SERVER_ONLY = "server-only"  # beside the runs: what the method keeps from clients, and so from the bundle
 LOCK = "private/server.lock"  # held while a ServerApp writes the run
 
 
@@ -119,6 +120,8 @@ def serve(grid: Grid, context: Context) -> None:
         run = Run.open(path)
     else:
         experiment = Experiment.from_dict(tomllib.loads(str(config["experiment"])))
+        known = path.parent / SERVER_ONLY
+        experiment = experiment.for_server(json.loads(known.read_text()) if known.exists() else {})
         engine = "simulation" if is_simulated(grid) else "deployment"
         spec = replace(experiment.run, engine=engine, wire=False, workers=0)
         run = Run.create(replace(experiment, run=spec), path)

@@ -63,7 +63,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
         except BaseException as error:  # told to the caller below: Flower's thread would only print it
             outcome["error"] = error
 
-    app = SimulatedSites(run.experiment.to_toml(), str(run.path.resolve()))
+    app = SimulatedSites(run.experiment.for_clients().to_toml(), str(run.path.resolve()))
     try:
         with _ray(workers, run.path / "private" / "flower.log") as give_up:
             try:

@@ -5,12 +5,13 @@ Park, Pranav, Moura, Joe-Wong. 2024. arXiv:2410.18352, Algorithm 1, lines 8 to 1
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from fedfm.errors import InputError, RunError, one_of
 from fedfm.federation import Federation
-from fedfm.method import with_model
+from fedfm.method import Method, with_model
 from fedfm.methods._around import Around
+from fedfm.methods.weight_init import WeightInit
 from fedfm.params import Params
 from fedfm.sweeps import Piece, chord, mix
 
@@ -38,6 +40,8 @@ class FedBaF(Around):
     The pull a_t = alpha_t tau_t follows how far the aggregate turned, and is blurred by a secret draw. That blur does
     not keep clients who see several rounds from computing the model: ``fedfm audit RUN --attack extraction``.
     """
+
+    keeps_foundation: ClassVar[bool] = True
 
     psi: float = field(default=1.0, metadata={"help": "strength of the pull; 0 is the base method"})
     cap: str = field(
@@ -136,6 +140,11 @@ class FedBaF(Around):
     def sigma(self, fed: Federation) -> float:
         """Standard deviation of the noise on every entry of w_pre: from w_0, which is public, never from w_pre."""
         return self.noise * fed.initial.only(fed.model.live()).norm() / math.sqrt(sum(_sizes(fed)))
+
+    def yardsticks(self) -> dict[str, Method[Any]]:
+        """Without a foundation model, and with one that every client is given."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Around)}
+        return {"no-foundation": self.base, "weight-initialisation": WeightInit(**given)}
 
     def validate(self) -> None:
         super().validate()

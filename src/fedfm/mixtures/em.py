@@ -130,8 +130,8 @@ def _fit(
     i: int, group: Array, k: int, covariance: str, seed: int, max_iter: int, tol: float, start: Array | None
 ) -> Fit:
     """One group, in float32 about its mean."""
+    from fedfm.compiled import aligned
     from fedfm.mixtures import kmeans
-    from fedfm.mixtures.compiled import aligned
     from fedfm.mixtures.moments import moments
 
     n, d = group.shape
@@ -175,8 +175,8 @@ def _one(variances: Array, diag: bool, floor: float) -> full.Found:
 
 def _several(x: Array, labels: Array, k: int, diag: bool, floor: float, max_iter: int, tol: float) -> full.Found:
     """K components at centred rows (n, d) from labels that each have a row; spherical or diagonal covariances."""
+    from fedfm.compiled import aligned
     from fedfm.mixtures import kernel
-    from fedfm.mixtures.compiled import aligned
 
     weights, work = np.empty(k), aligned(7, k, x.shape[1])
     work[:] = 0

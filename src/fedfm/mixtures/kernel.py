@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.mixtures.compiled import SLACK, SPAN, compiled, part
+from fedfm.compiled import SLACK, SPAN, compiled, part
 
 FAR = 20.0
 FALL = 1e-6  # of the log-likelihood's size: float32's rounding is no fall

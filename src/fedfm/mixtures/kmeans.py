@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.mixtures.compiled import SLACK, compiled, part
+from fedfm.compiled import SLACK, compiled, part
 
 
 @part

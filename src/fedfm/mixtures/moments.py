@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.mixtures.compiled import SPAN, compiled, in_order
+from fedfm.compiled import SPAN, compiled, in_order
 
 
 @in_order

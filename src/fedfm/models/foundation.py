@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fedfm.errors import InputError
 from fedfm.models.families import FAMILIES, find, unwrapped
 from fedfm.models.model import Model
+from fedfm.params import Params
 from fedfm.sweeps import Piece
 
 DECLARED = ("labels", "vocabulary")
@@ -104,7 +105,8 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
     for name, piece in pieces.items():
         if not torch.isfinite(piece.tensor).all():
             raise InputError(f'method.foundation = "{foundation}": {_bare(name)} has entries that are not finite')
-    return Matching(tuple(table), pieces)
+    packed = Params({name: piece.tensor for name, piece in pieces.items()})  # neighbours in memory mix in one pass
+    return Matching(tuple(table), {name: Piece(piece.region, packed[name]) for name, piece in pieces.items()})
 
 
 def _match(name: str, shape: tuple[int, ...], source: Tensor | None, role: str, identical: Collection[str]) -> Match:
@@ -131,8 +133,11 @@ def _roles(model: Model) -> dict[str, str]:
     root: Any = unwrapped(model.module)
     language = model.is_language_model
     roles: dict[str, str] = {}
-    token = root.get_input_embeddings() if hasattr(root, "get_input_embeddings") else None
-    vocabulary = {id(p) for p in token.parameters()} if isinstance(token, nn.Embedding) else set()
+    vocabulary = {
+        id(module.weight)
+        for path, module in root.named_modules()
+        if isinstance(module, nn.Embedding) and not any(word in path for word in ("position", "wpe", "token_type"))
+    }
     inside = {id(p) for p in model.parts.embedding.parameters()} if model.parts.embedding is not None else set()
     output = model.parts.head.partition(".")[0]
     for name, parameter in model.live().items():

@@ -255,10 +255,15 @@ def as_saved(name: str, kind: str, task: str) -> tuple[nn.Module, str]:
     spec = ModelSpec(name, task=task, adaptation=AdaptationSpec("full"))
     path = locate(name)
     if isinstance(path, Path) and path.is_file():
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        state = load_file(path)
-        loaded = _resnet(path, spec, tuple(map(str, range(len(state["linear.weight"])))), kind, seed=0)
+        try:
+            state = load_file(path)
+            classes = tuple(map(str, range(len(state["linear.weight"]))))
+        except (KeyError, SafetensorError, OSError) as error:
+            raise InputError(f"model.name: {path} is not a CIFAR ResNet: {error}") from None
+        loaded = _resnet(path, spec, classes, kind, seed=0)
         loaded.module.load_state_dict(state, strict=False)
         return loaded.module, loaded.model_type
     from fedfm.models import hub

@@ -1,4 +1,4 @@
-"""How loops over rows are compiled. Only this module imports numba, and only a fit imports this module."""
+"""How loops are compiled. Only this module and ``passes`` import numba, and only what computes imports them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,64 @@
+"""Memory for large vectors: in huge pages, and used again.
+
+A fresh buffer of 400 MB in pages of 4 KiB takes ten times as long to touch as to copy. NumPy asks the kernel for huge
+pages, which leaves the clearing of fresh memory, about one copy; a buffer that nobody can see any more serves again
+instead. Nobody can: a tensor, its views and what NumPy made of them all keep the lease alive, and only its end gives
+the memory back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LARGE = 4 << 20  # bytes; what is smaller comes from torch's allocator
+KEPT = 4  # buffers that wait for use at most: a round has about as many of one size in turn
+
+_free: deque[Any] = deque(maxlen=KEPT)  # its operations are atomic: a lease may end in any thread
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free.clear)  # writing to the parent's pages would copy them
+
+
+class _Lease:
+    """Owns a buffer as long as any array on it lives."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self, free: deque[Any] = _free) -> None:  # bound here: at exit the module may be gone before
+        free.append(self.memory)
+
+
+def empty(count: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised vector (count,) on the CPU; a large one begins at a cache line, in huge pages where there are
+    any.
+    """
+    nbytes = count * dtype.itemsize
+    if nbytes < LARGE:
+        return torch.empty(count, dtype=dtype)
+    return torch.from_numpy(np.asarray(_Lease(_take(nbytes)))).view(dtype)
+
+
+def like(x: Tensor) -> Tensor | None:
+    """Where an operation on the vector ``x`` shall put its result: None, its own choice, where that is small."""
+    return empty(len(x), x.dtype) if x.numel() * x.element_size() >= LARGE else None
+
+
+def _take(nbytes: int) -> Any:
+    for _ in range(len(_free)):
+        try:
+            memory = _free.popleft()
+        except IndexError:  # another thread took it
+            break
+        if memory.nbytes == nbytes:
+            return memory
+        _free.append(memory)
+    block = np.empty(nbytes + 64, np.uint8)
+    at = -block.ctypes.data % 64
+    return block[at : at + nbytes]

@@ -1,0 +1,40 @@
+"""FedBaF on Flower: the local engine's bits under the same key, and nothing at a client names the foundation model."""
+
+import importlib.resources
+import shutil
+from pathlib import Path
+
+import pytest
+from processes import experiment, fedfm, same
+
+from fedfm.experiment import Experiment
+from fedfm.rundir import Run
+
+
+def prepared(exp: Path, out: Path, engine: str) -> Path:
+    """A run that has not begun, whose server has its key already: as one that was killed before its first round."""
+    Run.create(Experiment.load(exp, {"run.engine": engine}), out)
+    (out / "private/server").mkdir(mode=0o700)
+    (out / "private/server/alpha.secret").write_bytes(b"k" * 32)
+    return out
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("simulation", marks=pytest.mark.simulation),
+        pytest.param("deployment", marks=pytest.mark.deployment),
+    ],
+)
+def test_same_bits_as_local_and_no_client_is_told(tmp_path, engine):
+    shipped = Path(str(importlib.resources.files("fedfm.models") / "nano_vit"))
+    secret = tmp_path / "the-labs-own"
+    shutil.copytree(shipped, secret)
+    method = f'name = "fedbaf"\nrounds = 2\nfoundation = "{secret}"\nlocal = {{ learning_rate = 0.05 }}'
+    exp = experiment(tmp_path, method=method, adaptation='{ name = "full" }')
+    exp.write_text(exp.read_text().replace('name = "nano-vit"\n', 'name = "nano-vit"\nweights = "random"\n'))
+    results = [fedfm("resume", prepared(exp, tmp_path / e, e)) for e in ("local", engine)]
+    same(*results)
+    folder = tmp_path / engine
+    told = [p for p in (folder / "private").rglob("*") if p.is_file() and secret.name.encode() in p.read_bytes()]
+    assert told == []
