@@ -75,24 +75,26 @@ class Pull:
     def __init__(self, method: FedBaF, names: Collection[str]) -> None:
         self._method, self._names = method, names
         self._reference: float | None = None
+        self._calls = 0
 
     def __call__(self, mean: Params, w: Params, t: int) -> tuple[float, float]:
         """(tau_t as printed, l_t = psi tau_t / tau_ref as used) of round t = 1, 2, ...; the paper counts from 0.
 
-        Who comes late takes the first angle that it sees for the server's reference.
+        Who comes late takes the first angle that it sees for that of round 1.
         """
+        self._calls += 1
         length = chord(mean, w, self._names).length
         tau = length / math.sqrt(t)
         if self._reference is None:
             if length <= STILL:
                 return tau, 0.0
             self._reference = length
-            self._first = t
+            self._since = t if self._calls == t else 1
         if self._method.cap == "reference":
             length = min(length, self._reference)
-        if self._method.harden == "first_round" and t != self._first:
+        if self._method.harden == "first_round" and t != self._since:
             return tau, 0.0
-        return tau, self._method.psi * length / self._reference / math.sqrt(t)
+        return tau, self._method.psi * length / self._reference * math.sqrt(self._since / t)
 
 
 class BaseStep:
