@@ -100,12 +100,17 @@ class Pull:
 class BaseStep:
     """The base method's own server step, on replies that some clients know.
 
+    Args:
+        aggregator: the run's own, where it is not the plain one.
+
     Attributes:
         names: of the trainable tensors.
     """
 
-    def __init__(self, population: Partitioned, method: FedBaF, seed: int) -> None:
-        self._population, self._method, self._seed = population, method, seed
+    def __init__(
+        self, population: Partitioned, method: FedBaF, seed: int, aggregator: Aggregator | None = None
+    ) -> None:
+        self._population, self._method, self._seed, self._aggregator = population, method, seed, aggregator
         self.names = tuple(population.model.live())
 
     def step(self, turn: Turn, own: Any, members: Collection[ClientId] | None = None) -> tuple[Params, Any]:
@@ -115,7 +120,12 @@ class BaseStep:
             own: the state as they know it. What the round sent is not guessed: moments of a server optimiser are.
         """
         known = {(s.call, s.client): s for s in turn.seen if members is None or s.client in members}
-        fed = Federation(_Known(known, self._population.clients), model=self._population.model, seed=self._seed)
+        fed = Federation(
+            _Known(known, self._population.clients),
+            model=self._population.model,
+            aggregator=self._aggregator if len(known) == len(turn.seen) else None,  # a part of them takes the mean
+            seed=self._seed,
+        )
         fed.begin(turn.round)
         state = self._method.base.step(fed, _told(turn, own), turn.round)
         return self._method.params_for(state, ""), state
@@ -136,6 +146,7 @@ class BaseStep:
             fed = Federation(
                 link := _Known({}, self._population.clients),
                 model=self._population.model,
+                aggregator=self._aggregator,
                 seed=self._seed,
                 secret=partial(secret, private, "server"),
             )
@@ -200,9 +211,18 @@ class Rounds:
     """
 
     def __init__(
-        self, method: FedBaF, *, clients: int, rounds: int, trainable: int, seed: int, evaluate_every: int = 1
+        self,
+        method: FedBaF,
+        *,
+        clients: int,
+        rounds: int,
+        trainable: int,
+        seed: int,
+        evaluate_every: int = 1,
+        aggregator: Aggregator | None = None,
     ) -> None:
         self.method, self._rounds, self._seed, self._every = method, rounds, seed, evaluate_every
+        self._aggregator = aggregator
         cohort = max(math.floor(method.fraction * clients), 1)
         fits = MEMORY // (4 * max(trainable, 1) * (cohort + 2))
         self.most = max(2, min(max(ROUNDS, math.ceil(3 / method.fraction)), fits))
@@ -215,7 +235,7 @@ class Rounds:
         if not turn.round:
             self.first = self.last
             self.start, self.target = turn.after, Target(population.model, self.method)
-            self.server = BaseStep(population, self.method, self._seed)
+            self.server = BaseStep(population, self.method, self._seed, self._aggregator)
             self._own, self._pull = turn.after, Pull(self.method, self.server.names)
             return
         self.asked[turn.round] = set(turn.asked)

@@ -211,18 +211,24 @@ def turns(
     seed: int,
     min_clients: int = 1,
     excluded: Mapping[tuple[int, ClientId], ClientFault] | None = None,
+    aggregator: Aggregator | None = None,
+    attack: Any = None,
 ) -> Iterator[Turn]:
     """A method's rounds on a population, from round 0 on, in this process and with a recorder.
 
     Args:
         private: folder of secrets and memories.
         excluded: who is left out, by (round, client).
+        aggregator: of the means; the plain one if None.
+        attack: what some clients do instead.
     """
-    silos = Silos(method, Aggregator(), population, memory=private / "memory", seed=seed)
+    aggregator = aggregator or Aggregator()
+    silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, attack=attack)
     recorder = _Recorder(LocalLink(silos), excluded or {})
     fed = Federation(
         recorder,
         model=population.model,
+        aggregator=aggregator,
         seed=seed,
         min_clients=min_clients,
         secret=partial(secret, private, "server"),
