@@ -11,7 +11,7 @@ import torch
 from fedfm import api
 from fedfm.attacks.extraction import relative_error
 from fedfm.audits.audit import perform
-from fedfm.audits.coalition import Rounds
+from fedfm.audits.coalition import Pull, Rounds
 from fedfm.audits.extraction import Clipped, recover, turned, verdict
 from fedfm.audits.replay import finished, replay
 from fedfm.errors import InputError
@@ -19,6 +19,7 @@ from fedfm.federation import Federation, Reply, Update
 from fedfm.methods import fedbaf
 from fedfm.methods.fedbaf import FedBaF
 from fedfm.params import Params
+from fedfm.report import html
 
 VISION = {
     "hidden_size": 16,
@@ -148,7 +149,9 @@ def test_the_audit_leaves_the_run_as_it_was_and_says_its_verdicts(default):
     assert {f["name"] for f in kept} == set(found)
     shown = (path / "metrics.jsonl").read_text() + (path / "manifest.json").read_text()
     assert '"tau' not in shown
-    assert not list((path / "private").rglob("*.tmp"))
+    page = html.write(path).read_text()
+    assert "Relative error of the foundation model as clients compute it" in page
+    assert "Error by tensor" in page
 
 
 @pytest.mark.parametrize(
@@ -188,6 +191,7 @@ def test_clients_compute_the_servers_own_aggregate(folder, base, monkeypatch):
 def test_who_is_not_asked_again_does_not_see_the_model(folder):
     path = run(folder, "sampled", fraction=0.34, rounds=4)
     rounds, again = watched(path)
+    assert again.seen == ()
     for client in again.population.clients:
         took = [t.round for t in rounds.turns if client in {s.client for s in t.seen}]
         seen = [t for t in took if t == 4 or client in rounds.asked[t + 1]]
@@ -222,6 +226,25 @@ def test_noise_drawn_once_is_a_floor(folder):
     truth = rounds.target.truth
     expected = sigma * math.sqrt(len(truth)) / float(np.linalg.norm(truth))
     assert error == pytest.approx(expected, rel=0.1)
+
+
+def test_line_9_as_clients_compute_it():
+    """Unit vectors at right angles are sqrt 2 apart, at 60 degrees 1."""
+    w = Params({"w": torch.tensor([1.0, 0.0])})
+    right = Params({"w": torch.tensor([0.0, 3.0])})
+    sixty = Params({"w": torch.tensor([0.5, math.sqrt(0.75)])})
+    pull = Pull(FedBaF(foundation="x", psi=0.5), ["w"])
+    assert pull(w, w, 1) == (0.0, 0.0)  # did not move
+    assert pull(sixty, w, 2) == pytest.approx((1 / math.sqrt(2), 0.5))  # the reference
+    tau, used = pull(right, w, 4)
+    assert tau == pytest.approx(math.sqrt(2) / 2)
+    assert used == pytest.approx(0.5 * math.sqrt(2 / 4))  # capped at the reference's numerator
+    printed = Pull(FedBaF(foundation="x", psi=0.5, cap="none"), ["w"])
+    late = printed(sixty, w, 4)[1]  # takes this for what round 1 had
+    assert late == pytest.approx(0.5 / math.sqrt(4))
+    assert printed(right, w, 9)[1] == pytest.approx(0.5 * math.sqrt(2) / 3)
+    once = Pull(FedBaF(foundation="x", harden="first_round"), ["w"])
+    assert [once(sixty, w, t)[1] for t in (1, 2, 3)] == [1.0, 0.0, 0.0]
 
 
 def test_a_run_without_mixing_is_refused(folder):
