@@ -95,6 +95,8 @@ def recover(lines: Lines, method: FedBaF, groups: extraction.Groups, *, exact: b
         raise NoIntersectionError("no round in which anything was mixed in")
     least, most = LOG_RANGE if method.harden == "log_uniform" else (1.0, 2.0)
     low, high = extraction.place(least * guess, most * guess)
+    # A part of the cohort cannot tell which half a round mixed; with alpha by coordinate its scalars err no more than
+    # intervals around a wrong aggregate.
     if method.harden == "log_uniform" or (method.harden == "per_coordinate" if exact else method.harden == "half"):
         return extraction.coordinatewise(u, v, low, high, "log" if method.harden == "log_uniform" else "uniform"), (
             "intervals of every coordinate"
