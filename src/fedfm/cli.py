@@ -67,6 +67,7 @@ _AUDIT_EXAMPLES = """examples:
   fedfm audit runs/mine --attack membership            one of them; --attack may be given several times
   fedfm audit runs/mine --attack inversion             pictures from features: trains a network, about a minute
   fedfm audit runs/mine --attack inversion --pictures public.npz
+  fedfm audit runs/mine --attack extraction            the foundation model of a fedbaf server, from what clients see
   fedfm audit runs/mine --format json | tail -1        the findings as one JSON object
 
 A finding is a measurement with an interval and a verdict: "leaks", "holds" or "inconclusive". Exit code 0: the audit

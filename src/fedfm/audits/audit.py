@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from fedfm import store
 from fedfm.audits.finding import Finding
-from fedfm.audits.replay import Replay, finished, replay
+from fedfm.audits.replay import Replay, Watch, finished, replay
 from fedfm.errors import InputError, close, listed
 from fedfm.registry import available
 from fedfm.rundir import Run
@@ -26,13 +26,19 @@ class Audit(ABC):
     Attributes:
         methods: names of the methods whose messages it can read.
         by_default: whether it runs when no attack is named: only what takes seconds.
+        replies: whether it reads ``Replay.seen``, for which every reply is kept in memory.
     """
 
     methods: ClassVar[tuple[str, ...]] = ()
     by_default: ClassVar[bool] = True
+    replies: ClassVar[bool] = True
 
     def unfit(self, run: Run) -> str | None:
         """Why it cannot be run against this run of one of its methods; None if it can."""
+        return None
+
+    def watch(self, run: Run) -> Watch | None:
+        """What shall see the replay's rounds as they pass; ``Replay.watched`` has it afterwards."""
         return None
 
     @abstractmethod
@@ -92,7 +98,9 @@ def perform(
     """
     run = finished(path)
     chosen = choose(run, names)
-    again = replay(run, notice)
+    watches = {name: audit.watch(run) for name, audit in chosen.items()}
+    watched = {name: watch for name, watch in watches.items() if watch is not None}
+    again = replay(run, notice, watched, keep=any(audit.replies for audit in chosen.values()))
     found = []
     for name, audit in chosen.items():
         notice(f"attack: {name}")

@@ -1,7 +1,10 @@
-"""A finished run once more, in this process, with a recorder at the place of the adversary: the server.
+"""A finished run once more, in this process, with a recorder at the place of the adversary.
 
-A run is deterministic from its experiment, its seed and the clients' secrets, so nothing has to be kept of what the
-server saw. The run directory is only read: secrets are copied to a temporary folder, since noise must be the run's own.
+A run is deterministic from its experiment, its seed and its secrets, so nothing has to be kept of what the server or a
+client saw. The run directory is only read: secrets are copied to a temporary folder, since noise must be the run's own.
+
+Messages that are large or many are not kept: an audit that reads models round by round gives a watch, which sees every
+round as it passes and keeps what it needs.
 """
 
 from __future__ import annotations
@@ -10,15 +13,15 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fedfm.data.table import fingerprint
 from fedfm.engines.local import LocalLink
 from fedfm.errors import ClientFault, InputError, RunError
-from fedfm.federation import ClientId, Federation, Reply, Request
+from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
 from fedfm.memory import secret
 from fedfm.params import sha256_of
 from fedfm.population import Partitioned, populate
@@ -44,25 +47,60 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One round.
+
+    Attributes:
+        round: 0 for what happens before the first one.
+        before, after: the server's state; equal in round 0.
+        asked: clients that its first call asked; none where it asked nobody.
+        sent: what the first of them was sent.
+        seen: the replies.
+    """
+
+    round: int
+    before: Any
+    after: Any
+    asked: Sequence[ClientId]
+    sent: Mapping[str, Any]
+    seen: Sequence[Seen]
+
+
+class Watch(Protocol):
+    """An audit's eye on the rounds as they pass."""
+
+    def see(self, turn: Turn, population: Partitioned) -> None:
+        """One round is over."""
+
+
+@dataclass(frozen=True)
 class Replay:
     """What an audit works on.
 
     Attributes:
         population: every client's rows, which an attacker has not; they judge it.
-        seen: all replies, in the order of the run.
+        seen: all replies, in the order of the run; none if only watches read them.
+        watched: watches by the name of their audit.
     """
 
     run: Run
     population: Partitioned
     seen: Sequence[Seen]
+    watched: Mapping[str, Watch] = field(default_factory=dict)
 
 
 class _Recorder:
-    """A link that keeps what passes; clients that the run left out stay left out."""
+    """A link that keeps a round's messages; clients that the run left out stay left out."""
 
     def __init__(self, link: LocalLink, excluded: Mapping[tuple[int, ClientId], ClientFault]) -> None:
         self._link, self._excluded = link, excluded
+        self.begin()
+
+    def begin(self) -> None:
+        """A round begins."""
         self.seen: list[Seen] = []
+        self.asked: Sequence[ClientId] = ()
+        self.sent: Mapping[str, Any] = {}
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -70,6 +108,8 @@ class _Recorder:
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         handlers = {request.client: request.handler for request in requests}
+        if requests and not self.asked:
+            self.asked, self.sent = [request.client for request in requests], requests[0].payload
         for reply in self._link.exchange(requests):
             fault = self._excluded.get((reply.round, reply.client))
             if fault is not None:
@@ -96,8 +136,18 @@ def finished(path: str | Path) -> Run:
     return run
 
 
-def replay(run: Run, notice: Callable[[str], None] = lambda text: None) -> Replay:
+def replay(
+    run: Run,
+    notice: Callable[[str], None] = lambda text: None,
+    watched: Mapping[str, Watch] | None = None,
+    *,
+    keep: bool = True,
+) -> Replay:
     """Run it again and record.
+
+    Args:
+        watched: see the rounds as they pass.
+        keep: all replies; they are as large as what clients send.
 
     Raises:
         InputError: data or model changed since, or the secrets of its noise are not there.
@@ -105,51 +155,97 @@ def replay(run: Run, notice: Callable[[str], None] = lambda text: None) -> Repla
     """
     experiment, result = run.experiment, run.manifest["result"]
     method: Any = experiment.method
-    with single_thread(), _secrets(run) as private:
+    watched, seen, state = watched or {}, list[Seen](), None
+    with single_thread():
         notice("reading data and model")
         population = populate(experiment)
         _unchanged(run, population)
-        copied = _parties(private)
         notice(f"running {run.path} again, with a recorder at the server")
-        silos = Silos(
-            method,
-            experiment.aggregation,
-            population,
-            memory=private / "memory",
-            seed=experiment.run.seed,
-            attack=population.attackers,
-        )
-        excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in result["excluded"]}
-        recorder = _Recorder(LocalLink(silos), excluded)
-        fed = Federation(
-            recorder,
-            model=population.model,
-            aggregator=experiment.aggregation,
-            seed=experiment.run.seed,
-            min_clients=experiment.run.min_clients,
-            secret=partial(secret, private, "server"),
-        )
-        fed.begin(0)
-        state = method.init(fed)
-        for t in range(1, result["rounds"] + 1):
-            fed.begin(t)
-            state = method.step(fed, state, t)
-        if drawn := _parties(private) - copied:
-            raise InputError(
-                f"{run.path}/private has no secret of {', '.join(sorted(drawn))}: the noise of this run cannot be "
-                "drawn again; audit the run where its private/ folder is"
-            )
-        models = {c: method.params_for(state, c) for c in (fed.clients if method.personal else ("",))}
+        for turn in play(run, population):
+            seen += turn.seen if keep else ()
+            state = turn.after
+            for watch in watched.values():
+                watch.see(turn, population)
+        models = {c: method.params_for(state, c) for c in (population.clients if method.personal else ("",))}
     if sha256_of(models) != result["params_sha256"]:
         raise RunError(
             f"{run.path}: run again, it ends with other parameters than its result line says; audit it on the machine "
             f"and with the versions of its manifest: {run.manifest['versions']}"
         )
-    return Replay(run, population, tuple(recorder.seen))
+    return Replay(run, population, tuple(seen), watched)
+
+
+def play(run: Run, population: Partitioned) -> Iterator[Turn]:
+    """The run's rounds with the run's own secrets, one after the other, from round 0 on.
+
+    Raises:
+        InputError: the secrets of its noise are not there.
+    """
+    experiment, result = run.experiment, run.manifest["result"]
+    excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in result["excluded"]}
+    with secrets(run) as private:
+        copied = _parties(private)
+        for turn in turns(
+            experiment.method,
+            population,
+            private,
+            rounds=result["rounds"],
+            seed=experiment.run.seed,
+            min_clients=experiment.run.min_clients,
+            excluded=excluded,
+            aggregator=experiment.aggregation,
+            attack=population.attackers,
+        ):
+            if drawn := _parties(private) - copied:
+                raise InputError(
+                    f"{run.path}/private has no secret of {', '.join(sorted(drawn))}: the noise of this run cannot be "
+                    "drawn again; audit the run where its private/ folder is"
+                )
+            yield turn
+
+
+def turns(
+    method: Any,
+    population: Partitioned,
+    private: Path,
+    *,
+    rounds: int,
+    seed: int,
+    min_clients: int = 1,
+    excluded: Mapping[tuple[int, ClientId], ClientFault] | None = None,
+    aggregator: Aggregator | None = None,
+    attack: Any = None,
+) -> Iterator[Turn]:
+    """A method's rounds on a population, from round 0 on, in this process and with a recorder.
+
+    Args:
+        private: folder of secrets and memories.
+        excluded: who is left out, by (round, client).
+        aggregator: of the means; the plain one if None.
+        attack: what some clients do instead.
+    """
+    aggregator = aggregator or Aggregator()
+    silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, attack=attack)
+    recorder = _Recorder(LocalLink(silos), excluded or {})
+    fed = Federation(
+        recorder,
+        model=population.model,
+        aggregator=aggregator,
+        seed=seed,
+        min_clients=min_clients,
+        secret=partial(secret, private, "server"),
+    )
+    before = None
+    for t in range(rounds + 1):
+        recorder.begin()
+        fed.begin(t)
+        state = method.step(fed, before, t) if t else method.init(fed)
+        yield Turn(t, before if t else state, state, recorder.asked, recorder.sent, recorder.seen)
+        before = state
 
 
 @contextmanager
-def _secrets(run: Run) -> Iterator[Path]:
+def secrets(run: Run) -> Iterator[Path]:
     """A folder with copies of the run's secrets and nothing else: memories start empty, as the run's did."""
     with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as name:
         source, target = run.path / "private", Path(name)

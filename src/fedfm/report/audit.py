@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedfm.audits.finding import cells
-from fedfm.report.page import details, note, table
+from fedfm.report.page import details, figure, note, table
 from fedfm.report.read import RunFiles, mapping, numeric, sequence
+from fedfm.report.svg import Bar, bars
 from fedfm.report.text import esc, number, plural
 
 FILE = "audit.json"
@@ -30,7 +31,25 @@ def section(run: RunFiles) -> str:
     if refuted:
         names = ", ".join(esc(f.get("name")) for f in refuted)
         alarm = f'<aside role="alert"><strong>What this run claims does not hold</strong><p>{names}</p></aside>'
-    return alarm + note(esc(said)) + listing + "".join(map(_paragraph, found))
+    return alarm + note(esc(said)) + listing + _extraction(found) + "".join(map(_paragraph, found))
+
+
+def _extraction(found: Sequence[Mapping[str, Any]]) -> str:
+    """How near each coalition comes to the server's foundation model."""
+    rows, spans, line = list[Bar](), list[tuple[float, float] | None](), 0.0
+    for f in found:
+        name, error = str(f.get("name")), numeric(f.get("estimate"))
+        if not name.startswith("extraction.") or error is None or name.endswith("hidden_sums"):
+            continue
+        low, high = numeric(f.get("low")), numeric(f.get("high"))
+        line = numeric(f.get("bound")) or 0.0
+        rows.append(Bar(name.removeprefix("extraction.").replace("_", " "), error, number(error)))
+        spans.append((low, high) if low is not None and high is not None else None)
+    if not rows:
+        return ""
+    most = max([line, *(r.value or 0.0 for r in rows), *(s[1] for s in spans if s)])
+    label = "Relative error of the foundation model as clients compute it, with the range over coalitions."
+    return figure(lambda w: bars(w, rows, label, most, (line, "line"), spans)) + note(esc(label))
 
 
 def _paragraph(f: Mapping[str, Any]) -> str:
@@ -44,6 +63,11 @@ def _paragraph(f: Mapping[str, Any]) -> str:
         ]
         head = ["rows of the class", "AUC", "low (99 %)", "high (99 %)", "training rows"]
         body += details("By rows of the class at the client", table(head, shown, "AUC by rows of the class"))
+    read = {str(k): numeric(v) for k, v in mapping(told.get("by_tensor")).items()}
+    tensors = {k: v for k, v in read.items() if v is not None}
+    if tensors:
+        shown = [[k, number(v)] for k, v in sorted(tensors.items(), key=lambda i: -i[1])]
+        body += details("By tensor", table(["tensor", "relative error"], shown, "Error by tensor"))
     leaks = [mapping(leak) for leak in sequence(told.get("leaks"))]
     if leaks:
         # Row numbers stay in audit.json, which only its owner may read.

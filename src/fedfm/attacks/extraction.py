@@ -1,0 +1,302 @@
+"""What of a foundation model that the server keeps and mixes in can be read off the models that it sends.
+
+FedBaF (methods/fedbaf.py) sends w_{t+1} = (w' + a_t w_pre) / (1 + a_t) with a secret a_t. With u_t = w', v_t = w_{t+1}
+and d_t = v_t - u_t that is a line through w_pre, w_pre = u_t + c_t d_t with c_t = 1 + 1/a_t: T rounds give T unknown
+scalars and T P equations. The range of a_t is known, since alpha_t = (psi / tau_ref) U(1, 2) and whoever knows w' can
+compute tau_t: l_t <= a_t <= 2 l_t with l_t = psi tau_t / tau_ref.
+
+Models are vectors (P,) of any floating type, sequences of them (T, P); sums are in float64. ``groups`` are slices of
+the P entries, one a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Groups = Sequence[slice]
+WORST = 1e12  # condition of the normal equations above which lines count as parallel
+STILL = 1e-6  # of the length of v: a shorter d is rounding, and nothing was mixed in
+SHORT, LONG = 0.8, 2.4  # of l_t: where the alternating estimator looks for a_t, wider than [1, 2] since l_t is guessed
+SWEEPS = 200
+TURN = 1.3  # an active client aims at w' = -(TURN - 1) w_t
+GRID = 65  # points of an interval at which a density is summed
+BLOCK = 1 << 16  # coordinates at a time
+
+
+class NoIntersectionError(ValueError):
+    """The lines do not meet in one point: there is one line only, or all of them are parallel."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where lines meet.
+
+    Attributes:
+        x: (P,) float64.
+        c: (T,) the place of it on each line; NaN for a line that was left out.
+        condition: of the normal equations.
+    """
+
+    x: Array
+    c: Array
+    condition: float
+
+
+def intersection(u: Array, v: Array, groups: Groups | None = None) -> Meeting:
+    """The point nearest to T lines u_t + c_t (v_t - u_t), in closed form.
+
+    G_ij = <d_i, d_j> (1[i = j] - 1/T), r_i = -<d_i, u_i - mean u>, G c = r, x = mean_t (u_t + c_t d_t). Where some
+    rounds mix some groups only, a group counts in the rounds in which it moved, and 1/T is one over their number.
+
+    Args:
+        u: (T, P) before mixing.
+        v: (T, P) after it.
+        groups: mixed or not as a whole; None where a round mixes all entries or none.
+
+    Raises:
+        NoIntersectionError: fewer than two lines, or no two that are not parallel (condition of G above 1e12).
+
+    Example:
+        >>> import numpy as np
+        >>> u = np.array([[3.0, 4.0], [4.0, 3.0]])
+        >>> v = np.array([[0.0, 5.0], [1.0, 30 / 7]])
+        >>> intersection(u, v).x.round(6).tolist()
+        [-3.0, 6.0]
+    """
+    rounds, groups = len(u), groups or [slice(None)]
+    gram, right, moved = np.zeros((rounds, rounds)), np.zeros(rounds), set[int]()
+    for g in groups:
+        a, d, on = _lines(u, v, g)
+        moved.update(on.tolist())
+        if len(on) > 1:
+            gram[np.ix_(on, on)] += (d @ d.T) * (np.eye(len(on)) - 1 / len(on))
+            right[on] -= ((a - a.mean(0)) * d).sum(1)
+    used = np.flatnonzero(gram.diagonal())
+    c, condition = _solve(gram[np.ix_(used, used)], right[used], len(moved))
+    every = np.full(rounds, np.nan)
+    every[used] = c
+    x = np.empty(u.shape[1])
+    for g in groups:
+        x[g] = _on_lines(u, v, g, every)
+    return Meeting(x, every, condition)
+
+
+def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> tuple[Array, int]:
+    """As :func:`intersection`, with scalars of its own for each group, held to [low_t, high_t].
+
+    Where a group's lines do not meet in one point (a tensor of one entry, one round), c is the harmonic mean of its
+    range, and the group's lines are averaged.
+
+    Args:
+        low, high: (T,) range of c_t.
+
+    Returns:
+        (P,) and how many groups have lines that meet.
+    """
+    x, met = np.empty(u.shape[1]), 0
+    for g in groups:
+        a, d, on = _lines(u, v, g)
+        c = np.full(len(u), np.nan)
+        c[on] = harmonic(low[on], high[on])
+        try:
+            gram = (d @ d.T) * (np.eye(len(on)) - 1 / max(len(on), 1))
+            right = -((a - a.mean(0)) * d).sum(1) if len(on) else np.zeros(0)
+            free, _ = _solve(gram, right, len(on))
+            c[on] = _held(gram, right, free, low[on], high[on])
+            met += 1
+        except NoIntersectionError:
+            pass
+        x[g] = _on_lines(u, v, g, c)
+    return x, met
+
+
+def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["uniform", "log"] = "uniform") -> Array:
+    """Each coordinate has an a_t of its own: it lies in the intersection of T intervals u + [low, high] d.
+
+    Within it the estimate is the mean of what a_t = d_t / (x - v_t) makes likely: a density of prod_t |x - v_t|^-2 for
+    a uniform a, of prod_t |x - v_t|^-1 for a log-uniform one.
+
+    Args:
+        low, high: (T,) range of c_t.
+        prior: of a_t in its range.
+    """
+    x = np.empty(u.shape[1])
+    power = 2.0 if prior == "uniform" else 1.0
+    s = np.linspace(0.0, 1.0, GRID)[:, None]
+    for start in range(0, u.shape[1], BLOCK):
+        g = slice(start, start + BLOCK)
+        a, b = u[:, g].astype(np.float64), v[:, g].astype(np.float64)
+        d = b - a
+        ends = np.stack([a + low[:, None] * d, a + high[:, None] * d])  # (2, T, p)
+        still = np.abs(d) <= STILL * np.abs(b)  # says nothing about x
+        least = np.where(still, -np.inf, ends.min(0)).max(0)
+        most = np.where(still, np.inf, ends.max(0)).min(0)
+        known = np.isfinite(least)
+        middle = b.mean(0)
+        least, most = np.where(known, least, middle), np.where(known, most, middle)
+        least, most = np.minimum(least, most), np.maximum(least, most)  # rounding may leave them the wrong way round
+        sign = np.where(d.sum(0) >= 0, 1.0, -1.0)  # x lies beyond v: the near end is the likelier one
+        near, far = np.where(sign > 0, least, most), np.where(sign > 0, most, least)
+        logs = np.zeros((GRID, x[g].size))
+        points = near + (far - near) * s**2  # denser at the near end
+        for t in range(len(u)):
+            distance = np.abs(points - b[t]) + 1e-300
+            logs -= np.where(still[t], 0.0, power * np.log(distance))
+        weights = np.exp(logs - logs.max(0)) * np.maximum(s, 0.5 / GRID)
+        x[g] = (weights * points).sum(0) / weights.sum(0)
+    return x
+
+
+def harmonic(low: Array | float, high: Array | float) -> Any:
+    """The c of a range that errs least, relative to the true one: by (high - low) / (high + low) at most."""
+    return 2 * low * high / (low + high)
+
+
+def place(least: Array | float, most: Array | float) -> tuple[Any, Any]:
+    """Range of c = 1 + 1/a of the range of a."""
+    return 1 + 1 / most, 1 + 1 / least
+
+
+def one_round(u: Array, v: Array, low: float, high: float) -> Array:
+    """One line and the range of c: u + c d at the harmonic mean; errs by (high-low)/(high+low) of |w_pre - u| at most.
+
+    Example:
+        >>> import numpy as np
+        >>> (7 * one_round(np.array([3.0, 4.0]), np.array([0.0, 5.0]), 1.5, 2.0)).round(6).tolist()
+        [-15.0, 40.0]
+    """
+    u, v = u.astype(np.float64), v.astype(np.float64)
+    x: Array = u + harmonic(low, high) * (v - u)
+    return x
+
+
+def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: float = SHORT) -> tuple[Array, Array]:
+    """The estimate of a part of the cohort, whose own mean u_t stands for w': a_t and w_pre in turns.
+
+    E_t = v_t - u_t; a = 1.5 l; repeat: p = sum_t a_t (E_t + a_t v_t) / sum_t a_t^2;
+    a_t = clip(<E_t, p - v_t> / |p - v_t|^2, .8 l_t, 2.4 l_t).
+
+    Args:
+        guess: (T,) l_t, from the coalition's own means; rounds with 0 are left out.
+        free: False leaves a_t at 1.5 l_t.
+
+    Returns:
+        (P,) estimate and (T,) a_t.
+
+    Raises:
+        NoIntersectionError: no round has a guess above 0.
+    """
+    used = np.flatnonzero(guess > 0)
+    if not len(used):
+        raise NoIntersectionError("no round in which anything was mixed in")
+    l = guess[used]  # noqa: E741 - the symbol of the specification
+    n = len(used)
+    # p is a combination of the E_t and the v_t: their inner products are all that the repetitions need.
+    inner = np.zeros((2 * n, 2 * n))
+    for start in range(0, u.shape[1], BLOCK):
+        z = _from_middle(u[used, start : start + BLOCK], v[used, start : start + BLOCK])[0]
+        inner += z @ z.T
+    a = 1.5 * l
+    weights = np.zeros(2 * n)
+    for _ in range(SWEEPS if free else 1):
+        weights = np.concatenate([a, a * a]) / (a * a).sum()  # of E, of v
+        away = weights[None, :] - np.eye(2 * n)[n:]  # p - v_t in terms of E and v; weights of v sum to 1
+        top = (inner[:n] * away).sum(1)
+        bottom = np.einsum("ti,ij,tj->t", away, inner, away)
+        new = np.clip(np.divide(top, bottom, out=np.array(a), where=bottom > 0), SHORT * l, LONG * l) if free else a
+        done = bool(np.abs(new - a).max() <= 1e-13 * a.max())
+        a = new
+        if done:
+            break
+    x = np.empty(u.shape[1])
+    for start in range(0, u.shape[1], BLOCK):
+        z, middle = _from_middle(u[used, start : start + BLOCK], v[used, start : start + BLOCK])
+        x[start : start + BLOCK] = middle + weights @ z
+    every = np.zeros(len(u))
+    every[used] = a
+    return x, every
+
+
+def turned_around(w: Array, share: float) -> Array:
+    """What an active client of this share p of the cohort's weight uploads in w_t's place: -((1.3 - p) / p) w_t.
+
+    The others stay near w_t, hence w' is near -0.3 w_t: it points the other way, tau_t is the largest there is, and
+    so is what the server mixes in.
+
+    Raises:
+        ValueError: share is not in (0, 1].
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share {share}: expected a number in (0, 1]")
+    x: Array = -(TURN - share) / share * w
+    return x
+
+
+def relative_error(x: Array, truth: Array) -> float:
+    """|x - w_pre| / |w_pre|, Euclidean; infinite for w_pre = 0 unless x is 0, too."""
+    off, norm = float(np.linalg.norm(x.astype(np.float64) - truth)), float(np.linalg.norm(truth.astype(np.float64)))
+    return off / norm if norm else (np.inf if off else 0.0)
+
+
+def dist(w: Array, truth: Array) -> float:
+    """Appendix G's Dist, mean |w - w_pre| / |w| over coordinates with w != 0: driven by those where |w| is tiny."""
+    w = w.astype(np.float64)
+    on = w != 0
+    return float((np.abs(w - truth)[on] / np.abs(w[on])).mean()) if on.any() else np.nan
+
+
+def _lines(u: Array, v: Array, g: slice) -> tuple[Array, Array, Array]:
+    """(u, d, their rounds) of a group, of the rounds in which it moved."""
+    a, b = u[:, g].astype(np.float64), v[:, g].astype(np.float64)
+    d = b - a
+    on = np.flatnonzero(np.linalg.norm(d, axis=1) > STILL * np.linalg.norm(b, axis=1))
+    return a[on], d[on], on
+
+
+def _on_lines(u: Array, v: Array, g: slice, c: Array) -> Array:
+    """Mean of u + c d over the rounds in which a group moved and c is known; where there is none, of v."""
+    a, d, on = _lines(u, v, g)
+    known = np.isfinite(c[on])
+    if known.any():
+        x: Array = (a[known] + c[on][known, None] * d[known]).mean(0)
+        return x
+    y: Array = v[:, g].astype(np.float64).mean(0)
+    return y
+
+
+def _solve(gram: Array, right: Array, lines: int) -> tuple[Array, float]:
+    if len(gram) < 2:
+        raise NoIntersectionError(f"{lines} line{'' if lines == 1 else 's'}: two are needed")
+    condition = float(np.linalg.cond(gram))
+    if not condition <= WORST:  # NaN fails too
+        raise NoIntersectionError(
+            f"the lines are parallel: the condition of their equations is {condition:.1e}, above {WORST:.0e}"
+        )
+    return np.linalg.solve(gram, right), condition
+
+
+def _held(gram: Array, right: Array, start: Array, low: Array, high: Array) -> Array:
+    """The c in [low, high] with the least c' G c / 2 - r' c, by coordinates."""
+    if ((low <= start) & (start <= high)).all():
+        return start
+    c = np.clip(start, low, high)
+    for _ in range(1000):
+        before = c.copy()
+        for i in range(len(c)):
+            c[i] = np.clip(c[i] + (right[i] - gram[i] @ c) / gram[i, i], low[i], high[i])
+        if np.abs(c - before).max() <= 1e-12 * np.abs(c).max():
+            break
+    return c
+
+
+def _from_middle(u: Array, v: Array) -> tuple[Array, Array]:
+    """(E_t and then v_t from their mean, (2 T, p); that mean): sums of large equal parts would lose digits."""
+    u, v = u.astype(np.float64), v.astype(np.float64)
+    middle = v.mean(0)
+    return np.concatenate([v - u, v - middle]), middle

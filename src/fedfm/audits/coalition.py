@@ -1,0 +1,290 @@
+"""What clients that put their knowledge together know of a FedBaF run: every aggregate, and what became of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedfm.attacks import extraction
+from fedfm.audits.replay import Seen, Turn, secrets
+from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
+from fedfm.memory import secret
+from fedfm.methods.fedbaf import STILL, FedBaF
+from fedfm.models.foundation import match
+from fedfm.params import Params
+from fedfm.population import Partitioned
+from fedfm.rundir import Run
+from fedfm.sweeps import chord
+
+Array = NDArray[Any]
+ROUNDS, MEMORY = 12, 1 << 30  # rounds that are kept: this many, if they fit into so many bytes
+
+
+class Target:
+    """What is to be found: the foundation model's entries that mix, as a vector.
+
+    Attributes:
+        truth: (P,) float32.
+        groups: of its tensors.
+        names: of the tensors.
+        whole: every trainable entry mixes.
+    """
+
+    def __init__(self, model: Any, method: FedBaF) -> None:
+        found = match(model, method.foundation, method.identical)
+        self._regions = {name: tuple(slice(length) for length in piece.region) for name, piece in found.pieces.items()}
+        self.names = tuple(self._regions)
+        self.truth = _flat([piece.tensor for piece in found.pieces.values()])
+        ends = np.cumsum([piece.tensor.numel() for piece in found.pieces.values()]).tolist()
+        self.groups = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        self.whole = len(self.truth) == sum(tensor.numel() for tensor in model.live().values())
+
+    def of(self, w: Params) -> Array:
+        """(P,) float32: the entries of w that mix."""
+        return _flat([w[name][region] for name, region in self._regions.items()])
+
+    def into(self, w: Params, x: Array) -> Params:
+        """W with these entries in the place of its own."""
+        tensors = {name: w[name].clone() for name in self.names}
+        for (name, region), g in zip(self._regions.items(), self.groups, strict=True):
+            part = tensors[name][region]
+            part.copy_(torch.from_numpy(x[g]).view(part.shape).to(part.dtype))
+        return w.replace(tensors)
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> Array:
+    x: Array = torch.cat([t.detach().reshape(-1).float() for t in tensors]).numpy()
+    return x
+
+
+class Pull:
+    """Line 9 as whoever knows the aggregates computes it, round by round.
+
+    Args:
+        names: of the trainable tensors, over which norms go.
+    """
+
+    def __init__(self, method: FedBaF, names: Collection[str]) -> None:
+        self._method, self._names = method, names
+        self._reference: float | None = None
+        self._calls = 0
+
+    def __call__(self, mean: Params, w: Params, t: int) -> tuple[float, float]:
+        """(tau_t as printed, l_t = psi tau_t / tau_ref as used) of round t = 1, 2, ...; the paper counts from 0.
+
+        Who comes late takes the first angle that it sees for that of round 1.
+        """
+        self._calls += 1
+        length = chord(mean, w, self._names).length
+        tau = length / math.sqrt(t)
+        if self._reference is None:
+            if length <= STILL:
+                return tau, 0.0
+            self._reference = length
+            self._since = t if self._calls == t else 1
+        if self._method.cap == "reference":
+            length = min(length, self._reference)
+        if self._method.harden == "first_round" and t != self._since:
+            return tau, 0.0
+        return tau, self._method.psi * length / self._reference * math.sqrt(self._since / t)
+
+
+class BaseStep:
+    """The base method's own server step, on replies that some clients know.
+
+    Args:
+        aggregator: the run's own, where it is not the plain one.
+
+    Attributes:
+        names: of the trainable tensors.
+    """
+
+    def __init__(
+        self, population: Partitioned, method: FedBaF, seed: int, aggregator: Aggregator | None = None
+    ) -> None:
+        self._population, self._method, self._seed, self._aggregator = population, method, seed, aggregator
+        self.names = tuple(population.model.live())
+
+    def step(self, turn: Turn, own: Any, members: Collection[ClientId] | None = None) -> tuple[Params, Any]:
+        """(their estimate of w', the state it comes with) in a round; exact where ``members`` are all, or None.
+
+        Args:
+            own: the state as they know it. What the round sent is not guessed: moments of a server optimiser are.
+        """
+        known = {(s.call, s.client): s for s in turn.seen if members is None or s.client in members}
+        fed = Federation(
+            _Known(known, self._population.clients),
+            model=self._population.model,
+            aggregator=self._aggregator if len(known) == len(turn.seen) else None,  # a part of them takes the mean
+            seed=self._seed,
+        )
+        fed.begin(turn.round)
+        state = self._method.base.step(fed, _told(turn, own), turn.round)
+        return self._method.params_for(state, ""), state
+
+    def again(
+        self, run: Run, method: FedBaF, turns: Sequence[Turn], w_0: Params, last: Aggregator | None
+    ) -> tuple[Any, Params]:
+        """(state, w') after the server's steps of these rounds from the first on, with the run's own alpha.
+
+        Args:
+            method: in the place of the run's own.
+            turns: their replies may be others than in the run.
+            w_0: what the server's model holds before the first round.
+            last: aggregator of the last of them; the plain one before.
+        """
+        self._population.model.load(w_0)
+        with secrets(run) as private:
+            fed = Federation(
+                link := _Known({}, self._population.clients),
+                model=self._population.model,
+                aggregator=self._aggregator,
+                seed=self._seed,
+                secret=partial(secret, private, "server"),
+            )
+            for turn in turns:
+                link.replies = {(s.call, s.client): s for s in turn.seen}
+                if turn is turns[-1]:
+                    fed.aggregator = last or fed.aggregator
+                    fed.begin(turn.round)
+                    aggregate = method.params_for(method.base.step(fed, turn.before, turn.round), "")
+                fed.begin(turn.round)
+                state = method.step(fed, turn.before, turn.round)  # earlier ones set what tau is measured by
+        return state, aggregate
+
+
+class _Known:
+    """A link to clients whose replies are there already."""
+
+    def __init__(self, replies: Mapping[tuple[int, ClientId], Seen], clients: Sequence[ClientId]) -> None:
+        self.replies, self.clients = replies, clients
+
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        for r in requests:
+            if (r.call, r.client) in self.replies:
+                yield Reply(r.client, self.replies[r.call, r.client].value, r.round, r.call)
+
+
+def _told(turn: Turn, own: Any) -> Any:
+    """A state with what the round sent to its clients, and otherwise as they know it."""
+    if isinstance(turn.before, Params):
+        return turn.before
+    sent = {id(value) for value in turn.sent.values()}
+    theirs = {f.name: getattr(turn.before, f.name) for f in dataclasses.fields(turn.before)}
+    return dataclasses.replace(own, **{name: value for name, value in theirs.items() if id(value) in sent})
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a coalition has to work with.
+
+    Attributes:
+        rounds: in which a member took part and after which one saw the new model.
+        u: (T, P) its estimate of the aggregate w'; exact if all of the cohort were members.
+        v: (T, P) the model that came back.
+        guess: (T,) l_t = psi tau_t / tau_ref as the coalition computes it: a_t is in [1, 2] l_t.
+    """
+
+    rounds: tuple[int, ...]
+    u: Array
+    v: Array
+    guess: Array
+
+
+class Rounds:
+    """A replay's watch: keeps the models of the first rounds, and tau and distances of all.
+
+    Attributes:
+        turns: kept rounds, with the replies.
+        curve: of every round: ``angle``, tau_t as it is printed; ``pull``, l_t as it was used; how far w_{t+1} is from
+            w_pre, by ``error`` and by ``dist``. The audit sees that; no other file of the run has it.
+        target: what is to be found.
+        first, last: the model before the first round, and after the last.
+    """
+
+    def __init__(
+        self,
+        method: FedBaF,
+        *,
+        clients: int,
+        rounds: int,
+        trainable: int,
+        seed: int,
+        evaluate_every: int = 1,
+        aggregator: Aggregator | None = None,
+    ) -> None:
+        self.method, self._rounds, self._seed, self._every = method, rounds, seed, evaluate_every
+        self._aggregator = aggregator
+        cohort = max(math.floor(method.fraction * clients), 1)
+        fits = MEMORY // (4 * max(trainable, 1) * (cohort + 2))
+        self.most = max(2, min(max(ROUNDS, math.ceil(3 / method.fraction)), fits))
+        self.turns: list[Turn] = []
+        self.curve: list[dict[str, float]] = []
+        self.asked: dict[int, set[ClientId]] = {}
+
+    def see(self, turn: Turn, population: Partitioned) -> None:
+        self.last = self.model(turn.after)
+        if not turn.round:
+            self.first = self.last
+            self.start, self.target = turn.after, Target(population.model, self.method)
+            self.server = BaseStep(population, self.method, self._seed, self._aggregator)
+            self._own, self._pull = turn.after, Pull(self.method, self.server.names)
+            return
+        self.asked[turn.round] = set(turn.asked)
+        if len(self.turns) < self.most:
+            self.turns.append(turn)
+        mean, self._own = self.server.step(turn, self._own)
+        tau, used = self._pull(mean, self.model(turn.before), turn.round)
+        w = self.target.of(self.model(turn.after))
+        self.curve.append(
+            {
+                "round": turn.round,
+                "angle": tau,
+                "pull": used,
+                "error": extraction.relative_error(w, self.target.truth),
+                "dist": extraction.dist(w, self.target.truth),
+            }
+        )
+
+    def model(self, state: Any) -> Params:
+        """The model of a state."""
+        w: Params = self.method.params_for(state, "")
+        return w
+
+    def sees(self, members: Collection[ClientId], t: int) -> bool:
+        """Whether a member is sent the model that round t ends with: in the next round, or to be scored.
+
+        With ``run.evaluate_every`` every client is sent it to score it on its own rows, whether it is sampled or not.
+        """
+        scored = t == self._rounds or (self._every and t % self._every == 0)
+        return bool(scored or not self.asked.get(t + 1, set()).isdisjoint(members))
+
+    def lines(self, members: Collection[ClientId]) -> Lines:
+        """What these clients know together."""
+        own, pull = self.start, Pull(self.method, self.server.names)
+        rounds, u, v, guess = list[int](), list[Array](), list[Array](), list[float]()
+        for turn in self.turns:
+            if not any(s.client in members for s in turn.seen):
+                continue
+            mean, own = self.server.step(turn, own, members)
+            _, used = pull(mean, self.model(turn.before), turn.round)
+            if used and self.sees(members, turn.round):
+                rounds.append(turn.round)
+                u.append(self.target.of(mean))
+                v.append(self.target.of(self.model(turn.after)))
+                guess.append(used)
+        size = len(self.target.truth)
+        return Lines(
+            tuple(rounds),
+            np.array(u, dtype=np.float32).reshape(len(u), size),
+            np.array(v, dtype=np.float32).reshape(len(v), size),
+            np.array(guess),
+        )

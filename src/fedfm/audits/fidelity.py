@@ -1,0 +1,102 @@
+"""What a recovered model can do, beside the true one."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.params import Params
+from fedfm.population import Partitioned
+from fedfm.rows import Rows
+
+Array = NDArray[Any]
+JUDGED, FITTED, PASSAGES = 300, 400, 8  # rows that judge, rows to fit a probe to, passages of a language model
+RIDGE = 1e-3  # of the mean variance of the features
+
+
+class Ability(NamedTuple):
+    """Of one model, on this run's rows.
+
+    Attributes:
+        cosine: mean cosine of its centred features (of a language model: of its scores for the next tokens) with the
+            true model's, over test rows.
+        probe: accuracy of a linear classifier of its features, fitted to clients' training rows; None without classes.
+        accuracy, perplexity: of the model as it stands; None where its head is not part of what mixes.
+    """
+
+    cosine: float
+    probe: float | None
+    accuracy: float | None
+    perplexity: float | None
+
+
+class Fidelity:
+    """Runs rows of an experiment through models.
+
+    Args:
+        population: test rows judge, clients' training rows fit the probe.
+        true: the true model.
+        whole: everything trainable mixes, so that the model is the foundation model itself.
+    """
+
+    def __init__(self, population: Partitioned, true: Params, *, whole: bool, seed: int) -> None:
+        self._population, self._model, self._whole = population, population.model, whole
+        rng = seeds.generator(seed, "audit", "fidelity")
+        test = population.federated.test
+        if not len(test):
+            test = np.concatenate([c.test for _, c in sorted(population.federated.clients.items())])
+        train = np.concatenate([c.train for _, c in sorted(population.federated.clients.items())])
+        language = population.model.is_language_model
+        judged, fitted = (PASSAGES, 0) if language else (JUDGED, FITTED)
+        self._test = population.rows(np.sort(rng.permutation(test)[:judged]))
+        self._train = population.rows(np.sort(rng.permutation(train)[:fitted]))
+        self._true_model = true
+
+    @cached_property
+    def _true(self) -> Tensor:
+        return _centred(self._features(self._true_model, self._test))
+
+    def cosine(self, w: Params) -> float:
+        """Mean cosine with the true model's features; 0 for features that do not differ from row to row."""
+        ours = _centred(self._features(w, self._test))
+        return float(torch.nn.functional.cosine_similarity(ours, self._true, dim=1).mean())
+
+    def ability(self, w: Params) -> Ability:
+        """All of it."""
+        scores: dict[str, Any] = {}
+        if self._whole:
+            self._model.load(w)
+            scores = self._model.evaluate(self._test)
+        return Ability(self.cosine(w), self._probe(w), scores.get("accuracy"), scores.get("perplexity"))
+
+    def _probe(self, w: Params) -> float | None:
+        """Ridge regression of the classes' indicators on standardised features, in float64."""
+        if self._train.labels is None or self._test.labels is None or self._model.head is None:
+            return None
+        x, z = (self._features(w, rows).double().numpy() for rows in (self._train, self._test))
+        middle, scale = x.mean(0), x.std(0) + 1e-12
+        x, z = (x - middle) / scale, (z - middle) / scale
+        y = np.eye(len(self._model.classes))[self._train.labels.numpy()]
+        right = x.T @ (y - y.mean(0))
+        beta = np.linalg.solve(x.T @ x + RIDGE * len(x) * np.eye(x.shape[1]), right)
+        return float(((z @ beta + y.mean(0)).argmax(1) == self._test.labels.numpy()).mean())
+
+    def _features(self, w: Params, rows: Rows) -> Tensor:
+        """(n, d); of a language model the scores (tokens, V)."""
+        self._model.load(w)
+        if self._model.head is not None:
+            x: Tensor = self._model.features(rows)
+            return x
+        logits: Tensor = self._model.predict(rows)
+        return logits.reshape(-1, logits.shape[-1])
+
+
+def _centred(x: Tensor) -> Tensor:
+    x = x.double()
+    return x - x.mean(0)
