@@ -58,7 +58,9 @@ def sites(method, folder, rows=ROWS, **more):
     for number, name in enumerate(sorted(rows, reverse=True)):
         toys = Toys({name: rows[name]})
         toys.model.fingerprint = "f" * 64
-        experiment = SimpleNamespace(method=method, aggregation=Aggregator(), run=SimpleNamespace(seed=0))
+        experiment = SimpleNamespace(
+            method=method, aggregation=Aggregator(), run=SimpleNamespace(seed=0, local_scores=False)
+        )
         apps[100 + number] = App(Site(experiment, folder / name, lambda classes, t=toys: t, **more), name)
     return apps
 
