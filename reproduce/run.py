@@ -8,7 +8,8 @@ Every row is one TOML file in ``reproduce/<folder>/``, named ``<table>__<row>.to
 once its data lie where it says. ``tables.json`` beside them says what a table asks, its seeds, the rows that get only
 the first of them or are the same at all, which rows have a key chosen by validation rows, and the claims; with a
 ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as
-``<row>.<point>``, and an ``audit`` is made of every run. This script makes data and models from a folder of raw sets
+``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so), and an ``audit`` is made of every run. This script
+makes data and models from a folder of raw sets
 (``--data``, by default ``../shared/data`` beside the repository) into ``reproduce/.data/``, runs what has not been run
 yet, and writes ``docs/results/<folder>.md`` with the command of every figure. A table that is not run keeps its old
 rows.
@@ -265,7 +266,7 @@ def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int
     out: dict[str, Any] = {}
     for point, keys in text.get("grid", {"": {}}).items():
         found: dict[str, Any] = {}
-        for seed in seeds:
+        for seed in [s for s in seeds if s in text.get("seeds_at", {}).get(f"{name}.{point}", seeds)]:
             if found and name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing
                 found[str(seed)] = found[str(seeds[0])]
                 continue
