@@ -7,7 +7,7 @@ from typing import Any
 
 from fedfm.studies import interval
 
-Accuracies = Mapping[str, Mapping[str, float]]  # row -> seed -> accuracy in percent
+Accuracies = Mapping[str, Mapping[str, float]]  # row -> seed -> accuracy in percent, or another figure
 HEAD = "| what | bound, points | measured, points | seeds | verdict |\n|---|---|---|---|---|"
 
 
@@ -22,14 +22,22 @@ def lines(claims: list[dict[str, Any]], found: Accuracies) -> list[str]:
 
 
 def measured(check: Mapping[str, Any], found: Accuracies) -> dict[str, float]:
-    """Seed -> points: ``left`` minus ``right``, or the largest minus the smallest of ``spread``; only common seeds."""
-    names = check.get("spread") or [check["left"], check["right"]]
+    """Seed -> points: ``left`` minus ``right``, the ``sum`` of rows times factors, or the largest minus the smallest of
+    ``spread``; only common seeds.
+    """
+    names = rows_of(check)
     if not all(name in found for name in names):
         return {}
-    seeds = set.intersection(*(set(found[name]) for name in names))
+    seeds = sorted(set.intersection(*(set(found[name]) for name in names)))
     if "spread" in check:
-        return {s: max(found[n][s] for n in names) - min(found[n][s] for n in names) for s in sorted(seeds)}
-    return {s: found[check["left"]][s] - found[check["right"]][s] for s in sorted(seeds)}
+        return {s: max(found[n][s] for n in names) - min(found[n][s] for n in names) for s in seeds}
+    factors = check.get("sum") or {check["left"]: 1, check["right"]: -1}
+    return {s: sum(factor * found[n][s] for n, factor in factors.items()) for s in seeds}
+
+
+def rows_of(check: Mapping[str, Any]) -> list[str]:
+    """The rows that a check compares."""
+    return list(check.get("spread") or check.get("sum") or [check["left"], check["right"]])
 
 
 def verdict(values: list[float], bound: float, *, at_least: bool) -> str:

@@ -2,13 +2,17 @@
 
     python reproduce/run.py fedpft
     python reproduce/run.py fedpft --only table5_cifar10 figure5 --seeds 0
+    python reproduce/run.py fedbaf/full --only table3      # the paper's sizes; the page is docs/results/fedbaf-full.md
 
 Every row is one TOML file in ``reproduce/<folder>/``, named ``<table>__<row>.toml``; ``fedfm run`` takes it as it is
 once its data lie where it says. ``tables.json`` beside them says what a table asks, its seeds, the rows that get only
-the first of them or are the same at all, which rows have a key chosen by validation rows, and the claims. This script
-makes data and models from a folder of raw sets (``--data``, by default ``../shared/data`` beside the repository) into
-``reproduce/.data/``, runs what has not been run yet, and writes ``docs/results/<folder>.md`` with the command of every
-figure. A table that is not run keeps its old rows.
+the first of them or are the same at all, which rows have a key chosen by validation rows, and the claims; with a
+``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as
+``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so), and an ``audit`` is made of every run. This script
+makes data and models from a folder of raw sets
+(``--data``, by default ``../shared/data`` beside the repository) into ``reproduce/.data/``, runs what has not been run
+yet, and writes ``docs/results/<folder>.md`` with the command of every figure. A table that is not run keeps its old
+rows.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -27,13 +32,25 @@ from typing import Any
 from claims import lines as claim_lines
 
 from fedfm import api
+from fedfm.audits.audit import earlier, perform
 from fedfm.experiment import Experiment
 from fedfm.rundir import Run
 from fedfm.studies import interval
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-HEAD = "| row | accuracy, % | mean of clients, % | MB up | epsilon | s | more |\n|---|---|---|---|---|---|---|"
+COLUMNS = {  # key of what is kept -> heading, and how its values over the seeds are said
+    "accuracy": ("accuracy, %", "spread"),
+    "perplexity": ("perplexity", "spread"),
+    "before": ("of clients before aggregation, %", "spread"),
+    "clients": ("mean of clients, %", "spread"),
+    "megabytes_up": ("MB up", "mean of two digits"),
+    "epsilon": ("epsilon", "first"),
+    "seconds": ("s", "mean"),
+    "more": ("more", "words"),
+}
+DEFAULT = ("accuracy", "clients", "megabytes_up", "epsilon", "seconds", "more")
+CURVE = "| row | round | tau_t | a_t / U | relative L2 error | Dist |\n|---|---|---|---|---|---|"
 
 
 def finished(path: Path, out: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,8 +99,8 @@ def kept(result: Mapping[str, Any], chosen: str) -> dict[str, Any]:
         more.append(f"bound {details['bound']['ours']:.2f}, printed {details['bound']['printed']:.2f}")
     if details.get("times_paper_noise"):
         more.append(f"the paper's noise is {details['times_paper_noise']:.1f} times ours")
-    local = result["local_accuracy"]
-    return {
+    local, before = result["local_accuracy"], details.get("accuracy_before_aggregation")
+    found = {
         "accuracy": round(100 * result["accuracy"], 3),
         "clients": None if local is None else round(100 * local, 3),
         "megabytes_up": round(result["bytes_up"] / 1e6, 4),
@@ -91,6 +108,20 @@ def kept(result: Mapping[str, Any], chosen: str) -> dict[str, Any]:
         "seconds": round(result["seconds"], 1),
         "more": more,
     }
+    if result.get("perplexity") is not None:
+        found["perplexity"] = round(result["perplexity"], 3)
+    if before is not None:
+        found["before"] = round(100 * before, 3)
+    return found
+
+
+def audited(out: Path, name: str) -> list[dict[str, float]]:
+    """tau_t, the pull a_t / U and the distances of every round, from the audit of a finished run."""
+    wanted = "extraction.all_colluding"
+    if wanted not in (found := {f["name"]: f for f in earlier(out)}):
+        found = {f.name: f.to_dict() for f in perform(out, [name])}
+    curve: list[dict[str, float]] = found[wanted]["detail"]["curve"]
+    return [{key: float(f"{value:.4g}") for key, value in line.items()} for line in curve]
 
 
 def spread(values: Sequence[float]) -> str:
@@ -99,39 +130,90 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean:.1f}" if len(values) < 2 else f"{mean:.1f} ± {half:.1f}"
 
 
-def row(name: str, by_seed: Mapping[str, Mapping[str, Any]]) -> str:
-    """One line of a table; what is said beside the figures is of the first seed."""
-    found = list(by_seed.values())
-    epsilon, local = found[0]["epsilon"], [f["clients"] for f in found if f["clients"] is not None]
-    cells = [
-        name,
-        spread([f["accuracy"] for f in found]),
-        spread(local) if local else "",
-        f"{statistics.fmean(f['megabytes_up'] for f in found):.2f}",
-        "" if epsilon is None else f"{epsilon:g}",
-        f"{statistics.fmean(f['seconds'] for f in found):.0f}",
-        "; ".join(found[0]["more"]),
-    ]
-    return "| " + " | ".join(cells) + " |"
+def cell(key: str, found: Sequence[Mapping[str, Any]]) -> str:
+    """What a column says of a row; what stands beside the figures is of the first seed."""
+    values = [f[key] for f in found if f.get(key) is not None]
+    how = COLUMNS[key][1]
+    if not values or how == "spread":
+        return spread(values) if values else ""
+    if how == "first":
+        return f"{values[0]:g}"
+    if how == "words":
+        return "; ".join(values[0])
+    return f"{statistics.fmean(values):.{2 if how == 'mean of two digits' else 0}f}"
+
+
+def row(name: str, by_seed: Mapping[str, Mapping[str, Any]], columns: Sequence[str] = DEFAULT) -> str:
+    """One line of a table."""
+    return "| " + " | ".join([name, *(cell(key, list(by_seed.values())) for key in columns)]) + " |"
+
+
+def head(columns: Sequence[str] = DEFAULT) -> str:
+    """The line above them."""
+    return f"| row | {' | '.join(COLUMNS[key][0] for key in columns)} |\n|---|{'---|' * len(columns)}"
+
+
+def curves(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
+    """Of audited runs, first seed: about eight rounds each."""
+    out = []
+    for name, by_seed in rows.items():
+        curve = next(iter(by_seed.values())).get("curve", [])
+        step = max(1, len(curve) // 8)
+        for line in [c for c in curve if (c["round"] - 1) % step == 0 or c is curve[-1]]:
+            cells = (f"{line['round']:g}", *(f"{line[k]:.3g}" for k in ("angle", "pull", "error", "dist")))
+            out.append(f"| {name} | {' | '.join(cells)} |")
+    return [CURVE, *out, ""] if out else []
+
+
+def figures(page: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What claims compare: accuracy by ``<table>__<row>``; with ``:before``, clients' own before aggregation; with
+    ``:perplexity`` 100 times its logarithm, so that differences are about per cent; with ``:fall``, by how many per
+    cent tau_t falls from the first half of the rounds to the second.
+    """
+    out: dict[str, dict[str, float]] = {}
+    for table, part in page.items():
+        for name, by_seed in part["rows"].items():
+            for seed, kept in by_seed.items():
+                full = f"{table}__{name}"
+                out.setdefault(full, {})[seed] = kept["accuracy"]
+                if "before" in kept:
+                    out.setdefault(f"{full}:before", {})[seed] = kept["before"]
+                if "perplexity" in kept:
+                    out.setdefault(f"{full}:perplexity", {})[seed] = 100 * math.log(kept["perplexity"])
+                if "curve" in kept:
+                    tau = [line["angle"] for line in kept["curve"]]
+                    halves = [statistics.fmean(h) for h in (tau[: len(tau) // 2], tau[len(tau) // 2 :])]
+                    out.setdefault(f"{full}:fall", {})[seed] = 100 * (1 - halves[1] / halves[0])
+    return out
 
 
 def write(folder: Path, about: dict[str, Any], page: dict[str, Any]) -> None:
     """``docs/results/<folder>.md``: the claims with their verdicts; what each table asks, its rows, what was found."""
     out = [f"# {about['title']}", "", about["intro"], ""]
-    found = {
-        f"{table}__{name}": {seed: kept["accuracy"] for seed, kept in by_seed.items()}
-        for table, part in page.items()
-        for name, by_seed in part["rows"].items()
-    }
-    if verdicts := claim_lines(about.get("claims", []), found):
+    if verdicts := claim_lines(about.get("claims", []), figures(page)):
         out += ["## The claims", "", about["claims_intro"], "", *verdicts]
         out += [about["claims_found"], ""] if about.get("claims_found") else []
     for table, text in about["tables"].items():
         if table in page:
-            rows = [row(name, by_seed) for name, by_seed in page[table]["rows"].items()]
-            out += [f"## {text['title']}", "", f"`{page[table]['command']}`", "", HEAD, *rows, ""]
+            columns = text.get("columns", DEFAULT)
+            rows = [row(name, by_seed, columns) for name, by_seed in page[table]["rows"].items()]
+            out += [f"## {text['title']}", "", f"`{page[table]['command']}`", "", head(columns), *rows, ""]
+            out += curves(page[table]["rows"])
             out += [text["found"], ""] if text.get("found") else []
-    (ROOT / "docs" / "results" / f"{folder.name}.md").write_text("\n".join(out), encoding="utf-8")
+    if about.get("not_run"):
+        missing = [f"- {text['title']}: `{command(folder, t)}`" for t, text in about["tables"].items() if t not in page]
+        out += ["## Not run", "", about["not_run"], "", *missing, *([""] if missing else [])]
+    (ROOT / "docs" / "results" / f"{page_name(folder)}.md").write_text("\n".join(out), encoding="utf-8")
+
+
+def page_name(folder: Path) -> str:
+    """``fedbaf``, ``fedbaf-full``."""
+    return "-".join(folder.relative_to(HERE).parts)
+
+
+def command(folder: Path, table: str) -> str:
+    """What runs one table."""
+    return f"python reproduce/run.py {folder.relative_to(HERE).as_posix()} --only {table}"
 
 
 def main() -> None:
@@ -149,16 +231,17 @@ def main() -> None:
         tables.setdefault(path.stem.partition("__")[0], []).append(path)
     if unknown := (set(options.only or []) | set(tables)) - (set(about["tables"]) & set(tables)):
         raise SystemExit(f"{', '.join(sorted(unknown))}: expected rows, and a title in tables.json")
-    store = ROOT / "docs" / "results" / f"{options.folder}.json"
+    store = ROOT / "docs" / "results" / f"{page_name(folder)}.json"
     page: dict[str, Any] = json.loads(store.read_text()) if store.exists() else {}
     for table in about["tables"] if options.only is None else options.only:
         text = about["tables"][table]
         seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else text.get("seeds", [0])
-        command = f"python reproduce/run.py {options.folder} --only {table}"
-        found = {p.stem.partition("__")[2]: results(p, runs, text, seeds, options.data) for p in tables[table]}
+        found: dict[str, Any] = {}
+        for path in tables[table]:
+            found |= results(path, runs, text, seeds, options.data)
         page = json.loads(store.read_text()) if store.exists() else {}  # another process may have written
         page[table] = {
-            "command": command + (f" --seeds {options.seeds}" if options.seeds else ""),
+            "command": command(folder, table) + (f" --seeds {options.seeds}" if options.seeds else ""),
             "rows": found,
         }
         store.write_text(json.dumps(page, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -167,25 +250,32 @@ def main() -> None:
 
 
 def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int], data: Path) -> dict[str, Any]:
-    """Seed -> what is kept, of one row."""
+    """Name -> seed -> what is kept, of one row at every point of the table's grid."""
     from sets import Sets, named
 
     os.chdir(HERE)  # paths in the rows are relative to it
     for name in named(Experiment.load(path)):
         Sets(data, path.parent).make(name)
-    changes, chosen = {}, ""
-    if grid := text.get("tune", {}).get(path.stem.partition("__")[2]):
+    name = path.stem.partition("__")[2]
+    changes: dict[str, Any] = {}
+    chosen = ""
+    if grid := text.get("tune", {}).get(name):
         changes, chosen = tuned(path, runs, {"val_fraction": 0.1, "seed": 0, "grid": grid})
-    name, found = path.stem.partition("__")[2], {}
     if name in text.get("single", []):
         seeds = seeds[:1]
-    for seed in seeds:
-        if found and name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing
-            found[str(seed)] = found[str(seeds[0])]
-            continue
-        result = finished(path, runs / f"{path.stem}-seed{seed}", changes | {"run.seed": seed})
-        found[str(seed)] = kept(result, chosen)
-    return found
+    out: dict[str, Any] = {}
+    for point, keys in text.get("grid", {"": {}}).items():
+        found: dict[str, Any] = {}
+        for seed in [s for s in seeds if s in text.get("seeds_at", {}).get(f"{name}.{point}", seeds)]:
+            if found and name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing
+                found[str(seed)] = found[str(seeds[0])]
+                continue
+            where = runs / f"{path.stem}{point and f'.{point}'}-seed{seed}"
+            found[str(seed)] = kept(finished(path, where, changes | keys | {"run.seed": seed}), chosen)
+            if text.get("audit"):
+                found[str(seed)]["curve"] = audited(where, text["audit"])
+        out[f"{name}{point and f'.{point}'}"] = found
+    return out
 
 
 if __name__ == "__main__":

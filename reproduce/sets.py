@@ -1,17 +1,23 @@
 """What the rows of ``reproduce/`` name in ``.data/``: sets made from raw ones, and models, some fine-tuned here.
 
 ``<set>.npz``, ``<set>.csv``   as the folder of raw sets exports it
+``<set>.txt``                  running text for language models: the set's training text, then its test text
 ``<set>.<model>.npz``          feature vectors: the raw folder has them, or ``.data/<model>`` computes them
-``<model>``                    a folder: the result of ``<folder>/prepare/<model>.toml`` exported for transformers, or a
-                               copy of the raw folder's ``weights/<model>``; ``minilm`` comes with a package
+``<model>``                    a folder: what ``<folder>/prepare/<model>.toml`` pretrains, or the result of the
+                               experiment there exported for transformers; or a copy of the raw folder's
+                               ``weights/<model>``; ``minilm`` comes with a package
 """
 
 from __future__ import annotations
 
+import gzip
 import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +27,7 @@ from fedfm.data.spec import DataSpec
 from fedfm.experiment import Experiment
 from fedfm.models.load import BUILT_IN, load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.pretrain import Pretraining, pretrain
 
 HERE = Path(__file__).resolve().parent
 MADE = HERE / ".data"
@@ -46,11 +53,16 @@ class Sets:
         if target.exists():
             return
         print(f"making {target.relative_to(HERE)}", file=sys.stderr)
-        if target.suffix not in (".npz", ".csv"):
+        if target.suffix not in (".npz", ".csv", ".txt"):
             self._model(name, target)
+            return
+        if target.suffix == ".txt":
+            self._text(target)
             return
         stem, _, model = target.stem.partition(".")
         if not model:
+            if not any(self.source.glob(f"*/{stem}.*")):
+                raise SystemExit(f"{self.source} has no {stem}: make {target} by hand, as its rows say")
             self._export(stem, target, target.suffix.removeprefix("."))
         elif (self.source / "features" / f"{target.stem}.npz").exists():
             self._export(target.stem, target, "features")
@@ -65,9 +77,22 @@ class Sets:
         command = [sys.executable, "export.py", name, str(target), "--as", kind]
         subprocess.run(command, check=True, cwd=self.source)
 
+    def _text(self, target: Path) -> None:
+        parts = [self.source / "text" / f"{target.stem}.{split}.txt.gz" for split in ("train", "test")]
+        text = "".join(gzip.decompress(part.read_bytes()).decode("utf-8") for part in parts)
+        target.write_text(text, encoding="utf-8")
+
     def _model(self, name: str, target: Path) -> None:
         recipe = self.folder / "prepare" / f"{name}.toml"
-        if recipe.exists():
+        if recipe.exists() and "pretrain" in tomllib.loads(recipe.read_text(encoding="utf-8")):
+            what = Pretraining.load(recipe)
+            for needed in named(what):
+                self.make(needed)
+            half = HERE / ".runs" / "prepare" / name  # a killed pretraining goes on there
+            result = pretrain(what, half)
+            print(f"{name}: {pretrained(result)} after {result['seconds']:.0f} s", file=sys.stderr)
+            half.rename(target)
+        elif recipe.exists():
             experiment = Experiment.load(recipe)
             for needed in named(experiment):
                 self.make(needed)
@@ -84,10 +109,18 @@ class Sets:
             shutil.copytree(self.source / "weights" / name, target, copy_function=shutil.copyfile)
 
 
-def named(experiment: Experiment) -> list[str]:
-    """Names in ``.data/`` that an experiment asks for."""
-    paths = [experiment.data.path, *(experiment.data.clients or {}).values(), experiment.model.name]
-    return [Path(p).name for p in paths if p and Path(p).parts[0] == ".data"]
+def named(what: Experiment | Pretraining) -> list[str]:
+    """Names in ``.data/`` that an experiment or a pretraining asks for."""
+    foundation = getattr(getattr(what, "method", None), "foundation", "")
+    paths = [what.data.path, *(what.data.clients or {}).values(), what.model.name, foundation]
+    return list(dict.fromkeys(Path(p).name for p in paths if p and Path(p).parts[0] == ".data"))
+
+
+def pretrained(result: Mapping[str, Any]) -> str:
+    """How good a pretrained model is on rows that it was not trained on."""
+    if result.get("perplexity") is not None:
+        return f"perplexity {result['perplexity']:.1f}"
+    return f"accuracy {result['accuracy']:.3f}"
 
 
 def features(rows: Path, model: str, target: Path) -> None:

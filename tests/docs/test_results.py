@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
+import math
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from fedfm.experiment import Experiment
+from fedfm.pretrain import Pretraining
+
 ROOT = Path(__file__).parents[2]
+FOLDERS = [p.parent for p in sorted((ROOT / "reproduce").glob("**/tables.json"))]
+PAGES = [f.name for f in FOLDERS if f.parent == ROOT / "reproduce"]
 
 
 @pytest.fixture
@@ -45,19 +53,138 @@ def test_differences_are_taken_seed_by_seed(reproduce: ModuleType) -> None:
     assert line[-2] == f"| w | at least 0 | {said} | 0, 1 | open: the mean does not |"
 
 
-@pytest.mark.parametrize("name", [p.parent.name for p in sorted((ROOT / "reproduce").glob("*/tables.json"))])
+def test_a_sum_of_rows_compares_what_two_differences_lose(reproduce: ModuleType) -> None:
+    claims = sys.modules["claims"]
+    found = {"a": {"0": 90.0, "1": 80.0}, "a.bad": {"0": 70.0}, "b": {"0": 60.0}, "b.bad": {"0": 59.0}}
+    # a loses 20 and b loses 1; only seed 0 has all four.
+    check = {"what": "w", "sum": {"a": 1, "a.bad": -1, "b": -1, "b.bad": 1}, "at_most": 0}
+    assert claims.measured(check, found) == {"0": 19.0}
+    assert claims.rows_of(check) == ["a", "a.bad", "b", "b.bad"]
+
+
+def test_figures_are_points_log_perplexity_and_the_fall_of_tau(reproduce: ModuleType) -> None:
+    curve = [{"angle": a} for a in (1.0, 0.6, 0.3, 0.1)]
+    kept = {"accuracy": 12.5, "before": 30.0, "perplexity": math.e, "curve": curve}
+    found = reproduce.figures({"t": {"rows": {"r.iid": {"0": kept, "1": {"accuracy": 2.0}}}}})
+    assert found["t__r.iid"] == {"0": 12.5, "1": 2.0}
+    assert found["t__r.iid:before"] == {"0": 30.0}
+    assert found["t__r.iid:perplexity"]["0"] == pytest.approx(100.0)
+    assert found["t__r.iid:fall"]["0"] == pytest.approx(75.0)  # means of halves: 0.8, then 0.2
+
+
+ROW = """
+[data]
+name = "digits"
+limit = 60
+partition = { name = "iid", clients = 5 }
+[model]
+name = "preact-resnet-small"
+weights = "random"
+options = { widths = [4], blocks = [1], image_size = 8 }
+adaptation = { name = "full" }
+[method]
+name = "fedbaf"
+foundation = ".data/secret"
+rounds = 2
+local = { learning_rate = 0.05, absent = "zero" }
+[run]
+workers = 1
+local_scores = true
+"""
+RECIPE = """
+[data]
+name = "digits"
+limit = 60
+[model]
+name = "preact-resnet-small"
+weights = "random"
+options = { widths = [4], blocks = [1], image_size = 8 }
+[pretrain]
+local = { learning_rate = 0.1 }
+threads = 1
+"""
+
+
+def test_a_grid_is_run_point_by_point_with_a_model_made_for_it_and_audited(
+    reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = importlib.import_module("sets")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "export.py").touch()
+    (tmp_path / "rows" / "prepare").mkdir(parents=True)
+    path = tmp_path / "rows" / "t__r.toml"
+    path.write_text(ROW)
+    (tmp_path / "rows" / "prepare" / "secret.toml").write_text(RECIPE)
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    monkeypatch.setattr(sets, "HERE", tmp_path)
+    monkeypatch.setattr(sets, "MADE", tmp_path / ".data")
+    monkeypatch.chdir(tmp_path)
+    assert sets.named(Experiment.load(path)) == ["secret"]
+    two = {"data.partition.name": "by_class", "data.partition.classes_per_client": 2}
+    text = {"grid": {"iid": {}, "two_classes": two}, "audit": "extraction"}
+    found = reproduce.results(path, tmp_path / ".runs", text, [3], tmp_path / "data")
+    assert list(found) == ["r.iid", "r.two_classes"]
+    kept = found["r.two_classes"]["3"]
+    assert [line["round"] for line in kept["curve"]] == [1, 2]
+    run = json.loads((tmp_path / ".runs" / "t__r.two_classes-seed3" / "manifest.json").read_text())
+    assert run["experiment"]["data"]["partition"]["name"] == "by_class"
+    assert run["experiment"]["run"]["seed"] == 3
+    assert kept["before"] == round(100 * run["result"]["details"]["accuracy_before_aggregation"], 3)
+    assert len(reproduce.curves(found)) == 1 + 2 * 2 + 1
+
+
+def test_a_text_is_its_training_part_and_then_its_test_part(
+    reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = importlib.import_module("sets")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "export.py").touch()
+    for split in ("train", "valid", "test"):
+        (tmp_path / "text" / f"t.{split}.txt.gz").write_bytes(gzip.compress(f"{split} é\n".encode()))
+    monkeypatch.setattr(sets, "HERE", tmp_path)
+    monkeypatch.setattr(sets, "MADE", tmp_path / ".data")
+    made = sets.Sets(tmp_path, tmp_path)
+    made.make("t.txt")
+    assert (tmp_path / ".data" / "t.txt").read_text(encoding="utf-8") == "train é\ntest é\n"
+    with pytest.raises(SystemExit, match=r"has no nowhere: make .*nowhere\.npz by hand"):
+        made.make("nowhere.npz")
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.relative_to(ROOT / "reproduce").as_posix())
+def test_every_row_is_an_experiment_and_so_is_every_point_of_a_grid(folder: Path) -> None:
+    about = json.loads((folder / "tables.json").read_text(encoding="utf-8"))
+    rows = sorted(folder.glob("*.toml"))
+    assert {path.stem.partition("__")[0] for path in rows} == set(about["tables"])
+    for path in rows:
+        foundation = getattr(Experiment.load(path).method, "foundation", "")
+        recipe = folder / "prepare" / f"{Path(foundation).name}.toml"
+        given = ("", "nano-vit", ".data/vit_tiny_patch16_224")
+        assert foundation in given or recipe.exists(), f"{path}: nothing makes {foundation}"
+    for table, text in about["tables"].items():
+        first = next(path for path in rows if path.stem.startswith(f"{table}__"))  # the keys are the same for each row
+        for keys in text.get("grid", {}).values():
+            Experiment.load(first, keys)
+    for path in (folder / "prepare").glob("*.toml"):
+        what = Pretraining if "pretrain" in tomllib.loads(path.read_text(encoding="utf-8")) else Experiment
+        what.load(path)
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_what_the_runs_gave(
     reproduce: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
     about = json.loads((ROOT / "reproduce" / name / "tables.json").read_text(encoding="utf-8"))
-    rows = {path.stem for path in (ROOT / "reproduce" / name).glob("*.toml")}
+    rows = {
+        f"{path.stem}{point and f'.{point}'}"
+        for path in (ROOT / "reproduce" / name).glob("*.toml")
+        for point in about["tables"][path.stem.partition("__")[0]].get("grid", {"": {}})
+    }
     for table, part in page.items():
         assert {f"{table}__{row}" for row in part["rows"]} == {r for r in rows if r.partition("__")[0] == table}
-    assert {row.partition("__")[0] for row in rows} == set(about["tables"])
     for claim in about["claims"]:
         for check in claim["checks"]:
-            assert set(check.get("spread") or [check["left"], check["right"]]) <= rows
+            assert {row.partition(":")[0] for row in sys.modules["claims"].rows_of(check)} <= rows
     (tmp_path / "docs" / "results").mkdir(parents=True)
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
     reproduce.write(ROOT / "reproduce" / name, about, page)
