@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedfm import store
 from fedfm.engines import start
 from fedfm.errors import FedfmError, InputError
 from fedfm.experiment import Experiment
@@ -79,7 +79,7 @@ def drive(
             result = start(run, stop, progress, population)
     except InputError:
         if fresh and not run.metrics():
-            _discard(run)
+            store.discard(run.path, ("manifest.json", "checkpoint", "private"))
         raise
     finally:
         progress.finished()
@@ -90,20 +90,6 @@ def drive(
     except (FedfmError, OSError) as error:  # the result is there; `fedfm report` can be asked again
         progress.notice(f"report.html could not be written: {error}")
     return result
-
-
-def _discard(run: Run) -> None:
-    """An experiment that was refused leaves no run behind; only what we made is removed."""
-    import shutil
-
-    for name in ("manifest.json", "checkpoint", "private"):
-        path = run.path / name
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty: somebody else's files
-        run.path.rmdir()
 
 
 class _stop_flag:

@@ -370,14 +370,7 @@ class _Work:
 
     def discard(self) -> None:
         """What was refused leaves nothing behind."""
-        for name in _OURS:
-            path = self.folder / name
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: somebody else's files
-            self.folder.rmdir()
+        store.discard(self.folder, _OURS)
 
 
 def _buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:

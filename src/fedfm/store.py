@@ -6,10 +6,12 @@ both. A truncated or changed file is recognised and never half read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -48,6 +50,20 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644, sync: bool = True) 
         if temporary:
             Path(temporary).unlink(missing_ok=True)
         raise not_written(path, error) from error
+
+
+def discard(folder: Path, names: Iterable[str]) -> None:
+    """What was refused leaves nothing behind: these files and folders go, and the folder if nothing else is in it."""
+    import shutil
+
+    for name in names:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty: somebody else's files
+        folder.rmdir()
 
 
 def private(path: str, flags: int) -> int:
