@@ -139,5 +139,5 @@ def _fields(module: str, name: str | None) -> dict[str, tuple[str, str]]:
             value = keywords.get("default", keywords.get("default_factory"))
             if value is not None:
                 help_ = ast.literal_eval(keywords["metadata"])["help"] if "metadata" in keywords else ""
-                rows[item.target.id] = (_toml(value), help_)
+                rows[item.target.id.removesuffix("_")] = (_toml(value), help_)
     return rows

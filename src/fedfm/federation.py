@@ -259,13 +259,17 @@ class Federation:
         *,
         of: Iterable[ClientId] | None = None,
         counted: bool = True,
+        like: Layout | None = None,
         check: Callable[[Any], None] = lambda value: None,
         least: int | None = None,
         **payload: Any,
     ) -> dict[ClientId, Any]:
         """Run a client handler in each silo. The server SEES each client's reply.
 
+        Replies that are updates note their metrics, as those of :meth:`mean` do.
+
         Args:
+            like: what parameters, or an update's delta, must look like.
             check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
             least: valid replies that the call needs; by default ``min_clients``.
 
@@ -273,7 +277,23 @@ class Federation:
             RunError: fewer than that gave a valid reply.
         """
         hint = get_type_hints(handler)["return"]
-        return dict(self.exchange("query", handler, of, payload, hint, counted=counted, check=check, least=least))
+
+        def checked(value: Any) -> None:
+            if like is not None:
+                match(value.delta if isinstance(value, Update) else value, like)
+            check(value)
+
+        replies = dict(self.exchange("query", handler, of, payload, hint, counted=counted, check=checked, least=least))
+        noted = _Noted()
+        for value in replies.values():
+            if isinstance(value, Update):
+                noted.add(value)
+        self.metrics.update(noted.means())
+        return replies
+
+    def exclude(self, client: ClientId, code: str, reason: str) -> None:
+        """Leave a client out of this round for what the method found in its reply."""
+        self._exclude(client, ClientFault(code, reason))
 
     def mean(
         self,
@@ -430,7 +450,7 @@ class Aggregator:
         like: Layout,
     ) -> Iterator[Any]:
         """The valid replies, in order of names; when all have come, the means of their metrics are in ``fed``."""
-        weight, metrics = 0.0, dict[str, float]()
+        noted = _Noted()
         replies = fed.exchange(
             "train",
             handler,
@@ -442,7 +462,22 @@ class Aggregator:
         )
         for _, update in replies:
             yield update
-            weight += update.weight
-            for name, value in update.metrics.items():
-                metrics[name] = metrics.get(name, 0.0) + update.weight * value
-        fed.metrics.update({name: total / weight for name, total in metrics.items()})
+            noted.add(update)
+        fed.metrics.update(noted.means())
+
+
+class _Noted:
+    """What updates note, as means weighted like the updates."""
+
+    def __init__(self) -> None:
+        self._weight, self._sums = 0.0, dict[str, float]()
+
+    def add(self, update: Any) -> None:
+        """One update more."""
+        self._weight += update.weight
+        for name, value in update.metrics.items():
+            self._sums[name] = self._sums.get(name, 0.0) + update.weight * value
+
+    def means(self) -> dict[str, float]:
+        """By name."""
+        return {name: total / self._weight for name, total in self._sums.items()}

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedfm import api, store
+from fedfm import api
 from fedfm.data.dataset import DatasetRows, Joined, checked, class_labels, column
 from fedfm.data.partition import deal, own_test
 from fedfm.data.spec import IN_MEMORY, DataSpec
@@ -488,8 +488,8 @@ def _end(run: Run, experiment: Experiment, model: WrappedModel) -> Params | None
 
 def _folders(run: Run, experiment: Experiment, clients: Iterable[str]) -> dict[str, str]:
     if not experiment.method.personal:
-        return {"": str(run.path / "adapter")}
-    return {c: str(run.path / "clients" / store.safe_name(c) / "adapter") for c in sorted(clients)}
+        return {"": str(run.adapter())}
+    return {c: str(run.adapter(c)) for c in sorted(clients)}
 
 
 @contextlib.contextmanager

@@ -30,12 +30,12 @@ class Method(ABC, Generic[S]):
 
     Attributes:
         rounds: number of communication rounds; 0 evaluates the start.
-        personal: every client ends with a model of its own.
+        own_models: every client ends with a model of its own.
         adaptation: what is trainable when the experiment does not say.
     """
 
     rounds: int
-    personal: ClassVar[bool] = False
+    own_models: ClassVar[bool] = False
     adaptation: ClassVar[str] = "lora"
     keeps_foundation: ClassVar[bool] = False  # no message carries its foundation model: a contract test listens
     adaptations: ClassVar[tuple[str, ...]] = ()  # the only ones that it takes; empty: all
@@ -55,8 +55,45 @@ class Method(ABC, Generic[S]):
 
     @on_client
     def evaluate(self, client: Client, w: Params, part: str) -> dict[str, Any]:
-        """The client's model on the client's own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
-        return self.scores(client.model, w, client.data.test if part == "test" else client.data.val)
+        """The client's own model on its own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
+        return self.scores(client.model, self.own(client, w), _rows(client, part))
+
+    @on_client
+    def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
+        """As :meth:`evaluate`, of w itself."""
+        return self.scores(client.model, w, _rows(client, part))
+
+    @on_client
+    def reveal(self, client: Client, w: Params) -> Params:
+        """The client's own model, for the run's directory; a silo's policy may keep it."""
+        return self.own(client, w)
+
+    def own(self, client: Client, w: Params) -> Params:
+        """Client half: the client's own model, where ``w`` is what :meth:`params_for` gives for it."""
+        local = getattr(self, "local", None)
+        return w if local is None else local.own(client, w)
+
+    @property
+    def personal(self) -> bool:
+        """Every client ends with a model of its own, by the method or by its client optimiser."""
+        return type(self).own_models or self._local_is_personal
+
+    @property
+    def kept(self) -> bool:
+        """Clients keep of their own models what :meth:`params_for` does not know."""
+        return type(self).own is not Method.own or self._local_is_personal
+
+    @property
+    def _local_is_personal(self) -> bool:
+        return bool(getattr(getattr(self, "local", None), "personal", False))
+
+    def starts(self, state: S) -> dict[ClientId, Params] | None:
+        """What each client's last local pass started from, where every client has a model of its own."""
+        return None
+
+    def arrays(self, state: S) -> dict[str, Any]:
+        """NumPy arrays that tell of the last round and are kept for the report, by name; see ``Run.keep_arrays``."""
+        return {}
 
     def scores(self, model: Any, w: Params, rows: Rows) -> dict[str, Any]:
         """How good w is on these rows (see ``models.metrics.evaluate``)."""
@@ -104,6 +141,10 @@ class Method(ABC, Generic[S]):
         Raises:
             InputError: with the key and what would be right.
         """
+
+
+def _rows(client: Client, part: str) -> Rows:
+    return client.data.test if part == "test" else client.data.val
 
 
 def with_model(state: Any, old: Params, new: Params) -> Any:

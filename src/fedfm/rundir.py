@@ -11,15 +11,18 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import io
 import json
 import math
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fedfm import __version__, store
 from fedfm.conform import conform
@@ -106,6 +109,10 @@ class Run:
                 raise InputError(f"{self.path}: another process is running this run") from None
             yield
 
+    def adapter(self, client: str = "") -> Path:
+        """Where the trained model is: a client's own, or the one for all under ""."""
+        return self.path / (f"clients/{store.safe_name(client)}/adapter" if client else "adapter")
+
     def write_manifest(self) -> None:
         """Replace ``manifest.json``."""
         text = json.dumps(self.manifest, indent=1, ensure_ascii=False, default=_number)
@@ -172,6 +179,32 @@ class Run:
         fed.excluded = [Excluded(**e) for e in record["excluded"]]
         fed.cohort, fed.metrics = tuple(record["cohort"]), dict(record["metrics"])
         self.seconds = record["seconds"]
+
+    def keep_arrays(self, t: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """What a method has to show of round t; written before the round is committed, and again if it is repeated."""
+        if arrays:
+            (self.path / "arrays").mkdir(exist_ok=True)
+            data = io.BytesIO()
+            np.savez(data, **arrays)  # type: ignore[arg-type]
+            store.write_atomic(self.path / "arrays" / f"round-{t:06d}.npz", data.getvalue())
+
+    def join_arrays(self, clients: Sequence[str]) -> dict[str, str]:
+        """A file a name: the rounds' arrays stacked, with ``rounds``, ``clients`` and the arrays of text."""
+        by_round = {int(path.stem.rpartition("-")[2]): path for path in sorted(self.path.glob("arrays/round-*.npz"))}
+        if not by_round:
+            return {}
+        loaded = {t: dict(np.load(path, allow_pickle=False)) for t, path in by_round.items()}
+        last = loaded[max(loaded)]
+        text = {name: x for name, x in last.items() if x.dtype.kind == "U"}
+        files = {}
+        for name in last.keys() - text.keys():
+            stacked = np.stack([arrays[name] for arrays in loaded.values()])
+            data = io.BytesIO()
+            named: dict[str, Any] = {name: stacked, "rounds": np.array(list(loaded)), "clients": np.array(clients)}
+            np.savez_compressed(data, **named, **text)
+            store.write_atomic(self.path / f"{name}.npz", data.getvalue())
+            files[name] = f"{name}.npz"
+        return files
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""

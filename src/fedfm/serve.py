@@ -40,6 +40,7 @@ class Server:
         self.run, self.fed, self._judge, self._progress = run, fed, judge, progress
         self.method: Method[Any] = run.experiment.method
         self._start = time.perf_counter()
+        self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 
     def go(self) -> dict[str, Any]:
         """From the last commit to the result line."""
@@ -61,6 +62,7 @@ class Server:
             fed.begin(t)
             state = method.step(fed, state, t)
             fed.commit()
+            run.keep_arrays(t, method.arrays(state))
             run.commit(t, state, fed, self._seconds())
             self._evaluate(t, state, last=t == method.rounds)
         return self._finish(t, state)
@@ -94,10 +96,19 @@ class Server:
         return self.fed.metrics[BEFORE] / judged if judged else None
 
     def models(self, state: Any) -> dict[ClientId, Params]:
-        """The final models: one by client name for personal methods, else one under ""."""
+        """What the server has of the final models: one by client name for personal methods, else one under ""."""
         if self.method.personal:
             return {client: self.method.params_for(state, client) for client in self.fed.clients}
         return {"": self.method.params_for(state, "")}
+
+    def revealed(self, state: Any) -> dict[ClientId, Params]:
+        """The final models themselves. What clients keep of theirs is asked for; who refuses is left out."""
+        models = self.models(state)
+        if not self.method.kept:
+            return models
+        if self._revealed is None or self._revealed[0] is not state:
+            self._revealed = state, self._aside(self.method.reveal, w=each(models))
+        return self._revealed[1]
 
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
         """Metrics of the state: every client on its own test rows, the server's model (or models) on the global
@@ -113,12 +124,15 @@ class Server:
             rows = sum(m["n"] for m in judged)
             line["val_loss"] = sum(m["n"] * m["loss"] for m in judged) / rows if rows else None
         if self._judge is not None and (thorough or not self.method.personal):
-            judged = [self._judge(w) for w in models.values()]
+            judged = [self._judge(w) for w in self.revealed(state).values()]
             line["global_accuracy"] = _mean(m["accuracy"] for m in judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
                 line[key] = _mean(m.get(key) for m in judged)
             if any("attack_success" in m for m in judged):
                 line["attack_success"] = _mean(m.get("attack_success") for m in judged)
+        if thorough and (starts := self.method.starts(state)) is not None:
+            before = {c: m.get("accuracy") for c, m in self._own(starts, "test", self.method.evaluate_start).items()}
+            line |= {"server_accuracy": _mean(before.values()), "server_client_accuracy": before}
         line["accuracy"] = local if self.method.personal else line.get("global_accuracy", local)
         return line
 
@@ -128,17 +142,24 @@ class Server:
         split = self.run.manifest["split"] or {"clients": {}}
         return any(counts["val"]["rows"] for counts in split["clients"].values())
 
-    def _own(self, models: Mapping[ClientId, Params], part: str) -> dict[ClientId, dict[str, Any]]:
+    def _own(
+        self, models: Mapping[ClientId, Params], part: str, handler: Callable[..., Any] | None = None
+    ) -> dict[ClientId, dict[str, Any]]:
         """Metrics of each client's model on its own rows; {} where it did not answer."""
         first = next(iter(models.values()))
         payload: Any = first if all(w is first for w in models.values()) else each(models)
+        replies = self._aside(handler or self.method.evaluate, w=payload, part=part)
+        return {client: replies.get(client, {}) for client in self.fed.clients}
+
+    def _aside(self, handler: Callable[..., Any], **payload: Any) -> dict[ClientId, Any]:
+        """Ask what is no part of the method: not counted, and nobody is left out for it."""
         excluded, cohort = list(self.fed.excluded), self.fed.cohort
         try:
-            replies = self.fed.ask(self.method.evaluate, counted=False, w=payload, part=part)
-        except RunError:  # nobody could be judged; the training goes on
+            replies = self.fed.ask(handler, counted=False, **payload)
+        except RunError:  # nobody answered; the training goes on
             replies = {}
         self.fed.excluded, self.fed.cohort = excluded, cohort
-        return {client: replies.get(client, {}) for client in self.fed.clients}
+        return replies
 
     def _stop_early(self) -> bool:
         """Patience is over: no better validation loss for so many rounds."""
@@ -150,7 +171,7 @@ class Server:
 
     def _finish(self, t: int, state: Any) -> dict[str, Any]:
         run, fed = self.run, self.fed
-        models, spent = self.models(state), self.method.spent()
+        models, spent = self.revealed(state), self.method.spent()
         last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
         if not last or last["round"] != t:
             last = self.scores(state, thorough=True)
@@ -183,6 +204,10 @@ class Server:
             **({"attack_success": last["attack_success"]} if "attack_success" in last else {}),
             "details": self.method.details(state, self._judge),
         }
+        if self.method.kept:
+            result["server_sha256"] = sha256_of(self.models(state))
+        result["details"] |= {key: last[key] for key in ("server_accuracy", "server_client_accuracy") if key in last}
+        result["details"] |= run.join_arrays(fed.clients)
         lines = run.metrics()
         if run.experiment.run.local_scores:
             result["details"][BEFORE] = next((m[BEFORE] for m in reversed(lines) if m.get(BEFORE) is not None), None)
@@ -215,11 +240,10 @@ class Server:
             found["tmac"] = None if rounds is None else costs.tmac(cohorts[:rounds])
 
     def _write_models(self, models: Mapping[ClientId, Params]) -> None:
-        from fedfm import store
         from fedfm.models.export import save_adapter, save_parts
 
         for client, w in models.items():
-            folder = self.run.path / ("adapter" if not client else f"clients/{store.safe_name(client)}/adapter")
+            folder = self.run.adapter(client)
             folder.mkdir(parents=True, exist_ok=True)
             own = set(w) == set(self.fed.model.names)
             (save_adapter if own else save_parts)(self.fed.model, w, folder)

@@ -56,9 +56,14 @@ def build(cls: type, table: Any, path: str) -> Any:
     if not isinstance(table, Mapping):
         raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}")
     hints = get_type_hints(cls)
-    known = {f.name: f for f in fields(cls) if f.init}
+    known = {_key(f.name): f.name for f in fields(cls) if f.init}
     refuse_unknown(table, known, path)
-    return cls(**{key: convert(value, hints[key], f"{path}.{key}") for key, value in table.items()})
+    return cls(**{known[key]: convert(value, hints[known[key]], f"{path}.{key}") for key, value in table.items()})
+
+
+def _key(name: str) -> str:
+    """The key of a field: ``lambda_`` is ``lambda``, which Python keeps to itself."""
+    return name.removesuffix("_")
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
@@ -137,7 +142,7 @@ def plain(value: Any) -> Any:
         from fedfm.training import BY_NAME
 
         table = {
-            f.name: {"name": name_of(inner)} | plain(inner) if _is_method(type(inner)) else plain(inner)
+            _key(f.name): {"name": name_of(inner)} | plain(inner) if _is_method(type(inner)) else plain(inner)
             for f in fields(value)
             for inner in [getattr(value, f.name)]
         }

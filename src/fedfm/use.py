@@ -19,6 +19,7 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
     Raises:
         InputError: the run is not finished, or its clients have models of their own and none is named.
     """
+    from fedfm.models.export import load_adapter
     from fedfm.models.load import load_model
 
     run = Run.open(path)
@@ -34,8 +35,6 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         )
     if client is not None and not personal:
         raise InputError(f"{path} has one model for all; drop --client")
-    name = client if personal and client else ""
-    w: Params = experiment.method.params_for(run.state(experiment.method.state_type), name)
     shape = run.manifest["model"]
     model = load_model(
         experiment.model,
@@ -45,6 +44,11 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         seed=experiment.run.seed,
         feature_dim=shape["feature_dim"],
     )
+    w: Params
+    if personal and client:
+        w = load_adapter(model, run.adapter(client))
+    else:
+        w = experiment.method.params_for(run.state(experiment.method.state_type), "")
     if set(w) == set(model.names):
         model.load(w)
     return run, model, w

@@ -167,7 +167,7 @@ def replay(
             for watch in watched.values():
                 watch.see(turn, population)
         models = {c: method.params_for(state, c) for c in (population.clients if method.personal else ("",))}
-    if sha256_of(models) != result["params_sha256"]:
+    if sha256_of(models) != result.get("server_sha256", result["params_sha256"]):
         raise RunError(
             f"{run.path}: run again, it ends with other parameters than its result line says; audit it on the machine "
             f"and with the versions of its manifest: {run.manifest['versions']}"

@@ -17,7 +17,7 @@ from fedfm.params import Params
 class LocalOnly(FedAvg):
     """Nothing is averaged: client k goes on from its own model each round."""
 
-    personal: ClassVar[bool] = True
+    own_models: ClassVar[bool] = True
     state_type: ClassVar[Any] = dict[str, Params]
 
     weighting: str = field(default="size", metadata={"help": "unused: nothing is averaged"})

@@ -8,9 +8,10 @@ method reads.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 
-from fedfm.errors import InputError
+from fedfm.errors import InputError, one_of
 from fedfm.federation import Client
 from fedfm.params import Params
 
@@ -47,6 +48,15 @@ class Local:
 
         client.trained = train(Job(client, w, self, mu, correction))
         return client.trained
+
+    @property
+    def personal(self) -> bool:
+        """Whether it leaves each client with a model of its own, which the client keeps (see :meth:`own`)."""
+        return False
+
+    def own(self, client: Client, w: Params) -> Params:
+        """The client's own model, where ``w`` is what the server has for it."""
+        return w
 
     def steps(self, n: int) -> int:
         """Number of optimiser steps over n rows."""
@@ -110,4 +120,50 @@ class Proximal(SGD):
             raise InputError(f"{where}.mu = {self.mu}: expected a number of at least 0")
 
 
-BY_NAME: dict[str, type[Local]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "proximal": Proximal}
+@dataclass(frozen=True)
+class Ditto(Local):
+    """Beside w, as the optimiser below trains it, the client trains v_k on f_k(v) + lambda/2 ||v - w||^2 and keeps it.
+
+    Ditto: Fair and Robust Federated Learning Through Personalization. Li, Hu, Beirami, Smith. ICML 2021, Algorithm 1.
+    """
+
+    lambda_: float = field(default=0.1, metadata={"help": "pull of the client's own model to what the server sent"})
+    optimiser: str = field(default="sgd", metadata={"help": "of both models: sgd, adam or adamw"})
+    momentum: float = field(default=0.0, metadata={"help": "of sgd"})
+
+    @property
+    def personal(self) -> bool:
+        """It does."""
+        return True
+
+    @cached_property
+    def plain(self) -> Local:
+        """The optimiser of w alone."""
+        same = {f.name: getattr(self, f.name) for f in fields(Local)}
+        return SGD(**same, momentum=self.momentum) if self.optimiser == "sgd" else BY_NAME[self.optimiser](**same)
+
+    def __call__(self, client: Client, w: Params, *, mu: float = 0.0, correction: Params | None = None) -> Params:
+        """Train w; in ``client.memory``, v as well."""
+        v = client.memory.get("v", w)
+        # lambda (v - w) = lambda (v - v_start) + lambda (v_start - w): a pull to the start, and a constant.
+        v = self.plain(client, v, mu=self.lambda_, correction=self.lambda_ * (v - w))
+        client.memory["v"] = v
+        return self.plain(client, w, mu=mu, correction=correction)
+
+    def own(self, client: Client, w: Params) -> Params:
+        """v_k; before the client has trained, w."""
+        v: Params = client.memory.get("v", w)
+        return v
+
+    def validate(self, where: str) -> None:
+        """Also lambda >= 0 and a known optimiser."""
+        super().validate(where)
+        if self.lambda_ < 0:
+            raise InputError(f"{where}.lambda = {self.lambda_}: expected a number of at least 0")
+        one_of(f"{where}.optimiser", self.optimiser, ("sgd", "adam", "adamw"))
+        if self.momentum and self.optimiser != "sgd":
+            raise InputError(f'{where}.momentum: only optimiser = "sgd" has one')
+        self.plain.validate(where)
+
+
+BY_NAME: dict[str, type[Local]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "proximal": Proximal, "ditto": Ditto}

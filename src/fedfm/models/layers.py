@@ -1,0 +1,36 @@
+"""Which of a model's travelling tensors make a layer: the pieces by which task vectors are compared and mixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+GRANULARITIES = ("model", "layer", "module")
+_PEFT = "base_model.model."
+
+
+def layers(model: Any, granularity: str) -> dict[str, tuple[str, ...]]:
+    """Layer -> names of its trainable tensors, in the model's order.
+
+    Args:
+        model: any; without known blocks (``model.parts``) a layer is a module.
+        granularity: ``model``: all of them; ``layer``: a transformer block (embeddings, final norm, pooler and head one
+            each); ``module``: one adapted module. LoRA's A and B of a module are never apart. Running statistics,
+            which are not trained, are in none.
+    """
+    trained = tuple(name for name in model.names if name in model.live())
+    if granularity == "model":
+        return {"model": trained}
+    parts = getattr(model, "parts", None)
+    blocks = [path for path, _ in parts.blocks] if parts is not None and granularity == "layer" else []
+    found: dict[str, list[str]] = {}
+    for name in trained:
+        module = module_of(name)
+        block = next((path for path in blocks if module == path or module.startswith(f"{path}.")), module)
+        found.setdefault(block, []).append(name)
+    return {layer: tuple(names) for layer, names in found.items()}
+
+
+def module_of(name: str) -> str:
+    """The module of a parameter, as the foundation model calls it: PEFT's wrapping and LoRA's A and B taken off."""
+    path = name.removeprefix(_PEFT).replace(".modules_to_save.default", "")
+    return path.partition(".lora_")[0] if ".lora_" in path else path.rpartition(".")[0]
