@@ -77,6 +77,17 @@ only audit.json and report.html in it are written.
 """
 
 
+_JOIN_EXAMPLES = """examples:
+  fedfm join runs/mine north.csv --client north         its model, from the run's models and one local pass of its own
+  fedfm predict runs/mine file.csv --client north
+  fedfm export runs/mine --client north --to peft --out adapter
+
+FedBip: the newcomer's task vector from the start is compared with what every client has been given so far; similar ones
+count. Methods with one model for all: a local pass from that model. Beside the accuracy on the newcomer's test rows
+stand those of the start without that pass, and of as many passes alone.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 stopped by the user."""
     parser = _parser()
@@ -184,6 +195,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--out", type=Path, required=True)
     export.add_argument("--client", help="whose model, where every client has its own")
+
+    join = with_format(command("join", _join, "give a client that comes after training its model", _JOIN_EXAMPLES))
+    join.add_argument("run", type=Path)
+    join.add_argument("data", type=Path, help="its rows: csv, jsonl, parquet, npz or an image folder")
+    join.add_argument("--client", help='its name in the run ["newcomer"]')
 
     listing = command("list", _list, "what is there: methods, models, partitions, sources, attacks, aggregation")
     kinds = ("methods", "models", "partitions", "sources", "attacks", "aggregation")
@@ -360,6 +376,17 @@ def _export(args: Any) -> int:
 
     print(export(args.run, args.to, args.out, args.client))
     return 0
+
+
+def _join(args: Any) -> int:
+    from fedfm.join import join
+
+    result = join(args.run, args.data, args.client)
+    rows = [("its model", "accuracy"), ("before its last local pass", "start_accuracy"), ("alone", "alone_accuracy")]
+    lines = [f"{what:<28}{'' if result[key] is None else format(result[key], '.3f')}" for what, key in rows]
+    shares = sorted(result["weights"].items(), key=lambda item: -item[1])[:6]
+    lines += [f"made of {', '.join(f'{name} {p:.2f}' for name, p in shares)}"] if shares else []
+    return _say(args, result, "\n".join([f"{result['client']}, accuracy on its test rows:", *lines, result["adapter"]]))
 
 
 def _list(args: Any) -> int:

@@ -91,6 +91,24 @@ class Method(ABC, Generic[S]):
         """What each client's last local pass started from, where every client has a model of its own."""
         return None
 
+    def newcomer(
+        self, model: Any, state: S, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
+    ) -> tuple[Params, dict[ClientId, float]]:
+        """What a client that comes after training starts its local pass from, and whose share in it is how large.
+
+        Args:
+            w_0: the parameters before the first round.
+            client: the newcomer's name.
+            adapt: its local pass.
+
+        Raises:
+            InputError: the method has nothing to give it.
+        """
+        w = None if self.personal else self.params_for(state, "")
+        if w is None or set(w) != set(model.names):
+            raise InputError("join: this method has no model for clients that come after training")
+        return w, {}
+
     def arrays(self, state: S) -> dict[str, Any]:
         """NumPy arrays that tell of the last round and are kept for the report, by name; see ``Run.keep_arrays``."""
         return {}

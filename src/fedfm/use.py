@@ -28,12 +28,11 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         raise InputError(f"{path}: its model was given from Python, where the module holds its weights")
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
-    personal = experiment.method.personal
-    if personal and client not in run.manifest["clients"]:
-        raise InputError(
-            f"{path}: every client has its own model; name one with --client: {', '.join(run.manifest['clients'])}"
-        )
-    if client is not None and not personal:
+    personal, newcomers = experiment.method.personal, run.manifest.get("newcomers", {})
+    known = [*(run.manifest["clients"] if personal else ()), *newcomers]
+    if client not in known and personal:
+        raise InputError(f"{path}: every client has its own model; name one with --client: {', '.join(known)}")
+    if client is not None and client not in known:
         raise InputError(f"{path} has one model for all; drop --client")
     shape = run.manifest["model"]
     model = load_model(
@@ -45,7 +44,7 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         feature_dim=shape["feature_dim"],
     )
     w: Params
-    if personal and client:
+    if client:
         w = load_adapter(model, run.adapter(client))
     else:
         w = experiment.method.params_for(run.state(experiment.method.state_type), "")

@@ -173,7 +173,7 @@ def test_ditto_pulls_to_the_clients_own_aggregate(tmp_path):
 
 
 def test_a_newcomer_by_hand():
-    # From 0: own tau = 1; sigma = 2, -2: only the first is similar: (1 + 2) / 2 = 1.5, then adapted by + 1.
+    # From 0: own tau = 1; sigma = 2, -2: only the first is similar: (1 + 2) / 2 = 1.5.
     method = FedBip()
     w = lambda x: Params({"w": torch.tensor([x])})  # noqa: E731
 
@@ -185,5 +185,6 @@ def test_a_newcomer_by_hand():
 
     bars = {"a": w(2.0), "b": w(-2.0)}
     state = Personal(bars, bars, {}, w(0.0), ("model",))
-    found = method.newcomer(Toy(), state, w(0.0), lambda start: start + w(1.0))
-    assert float(found["w"]) == pytest.approx(2.5)
+    found, weights = method.newcomer(Toy(), state, w(0.0), "new", lambda start: start + w(1.0))
+    assert float(found["w"]) == pytest.approx(1.5)
+    assert weights == {"new": 0.5, "a": 0.5, "b": 0}

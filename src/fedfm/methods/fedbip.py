@@ -148,14 +148,17 @@ class FedBip(Method[Personal]):
     def arrays(self, s: Personal) -> dict[str, np.ndarray]:
         return {"weights": s.p["p"].numpy(), "layers": np.array(s.layers)}
 
-    def newcomer(self, model: Any, s: Personal, w_0: Params, adapt: Callable[[Params], Params]) -> Params:
-        """Row 0 of equation 4 over its own vector and what every other client has got so far (round vectors fail)."""
+    def newcomer(
+        self, model: Any, s: Personal, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
+    ) -> tuple[Params, dict[ClientId, float]]:
+        """Equation 4 over its own vector and what every other client has got so far: vectors of one round fail."""
         tau = adapt(w_0) - w_0
         sigma = [bar - w_0 for bar in s.theta_bar.values()]
         names = list(layers(model, self.granularity).values())
         g, counts = similarities([tau, *sigma], names, self.similarity)
         p = shares(g, counts, self.negative, self.temperature)[:, :1]
-        return adapt(mix(p, [tau, *sigma], names, [w_0])[0])
+        theta_bar = mix(p, [tau, *sigma], names, [w_0])[0]
+        return theta_bar, dict(zip([client, *s.theta_bar], p.mean((0, 1)).tolist(), strict=True))
 
     def validate(self) -> None:
         if self.rounds < 0:

@@ -1,0 +1,87 @@
+"""A client that comes after training."""
+
+import json
+
+import numpy as np
+import pytest
+
+from fedfm.cli import main
+from fedfm.join import join
+from fedfm.params import Params
+from fedfm.rundir import Run
+from fedfm.tables import to_toml
+from small import experiment, features
+
+
+def call(capsys, *args):
+    code = main([str(a) for a in args])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def finished(folder, **method):
+    path = folder / "exp.toml"
+    path.write_text(to_toml(experiment(folder, method={"rounds": 2, **method})))
+    assert main(["run", str(path), "--out", str(folder / "run"), "--format", "json"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def bip(tmp_path_factory):
+    return finished(tmp_path_factory.mktemp("bip"), name="fedbip")
+
+
+def test_a_newcomer_gets_a_model_that_predicts_and_exports(bip, tmp_path, capsys):
+    rows = features(tmp_path, seed=3)
+    code, out, _ = call(capsys, "join", bip, rows, "--format", "json")
+    result = json.loads(out.strip().splitlines()[-1])
+    assert code == 0
+    assert result["client"] == "newcomer"
+    assert 0 <= result["accuracy"] <= 1
+    assert sum(result["weights"].values()) == pytest.approx(1)
+    assert set(result["weights"]) == {"newcomer", *Run.open(bip).manifest["clients"]}
+    assert call(capsys, "predict", bip, rows, "--client", "newcomer")[0] == 0
+    assert call(capsys, "export", bip, "--to", "torch", "--client", "newcomer", "--out", tmp_path / "out")[0] == 0
+    assert join(bip, rows)["client"] == "newcomer-2"
+
+
+def test_the_same_newcomer_gets_the_same_bits(bip, tmp_path):
+    from fedfm.use import load
+
+    rows = features(tmp_path, seed=3)
+    names = [join(bip, rows, name)["client"] for name in ("east", "west")]
+    # A stream of its own by name: the two differ in the order of their rows, and in nothing else.
+    assert names == ["east", "west"]
+    east = load(bip, "east")[2]
+    run = Run.open(bip)
+    manifest = json.loads(json.dumps(run.manifest))
+    del run.manifest["newcomers"]["east"]
+    run.write_manifest()
+    join(bip, rows, "east")
+    again = load(bip, "east")[2]
+    assert isinstance(east, Params)
+    assert east.sha256() == again.sha256()
+    assert Run.open(bip).manifest["newcomers"]["east"] == manifest["newcomers"]["east"]
+
+
+def test_with_one_model_for_all_a_newcomer_adapts_it(tmp_path, capsys):
+    run = finished(tmp_path, name="fedavg")
+    code, out, _ = call(capsys, "join", run, features(tmp_path, seed=3), "--client", "north", "--format", "json")
+    result = json.loads(out.strip().splitlines()[-1])
+    assert code == 0
+    assert result["weights"] == {}
+    assert call(capsys, "predict", run, features(tmp_path), "--client", "north")[0] == 0
+
+
+def test_what_cannot_join_is_refused(bip, tmp_path, capsys):
+    wider = tmp_path / "wide.npz"
+    np.savez(wider, x=np.zeros((30, 9), np.float32), y=np.arange(30) % 4, classes=["ant", "bee", "cow", "dog"])
+    for args, says in (
+        ((bip, tmp_path / "absent.csv"), "no such file"),
+        ((bip, wider), "rows of another kind"),
+        ((bip, features(tmp_path), "--client", Run.open(bip).manifest["clients"][0]), "has a client of that name"),
+        ((finished(tmp_path, name="local"), features(tmp_path)), "no model for clients that come after training"),
+    ):
+        code, _, err = call(capsys, "join", *args)
+        assert code == 2
+        assert says in err
