@@ -46,10 +46,13 @@ COLUMNS = {  # key of what is kept -> heading, and how its values over the seeds
     "clients": ("mean of clients, %", "spread"),
     "megabytes_up": ("MB up", "mean of two digits"),
     "epsilon": ("epsilon", "first"),
+    "rounds_to_target": ("rounds to the target", "reached"),
+    "tmac": ("TMAC, 10^9", "reached"),
     "seconds": ("s", "mean"),
     "more": ("more", "words"),
 }
 DEFAULT = ("accuracy", "clients", "megabytes_up", "epsilon", "seconds", "more")
+NEVER = "not reached"
 CURVE = "| row | round | tau_t | a_t / U | relative L2 error | Dist |\n|---|---|---|---|---|---|"
 
 
@@ -87,8 +90,8 @@ def tuned(path: Path, runs: Path, tune: Mapping[str, Any]) -> tuple[dict[str, An
     return dict(zip(keys, best, strict=True)), "; ".join(said)
 
 
-def kept(result: Mapping[str, Any], chosen: str) -> dict[str, Any]:
-    """Of a result, what the page shows."""
+def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a result and the ledger's operations, what the page shows."""
     details = result["details"]
     more = [chosen] if chosen else []
     if "formula_bytes" in details:
@@ -112,6 +115,10 @@ def kept(result: Mapping[str, Any], chosen: str) -> dict[str, Any]:
         found["perplexity"] = round(result["perplexity"], 3)
     if before is not None:
         found["before"] = round(100 * before, 3)
+    if "target_accuracy" in operations:
+        tmac, rounds = operations["tmac"], operations["rounds_to_target"]
+        found["rounds_to_target"] = NEVER if rounds is None else rounds
+        found["tmac"] = NEVER if tmac is None else float(f"{tmac / 1e9:.4g}")
     return found
 
 
@@ -136,6 +143,10 @@ def cell(key: str, found: Sequence[Mapping[str, Any]]) -> str:
     how = COLUMNS[key][1]
     if not values or how == "spread":
         return spread(values) if values else ""
+    if how == "reached":
+        reached = [v for v in values if v != NEVER]
+        few = "" if len(reached) == len(values) else f" ({len(reached)} of {len(values)} seeds)"
+        return spread(reached) + few if reached else NEVER
     if how == "first":
         return f"{values[0]:g}"
     if how == "words":
@@ -271,7 +282,8 @@ def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int
                 found[str(seed)] = found[str(seeds[0])]
                 continue
             where = runs / f"{path.stem}{point and f'.{point}'}-seed{seed}"
-            found[str(seed)] = kept(finished(path, where, changes | keys | {"run.seed": seed}), chosen)
+            result = finished(path, where, changes | keys | {"run.seed": seed})
+            found[str(seed)] = kept(result, chosen, Run.open(where).manifest["ledger"].get("operations", {}))
             if text.get("audit"):
                 found[str(seed)]["curve"] = audited(where, text["audit"])
         out[f"{name}{point and f'.{point}'}"] = found

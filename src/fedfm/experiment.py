@@ -28,7 +28,7 @@ ENGINES = ("local", "simulation", "deployment")
 class PrivacySpec:
     """The [privacy] table: what is claimed, and how it is kept."""
 
-    aggregator: str = field(default="plain", metadata={"help": "plain or secagg"})
+    aggregator: str = field(default="plain", metadata={"help": "plain; secagg is not in this release"})
     mechanism: str | None = field(default=None, metadata={"help": "gaussian, distributed_gaussian, dp_sgd"})
     unit: str | None = field(default=None, metadata={"help": "client or record"})
     target_epsilon: float | None = field(default=None, metadata={"help": "calibrate the noise to this epsilon"})
@@ -171,20 +171,22 @@ class Experiment:
             raise InputError("run.local_scores: accuracies of single clients are covered by no [privacy]; drop one")
         if run.patience and not self.data.val_fraction:
             raise InputError("run.patience: early stopping judges validation rows; set data.val_fraction, e.g. 0.1")
+        self.aggregation.validate()
+        method = self.method
         if self.privacy is not None:
             self._validate_privacy(self.privacy)
+            method = method.protected(self.privacy)  # it may call other client halves
         if self.attack is not None:
             if self.in_memory:
                 raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it")
-            self.attack.validate(self.method, self.method_name)
-        self._validate_aggregation()
+            self.attack.validate(method, self.method_name)
+        self._validate_aggregation(method)
 
-    def _validate_aggregation(self) -> None:
-        self.aggregation.validate()
+    def _validate_aggregation(self, method: Any) -> None:
         if isinstance(self.aggregation, Mean):
             return
         name = name_of("aggregation", self.aggregation)
-        if not self.method.averages():
+        if not method.means:
             raise InputError(f'aggregation.name = "{name}": method "{self.method_name}" takes no mean; drop it')
         if self.privacy is not None:
             raise InputError(f'aggregation.name = "{name}": [privacy] is accounted for the mean; drop one of the two')
@@ -204,13 +206,15 @@ class Experiment:
             )
 
     def _validate_privacy(self, privacy: PrivacySpec) -> None:
+        one_of("privacy.aggregator", privacy.aggregator, ("plain", "secagg"))
+        if privacy.aggregator == "secagg":
+            raise InputError(f'privacy.aggregator = "secagg": {self._why_not_hidden()}')
         for key in ("target_epsilon", "noise_multiplier", "clip_norm", "halt_at_epsilon"):
             value = getattr(privacy, key)
             if value is not None and not value > 0:
                 raise InputError(f"privacy.{key} = {value}: expected a number above 0")
         if privacy.delta is not None and not 0 < privacy.delta < 1:
             raise InputError(f"privacy.delta = {privacy.delta}: expected a number in (0, 1)")
-        one_of("privacy.aggregator", privacy.aggregator, ("plain",))
         for key in ("noise_multiplier", "clip_norm", "halt_at_epsilon"):
             if getattr(privacy, key) is not None:
                 raise InputError(f"privacy.{key}: no mechanism of this release takes it; drop it")
@@ -221,6 +225,18 @@ class Experiment:
         if privacy.unit is None:
             raise InputError('privacy.unit is missing: expected "record" or "client", what one protected unit is')
         one_of("privacy.unit", privacy.unit, ("record", "client"))
+
+    def _why_not_hidden(self) -> str:
+        """What speaks against hiding updates in their sum."""
+        if not isinstance(self.aggregation, Mean):
+            name = name_of("aggregation", self.aggregation)
+            return f'a robust rule compares single updates, secure aggregation hides them; drop it or "{name}"'
+        if self.method.asks:
+            seen = " and ".join(self.method.asks)
+            return f'the server of method "{self.method_name}" looks at single replies ({seen}); expected "plain"'
+        if not self.method.means:
+            return f'method "{self.method_name}" sends no update that could be hidden; drop [privacy]'
+        return 'secure aggregation is not in this release, the server sees each update; expected "plain"'
 
     def server_only(self) -> dict[str, Any]:
         """What of the method only the server may know, by key."""

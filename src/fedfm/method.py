@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
@@ -32,6 +29,9 @@ class Method(ABC, Generic[S]):
         rounds: number of communication rounds; 0 evaluates the start.
         own_models: every client ends with a model of its own.
         adaptation: what is trainable when the experiment does not say.
+        means, asks: names of the client halves that its rounds call, by ``fed.mean`` and by ``fed.ask``. Robust
+            aggregation needs a mean, an [attack] something that is called, secure aggregation that nothing is asked.
+            A contract test compares them with what crosses.
     """
 
     rounds: int
@@ -39,6 +39,8 @@ class Method(ABC, Generic[S]):
     adaptation: ClassVar[str] = "lora"
     keeps_foundation: ClassVar[bool] = False  # no message carries its foundation model: a contract test listens
     adaptations: ClassVar[tuple[str, ...]] = ()  # the only ones that it takes; empty: all
+    means: ClassVar[tuple[str, ...]] = ()  # the server takes the mean of their updates
+    asks: ClassVar[tuple[str, ...]] = ()  # the server sees each of their replies
     state_type: ClassVar[Any] = Params  # the class of S, by which a checkpoint is read back
 
     @abstractmethod
@@ -133,10 +135,6 @@ class Method(ABC, Generic[S]):
         """
         return {}
 
-    def averages(self) -> bool:
-        """Whether its rounds take means of updates, so that another rule than the mean has something to do."""
-        return mentions(self, "mean")
-
     def yardsticks(self) -> dict[str, Method[Any]]:
         """Runs to set beside one of this method, by name; `fedfm run --yardsticks` makes them."""
         return {}
@@ -184,36 +182,8 @@ def with_model(state: Any, old: Params, new: Params) -> Any:
     raise TypeError(f"a state {type(state).__name__} holds no model that could be replaced")
 
 
-def mentions(method: Method[Any], name: str) -> bool:
-    """Whether the server half of a method, of those in its fields, or their modules' own functions use a name.
-
-    Only what is not overridden counts: ``local`` inherits FedAvg's client half and never calls it.
-    """
-    return any(name in _names(fn.__code__) for fn in _functions(method)) or any(
-        mentions(part, name) for part in nested(method)
-    )
-
-
 def nested(method: Any) -> Iterator[Method[Any]]:
     """The methods in the fields of a method."""
     for f in dataclasses.fields(method):
         if isinstance(value := getattr(method, f.name, None), Method):
             yield value
-
-
-def _functions(method: Method[Any]) -> Iterator[FunctionType]:
-    cls = type(method)
-    for name in dir(cls):
-        member = inspect.getattr_static(cls, name)
-        if isinstance(member, FunctionType) and member.__module__ != __name__ and not hasattr(member, "on_client"):
-            yield member
-            yield from (c.cell_contents for c in member.__closure__ or () if isinstance(c.cell_contents, FunctionType))
-    for module in {c.__module__ for c in cls.__mro__} - {__name__, "abc", "builtins", "typing"}:
-        for member in vars(sys.modules[module]).values():
-            if isinstance(member, FunctionType) and member.__module__ == module:
-                yield member
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
-    return set(code.co_names).union(*inner)

@@ -10,6 +10,7 @@ import torch
 
 from fedfm import api
 from fedfm.attacks.extraction import relative_error
+from fedfm.audits import extraction
 from fedfm.audits.audit import perform
 from fedfm.audits.coalition import Pull, Rounds
 from fedfm.audits.extraction import Clipped, recover, turned, verdict
@@ -120,6 +121,30 @@ def test_hidden_sums_change_nothing(default):
     _, found = default
     assert found["extraction.hidden_sums"].estimate == found["extraction.all_colluding"].estimate
     assert found["extraction.hidden_sums"].verdict == "leaks"
+
+
+def test_it_computes_on_one_thread_and_leaves_the_number_of_threads_as_it_was(folder, monkeypatch):
+    """Threads that wait for each other took seven times the time of one."""
+    from threadpoolctl import threadpool_info
+
+    seen, true_recover = [], extraction.recover
+
+    def recover(*args, **keys):
+        blas = {p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas"}
+        seen.append((torch.get_num_threads(), blas))
+        return true_recover(*args, **keys)
+
+    path = run(folder, "threads", rounds=2)
+    monkeypatch.setattr(extraction, "recover", recover)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        perform(path, ["extraction"])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen
+    assert all(found == (1, {1}) for found in seen)
 
 
 def test_some_only_estimate_it(default):

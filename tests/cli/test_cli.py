@@ -378,7 +378,7 @@ BASE = '[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "f
         (BASE + "[method.local]\nlearning_rate = -1.0\n", "method.local.learning_rate"),
         (BASE + '[method.local]\nname = "sgdd"\n', 'did you mean "sgd"'),
         (BASE + "[privacy]\ntarget_epsilon = 0.0\n", "privacy.target_epsilon"),
-        (BASE + '[privacy]\naggregator = "secagg"\n', "privacy.aggregator"),
+        (BASE + '[privacy]\naggregator = "secag"\n', 'did you mean "secagg"'),
         (BASE.replace('"fedavg"', '"fedvag"'), 'did you mean "fedavg"'),
         (BASE.replace('"fedavg"', '"scaffold"') + "[method.local]\nmomentum = 0.9\n", "scaffold"),
         (BASE.replace('name = "digits"', 'name = "digits"\npath = "x.csv"'), "exactly one of"),
@@ -396,6 +396,32 @@ def test_a_wrong_experiment_is_refused_with_its_place_and_leaves_nothing(tmp_pat
     assert code == 2
     assert words in err
     assert "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("", "is not in this release"),
+        ('[aggregation]\nname = "trimmed_mean"\n', "a robust rule compares single updates, secure aggregation hides"),
+        ('method.name = "kd"', 'of method "kd" looks at single replies (learn)'),
+        ('method.name = "fedpft"', 'of method "fedpft" looks at single replies (summarise)'),
+        ('method.name = "local"', 'of method "local" looks at single replies (train_alone)'),
+        ('method.name = "fedfed"', "looks at single replies (share)"),
+        ('method.name = "zero_shot"', "sends no update that could be hidden"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_secure_aggregation_is_refused_with_the_reason(tmp_path, capsys, command, change, why):
+    path = tmp_path / "exp.toml"
+    text = BASE + '[privacy]\naggregator = "secagg"\n'
+    key, _, value = change.partition(" = ")
+    path.write_text(text.replace('"fedavg"', value) if key == "method.name" else text + change)
+    code, _, err = call(capsys, command, path, *(("--out", tmp_path / "r") if command == "run" else ()))
+    assert code == 2
+    assert 'privacy.aggregator = "secagg": ' in err
+    assert why in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "r").exists()
 

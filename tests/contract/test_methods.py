@@ -88,6 +88,35 @@ class TestEveryMethod:
         assert Experiment.from_dict(tomllib.loads(e.to_toml())).to_dict() == e.to_dict()
 
 
+def crossed(folder):
+    """(client halves whose replies came as a mean, those whose replies the server saw), by a run's messages."""
+    lines = [json.loads(line) for line in (folder / "messages.jsonl").read_text().splitlines()]
+    named = [line["handler"].split(".", 1) for line in lines if line["counted"]]
+    return tuple({name.split("_", 1)[1] for kind, name in named if kind == verb} for verb in ("train", "query"))
+
+
+RECORD = {"unit": "record", "target_epsilon": 100.0, "delta": 1e-5}
+SETTINGS = [
+    *((name, {}, {}) for name in METHODS),
+    *((name, {"base": {"name": base}}, {}) for name in ("fedbaf", "weight_init") for base in ("scaffold", "fedadam")),
+    ("ccvr", {"rounds": 1}, {}),
+    ("fedpft", {"verify": True}, {}),
+    ("fedpft", {"topology": "chain", "verify": True}, {}),
+    ("fedpft", {"pooled": True}, {}),  # says nothing without [privacy]
+    ("fedpft", {"components": 1}, {"privacy": RECORD}),
+    ("fedpft", {"components": 2}, {"privacy": RECORD}),
+    ("fedpft", {"components": 1, "pooled": True}, {"privacy": RECORD}),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "more"), SETTINGS)
+def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path):
+    tables = experiment_of(name, tmp_path, **({"rounds": 2} | keys)) | more
+    fedfm.run(tables, tmp_path / "run")
+    method = Experiment.from_dict(tables).method
+    assert (set(method.means), set(method.asks)) == crossed(tmp_path / "run")
+
+
 @pytest.mark.parametrize("name", TRAINED)
 class TestEveryTrainedMethod:
     def test_same_seed_same_bits_whatever_runs_it(self, name, tmp_path):

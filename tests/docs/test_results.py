@@ -133,6 +133,27 @@ def test_a_grid_is_run_point_by_point_with_a_model_made_for_it_and_audited(
     assert len(reproduce.curves(found)) == 1 + 2 * 2 + 1
 
 
+def test_the_operations_to_a_target_come_from_the_ledger(
+    reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t__r.toml"
+    path.write_text(ROW.replace('name = "fedbaf"', 'name = "fedavg"').replace('foundation = ".data/secret"', ""))
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    found = reproduce.results(path, tmp_path / ".runs", {}, [0, 1], tmp_path)
+    assert reproduce.row("r", found["r"], ("rounds_to_target", "tmac")) == "| r |  |  |"  # there is no target
+    lines = (tmp_path / ".runs/t__r-seed1/metrics.jsonl").read_text().splitlines()
+    accuracy = [line["accuracy"] for line in map(json.loads, lines)]  # before the first round, and after each
+    grid = {"best": {"run.target_accuracy": max(accuracy)}, "high": {"run.target_accuracy": 1.0}}
+    found = reproduce.results(path, tmp_path / ".runs", {"grid": grid}, [1], tmp_path)
+    ledger = json.loads((tmp_path / ".runs/t__r.best-seed1/manifest.json").read_text())["ledger"]["operations"]
+    rounds = accuracy.index(max(accuracy))
+    assert found["r.best"]["1"]["rounds_to_target"] == rounds
+    assert found["r.best"]["1"]["tmac"] == pytest.approx(ledger["macs"] * rounds / 2 / 1e9, rel=1e-3)
+    assert reproduce.row("r", found["r.high"], ("rounds_to_target", "tmac")) == "| r | not reached | not reached |"
+    both = {"0": {"tmac": 2.0}, "1": {"tmac": reproduce.NEVER}}
+    assert reproduce.cell("tmac", list(both.values())) == "2.0 (1 of 2 seeds)"
+
+
 def test_a_text_is_its_training_part_and_then_its_test_part(
     reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

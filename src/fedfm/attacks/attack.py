@@ -19,7 +19,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.federation import Client, ClientId, Update
-from fedfm.method import Method, mentions, nested
+from fedfm.method import Method, nested
 from fedfm.training import Local
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ class Attack:
 
 def needs_updates(method: Method[Any], name: str, attack: str) -> None:
     """Refuse a method whose clients send no updates that an attacker could turn or scale."""
-    switched_off = type(method).averages is not Method.averages and not method.averages()
-    if switched_off or not any(get_type_hints(fn).get("return") is Update for fn in _halves(method)):
+    if not any(get_type_hints(fn).get("return") is Update for fn in _halves(method)):
         raise InputError(f'attack.name = "{attack}": the clients of method "{name}" send no updates; "label_shuffle"?')
 
 
@@ -104,11 +103,7 @@ def with_locals(method: Any, change: Callable[[Local], Local]) -> Any:
 
 def _halves(method: Method[Any]) -> list[Callable[..., Any]]:
     """The client halves that a method, or one nested in it, calls in its rounds."""
-    found = [
-        getattr(method, name)
-        for name in dir(type(method))
-        if getattr(getattr(type(method), name, None), "on_client", False) and mentions(method, name)
-    ]
+    found = [getattr(method, name) for name in (*method.means, *method.asks) if hasattr(method, name)]
     return found + [fn for part in nested(method) for fn in _halves(part)]
 
 

@@ -200,7 +200,7 @@ def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: f
     # p is a combination of the E_t and the v_t: their inner products are all that the repetitions need.
     inner = np.zeros((2 * n, 2 * n))
     for start in range(0, u.shape[1], BLOCK):
-        z = _from_middle(u[used, start : start + BLOCK], v[used, start : start + BLOCK])[0]
+        z = _from_middle(u[used, start : start + BLOCK], v[used, start : start + BLOCK])
         inner += z @ z.T
     a = 1.5 * l
     weights = np.zeros(2 * n)
@@ -216,8 +216,9 @@ def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: f
             break
     x = np.empty(u.shape[1])
     for start in range(0, u.shape[1], BLOCK):
-        z, middle = _from_middle(u[used, start : start + BLOCK], v[used, start : start + BLOCK])
-        x[start : start + BLOCK] = middle + weights @ z
+        part = slice(start, start + BLOCK)
+        x[part] = (weights[:n] + weights[n:]) @ v[used, part].astype(np.float64)  # E = v - u
+        x[part] -= weights[:n] @ u[used, part].astype(np.float64)
     every = np.zeros(len(u))
     every[used] = a
     return x, every
@@ -295,8 +296,10 @@ def _held(gram: Array, right: Array, start: Array, low: Array, high: Array) -> A
     return c
 
 
-def _from_middle(u: Array, v: Array) -> tuple[Array, Array]:
-    """(E_t and then v_t from their mean, (2 T, p); that mean): sums of large equal parts would lose digits."""
-    u, v = u.astype(np.float64), v.astype(np.float64)
-    middle = v.mean(0)
-    return np.concatenate([v - u, v - middle]), middle
+def _from_middle(u: Array, v: Array) -> Array:
+    """E_t and then v_t from their mean, (2 T, p) float64: sums of large equal parts would lose digits."""
+    z = np.empty((2 * len(u), u.shape[1]))
+    z[: len(u)] = v
+    z[len(u) :] = z[: len(u)] - z[: len(u)].mean(0)
+    z[: len(u)] -= u
+    return z

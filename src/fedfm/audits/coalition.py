@@ -224,11 +224,12 @@ class Rounds:
         self.method, self._rounds, self._seed, self._every = method, rounds, seed, evaluate_every
         self._aggregator = aggregator
         cohort = max(math.floor(method.fraction * clients), 1)
-        fits = MEMORY // (4 * max(trainable, 1) * (cohort + 2))
+        fits = MEMORY // (4 * max(trainable, 1) * (cohort + 3))
         self.most = max(2, min(max(ROUNDS, math.ceil(3 / method.fraction)), fits))
         self.turns: list[Turn] = []
         self.curve: list[dict[str, float]] = []
         self.asked: dict[int, set[ClientId]] = {}
+        self._sent: dict[int, Array] = {}  # what the model of a kept round is of the target
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         self.last = self.model(turn.after)
@@ -244,6 +245,8 @@ class Rounds:
         mean, self._own = self.server.step(turn, self._own)
         tau, used = self._pull(mean, self.model(turn.before), turn.round)
         w = self.target.of(self.model(turn.after))
+        if self.turns[-1] is turn:
+            self._sent[turn.round] = w
         self.curve.append(
             {
                 "round": turn.round,
@@ -279,7 +282,7 @@ class Rounds:
             if used and self.sees(members, turn.round):
                 rounds.append(turn.round)
                 u.append(self.target.of(mean))
-                v.append(self.target.of(self.model(turn.after)))
+                v.append(self._sent[turn.round])
                 guess.append(used)
         size = len(self.target.truth)
         return Lines(

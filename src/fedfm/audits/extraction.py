@@ -25,6 +25,8 @@ from fedfm.methods.fedbaf import LOG_RANGE, FedBaF
 from fedfm.params import Layout, Mean, Params
 from fedfm.privacy.gaussian import sigma_for
 from fedfm.rundir import Run
+from fedfm.serve import single_thread
+from fedfm.training.threads import one_thread
 
 Array = NDArray[Any]
 LINE = 0.1  # relative error below which the model counts as disclosed
@@ -67,6 +69,11 @@ class Extraction(Audit):
         )
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        # Long vectors, small matrices: threads that wait for each other cost many times what they compute.
+        with single_thread(), one_thread():
+            return self._findings(replay, notice)
+
+    def _findings(self, replay: Replay, notice: Callable[[str], None]) -> list[Finding]:
         rounds = replay.watched["extraction"]
         assert isinstance(rounds, Rounds)  # noqa: S101 - what watch() made
         if not any(r["pull"] for r in rounds.curve):

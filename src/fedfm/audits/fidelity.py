@@ -62,24 +62,24 @@ class Fidelity:
     def _true(self) -> Tensor:
         return _centred(self._features(self._true_model, self._test))
 
-    def cosine(self, w: Params) -> float:
-        """Mean cosine with the true model's features; 0 for features that do not differ from row to row."""
-        ours = _centred(self._features(w, self._test))
-        return float(torch.nn.functional.cosine_similarity(ours, self._true, dim=1).mean())
-
     def ability(self, w: Params) -> Ability:
         """All of it."""
         scores: dict[str, Any] = {}
         if self._whole:
             self._model.load(w)
             scores = self._model.evaluate(self._test)
-        return Ability(self.cosine(w), self._probe(w), scores.get("accuracy"), scores.get("perplexity"))
+        judged = self._features(w, self._test)
+        return Ability(self._cosine(judged), self._probe(w, judged), scores.get("accuracy"), scores.get("perplexity"))
 
-    def _probe(self, w: Params) -> float | None:
+    def _cosine(self, judged: Tensor) -> float:
+        """Mean cosine with the true model's features; 0 for features that do not differ from row to row."""
+        return float(torch.nn.functional.cosine_similarity(_centred(judged), self._true, dim=1).mean())
+
+    def _probe(self, w: Params, judged: Tensor) -> float | None:
         """Ridge regression of the classes' indicators on standardised features, in float64."""
         if self._train.labels is None or self._test.labels is None or self._model.head is None:
             return None
-        x, z = (self._features(w, rows).double().numpy() for rows in (self._train, self._test))
+        x, z = (features.double().numpy() for features in (self._features(w, self._train), judged))
         middle, scale = x.mean(0), x.std(0) + 1e-12
         x, z = (x - middle) / scale, (z - middle) / scale
         y = np.eye(len(self._model.classes))[self._train.labels.numpy()]

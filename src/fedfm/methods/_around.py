@@ -43,6 +43,16 @@ class Around(Method[Any]):
         object.__setattr__(self, "base", dataclasses.replace(self.base, **settings))
 
     @property
+    def means(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The base method's."""
+        return self.base.means
+
+    @property
+    def asks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The base method's."""
+        return self.base.asks
+
+    @property
     def state_type(self) -> Any:
         """The base method's."""
         return self.base.state_type

@@ -11,6 +11,7 @@ client has seen stays at 0 too. The server sees what its aggregator shows of the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedfm.federation import Client, Federation, Update, on_client
 from fedfm.methods._one_shot import OwnHeads, zeros_for_unseen
@@ -20,6 +21,8 @@ from fedfm.params import Params
 @dataclass(frozen=True)
 class Average(OwnHeads):
     """The mean of the clients' heads, weighted by their numbers of rows."""
+
+    means: ClassVar[tuple[str, ...]] = ("train",)
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         return fed.mean(self.train)  # w = sum_k n_k/n w_k

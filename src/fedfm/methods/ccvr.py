@@ -35,6 +35,11 @@ class CCVR(FedAvg):
     virtual: int = field(default=100, metadata={"help": "M_c, virtual features a class"})
     head: HeadSpec = field(default=HeadSpec(), metadata={"help": "how the head is trained on them"})
 
+    @property
+    def means(self) -> tuple[str, ...]:  # type: ignore[override]
+        """FedAvg's before the last round, and the last one's own."""
+        return ("train", "moments") if self.rounds > 1 else ("moments",)
+
     def init(self, fed: Federation) -> Params:
         _head_names(fed.model)
         return super().init(fed)

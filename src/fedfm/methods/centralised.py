@@ -21,6 +21,8 @@ class Centralised(FedAvg):
     """E epochs a round on the pooled rows, as many as the clients of a federated run do together."""
 
     pools: ClassVar[bool] = True
+    means: ClassVar[tuple[str, ...]] = ()
+    asks: ClassVar[tuple[str, ...]] = ("train_pooled",)
 
     weighting: str = field(default="size", metadata={"help": "unused: nothing is averaged"})
 

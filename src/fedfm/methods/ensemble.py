@@ -12,7 +12,7 @@ nothing of the row and would win every maximum: such heads have no say as long a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from fedfm.training.softmax import NOBODY
 @dataclass(frozen=True)
 class Ensemble(OwnHeads):
     """Each client trains a head of its own; all of them predict together."""
+
+    asks: ClassVar[tuple[str, ...]] = ("fit",)
 
     combine: str = field(default="max", metadata={"help": "the largest probability over the clients, or their mean"})
 

@@ -6,6 +6,7 @@ McMahan, Moore, Ramage, Hampson, Aguera y Arcas. AISTATS 2017. arXiv:1602.05629,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from fedfm.errors import InputError
 from fedfm.federation import Client, ClientId, Federation, Update, on_client
@@ -17,6 +18,8 @@ from fedfm.training import SGD, Local
 @dataclass(frozen=True)
 class FedAvg(Method[Params]):
     """Average of the clients' locally trained models, weighted by their numbers of examples."""
+
+    means: ClassVar[tuple[str, ...]] = ("train",)
 
     rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
     fraction: float = field(default=1.0, metadata={"help": "C, the fraction of clients that a round asks"})

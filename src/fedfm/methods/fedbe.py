@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from fedfm.rows import Rows
 @dataclass(frozen=True)
 class FedBE(OwnHeads):
     """The clients' heads, their mean, and draws from the Gaussian of them predict together."""
+
+    asks: ClassVar[tuple[str, ...]] = ("fit",)
 
     draws: int = field(default=15, metadata={"help": "M, heads sampled from the Gaussian"})
     members: str = field(default="all", metadata={"help": "of the ensemble: all (clients, mean, draws) or sampled"})

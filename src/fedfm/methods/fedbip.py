@@ -47,6 +47,7 @@ class FedBip(Method[Personal]):
     """Every client its own aggregate: the sum of all task vectors, weighted by how similar they are to its own."""
 
     own_models: ClassVar[bool] = True
+    asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Personal
 
     rounds: int = field(default=10, metadata={"help": "T, communication rounds; 0 evaluates the start"})

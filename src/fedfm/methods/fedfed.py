@@ -51,6 +51,8 @@ class FedFed(FedAvg):
 
     adaptation: ClassVar[str] = "head"
     adaptations: ClassVar[tuple[str, ...]] = ("head",)
+    means: ClassVar[tuple[str, ...]] = ("distil", "train")
+    asks: ClassVar[tuple[str, ...]] = ("share",)
     state_type: ClassVar[Any] = State
 
     distillation_rounds: int = field(default=5, metadata={"help": "T_d, averages of the generator q, in round 1"})

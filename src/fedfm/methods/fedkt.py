@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,8 @@ from fedfm.training.softmax import fit_rows
 @dataclass(frozen=True)
 class FedKT(OwnHeads):
     """Votes in two tiers: a client's teachers label the public rows for its students, all students for the server."""
+
+    asks: ClassVar[tuple[str, ...]] = ("publish", "students")
 
     public: float = field(default=0.1, metadata={"help": "share of each client's features that everybody gets"})
     partitions: int = field(default=2, metadata={"help": "s, of a client's rows: one student each"})

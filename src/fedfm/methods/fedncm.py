@@ -11,6 +11,7 @@ b = 0. Its softmax is no calibrated probability. The server sees what its aggreg
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from fedfm.training.softmax import NOBODY
 @dataclass(frozen=True)
 class FedNCM(OneShot):
     """One round: class sums and counts up, the nearest-class-mean head down."""
+
+    means: ClassVar[tuple[str, ...]] = ("sums",)
 
     distance: str = field(default="euclidean", metadata={"help": "to the class means: euclidean or cosine"})
 

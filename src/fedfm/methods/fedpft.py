@@ -223,6 +223,21 @@ class FedPFT(Method[State]):
             found["chain_accuracy"] = [judge(w)["accuracy"] for w in state.heads.values()]
         return found
 
+    @property
+    def means(self) -> tuple[str, ...]:  # type: ignore[override]
+        """With one noise for the federation: exact sums, for a mean."""
+        return ("sums",) if self.pooled and self.privacy is not None else ()
+
+    @property
+    def asks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What each client's mixtures travel by; with ``verify`` a second message."""
+        if self.means:
+            return ()
+        if self.privacy is not None:
+            return ("release" if self.components == 1 else "release_mixtures",)
+        sent = "summarise" if self.topology == "star" else "pass_on"
+        return (sent, "count_errors") if self.verify else (sent,)
+
     # --- settings -----------------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
@@ -235,9 +250,6 @@ class FedPFT(Method[State]):
 
     def spent(self) -> list[dict[str, Any]]:
         return private.ledger(self.privacy, self.components, self.iterations, self.pooled) if self.privacy else []
-
-    def averages(self) -> bool:
-        return self.pooled
 
     @property
     def _plan(self) -> Plan:

@@ -13,6 +13,7 @@ few rows hardly moves a head; the default here is larger.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ Head = tuple[Tensor, Tensor]  # (C, d), (C,)
 @dataclass(frozen=True)
 class KD(OneShot):
     """Along a chain of clients, each head teaches the next client's."""
+
+    asks: ClassVar[tuple[str, ...]] = ("learn",)
 
     temperatures: tuple[float, ...] = field(default=(1.0, 5.0, 10.0), metadata={"help": "T, to choose among"})
     alpha: float = field(default=0.5, metadata={"help": "share of the teacher in the loss; the labels have the rest"})

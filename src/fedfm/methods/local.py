@@ -18,6 +18,8 @@ class LocalOnly(FedAvg):
     """Nothing is averaged: client k goes on from its own model each round."""
 
     own_models: ClassVar[bool] = True
+    means: ClassVar[tuple[str, ...]] = ()
+    asks: ClassVar[tuple[str, ...]] = ("train_alone",)
     state_type: ClassVar[Any] = dict[str, Params]
 
     weighting: str = field(default="size", metadata={"help": "unused: nothing is averaged"})

@@ -7,6 +7,7 @@ arXiv:2103.00020, Section 3.1); for others it is the untrained head. No Algorith
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from fedfm.errors import InputError
 from fedfm.methods.fedavg import FedAvg
@@ -15,6 +16,8 @@ from fedfm.methods.fedavg import FedAvg
 @dataclass(frozen=True)
 class ZeroShot(FedAvg):
     """Evaluates the start; sends nothing."""
+
+    means: ClassVar[tuple[str, ...]] = ()
 
     rounds: int = field(default=0, metadata={"help": "0: nothing is trained"})
 
