@@ -18,9 +18,9 @@ The loops run on so many pairs as the tables say, and are scaled by K^2 over tha
 wall-clock seconds on two. The peak is the larger of torch's and NumPy's product of two square matrices of 3,000, in
 turn with ours; ours counts as 2 K^2 P operations for the similarities, although the symmetric half is computed once,
 and as many for the mixture. Goals are of one thread: on a machine that others use, torch's threads wait for each other
-and ours do not, which flatters ours on two. The error of cosines is against sums in float64. Each row is a process of its own. With
-K = 1,000 the vectors are read from files, and the results written into one; "memory" is what grows beside vectors and
-results that lie in memory (its peak less theirs), and with files all memory that no file backs.
+and ours do not, which flatters ours on two. The error of cosines is against sums in float64. Each row is a process of
+its own. With K = 1,000 the vectors are read from files, and the results written into one; "memory" is what grows beside
+vectors and results that lie in memory (its peak less theirs), and with files all memory that no file backs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fedfm import buffers
 from fedfm.pairwise import gram, mix
 from fedfm.params import Params, layout_of
 
-PAIRS = 128  # of a loop, about
+PAIRS = 64  # of a loop, about
 GOALS = {8: 12, 40: 30, 200: 60}
 TENSORS = {f"{m}.lora_{f}": shape for m in "qv" for f, shape in (("A", (8, 4096)), ("B", (4096, 8)))}
 BLOCK = sum(math.prod(shape) for shape in TENSORS.values())
@@ -165,8 +165,8 @@ def one(count: int, threads: int, millions: float, turns: int, folder: str | Non
             times |= {n: [timed(parts_of[n])[:2]] for n in ("gram", "mix")}
         found["memory"], found["file_mib"] = peak[0], 2 * count * of.nbytes / 2**20
     else:
-        times = common.interleave(parts_of, turns)
-        found["layers"] = [timed(by_layer)[:2] for _ in range(2)][-1]
+        times = common.interleave(parts_of, turns if count < 200 else 1)
+        found["layers"] = timed(by_layer)[:2]
         kept.pop("mixed", None)
 
         def step() -> None:

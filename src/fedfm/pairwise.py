@@ -29,6 +29,7 @@ from fedfm.threads import one_thread
 INNER = 512  # entries that one float32 product sums: the rounding of 10^6 such sums cancels out
 LONG = 1 << 16  # of a layer: fewer sums do not cancel well enough for 1e-7, and are cheap to make in float64
 BLOCK = 8192  # columns side by side, at least
+MOST = 1 << 15  # columns: torch widens so many on one thread
 ENTRIES = 1 << 18  # side by side, of few vectors: what the caches hold
 STRETCH = 1 << 18  # columns whose sum one thread makes
 SHORT = 10**8  # multiplications that take less time than threads to start
@@ -332,7 +333,7 @@ def _in_order(
 
 def _stretches(runs: Sequence[Sequence[Run]], count: int, wide: Sequence[bool]) -> list[Stretch]:
     """Of every layer; float64 entries, and all of a ``wide`` layer's, in float64."""
-    size = max(BLOCK, ENTRIES // count // BLOCK * BLOCK)
+    size = max(BLOCK, min(MOST, ENTRIES // count // BLOCK * BLOCK))
     found = []
     for layer, of in enumerate(runs):
         for dtype in (np.float32, np.float64):

@@ -250,17 +250,20 @@ def mapped(k):
 vectors = [mapped(k) for k in range(count)]
 weights = np.random.default_rng(99).normal(size=(1, count, count))
 small = [Params({"w": torch.randn(1 << 19)}) for _ in range(16)]
-gram(small), mix(weights, small)  # libraries take what they need for good
+gram(small, threads=1), mix(weights, small, threads=1)  # libraries take what they need of each thread for good
 del small
 taken = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
-resource.setrlimit(resource.RLIMIT_DATA, (taken + (32 << 20),) * 2)  # memory that no file backs
+before = resource.getrlimit(resource.RLIMIT_DATA)
+resource.setrlimit(resource.RLIMIT_DATA, (taken + (48 << 20), before[1]))  # memory that no file backs
 try:
     [v["w"].clone() for v in vectors]
 except RuntimeError as error:
     assert "memory" in str(error), error
 else:
     raise SystemExit("the limit does not bite")
-products, mixed = gram(vectors), mix(weights, vectors, onto=vectors, most=1 << 20)
+products = gram(vectors, threads=1)
+mixed = mix(weights, vectors, onto=vectors, threads=1, most=1 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, before)
 for i, k in ((0, 0), (3, 11), (15, 14)):
     want = float(np.dot(drawn(i).astype(np.float64), drawn(k).astype(np.float64)))
     assert abs(products[0, i, k] - want) < 1e-7 * entries, (i, k)
