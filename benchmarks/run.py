@@ -32,6 +32,7 @@ SCRIPTS: dict[str, list[str]] = {
     "memory": ["memory.py"],
     "workers": ["workers.py"],
     "fedbaf_step": ["fedbaf_step.py"],
+    "fedbip_server": ["fedbip_server.py"],
     "mixtures": ["mixtures.py", "--dims", "192", "384"],
 }
 INTRODUCTION = """# Performance

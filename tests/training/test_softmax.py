@@ -7,8 +7,8 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from fedfm.errors import InputError
+from fedfm.threads import one_thread
 from fedfm.training.softmax import NOBODY, HeadSpec, fit, fit_rows
-from fedfm.training.threads import one_thread
 
 
 def rows(n=300, d=6, c=4, seed=0):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fedfm.mixtures import full
 from fedfm.mixtures.mixture import COVARIANCES, Array, Mixture
-from fedfm.training.threads import one_thread
+from fedfm.threads import one_thread
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.errors import InputError
-from fedfm.training.threads import one_thread
+from fedfm.threads import one_thread
 
 Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once a pass: (x (n, d) float32, y (n,) int64), ...
 NOBODY = -1e4  # the logit of a class that nobody has sent: finite, since messages must be, and never the largest
