@@ -1,0 +1,59 @@
+"""The personalised family and its baselines against numbers worked by hand."""
+
+import pytest
+
+from fedfm.errors import InputError
+from fedfm.methods.ditto import Ditto
+from fedfm.methods.fedavg import FedAvg
+from fedfm.training import SGD, Proximal
+from fedfm.training import Ditto as DittoOptimiser
+from toy import federation, run
+
+# Full batches with learning rate 1 jump to the client's own mean.
+JUMP = SGD(learning_rate=1.0, batch_size=8)
+ROWS = {"a": [0.0], "b": [2.0, 2.0, 2.0]}
+
+
+def scalar(params):
+    return float(params["w"])
+
+
+def scalars(models):
+    return {client: scalar(w) for client, w in models.items()}
+
+
+def own(fed, method, state):
+    """Every client's own model, as the run's directory gets it."""
+    from fedfm.federation import each
+
+    return fed.ask(method.reveal, w=each({c: method.params_for(state, c) for c in fed.clients}))
+
+
+# --- Ditto ----------------------------------------------------------------------------------------------------------
+def test_ditto_ends_where_its_closed_form_says(tmp_path):
+    # Optima 0 and 2, one row each: the mean of both local models stays 1 = w. Each step of v on (v - a)^2/2 +
+    # lambda/2 (v - 1)^2 shrinks its distance to v* = (a + lambda)/(1 + lambda) by 1 - eta (1 + lambda) = .8.
+    method = Ditto(local=DittoOptimiser(learning_rate=0.1, epochs=5, batch_size=8, lambda_=1.0))
+    fed = federation(method, {"a": [0.0], "b": [2.0]}, tmp_path)
+    state = run(method, fed, 2)[-1]
+    assert scalar(state) == pytest.approx(1)
+    assert scalars(own(fed, method, state)) == pytest.approx({"a": 0.5 + 0.5 * 0.8**10, "b": 1.5 - 0.5 * 0.8**10})
+
+
+def test_dittos_shared_model_is_that_of_fedavg(tmp_path):
+    plain = SGD(learning_rate=0.3, batch_size=8)
+    for fraction in (1.0, 0.5):
+        ditto, fedavg = Ditto(local=plain, fraction=fraction), FedAvg(local=plain, fraction=fraction)
+        states = [run(m, federation(m, ROWS, tmp_path / f"{m}"[:6] / str(fraction)), 3)[-1] for m in (ditto, fedavg)]
+        assert scalar(states[0]) == scalar(states[1])
+
+
+def test_ditto_takes_a_plain_optimiser_for_both_models():
+    method = Ditto(local=SGD(learning_rate=0.3, epochs=4, momentum=0.9))
+    assert method.local == DittoOptimiser(learning_rate=0.3, epochs=4, momentum=0.9)
+    method.validate()
+    assert method.personal
+    with pytest.raises(InputError, match=r'method\.local\.name: ditto takes "ditto"'):
+        Ditto(local=Proximal()).validate()
+    with pytest.raises(InputError, match=r"method\.local\.lambda = -1"):
+        Ditto(local=DittoOptimiser(lambda_=-1)).validate()
