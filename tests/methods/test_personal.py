@@ -1,10 +1,13 @@
 """The personalised family and its baselines against numbers worked by hand."""
 
 import pytest
+import torch
 
 from fedfm.errors import InputError
 from fedfm.methods.ditto import Ditto
 from fedfm.methods.fedavg import FedAvg
+from fedfm.methods.ldawa import LDAWA, scaled
+from fedfm.params import Params
 from fedfm.training import SGD, Proximal
 from fedfm.training import Ditto as DittoOptimiser
 from toy import federation, run
@@ -57,3 +60,27 @@ def test_ditto_takes_a_plain_optimiser_for_both_models():
         Ditto(local=Proximal()).validate()
     with pytest.raises(InputError, match=r"method\.local\.lambda = -1"):
         Ditto(local=DittoOptimiser(lambda_=-1)).validate()
+
+
+# --- L-DAWA -----------------------------------------------------------------------------------------------------------
+def test_ldawa_by_hand():
+    w = Params({"x": torch.tensor([1.0, 0.0])})
+    clients = [Params({"x": torch.tensor(x)}) for x in ([2.0, 0.0], [0.0, 3.0])]
+    mean = sum(((scaled(w_k, w, {"x"}) - w)["x"] for w_k in clients), torch.zeros(2)) / 2
+    assert (w["x"] + mean).tolist() == [1, 0]
+
+
+def test_ldawa_leaves_what_has_no_angle():
+    w = Params({"B": torch.zeros(2, 1), "scale": torch.tensor(2.0), "mean": torch.tensor([1.0, 0.0])})
+    w_k = Params({"B": torch.tensor([[3.0], [4.0]]), "scale": torch.tensor(-5.0), "mean": torch.tensor([0.0, 7.0])})
+    found = scaled(w_k, w, {"B", "scale"})  # "mean" is a running statistic
+    assert found.sha256() == w_k.sha256()
+    assert scaled(w, w_k, {"B"}).sha256() == w.sha256()
+
+
+def test_ldawa_turns_back_what_points_away(tmp_path):
+    # From 1 the clients end at 3 and -1, with cosines 1 and -1: (3 + 1)/2, whatever their numbers of rows.
+    method = LDAWA(local=JUMP)
+    fed = federation(method, {"a": [3.0], "b": [-1.0, -1.0]}, tmp_path)
+    assert [scalar(w) for w in run(method, fed, 1)] == [1, 2]
+    assert {c.handler for c in fed.transcript.pending} == {"train.LDAWA_train"}  # the server needs the mean alone
