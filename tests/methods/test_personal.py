@@ -1,11 +1,19 @@
 """The personalised family and its baselines against numbers worked by hand."""
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
 
 from fedfm.errors import InputError
 from fedfm.methods.ditto import Ditto
 from fedfm.methods.fedavg import FedAvg
+from fedfm.methods.fedawa import FedAWA, softmax
+from fedfm.methods.fedawa import step as awa_step
 from fedfm.methods.ldawa import LDAWA, scaled
 from fedfm.params import Params
 from fedfm.training import SGD, Proximal
@@ -84,3 +92,55 @@ def test_ldawa_turns_back_what_points_away(tmp_path):
     fed = federation(method, {"a": [3.0], "b": [-1.0, -1.0]}, tmp_path)
     assert [scalar(w) for w in run(method, fed, 1)] == [1, 2]
     assert {c.handler for c in fed.transcript.pending} == {"train.LDAWA_train"}  # the server needs the mean alone
+
+
+# --- FedAWA -----------------------------------------------------------------------------------------------------------
+def by_definition(w, tau, a):
+    """One step of torch's own Adam on the vectors themselves."""
+    logits = torch.tensor(a, requires_grad=True)
+    optimiser = torch.optim.Adam([logits], lr=1e-3, betas=(0.5, 0.999))
+    lambda_ = torch.softmax(logits, 0)
+    near = sum(p * (1 - functional.cosine_similarity(w, w + x, dim=0)) for p, x in zip(lambda_, tau, strict=True))
+    mean = (lambda_[:, None] * tau).sum(0)
+    (near + sum(p * (x - mean).norm() for p, x in zip(lambda_, tau, strict=True))).backward()
+    optimiser.step()
+    return logits.detach().numpy()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.integers(2, 6))
+def test_fedawas_step_is_that_of_adam_on_its_objective(seed, K):
+    rng = np.random.default_rng(seed)
+    w, tau, a = rng.normal(size=9), rng.normal(size=(K, 9)), rng.uniform(0, 1, K)
+    G = (x := np.vstack([w, tau])) @ x.T
+    expected = by_definition(torch.from_numpy(w), torch.from_numpy(tau), a)
+    np.testing.assert_allclose(awa_step(a, G, 1e-3), expected, atol=1e-9)
+    assert not np.allclose(expected, a, atol=1e-4)
+
+
+def test_fedawas_step_without_slopes():
+    for tau in (np.zeros((3, 2)), np.ones((3, 2)), np.ones((1, 2))):  # nobody moved; all alike; one client
+        G = (x := np.vstack([[1.0, 2.0], tau])) @ x.T
+        a = np.full(len(tau), 1 / len(tau))
+        np.testing.assert_allclose(awa_step(a, G, 1e-3), a, atol=1e-12)
+    assert np.isfinite(awa_step(np.array([0.5, 0.5]), np.diag([0.0, 1.0, 1.0]), 1e-3)).all()  # from w = 0
+
+
+def test_a_round_of_fedawa_takes_the_weights_before_the_step(tmp_path):
+    # n_k/n = 1/4, 3/4; clients end at 0 and 2.
+    method = FedAWA(local=JUMP)
+    states = run(method, federation(method, ROWS, tmp_path), 2)
+    lambda_ = softmax(np.array([0.25, 0.75]))
+    assert scalar(states[1].w) == pytest.approx(2 * lambda_[1])
+    np.testing.assert_allclose(
+        np.abs(np.array([states[1].a[c] - x for c, x in (("a", 0.25), ("b", 0.75))])), 1e-3, 1e-4
+    )
+    assert scalar(states[2].w) == pytest.approx(2 * softmax(np.array([states[1].a["a"], states[1].a["b"]]))[1])
+
+
+def test_fedawa_keeps_the_logits_of_the_absent(tmp_path):
+    method = FedAWA(local=JUMP, fraction=0.5)
+    states = run(method, federation(method, {**ROWS, "c": [1.0], "d": [4.0, 4.0]}, tmp_path), 4)
+    for before, after in itertools.pairwise(states):
+        assert set(before.a) <= set(after.a)
+        assert len({c for c in after.a if after.a[c] != before.a.get(c)}) == 2  # of four, half
