@@ -1,6 +1,7 @@
 """The personalised family and its baselines against numbers worked by hand."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from fedfm.errors import InputError
 from fedfm.methods.ditto import Ditto
+from fedfm.methods.fedamp import FedAMP, squared_distances, weights
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedawa import FedAWA, softmax
 from fedfm.methods.fedawa import step as awa_step
@@ -144,3 +146,83 @@ def test_fedawa_keeps_the_logits_of_the_absent(tmp_path):
     for before, after in itertools.pairwise(states):
         assert set(before.a) <= set(after.a)
         assert len({c for c in after.a if after.a[c] != before.a.get(c)}) == 2  # of four, half
+
+
+# --- FedAMP -----------------------------------------------------------------------------------------------------------
+def test_fedamps_weights_by_hand():
+    xi = weights(np.array([[0.0, 1.0], [1.0, 0.0]]), sigma=1.0, alpha=0.5)
+    np.testing.assert_allclose(xi, [[0.8161, 0.1839], [0.1839, 0.8161]], atol=5e-5)
+    np.testing.assert_allclose(xi @ [0, 1], [0.1839, 0.8161], atol=5e-5)
+
+
+def test_fedamps_scale_is_the_median_squared_distance():
+    d = np.array([[0.0, 1, 4], [1, 0, 9], [4, 9, 0]])
+    others = np.exp(-d / 4) / 3 * (1 - np.eye(3))
+    np.testing.assert_allclose(weights(d), others + np.diag(1 - others.sum(1)))
+    d = np.array([[0.0, 0, 9], [0, 0, 9], [9, 9, 0]])  # two were never asked: 9 is the only distance there is
+    np.testing.assert_allclose(weights(d)[0], [2 / 3 - np.exp(-1) / 3, 1 / 3, np.exp(-1) / 3])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.floats(-100, 100), min_size=2, max_size=2), min_size=1, max_size=7))
+def test_fedamps_default_weights_are_means(points):
+    x = np.array(points)
+    xi = weights(squared_distances(x @ x.T))
+    np.testing.assert_allclose(xi.sum(1), 1)
+    assert (xi >= 0).all()
+    assert (np.diag(xi) >= 1 / len(x) - 1e-12).all()
+
+
+def test_two_rounds_of_fedamp(tmp_path):
+    method = FedAMP(local=JUMP, mu=0.0, sigma=1.0, alpha=0.5)
+    states = run(method, federation(method, {"a": [0.0], "b": [1.0]}, tmp_path, w=5.0), 2)
+    assert scalars(states[1].u) == {"a": 5, "b": 5}
+    assert scalars(states[1].w) == {"a": 0, "b": 1}
+    assert scalars(method.starts(states[2])) == pytest.approx({"a": 0.1839, "b": 0.8161}, abs=5e-5)
+    np.testing.assert_allclose(method.arrays(states[2])["weights"][0], weights(1 - np.eye(2), 1.0, 0.5), atol=1e-6)
+
+
+def test_fedamp_pulls_by_the_squared_distance(tmp_path):
+    # Two steps of .5 from u towards a with mu = 1: v1 = (u + a)/2; v2 = v1 - .5 ((v1 - a) + (v1 - u)) = v1. From 5:
+    # 2.5 and 3, apart .25 squared; then u by xi = .5 e^-.25, and half-way to a again.
+    local = SGD(learning_rate=0.5, batch_size=8, epochs=2)
+    method = FedAMP(local=local, mu=1.0, sigma=1.0, alpha=0.5)
+    states = run(method, federation(method, {"a": [0.0], "b": [1.0]}, tmp_path, w=5.0), 2)
+    assert scalars(states[1].w) == pytest.approx({"a": 2.5, "b": 3.0})
+    xi = 0.5 * math.exp(-0.25)
+    assert scalars(states[2].w) == pytest.approx({"a": (2.5 + 0.5 * xi) / 2, "b": (3 - 0.5 * xi + 1) / 2})
+
+
+def test_fedamp_hears_of_the_absent(tmp_path):
+    method = FedAMP(local=JUMP, fraction=0.34, mu=0.0)
+    fed = federation(method, {"a": [0.0], "b": [2.0], "c": [7.0]}, tmp_path)
+    for before, after in itertools.pairwise(run(method, fed, 4)):
+        came = [c for c in fed.clients if after.xi["xi"][0, fed.clients.index(c)].any()]
+        assert len(came) == 1
+        assert all(after.w[c] is before.w[c] and after.u[c] is before.u[c] for c in fed.clients if c not in came)
+        row = after.xi["xi"][0, fed.clients.index(came[0])].double().numpy()
+        assert (row > 0).all()
+        assert scalar(after.u[came[0]]) == pytest.approx(row @ [scalar(before.w[c]) for c in fed.clients])
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"alpha": 0.5}, "give method.sigma as well"),
+        ({"sigma": 0.0}, r"method\.sigma = 0\.0"),
+        ({"mu": -0.1}, r"method\.mu = -0\.1"),
+        ({"fraction": 0.0}, r"method\.fraction"),
+        ({"rounds": -1}, r"method\.rounds"),
+    ],
+)
+def test_fedamp_refuses(keys, says):
+    with pytest.raises(InputError, match=says):
+        FedAMP(**keys).validate()
+
+
+def test_fedamp_refuses_a_step_that_turns_a_models_own_weight_negative(tmp_path):
+    method = FedAMP(sigma=1.0, alpha=0.6)
+    method.validate()
+    run(method, federation(method, ROWS, tmp_path), 1)  # 1 - .6
+    with pytest.raises(InputError, match=r"method\.alpha = 0\.6: with 3 clients.*expected at most 0\.5"):
+        run(method, federation(method, ROWS | {"c": [1.0]}, tmp_path / "3"), 0)
