@@ -8,16 +8,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional
 
 from fedfm.errors import InputError
+from fedfm.federation import Client, ClientData
 from fedfm.methods.ditto import Ditto
+from fedfm.methods.fedala import FedALA
 from fedfm.methods.fedamp import FedAMP, squared_distances, weights
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedawa import FedAWA, softmax
 from fedfm.methods.fedawa import step as awa_step
 from fedfm.methods.ldawa import LDAWA, scaled
+from fedfm.models.wrap import wrap
 from fedfm.params import Params
+from fedfm.rows import Rows
 from fedfm.training import SGD, Proximal
 from fedfm.training import Ditto as DittoOptimiser
 from toy import federation, run
@@ -226,3 +231,95 @@ def test_fedamp_refuses_a_step_that_turns_a_models_own_weight_negative(tmp_path)
     run(method, federation(method, ROWS, tmp_path), 1)  # 1 - .6
     with pytest.raises(InputError, match=r"method\.alpha = 0\.6: with 3 clients.*expected at most 0\.5"):
         run(method, federation(method, ROWS | {"c": [1.0]}, tmp_path / "3"), 0)
+
+
+# --- FedALA -----------------------------------------------------------------------------------------------------------
+def test_fedala_learns_its_mixture_in_the_second_round(tmp_path):
+    # Round 1 as FedAvg's: clients end at 0 and 2, theta = 1.5. Round 2, client a: theta_hat = 1.5 W with slope 1.5 W,
+    # so that W shrinks by 1 - eta 1.5^2 = .55 each pass; client b: theta_hat - 2 = -.5 W, W shrinks by 1 - .2/4 = .95.
+    # Ten losses that deviate by less than 10 are there after eleven passes. theta stays 1.5.
+    method = FedALA(local=JUMP, eta=0.2, threshold=10.0, share=1.0)
+    fed = federation(method, ROWS, tmp_path)
+    states = run(method, fed, 2)
+    assert [scalar(w) for w in states] == pytest.approx([1, 1.5, 1.5])
+    assert scalars(own(fed, method, states[2])) == {"a": 0, "b": 2}
+    start = {"a": 1.5 * 0.55**11, "b": 2 - 0.5 * 0.95**11}
+    assert scalars(kept(tmp_path, "start")) == pytest.approx(start, rel=1e-5)
+    fed.begin(3)
+    method.step(fed, states[2], 3)  # one pass
+    start = {"a": 1.5 * 0.55**12, "b": 2 - 0.5 * 0.95**12}
+    assert scalars(kept(tmp_path, "start")) == pytest.approx(start, rel=1e-5)
+
+
+def kept(folder, key):
+    """What the toy clients keep under a name."""
+    from fedfm.memory import DiskMemory
+
+    return {client: DiskMemory(folder, client, (999, 0))[key] for client in ROWS}
+
+
+def test_fedala_learns_until_its_losses_settle(tmp_path):
+    method = FedALA(local=JUMP, eta=0.2, share=1.0)  # threshold .1
+    run(method, federation(method, ROWS, tmp_path), 2)
+    for client, loss, shrinks in (("a", 1.5**2 / 2, 0.55), ("b", 0.5**2 / 2, 0.95)):
+        losses = [loss]
+        while len(losses) <= 10 or np.std(losses[-10:]) >= 0.1:
+            losses.append(losses[-1] * shrinks**2)
+        assert scalar(kept(tmp_path, "W")[client]) == pytest.approx(shrinks ** len(losses), rel=1e-5)
+    assert len(losses) == 11  # of b; a takes one more, as its second loss is .34
+
+
+def test_two_steps_of_fedala_entry_by_entry():
+    """Against the formulas written out for a linear softmax of 4 features and 3 classes."""
+    draw = torch.Generator().manual_seed(3)
+    rows = Rows({"features": torch.randn(11, 4, generator=draw)}, labels=torch.arange(11) % 3)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = wrap(net, lambda m, b: functional.cross_entropy(m(b["features"]), b["labels"]), head="2")
+    random = lambda: Params({n: torch.randn(t.shape, generator=draw) for n, t in model.params().items()})  # noqa: E731
+    theta_i, theta, top = random(), random(), ("2.weight", "2.bias")
+    W = {name: torch.rand(theta[name].shape, generator=draw) for name in top}
+    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {"theta": theta_i, "W": Params(W)}, seed=1)
+    method = FedALA(local=SGD(batch_size=64), eta=0.7, share=1.0)
+    hidden = torch.tanh(rows.tensors["features"] @ theta["0.weight"].T + theta["0.bias"])  # below: the shared model's
+    onehot = functional.one_hot(rows.labels, 3).float()
+    for _ in range(2):
+        found = method.aggregated(client, theta)
+        hat = {n: theta_i[n] + (theta[n] - theta_i[n]) * W[n] for n in top}
+        error = (torch.softmax(hidden @ hat["2.weight"].T + hat["2.bias"], 1) - onehot) / 11
+        slope = {"2.weight": error.T @ hidden, "2.bias": error.sum(0)}
+        W = {n: (W[n] - 0.7 * slope[n] * (theta[n] - theta_i[n])).clamp(0, 1) for n in top}
+        for n in top:
+            torch.testing.assert_close(client.memory["W"][n], W[n])
+            torch.testing.assert_close(found[n], theta_i[n] + (theta[n] - theta_i[n]) * W[n])
+        assert torch.equal(found["0.weight"], theta["0.weight"])
+        assert torch.equal(found["0.bias"], theta["0.bias"])
+    assert any(((x == 0) | (x == 1)).any() for x in W.values())  # the clipping was met
+
+
+def test_fedala_stops_where_w_swings_for_ever(tmp_path, monkeypatch):
+    # Here it does not, but so slowly that the losses do not meet this threshold: the number of passes ends it.
+    monkeypatch.setattr("fedfm.methods.fedala.PASSES", 14)
+    method = FedALA(local=JUMP, eta=0.01, threshold=1e-12, share=1.0)
+    run(method, federation(method, ROWS, tmp_path), 2)
+    assert scalar(kept(tmp_path, "W")["a"]) == pytest.approx((1 - 0.01 * 1.5**2) ** 14, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"p": 0}, r"method\.p = 0"),
+        ({"eta": 0.0}, r"method\.eta"),
+        ({"share": 1.5}, r"method\.share"),
+        ({"threshold": 0.0}, r"method\.threshold"),
+        ({"local": DittoOptimiser()}, "a model of its own already"),
+    ],
+)
+def test_fedala_refuses(keys, says):
+    with pytest.raises(InputError, match=says):
+        FedALA(**keys).validate()
+
+
+def test_fedala_refuses_more_layers_than_there_are(tmp_path):
+    method = FedALA(p=2)
+    with pytest.raises(InputError, match=r"method\.p = 2: the model has 1 trained layers"):
+        run(method, federation(method, ROWS, tmp_path), 0)
