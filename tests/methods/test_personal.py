@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,21 +12,30 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+import fedfm
+from fedfm.engines.local import LocalLink
 from fedfm.errors import InputError
-from fedfm.federation import Client, ClientData
+from fedfm.experiment import Experiment
+from fedfm.federation import Aggregator, Client, ClientData, Federation
 from fedfm.methods.ditto import Ditto
 from fedfm.methods.fedala import FedALA
 from fedfm.methods.fedamp import FedAMP, squared_distances, weights
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedawa import FedAWA, softmax
 from fedfm.methods.fedawa import step as awa_step
+from fedfm.methods.fedper import FedPer
 from fedfm.methods.ldawa import LDAWA, scaled
+from fedfm.models.layers import halves
+from fedfm.models.load import load_model
+from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.wrap import wrap
 from fedfm.params import Params
 from fedfm.rows import Rows
+from fedfm.silo import Silos
 from fedfm.training import SGD, Proximal
 from fedfm.training import Ditto as DittoOptimiser
-from toy import federation, run
+from small import experiment, tiny_vit
+from toy import LINKS, Toys, federation, run
 
 # Full batches with learning rate 1 jump to the client's own mean.
 JUMP = SGD(learning_rate=1.0, batch_size=8)
@@ -323,3 +333,127 @@ def test_fedala_refuses_more_layers_than_there_are(tmp_path):
     method = FedALA(p=2)
     with pytest.raises(InputError, match=r"method\.p = 2: the model has 1 trained layers"):
         run(method, federation(method, ROWS, tmp_path), 0)
+
+
+# --- FedPer, FedRep ---------------------------------------------------------------------------------------------------
+class Sum:
+    """A body b and a head h, both a number: the loss of a row a is (b + h - a)^2 / 2."""
+
+    task, classes, kernels, adaptation = "regression", (), "exact", "full"
+    names, parts = ("body.b", "head.h"), SimpleNamespace(head="head", blocks=())
+
+    def __init__(self):
+        b, h = (nn.ParameterDict({name: nn.Parameter(torch.zeros(1))}) for name in "bh")
+        self.module = nn.ModuleDict({"body": b, "head": h})
+        self.layout = self.params().layout
+
+    def live(self):
+        return {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+
+    def params(self):
+        return Params(dict(self.module.named_parameters()))
+
+    def load(self, w):
+        with torch.no_grad():
+            for name, p in self.module.named_parameters():
+                p.copy_(w[name])
+
+    def loss(self, batch):
+        b, h = self.module.parameters()
+        return ((b + h - batch["a"]) ** 2 / 2).mean()
+
+    def evaluate(self, rows):
+        return {name: float(x) for name, x in self.params().items()}
+
+    def train_mode(self): ...
+
+    def eval_mode(self): ...
+
+
+class Sums(Toys):
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.model = Sum()
+
+
+def sums(method, rows, folder):
+    """A federation of such models on the local engine."""
+    population = Sums(rows)
+    LINKS.append(LocalLink(Silos(method, Aggregator(), population, memory=folder)))
+    return Federation(LINKS[-1], model=population.model)
+
+
+def pair(w):
+    return [float(w["body.b"]), float(w["head.h"])]
+
+
+TWO = {"a": [4.0], "b": [8.0, 8.0, 8.0]}
+QUARTER = SGD(learning_rate=0.25, batch_size=8)
+
+
+def test_two_rounds_of_fedper(tmp_path):
+    # From 0, 0 both move by .25 (a - b - h): 1, 1 and 2, 2; the body is (1 + 3 2)/4 = 1.75. Then by .25 1.25 = .3125
+    # and by .25 4.25 = 1.0625; the body is (2.0625 + 3 2.8125)/4 = 2.625.
+    method = FedPer(local=QUARTER)
+    fed = sums(method, TWO, tmp_path)
+    states = run(method, fed, 2)
+    assert [pair(s.w) for s in states] == [[0, 0], [1.75, 0], [2.625, 0]]  # no round changes the head's first value
+    models = own(fed, method, states[2])
+    assert {c: pair(w) for c, w in models.items()} == {"a": [2.0625, 1.3125], "b": [2.8125, 3.0625]}
+    started = fed.ask(method.evaluate_start, w=method.starts(states[2])[""], part="test")
+    assert {c: list(m.values()) for c, m in started.items()} == {"a": [1.75, 1], "b": [1.75, 2]}
+
+
+def test_fedpers_heads_do_not_travel(tmp_path):
+    method = FedPer(local=QUARTER)
+    fed = sums(method, TWO, tmp_path)
+    run(method, fed, 2)
+    sent = {(c.round, c.sender): c.nbytes for c in fed.transcript.pending}
+    assert sent[2, "server"] < sent[1, "server"]  # a head's first value goes down once
+    fedavg = FedAvg(local=QUARTER)
+    whole = sums(fedavg, TWO, tmp_path / "whole")
+    run(fedavg, whole, 1)
+    (update,) = {c.nbytes for c in whole.transcript.pending if c.sender == "a"}
+    assert sent[1, "a"] == sent[2, "a"] < update  # and none goes up
+
+
+def test_a_client_of_fedper_that_was_absent_begins_with_the_first_head(tmp_path):
+    method = FedPer(local=QUARTER, fraction=0.5)
+    fed = sums(method, TWO, tmp_path)
+    states = run(method, fed, 6)
+    for before, after in itertools.pairwise(states):
+        assert set(before.begun) <= set(after.begun)
+    assert states[1].begun in (("a",), ("b",))
+    assert states[-1].begun == ("a", "b")
+    first = next(t for t, s in enumerate(states) if len(s.begun) == 2)  # the other's first round
+    (late,) = set(states[first].begun) - set(states[first - 1].begun)
+    target, body = TWO[late][0], pair(states[first - 1].w)[0]
+    assert pair(states[first].w)[0] == pytest.approx(body + 0.25 * (target - body))  # from head 0
+
+
+@pytest.mark.parametrize("cls", [FedPer])
+def test_a_head_alone_is_refused(cls, tmp_path):
+    tables = experiment(tmp_path, method={"name": cls.__name__.lower()})
+    with pytest.raises(InputError, match=r'adaptation\.name = "head": method "fed\w+" takes .*"full".*"lora".*"top_l'):
+        Experiment.from_dict(tables)
+    tables["model"]["adaptation"] = {"name": "full"}  # of feature vectors that is a head, too
+    with pytest.raises(InputError, match=r"nothing of this model's body is trained.*full, lora or top_layers"):
+        fedfm.run(tables, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_head_is_refused(tmp_path):
+    method = FedPer()
+    with pytest.raises(InputError, match="nothing of this model's head is trained"):
+        run(method, federation(method, ROWS, tmp_path), 0)
+
+
+@pytest.mark.parametrize("adaptation", ["full", "lora", "ffa_lora", "top_layers"])
+def test_the_head_of_a_classifier(adaptation, tmp_path):
+    spec = ModelSpec(str(tiny_vit(tmp_path)), adaptation=AdaptationSpec(adaptation, rank=2))
+    model = load_model(spec, classes=("a", "b", "c"), kind="image")
+    body, head = halves(model)
+    assert sorted(model.params()[name].shape for name in head) == [(3,), (3, 8)]
+    assert body
+    assert {*body, *head} == set(model.names)
+    assert not any("classifier" in name for name in body)
