@@ -24,6 +24,7 @@ from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedawa import FedAWA, softmax
 from fedfm.methods.fedawa import step as awa_step
 from fedfm.methods.fedper import FedPer
+from fedfm.methods.fedrep import FedRep
 from fedfm.methods.ldawa import LDAWA, scaled
 from fedfm.models.layers import halves
 from fedfm.models.load import load_model
@@ -34,7 +35,7 @@ from fedfm.rows import Rows
 from fedfm.silo import Silos
 from fedfm.training import SGD, Proximal
 from fedfm.training import Ditto as DittoOptimiser
-from small import experiment, tiny_vit
+from small import experiment, pictures, tiny_vit
 from toy import LINKS, Toys, federation, run
 
 # Full batches with learning rate 1 jump to the client's own mean.
@@ -431,7 +432,18 @@ def test_a_client_of_fedper_that_was_absent_begins_with_the_first_head(tmp_path)
     assert pair(states[first].w)[0] == pytest.approx(body + 0.25 * (target - body))  # from head 0
 
 
-@pytest.mark.parametrize("cls", [FedPer])
+def test_a_round_of_fedrep(tmp_path):
+    # Head first, body still: .25 4 = 1, + .25 3 = 1.75 (and 2, 3.5 for 8); then the body: .25 2.25 and .25 4.5; a plain
+    # mean.
+    method = FedRep(local=QUARTER, head_epochs=2)
+    fed = sums(method, TWO, tmp_path)
+    state = run(method, fed, 1)[1]
+    assert pair(state.w) == [(0.5625 + 1.125) / 2, 0]
+    models = own(fed, method, state)
+    assert {c: pair(w) for c, w in models.items()} == {"a": [0.5625, 1.75], "b": [1.125, 3.5]}
+
+
+@pytest.mark.parametrize("cls", [FedPer, FedRep])
 def test_a_head_alone_is_refused(cls, tmp_path):
     tables = experiment(tmp_path, method={"name": cls.__name__.lower()})
     with pytest.raises(InputError, match=r'adaptation\.name = "head": method "fed\w+" takes .*"full".*"lora".*"top_l'):
@@ -457,3 +469,47 @@ def test_the_head_of_a_classifier(adaptation, tmp_path):
     assert body
     assert {*body, *head} == set(model.names)
     assert not any("classifier" in name for name in body)
+
+
+def test_fedrep_refuses():
+    with pytest.raises(InputError, match=r"method\.head_epochs = 0"):
+        FedRep(head_epochs=0).validate()
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+FAMILY = (FedAMP, FedALA, FedAWA, LDAWA, Ditto)
+
+
+@pytest.mark.parametrize("cls", FAMILY)
+def test_one_client_trains_alone(cls, tmp_path):
+    local = SGD(learning_rate=0.5, batch_size=8)
+    method = cls(local=local, **({"mu": 0.0} if cls is FedAMP else {}))
+    fed = federation(method, {"a": [3.0]}, tmp_path)
+    state = run(method, fed, 3)[-1]  # from 1 half-way to 3 each round
+    assert scalar(method.params_for(state, "a")) == pytest.approx(3 - 2 * 0.5**3)
+    if cls is FedALA:
+        assert scalar(own(fed, method, state)["a"]) == pytest.approx(3 - 2 * 0.5**3)
+
+
+@pytest.mark.parametrize("name", ["fedamp", "fedala", "fedawa", "ldawa", "ditto", "fedper", "fedrep"])
+def test_lora_with_absent_clients(name, tmp_path):
+    tables = experiment(tmp_path, method={"name": name, "rounds": 2, "local": {"learning_rate": 0.1, "batch_size": 16}})
+    tables["data"] = {"path": str(pictures(tmp_path, 80)), "partition": {"name": "iid", "clients": 3}}
+    tables["model"] = {"name": str(tiny_vit(tmp_path)), "adaptation": {"name": "lora", "rank": 2}}
+    if name == "fedrep":
+        tables["method"]["head_epochs"] = 2
+    result = fedfm.run(tables, tmp_path / "run")  # a round asks one of three
+    assert result["excluded"] == []
+    assert len(result["client_accuracy"]) == 3
+    personal = name not in ("fedawa", "ldawa")
+    assert (tmp_path / "run" / "clients").exists() == personal
+    assert ("server_accuracy" in result["details"]) == personal
+    for folder in (tmp_path / "run" / "clients").glob("*/adapter"):
+        assert (folder / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["ditto", "fedala"])
+def test_a_foundation_model_is_mixed_into_one_model_for_all(name, tmp_path):
+    tables = experiment(tmp_path, method={"name": "fedbaf", "foundation": "x", "base": {"name": name}})
+    with pytest.raises(InputError, match=r"method\.base"):
+        Experiment.from_dict(tables)
