@@ -15,7 +15,7 @@ from fedfm.errors import InputError
 from fedfm.experiment import Experiment
 from fedfm.method import Method
 from fedfm.registry import available, resolve
-from small import experiment
+from small import experiment, pictures, tiny_vit
 
 METHODS = sorted(available("methods"))
 TRAINED = [m for m in METHODS if m != "zero_shot"]
@@ -23,6 +23,8 @@ LEARNS = {  # what a method needs to learn from a few dozen rows
     "fedadam": {"server_learning_rate": 0.1},
     "fedyogi": {"server_learning_rate": 0.1},
     "kd": {"learning_rate": 0.05},
+    "fedper": {"local": {"name": "adam", "learning_rate": 0.01, "epochs": 2, "batch_size": 16}},
+    "fedrep": {"local": {"name": "adam", "learning_rate": 0.01, "epochs": 2, "batch_size": 16}},
 }
 
 
@@ -32,6 +34,9 @@ def experiment_of(name, folder, rounds=4, run=None, **keys):
     cls = resolve("methods", name)
     known = {"name", *(f.name for f in dataclasses.fields(cls))}
     tables["method"] = {key: value for key, value in tables["method"].items() if key in known}
+    if cls.adaptations and "head" not in cls.adaptations:  # something besides a head has to be trained
+        tables["data"]["path"] = str(pictures(folder, 120))
+        tables["model"] = {"name": str(tiny_vit(folder)), "adaptation": {"name": "full"}}
     if "foundation" in known:
         tables["method"] |= {"foundation": str(head(folder)), "identical": ["labels"]}
     others = {key: tables["method"][key] for key in ("foundation",) if key in known}

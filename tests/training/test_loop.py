@@ -6,9 +6,11 @@ from torch import nn
 from torch.nn import functional
 
 from fedfm.federation import Client, ClientData
+from fedfm.models.load import load_model
+from fedfm.models.spec import ModelSpec
 from fedfm.params import Params
 from fedfm.rows import Rows
-from fedfm.training import SGD, Adam, AdamW, loop
+from fedfm.training import SGD, Adam, AdamW, cohort, heads, loop
 from fedfm.training.job import Job
 
 
@@ -127,3 +129,41 @@ def test_the_start_and_the_frozen_parameters_stay_as_they_are():
     assert w.sha256() == before != got.sha256()
     assert torch.equal(model.module[0].bias, frozen)
     assert "0.bias" not in got
+
+
+@pytest.mark.parametrize("local", [SGD(batch_size=4, momentum=0.9, weight_decay=0.1), AdamW(batch_size=4)], ids=repr)
+def test_only_some_tensors_move_as_if_the_others_were_constants(local):
+    model, head = Tiny(), ("3.weight", "3.bias")
+    w = model.params()
+    job = Job(client(model), w, local, mu=0.5, correction=w.map(torch.ones_like) * 0.01, only=head)
+    (got,) = loop.train([job])
+    net = Tiny().module
+    net[0].requires_grad_(False)
+    options = {"lr": local.learning_rate, "weight_decay": local.weight_decay}
+    kind = torch.optim.AdamW if isinstance(local, AdamW) else torch.optim.SGD
+    optimiser = kind(net[3].parameters(), **options, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    rows = job.client.data.train
+    for index in job.orders():
+        optimiser.zero_grad()
+        functional.cross_entropy(net(rows.tensors["features"][index]), rows.labels[index]).backward()
+        with torch.no_grad():
+            for name, p in zip(head, net[3].parameters(), strict=True):
+                p.grad += job.mu * (p - w[name]) + 0.01
+        optimiser.step()
+    assert torch.equal(got["0.weight"], w["0.weight"])
+    torch.testing.assert_close(got["3.weight"], net[3].weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got["3.bias"], net[3].bias.detach(), rtol=1e-5, atol=1e-6)
+    assert all(p.requires_grad for p in model.live().values())
+    assert not torch.equal(
+        loop.train([Job(client(model), w, local)])[0]["0.weight"], w["0.weight"]
+    )  # the next moves all
+
+
+def test_trainers_of_whole_models_leave_the_rest_to_the_loop():
+    model = load_model(ModelSpec("features"), classes=("a", "b", "c"), kind="features", feature_dim=4)
+    assert cohort.trainer_for(model, SGD()) is heads.train
+    assert cohort.trainer_for(model, SGD(), ("head.bias",)) is loop.train
+    w = model.params()
+    got = cohort.train(Job(client(model), w, SGD(batch_size=4), only=("head.bias",)))
+    assert torch.equal(got["head.weight"], w["head.weight"])
+    assert not torch.equal(got["head.bias"], w["head.bias"])

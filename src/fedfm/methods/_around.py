@@ -78,6 +78,11 @@ class Around(Method[Any]):
 
     def validate(self) -> None:
         self.base.validate()
+        if type(self.base).own_models:
+            raise InputError(
+                "method.base.name: its clients have a model each, and a foundation model is mixed into one for all; "
+                'expected e.g. "fedavg"'
+            )
         if not self.foundation:
             raise InputError(
                 "method.foundation is missing: expected a built-in name, a folder or a hub id; only the server reads it"

@@ -30,6 +30,21 @@ def layers(model: Any, granularity: str) -> dict[str, tuple[str, ...]]:
     return {layer: tuple(names) for layer, names in found.items()}
 
 
+def halves(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(names of the body, names of the head) among a model's travelling tensors, running statistics included.
+
+    The head is the last linear layer and what PEFT trains in full beside its adapters (``modules_to_save``).
+    """
+    path = getattr(getattr(model, "parts", None), "head", "")
+
+    def is_head(name: str) -> bool:
+        module = module_of(name)
+        return ".modules_to_save." in name or (bool(path) and f"{module}.".startswith(f"{path}."))
+
+    names = model.names
+    return tuple(n for n in names if not is_head(n)), tuple(n for n in names if is_head(n))
+
+
 def module_of(name: str) -> str:
     """The module of a parameter, as the foundation model calls it: PEFT's wrapping and LoRA's A and B taken off."""
     path = name.removeprefix(_PEFT).replace(".modules_to_save.default", "")

@@ -36,17 +36,26 @@ class Local:
         },
     )
 
-    def __call__(self, client: Client, w: Params, *, mu: float = 0.0, correction: Params | None = None) -> Params:
+    def __call__(
+        self,
+        client: Client,
+        w: Params,
+        *,
+        mu: float = 0.0,
+        correction: Params | None = None,
+        only: tuple[str, ...] | None = None,
+    ) -> Params:
         """Train from ``w``; return the trained parameters.
 
         Args:
             mu: weight of the proximal term mu/2 ||v - w||^2 in the local objective.
             correction: added to every gradient (SCAFFOLD's c - c_k).
+            only: names of the tensors that move, the others stay as they are in ``w``; None: all.
         """
         from fedfm.training.cohort import train
         from fedfm.training.job import Job
 
-        client.trained = train(Job(client, w, self, mu, correction))
+        client.trained = train(Job(client, w, self, mu, correction, only))
         return client.trained
 
     @property
@@ -109,9 +118,17 @@ class Proximal(SGD):
 
     mu: float = field(default=0.01, metadata={"help": "weight of the squared distance to the start"})
 
-    def __call__(self, client: Client, w: Params, *, mu: float = 0.0, correction: Params | None = None) -> Params:
+    def __call__(
+        self,
+        client: Client,
+        w: Params,
+        *,
+        mu: float = 0.0,
+        correction: Params | None = None,
+        only: tuple[str, ...] | None = None,
+    ) -> Params:
         """As :class:`SGD`, with this mu added to the method's own."""
-        return super().__call__(client, w, mu=mu + self.mu, correction=correction)
+        return super().__call__(client, w, mu=mu + self.mu, correction=correction, only=only)
 
     def validate(self, where: str) -> None:
         """Also mu >= 0."""
@@ -142,13 +159,21 @@ class Ditto(Local):
         same = {f.name: getattr(self, f.name) for f in fields(Local)}
         return SGD(**same, momentum=self.momentum) if self.optimiser == "sgd" else BY_NAME[self.optimiser](**same)
 
-    def __call__(self, client: Client, w: Params, *, mu: float = 0.0, correction: Params | None = None) -> Params:
+    def __call__(
+        self,
+        client: Client,
+        w: Params,
+        *,
+        mu: float = 0.0,
+        correction: Params | None = None,
+        only: tuple[str, ...] | None = None,
+    ) -> Params:
         """Train w; in ``client.memory``, v as well."""
         v = client.memory.get("v", w)
         # lambda (v - w) = lambda (v - v_start) + lambda (v_start - w): a pull to the start, and a constant.
-        v = self.plain(client, v, mu=self.lambda_, correction=self.lambda_ * (v - w))
+        v = self.plain(client, v, mu=self.lambda_, correction=self.lambda_ * (v - w), only=only)
         client.memory["v"] = v
-        return self.plain(client, w, mu=mu, correction=correction)
+        return self.plain(client, w, mu=mu, correction=correction, only=only)
 
     def own(self, client: Client, w: Params) -> Params:
         """v_k; before the client has trained, w."""

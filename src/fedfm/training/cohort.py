@@ -33,11 +33,13 @@ def train(job: Job) -> Params:
     return _train_alone(job)
 
 
-def trainer_for(model: Any, local: Any = None) -> Trainer:
-    """The vectorised trainer of this model's kind if there is one and it knows the optimiser's loss, else the loop."""
+def trainer_for(model: Any, local: Any = None, only: Sequence[str] | None = None) -> Trainer:
+    """The vectorised trainer of this model's kind if there is one, it knows the optimiser's loss and all tensors move,
+    else the loop.
+    """
     from fedfm.training import heads, loop, packed
 
-    if getattr(local, "absent", "keep") != "keep":
+    if getattr(local, "absent", "keep") != "keep" or only is not None:
         return loop.train
     if heads.applies(model):
         return heads.train
@@ -100,12 +102,12 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list
         by_kind: dict[tuple[Any, ...], list[tuple[int, _Chunk, Job]]] = {}
         for item in batch:
             job = item[2]
-            key = (id(job.client.model), id(job.local), job.mu > 0, job.correction is None, id(job.w.layout))
+            key = (id(job.client.model), id(job.local), job.mu > 0, job.correction is None, id(job.w.layout), job.only)
             by_kind.setdefault(key, []).append(item)
         for items in by_kind.values():
             jobs = [job for _, _, job in items]
             try:
-                trained: list[Any] = trainer_for(jobs[0].client.model, jobs[0].local)(jobs)
+                trained: list[Any] = trainer_for(jobs[0].client.model, jobs[0].local, jobs[0].only)(jobs)
             except Exception:
                 trained = [_alone(partial(_train_alone, job)) for job in jobs]
             for (i, run, _), out in zip(items, trained, strict=True):
@@ -117,7 +119,7 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list
 
 
 def _train_alone(job: Job) -> Params:
-    return trainer_for(job.client.model, job.local)([job])[0]
+    return trainer_for(job.client.model, job.local, job.only)([job])[0]
 
 
 def _alone(call: Callable[[], Any]) -> Any:

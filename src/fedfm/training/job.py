@@ -16,7 +16,7 @@ from fedfm.training import Local
 @dataclass(frozen=True)
 class Job:
     """One client's local training: from w, by this optimiser, with a proximal term and a gradient correction if
-    given.
+    given; ``only`` names the tensors that move, None is all.
     """
 
     client: Client
@@ -24,6 +24,7 @@ class Job:
     local: Local
     mu: float = 0.0
     correction: Params | None = None
+    only: tuple[str, ...] | None = None
 
     def epochs(self) -> np.ndarray:
         """(E, n): the rows in the order of each epoch, a fresh permutation each from the client's seed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -74,11 +75,13 @@ def _train(job: Job) -> Params:
     rule = Rule(job.local, flat.p)
     start = flat.p.clone() if job.mu else None
     correction = flat.flat(job.correction) if job.correction is not None else None
+    still = _still(model.live(), job.only)  # (P,) entries that do not move
+    fixed = None if still is None else flat.p[still]
     seen, total = 0, 0.0
     loss_of = _loss(job)
     model.train_mode()
     # Dropout, where an adaptation has it, draws from torch's global generator: give it this client's own stream.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _frozen(model.live(), job.only):
         torch.manual_seed(job.client.seed)
         for index in job.orders():
             loss: Any = loss_of(rows.batch(index))
@@ -88,11 +91,36 @@ def _train(job: Job) -> Params:
             if correction is not None:
                 flat.g.add_(correction)
             rule.step(flat.p, flat.g)
+            if still is not None and fixed is not None:  # weight decay and corrections move what has no gradient
+                flat.p[still] = fixed
             flat.g.zero_()
             seen, total = seen + len(index), total + float(loss.detach()) * len(index)
     model.eval_mode()
     job.client.metrics["loss"] = total / max(seen, 1)
-    return model.params()  # type: ignore[no-any-return]
+    trained: Params = model.params()
+    return trained if job.only is None else job.w.replace(trained.only(job.only))  # running statistics, too
+
+
+def _still(live: dict[str, Tensor], only: Sequence[str] | None) -> Tensor | None:
+    """(P,) which entries of the flat vector do not move; None where all do."""
+    if only is None:
+        return None
+    return torch.cat(
+        [torch.full((p.numel(),), n not in only, dtype=torch.bool, device=p.device) for n, p in live.items()]
+    )
+
+
+@contextmanager
+def _frozen(live: dict[str, Tensor], only: Sequence[str] | None) -> Iterator[None]:
+    """No gradients of the tensors that do not move, meanwhile: what lies below the lowest that does costs none."""
+    still = [] if only is None else [p for name, p in live.items() if name not in only]
+    for p in still:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in still:
+            p.requires_grad_(True)
 
 
 def _loss(job: Job) -> Callable[[Batch], Tensor]:

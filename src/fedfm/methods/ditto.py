@@ -1,0 +1,45 @@
+"""Ditto: Fair and Robust Federated Learning Through Personalization.
+
+Li, Hu, Beirami, Smith. ICML 2021. arXiv:2012.04221, Algorithm 1. Its client half is the client optimiser ``ditto``,
+which other methods take as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+from fedfm.errors import InputError
+from fedfm.federation import ClientId
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+from fedfm.training import BY_NAME, Local
+from fedfm.training import Ditto as BothModels
+
+
+@dataclass(frozen=True)
+class Ditto(FedAvg):
+    """FedAvg trains w; beside it each client trains its v_k on f_k(v) + lambda/2 ||v - w^t||^2 and keeps it.
+
+    lambda is 0.1, or what ``[method.local]`` says with ``name = "ditto"`` and ``lambda``.
+    """
+
+    own_models: ClassVar[bool] = True
+
+    local: Local = field(
+        default=BothModels(), metadata={"help": "ditto, with its lambda; sgd, adam or adamw of both models, lambda 0.1"}
+    )
+
+    def __post_init__(self) -> None:
+        name = {BY_NAME[n]: n for n in ("sgd", "adam", "adamw")}.get(type(self.local))
+        if name is not None:  # the same steps for w and for v_k
+            same = {f.name: getattr(self.local, f.name) for f in fields(self.local)}
+            object.__setattr__(self, "local", BothModels(**same, optimiser=name))
+
+    def starts(self, w: Params) -> dict[ClientId, Params]:
+        return {"": w}  # no v_k starts from it: it stands beside them, for comparison
+
+    def validate(self) -> None:
+        super().validate()
+        if not isinstance(self.local, BothModels):
+            raise InputError('method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; a pull it has already')

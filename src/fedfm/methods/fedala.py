@@ -1,0 +1,103 @@
+"""FedALA: Adaptive Local Aggregation for Personalized Federated Learning.
+
+Zhang, Hua, Wang, Song, Xue, Ma, Guan. AAAI 2023. arXiv:2212.01197, Algorithm 1, with the settings of its authors' code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.errors import InputError
+from fedfm.federation import Client, Federation, Update, on_client
+from fedfm.methods._keeping import Keeping
+from fedfm.models.layers import layers
+from fedfm.params import Params
+
+LOSSES = 10  # whose standard deviation says that W is learnt
+PASSES = 100  # at most so many: under clipping W may swing for ever
+
+
+@dataclass(frozen=True)
+class FedALA(Keeping):
+    """FedAvg whose clients start not from the shared model but from a mixture of it and their own, entry by entry.
+
+    A client's first round skips that: it has no model of its own yet. The server sees what FedAvg's does.
+    """
+
+    p: int = field(default=1, metadata={"help": "top layers that are mixed (a block, or the head); below is shared"})
+    eta: float = field(default=1.0, metadata={"help": "learning rate of the weights W"})
+    share: float = field(default=0.8, metadata={"help": "of a client's rows, from which W is learnt; drawn each round"})
+    threshold: float = field(
+        default=0.1, metadata={"help": "a client's second round learns W until 10 passes' losses deviate by less"}
+    )
+
+    def init(self, fed: Federation) -> Params:
+        if self.p > (count := len(layers(fed.model, "layer"))):
+            raise InputError(f"method.p = {self.p}: the model has {count} trained layers, expected at most that")
+        return super().init(fed)
+
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        theta_hat = self.aggregated(client, w) if "theta" in client.memory else w
+        theta = self.local(client, theta_hat)
+        self.keep(client, theta_hat, theta)
+        n_k = len(client.data.train) if self.weighting == "size" else 1
+        return Update(theta - w, n_k, client.metrics)
+
+    def aggregated(self, client: Client, w: Params) -> Params:
+        """Client half: theta_hat = theta_i + (theta - theta_i) * W in the top layers, theta below; theta is ``w``."""
+        model, memory, size = client.model, client.memory, self.local.batch_size
+        top = [name for layer in list(layers(model, "layer").values())[-self.p :] for name in layer]
+        model.load(w)
+        model.eval_mode()
+        live = [model.live()[name] for name in top]
+        own = [memory["theta"][name].to(x.device) for name, x in zip(top, live, strict=True)]
+        apart = [w[name].to(x.device) - theta_i for name, x, theta_i in zip(top, live, own, strict=True)]
+        W = [
+            memory["W"][name].to(x.device) if "W" in memory else torch.ones_like(x)
+            for name, x in zip(top, live, strict=True)
+        ]
+        mix_into(live, own, apart, W)
+        rng, n = seeds.generator(client.seed, "ala"), len(client.data.train)
+        rows = rng.permutation(n)[: max(int(self.share * n), 1)]
+        losses: list[float] = []
+        while True:
+            total = 0.0
+            for start in range(0, len(rows), size):
+                index = rows[start : start + size]
+                loss: Tensor = model.loss(client.data.train.batch(index))
+                slopes = torch.autograd.grad(loss, live)  # with respect to theta_hat
+                W = [(W_l - self.eta * g * d).clamp(0, 1) for W_l, g, d in zip(W, slopes, apart, strict=True)]
+                mix_into(live, own, apart, W)
+                total += float(loss.detach()) * len(index)
+            losses.append(total / len(rows))
+            if "W" in memory or len(losses) >= PASSES:  # one pass, once it has been learnt
+                break
+            if len(losses) > LOSSES and np.std(losses[-LOSSES:]) < self.threshold:
+                break
+        memory["W"] = Params(dict(zip(top, W, strict=True)))
+        theta_hat: Params = model.params()
+        return theta_hat
+
+    def validate(self) -> None:
+        super().validate()
+        if self.p < 1:
+            raise InputError(f"method.p = {self.p}: expected a whole number of at least 1")
+        if not 0 < self.share <= 1:
+            raise InputError(f"method.share = {self.share}: expected a number in (0, 1]")
+        for key, value in (("eta", self.eta), ("threshold", self.threshold)):
+            if not value > 0:
+                raise InputError(f"method.{key} = {value}: expected a number above 0")
+
+
+def mix_into(live: Sequence[Tensor], own: Sequence[Tensor], apart: Sequence[Tensor], W: Sequence[Tensor]) -> None:
+    """theta_hat = theta_i + (theta - theta_i) * W, into the model."""
+    with torch.no_grad():
+        for x, theta_i, d, W_l in zip(live, own, apart, W, strict=True):
+            torch.addcmul(theta_i, d, W_l, out=x)

@@ -1,0 +1,131 @@
+"""FedAMP: Personalized Cross-Silo Federated Learning on Non-IID Data.
+
+Huang, Chu, Zhou, Wang, Liu, Pei, Zhang. AAAI 2021. arXiv:2007.03797, Algorithm 1, with A(x) = 1 - exp(-x / sigma).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fedfm.errors import InputError
+from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
+from fedfm.method import Method
+from fedfm.models.layers import layers
+from fedfm.pairwise import gram, mix
+from fedfm.params import Params
+from fedfm.training import SGD, Local
+
+
+@dataclass(frozen=True)
+class Clouds:
+    """Server state.
+
+    Attributes:
+        w: w_i, every client's own model, as its last local pass ended.
+        u: u_i, the cloud model that this pass started from.
+        xi: ``xi`` (1, K, K), the last round's weights; rows of clients that were not asked are zero.
+    """
+
+    w: dict[ClientId, Params]
+    u: dict[ClientId, Params]
+    xi: Params
+
+
+@dataclass(frozen=True)
+class FedAMP(Method[Clouds]):
+    """Attentive message passing: every client is pulled to a mean of all models, the near ones above all.
+
+    A client that a round does not ask keeps its w_i, and the others still hear of it.
+    """
+
+    own_models: ClassVar[bool] = True
+    state_type: ClassVar[Any] = Clouds
+
+    rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
+    fraction: float = field(default=1.0, metadata={"help": "the fraction of clients that a round asks"})
+    local: Local = field(default=SGD(), metadata={"help": "client optimiser: E, B, eta"})
+    sigma: float | None = field(
+        default=None, metadata={"help": "scale of squared distances in A; absent: their median, anew each round"}
+    )
+    alpha: float | None = field(
+        default=None, metadata={"help": "step of the message passing, at most sigma/(K - 1); absent: sigma/K"}
+    )
+    mu: float = field(
+        default=0.1,
+        metadata={"help": "lambda/alpha: the local objective is f_i(w) + mu/2 ||w - u_i||^2, the norm squared"},
+    )
+
+    def init(self, fed: Federation) -> Clouds:
+        K = len(fed.clients)
+        if self.alpha is not None and self.sigma is not None and self.alpha * (K - 1) > self.sigma:
+            raise InputError(
+                f"method.alpha = {self.alpha}: with {K} clients and sigma = {self.sigma} a client's own weight, xi_ii, "
+                f"is negative where models are alike; expected at most {self.sigma / (K - 1):.6g}"
+            )
+        start = dict.fromkeys(fed.clients, fed.initial)
+        return Clouds(start, start, Params({"xi": torch.zeros(1, K, K)}))
+
+    def step(self, fed: Federation, s: Clouds, t: int) -> Clouds:
+        cohort, w_0 = fed.sample(self.fraction), fed.initial
+        apart = [s.w[i] - w_0 for i in fed.clients]  # less what all have in common, which would drown the differences
+        G = gram(apart, list(layers(fed.model, "model").values()))[0]
+        xi = weights(squared_distances(G), self.sigma, self.alpha)
+        rows = [fed.clients.index(i) for i in cohort]
+        u = dict(zip(cohort, mix(xi[None, rows], apart, None, [w_0] * len(rows)), strict=True))  # sum_j xi_ij w_j
+        replies = fed.ask(self.train, of=cohort, like=w_0.layout, u=each(u))
+        w = {i: u[i] + update.delta for i, update in replies.items()}
+        shown = np.zeros((1, *xi.shape), dtype=np.float32)
+        shown[0, rows] = xi[rows]
+        return Clouds(s.w | w, s.u | {i: u[i] for i in w}, Params({"xi": torch.from_numpy(shown)}))
+
+    @on_client
+    def train(self, client: Client, u: Params) -> Update:
+        w = self.local(client, u, mu=self.mu)  # argmin f_i(w) + lambda/(2 alpha) ||w - u_i||^2, from u_i
+        return Update(w - u, 1.0, client.metrics)
+
+    def params_for(self, s: Clouds, client: ClientId) -> Params:
+        return s.w[client]
+
+    def starts(self, s: Clouds) -> dict[ClientId, Params]:
+        return s.u
+
+    def arrays(self, s: Clouds) -> dict[str, np.ndarray]:
+        return {"weights": s.xi["xi"].numpy(), "layers": np.array(["model"])}
+
+    def validate(self) -> None:
+        if self.rounds < 0:
+            raise InputError(f"method.rounds = {self.rounds}: expected a whole number of at least 0")
+        if not 0 < self.fraction <= 1:
+            raise InputError(f"method.fraction = {self.fraction}: expected a number in (0, 1]")
+        for key, value in (("sigma", self.sigma), ("alpha", self.alpha)):
+            if value is not None and not value > 0:
+                raise InputError(f"method.{key} = {value}: expected a number above 0")
+        if self.alpha is not None and self.sigma is None:
+            raise InputError("method.alpha: it is a step against sigma; give method.sigma as well, or neither")
+        if self.mu < 0:
+            raise InputError(f"method.mu = {self.mu}: expected a number of at least 0")
+        self.local.validate("method.local")
+
+
+def squared_distances(G: np.ndarray) -> np.ndarray:
+    """||w_i - w_j||^2 (K, K) of inner products (K, K)."""
+    square = np.diag(G)
+    d: np.ndarray = np.maximum(square[:, None] + square - 2 * G, 0)
+    return d
+
+
+def weights(d: np.ndarray, sigma: float | None = None, alpha: float | None = None) -> np.ndarray:
+    """The weights xi (K, K) of squared distances d (K, K): alpha A'(d_ij) for j != i, the rest of 1 for its own."""
+    K, others = len(d), ~np.eye(len(d), dtype=bool)
+    if sigma is None:
+        apart = d[others & (d > 0)]  # clients that have not been asked yet are alike and say nothing of the scale
+        sigma = float(np.median(apart)) if apart.size else 1.0  # all alike: any weights give the same
+    if alpha is None:
+        alpha = sigma / K
+    xi: np.ndarray = np.where(others, alpha / sigma * np.exp(-d / sigma), 0.0)
+    np.fill_diagonal(xi, 1 - xi.sum(1))
+    return xi

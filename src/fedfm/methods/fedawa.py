@@ -1,0 +1,90 @@
+"""FedAWA: Adaptive Optimization of Aggregation Weights in Federated Learning Using Client Vectors.
+
+Shi, Zhao, Zhang, Zhou, Guo, Chang. CVPR 2025. arXiv:2503.15842, Algorithm 1, with the settings of its authors' code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fedfm.errors import InputError
+from fedfm.federation import ClientId, Federation
+from fedfm.methods.fedavg import FedAvg
+from fedfm.models.layers import layers
+from fedfm.pairwise import gram, mix
+from fedfm.params import Params
+
+EPSILON = 1e-8  # of Adam, and below which a product of norms counts as that: torch's defaults
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Server state: the model w and a logit a_k of every client that has been asked; lambda is their softmax."""
+
+    w: Params
+    a: dict[ClientId, float]
+
+
+@dataclass(frozen=True)
+class FedAWA(FedAvg):
+    """The weights of the mean are learnt: towards clients whose vectors agree and whose models stay near the shared."""
+
+    state_type: ClassVar[Any] = Weighted
+
+    server_learning_rate: float = field(default=0.001, metadata={"help": "of the Adam step on the weights' logits"})
+
+    def init(self, fed: Federation) -> Weighted:  # type: ignore[override]
+        return Weighted(fed.initial, {})
+
+    def step(self, fed: Federation, s: Weighted, t: int) -> Weighted:  # type: ignore[override]
+        cohort = fed.sample(self.fraction)
+        replies = fed.ask(self.train, of=cohort, like=fed.initial.layout, w=s.w)
+        tau = [update.delta for update in replies.values()]  # client vectors w_k - w
+        n = sum(update.weight for update in replies.values())
+        # A client's first logit is its share n_k/n of the rows of the cohort that it first comes with.
+        a = {k: s.a.get(k, update.weight / n) for k, update in replies.items()}
+        lambda_ = softmax(np.array(list(a.values())))
+        G = gram([s.w, *tau], list(layers(fed.model, "model").values()))[0]  # (1 + K, 1 + K)
+        new = step(np.array(list(a.values())), G, self.server_learning_rate)
+        (w,) = mix(lambda_[None, None], tau, None, [s.w])  # with the lambda before the step
+        return Weighted(w, s.a | dict(zip(a, new.tolist(), strict=True)))
+
+    def params_for(self, s: Weighted, client: ClientId) -> Params:  # type: ignore[override]
+        return s.w
+
+    def validate(self) -> None:
+        super().validate()
+        if not self.server_learning_rate > 0:
+            raise InputError(f"method.server_learning_rate = {self.server_learning_rate}: expected a number above 0")
+
+
+def softmax(a: np.ndarray) -> np.ndarray:
+    """The weights lambda (K,) of logits (K,)."""
+    e = np.exp(a - a.max())
+    lambda_: np.ndarray = e / e.sum()
+    return lambda_
+
+
+def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
+    """Logits (K,) after one step of a fresh Adam on
+    sum_k lambda_k (1 - cos(w, w_k)) + sum_k lambda_k ||tau_k - sum_j lambda_j tau_j||.
+
+    Args:
+        G: inner products (1 + K, 1 + K) of w, tau_1 ... tau_K: all that the objective knows of the vectors.
+        eta: learning rate. Adam's first step is eta g / (|g| + epsilon), whatever its betas.
+    """
+    ww, wt, tt = G[0, 0], G[0, 1:], torch.from_numpy(G[1:, 1:])
+    norms = np.sqrt(np.maximum(ww * (ww + 2 * wt + np.diag(G)[1:]), 0))  # ||w|| ||w_k||
+    apart = torch.from_numpy(1 - (ww + wt) / np.maximum(norms, EPSILON))
+    logits = torch.from_numpy(a).requires_grad_(True)
+    lambda_ = torch.softmax(logits, 0)
+    square = torch.diagonal(tt) - 2 * tt @ lambda_ + lambda_ @ tt @ lambda_  # ||tau_k - sum_j lambda_j tau_j||^2
+    least = 1e-14 * max(float(torch.diagonal(tt).max()), 1e-300)  # below it is rounding; a root of 0 has no slope
+    distance = torch.where(square > least, square.clamp_min(least).sqrt(), 0.0)
+    (g,) = torch.autograd.grad(lambda_ @ (apart + distance), logits)
+    found: np.ndarray = a - eta * (g / (g.abs() + EPSILON)).numpy()
+    return found

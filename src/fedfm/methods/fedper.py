@@ -1,0 +1,70 @@
+"""FedPer: Federated Learning with Personalization Layers.
+
+Arivazhagan, Aggarwal, Singh, Choudhary. 2019. arXiv:1912.00818, Algorithms 1 and 2; the personalization layers W_P are
+the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fedfm.errors import InputError
+from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
+from fedfm.methods._keeping import Keeping
+from fedfm.models.layers import halves
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class Base:
+    """Server state.
+
+    Attributes:
+        w: the shared body W_B, and the head's first value, which no round changes.
+        begun: clients that have a head of their own.
+    """
+
+    w: Params
+    begun: tuple[ClientId, ...]
+
+
+@dataclass(frozen=True)
+class FedPer(Keeping):
+    """FedAvg of the body; every client trains body and head together and never sends its head."""
+
+    state_type: ClassVar[Any] = Base
+    adaptations: ClassVar[tuple[str, ...]] = ("full", "lora", "ffa_lora", "top_layers")
+
+    def init(self, fed: Federation) -> Base:  # type: ignore[override]
+        for half, names in zip(("body", "head"), halves(fed.model), strict=True):
+            if not any(name in fed.model.live() for name in names):
+                raise InputError(
+                    f"model.adaptation: nothing of this model's {half} is trained, and this method shares the body and "
+                    "leaves each client its head: take a classifier with adaptation full, lora or top_layers"
+                )
+        return Base(fed.initial, ())
+
+    def step(self, fed: Federation, s: Base, t: int) -> Base:  # type: ignore[override]
+        cohort, (body, head) = fed.sample(self.fraction), halves(fed.model)
+        W_B, none, first = s.w.only(body), Params({}), s.w.only(head)
+        begin = each({i: none if i in s.begun else first for i in cohort})
+        W_B = W_B + fed.mean(self.train, of=cohort, like=W_B.layout, W_B=W_B, begin=begin)  # sum_j gamma_j W_B,j
+        lost = {e.client for e in fed.excluded if e.round == t}
+        return Base(s.w.replace(W_B), tuple(sorted({*s.begun, *cohort} - (lost - {*s.begun}))))
+
+    @on_client
+    def train(self, client: Client, W_B: Params, begin: Params) -> Update:  # type: ignore[override]
+        W_P = client.memory.get("theta", begin)
+        start = Params({name: (W_B if name in W_B else W_P)[name] for name in client.model.names})
+        theta = self.update(client, start)
+        self.keep(client, start, theta)
+        n_k = len(client.data.train) if self.weighting == "size" else 1
+        return Update(theta.only(W_B) - W_B, n_k, client.metrics)
+
+    def update(self, client: Client, start: Params) -> Params:
+        """Client half: SGD on (W_B, W_P) together."""
+        return self.local(client, start)
+
+    def params_for(self, s: Base, client: ClientId) -> Params:  # type: ignore[override]
+        return s.w

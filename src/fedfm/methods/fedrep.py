@@ -1,0 +1,41 @@
+"""FedRep: Exploiting Shared Representations for Personalized Federated Learning.
+
+Collins, Hassani, Mokhtari, Shakkottai. ICML 2021. arXiv:2102.07078, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from fedfm.errors import InputError
+from fedfm.federation import Client
+from fedfm.methods.fedper import FedPer
+from fedfm.models.layers import halves
+from fedfm.params import Params
+from fedfm.training import Local
+
+
+@dataclass(frozen=True)
+class FedRep(FedPer):
+    """As FedPer, but one after the other: the head on the shared representation, then the representation below it."""
+
+    weighting: str = field(default="uniform", metadata={"help": "of the mean: uniform, as in the paper, or size (n_k)"})
+    head_epochs: int = field(
+        default=10, metadata={"help": "tau, epochs of the head with the body frozen; local.epochs are the body's"}
+    )
+
+    def update(self, client: Client, start: Params) -> Params:
+        body, head = halves(client.model)
+        first = self.of_head(client, start, only=head)  # h_i <- GRD(f_i(h_i, phi), h_i, alpha), tau times
+        return self.local(client, first, only=body)  # phi_i <- GRD(f_i(h_i, phi), phi, alpha)
+
+    @cached_property
+    def of_head(self) -> Local:
+        """The client optimiser for as many epochs as the head gets."""
+        return replace(self.local, epochs=self.head_epochs)
+
+    def validate(self) -> None:
+        super().validate()
+        if self.head_epochs < 1:
+            raise InputError(f"method.head_epochs = {self.head_epochs}: expected a whole number of at least 1")
