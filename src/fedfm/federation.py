@@ -259,14 +259,15 @@ class Federation:
         *,
         of: Iterable[ClientId] | None = None,
         counted: bool = True,
-        check: Callable[[Any], None] = lambda value: None,
+        check: Callable[[Any], None] | each = lambda value: None,
         least: int | None = None,
         **payload: Any,
     ) -> dict[ClientId, Any]:
         """Run a client handler in each silo. The server SEES each client's reply.
 
         Args:
-            check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
+            check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out. May
+                differ by client.
             least: valid replies that the call needs; by default ``min_clients``.
 
         Raises:
@@ -303,7 +304,7 @@ class Federation:
         *,
         form: str = "plain",
         counted: bool = True,
-        check: Callable[[Any], None] = lambda value: None,
+        check: Callable[[Any], None] | each = lambda value: None,
         least: int | None = None,
     ) -> Iterator[tuple[ClientId, Any]]:
         """Deliver, validate, record; yield (client, value) in order of names, so that sums do not depend on timing.
@@ -341,7 +342,7 @@ class Federation:
                 if reply.fault is not None:
                     raise reply.fault
                 value = conform(reply.value, hint)
-                check(value)
+                (check[reply.client] if isinstance(check, each) else check)(value)
             except ClientFault as fault:
                 if fault.code == E_READONLY:  # later clients, and the server, may have seen the changed tensor
                     raise RunError(f"round {self.round}: {fault.reason}") from None

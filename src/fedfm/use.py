@@ -20,6 +20,7 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         InputError: the run is not finished, or its clients have models of their own and none is named.
     """
     from fedfm.models.load import load_model
+    from fedfm.models.lora import spec_for
 
     run = Run.open(path)
     experiment = run.experiment
@@ -38,7 +39,7 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
     w: Params = experiment.method.params_for(run.state(experiment.method.state_type), name)
     shape = run.manifest["model"]
     model = load_model(
-        experiment.model,
+        spec_for(experiment.model, w),  # what was merged into the weights is part of a wider adapter
         classes=tuple(shape["classes"]),
         kind=shape["kind"],
         task=experiment.model.task,
