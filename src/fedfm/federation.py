@@ -259,7 +259,7 @@ class Federation:
         *,
         of: Iterable[ClientId] | None = None,
         counted: bool = True,
-        like: Layout | None = None,
+        like: Layout | each | None = None,
         check: Callable[[Any], None] = lambda value: None,
         least: int | None = None,
         **payload: Any,
@@ -269,7 +269,7 @@ class Federation:
         Replies that are updates note their metrics, as those of :meth:`mean` do.
 
         Args:
-            like: what parameters, or an update's delta, must look like.
+            like: what parameters, or an update's delta, must look like; may differ by client.
             check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
             least: valid replies that the call needs; by default ``min_clients``.
 
@@ -278,9 +278,10 @@ class Federation:
         """
         hint = get_type_hints(handler)["return"]
 
-        def checked(value: Any) -> None:
+        def checked(client: ClientId, value: Any) -> None:
             if like is not None:
-                match(value.delta if isinstance(value, Update) else value, like)
+                layout = like[client] if isinstance(like, each) else like
+                match(value.delta if isinstance(value, Update) else value, layout, "delta")
             check(value)
 
         replies = dict(self.exchange("query", handler, of, payload, hint, counted=counted, check=checked, least=least))
@@ -323,7 +324,7 @@ class Federation:
         *,
         form: str = "plain",
         counted: bool = True,
-        check: Callable[[Any], None] = lambda value: None,
+        check: Callable[[ClientId, Any], None] = lambda client, value: None,
         least: int | None = None,
     ) -> Iterator[tuple[ClientId, Any]]:
         """Deliver, validate, record; yield (client, value) in order of names, so that sums do not depend on timing.
@@ -361,7 +362,7 @@ class Federation:
                 if reply.fault is not None:
                     raise reply.fault
                 value = conform(reply.value, hint)
-                check(value)
+                check(reply.client, value)
             except ClientFault as fault:
                 if fault.code == E_READONLY:  # later clients, and the server, may have seen the changed tensor
                     raise RunError(f"round {self.round}: {fault.reason}") from None
@@ -458,7 +459,7 @@ class Aggregator:
             payload,
             self.wire_type,
             form=self.form,
-            check=lambda u: match(u.delta, like, "delta"),
+            check=lambda client, u: match(u.delta, like, "delta"),
         )
         for _, update in replies:
             yield update

@@ -21,6 +21,7 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
     """
     from fedfm.models.export import load_adapter
     from fedfm.models.load import load_model
+    from fedfm.models.lora import spec_for
 
     run = Run.open(path)
     experiment = run.experiment
@@ -34,20 +35,20 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         raise InputError(f"{path}: every client has its own model; name one with --client: {', '.join(known)}")
     if client is not None and client not in known:
         raise InputError(f"{path} has one model for all; drop --client")
-    shape = run.manifest["model"]
+    shape, spec = run.manifest["model"], experiment.model
+    if not client:
+        w: Params = experiment.method.params_for(run.state(experiment.method.state_type), "")
+        spec = spec_for(spec, w)  # what was merged into the weights is part of a wider adapter
     model = load_model(
-        experiment.model,
+        spec,
         classes=tuple(shape["classes"]),
         kind=shape["kind"],
         task=experiment.model.task,
         seed=experiment.run.seed,
         feature_dim=shape["feature_dim"],
     )
-    w: Params
     if client:
         w = load_adapter(model, run.adapter(client))
-    else:
-        w = experiment.method.params_for(run.state(experiment.method.state_type), "")
     if set(w) == set(model.names):
         model.load(w)
     return run, model, w

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import fedfm
+import tiny_text
 from fedfm.errors import InputError
 from fedfm.experiment import Experiment
 from fedfm.method import Method
@@ -28,10 +29,15 @@ LEARNS = {  # what a method needs to learn from a few dozen rows
 }
 
 
-def experiment_of(name, folder, rounds=4, run=None, **keys):
-    """The small experiment with this method: its own keys only, one round where it takes one."""
+def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
+    """The small experiment with this method: its own keys only, one round where it takes one; data and model as
+    ``like`` takes them.
+    """
     tables = experiment(folder, method={"name": name, "rounds": rounds, **keys}, run=run or {})
     cls = resolve("methods", name)
+    if "lora" in resolve("methods", like or name).adaptations:
+        tables |= of_lora(folder)
+        tables["method"]["local"] = {"name": "adamw", "learning_rate": 0.03, "batch_size": 8}
     known = {"name", *(f.name for f in dataclasses.fields(cls))}
     tables["method"] = {key: value for key, value in tables["method"].items() if key in known}
     if cls.adaptations and "head" not in cls.adaptations:  # something besides a head has to be trained
@@ -45,6 +51,17 @@ def experiment_of(name, folder, rounds=4, run=None, **keys):
     except InputError:
         tables["method"]["rounds"] = cls().rounds
     return tables
+
+
+def of_lora(folder):
+    """Rows and a model for methods that take LoRA alone."""
+    if not (folder / "bert").exists():
+        tiny_text.save_bert(folder / "bert")
+        tiny_text.texts(folder / "rows.jsonl")
+    return {
+        "data": {"path": str(folder / "rows.jsonl"), "partition": {"name": "iid", "clients": 5}},
+        "model": {"name": str(folder / "bert"), "adaptation": {"name": "lora", "rank": 2}},
+    }
 
 
 def head(folder):
@@ -137,7 +154,7 @@ class TestEveryTrainedMethod:
     def test_learns(self, name, tmp_path):
         tables = experiment_of(name, tmp_path, rounds=10, fraction=1.0, **LEARNS.get(name, {}))
         result = fedfm.run(tables, tmp_path / "run")
-        start = fedfm.run(experiment_of("zero_shot", tmp_path), tmp_path / "start")
+        start = fedfm.run(experiment_of("zero_shot", tmp_path, like=name), tmp_path / "start")
         assert result["accuracy"] > start["accuracy"] + 0.15
 
     def test_a_resumed_run_equals_a_straight_one(self, name, tmp_path, monkeypatch):

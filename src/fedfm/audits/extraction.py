@@ -26,7 +26,7 @@ from fedfm.params import Layout, Mean, Params
 from fedfm.privacy.gaussian import sigma_for
 from fedfm.rundir import Run
 from fedfm.serve import single_thread
-from fedfm.training.threads import one_thread
+from fedfm.threads import one_thread
 
 Array = NDArray[Any]
 LINE = 0.1  # relative error below which the model counts as disclosed
@@ -348,7 +348,7 @@ class Clipped(Aggregator):
         like: Layout,
     ) -> Params:
         replies = fed.exchange(
-            "train", handler, of, payload, self.wire_type, check=lambda u: match(u.delta, like, "delta")
+            "train", handler, of, payload, self.wire_type, check=lambda c, u: match(u.delta, like, "delta")
         )
         updates = [update for _, update in replies]
         norms = [u.delta.norm() for u in updates]

@@ -43,6 +43,7 @@ class FedAMP(Method[Clouds]):
     """
 
     own_models: ClassVar[bool] = True
+    asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Clouds
 
     rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})

@@ -33,6 +33,8 @@ class Weighted:
 class FedAWA(FedAvg):
     """The weights of the mean are learnt: towards clients whose vectors agree and whose models stay near the shared."""
 
+    means: ClassVar[tuple[str, ...]] = ()
+    asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Weighted
 
     server_learning_rate: float = field(default=0.001, metadata={"help": "of the Adam step on the weights' logits"})

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fedfm.errors import InputError
+from fedfm.models import lora
 from fedfm.models.adaptation import LORA
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
@@ -24,12 +25,15 @@ ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fed
 def save_adapter(model: Model, w: Params, folder: Path | str) -> Path:
     """Write what was trained: ``adapter_config.json`` and ``adapter_model.safetensors`` where it is LoRA, else
     ``model.safetensors`` with the trainable tensors; ``fedfm.json`` beside them says of which model and which classes.
+    LoRA may have another rank than the model's.
 
     Raises:
         KeyError, ValueError: ``w`` is not of this model.
     """
     folder = _folder(folder)
-    if _is_lora(model):
+    if _is_lora(model) and (rank := lora.rank_of(w)) and rank != lora.rank_of(model.params()):
+        _save_lora(model, w, rank, folder)
+    elif _is_lora(model):
         with holding(model, w), quiet():
             # Without this PEFT would ask the hub whether the base model's vocabulary has changed.
             model.module.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
@@ -129,6 +133,17 @@ def holding(model: Model, w: Params) -> Iterator[None]:
 
 def _is_lora(model: Model) -> bool:
     return model.adaptation in LORA and hasattr(model.module, "peft_config")
+
+
+def _save_lora(model: Model, w: Params, rank: int, folder: Path) -> None:
+    """Write an adapter of another rank than the model's, with the model's alpha."""
+    w.check_like(lora.layout_at(model.layout, rank))
+    peft: Any = model.module.peft_config
+    config = copy.deepcopy(peft["default"])
+    config.r, config.inference_mode = rank, True
+    config.base_model_name_or_path = config.base_model_name_or_path or model.spec.name
+    config.save_pretrained(str(folder))
+    _save({_peft_name(name): tensor for name, tensor in w.items()}, folder / ADAPTER)
 
 
 def _check(model: Model, w: Params) -> None:

@@ -97,22 +97,46 @@ def _instruction(model: Model, rows: Rows) -> Scores:
     return {"accuracy": exact, "exact_match": exact, "rouge_1": sum(rouge_1(a, b) for a, b in pairs) / len(pairs)}
 
 
-def answers(model: Model, rows: Rows) -> list[str]:
-    """What the model answers, greedily, to the prompts of instruction rows."""
-    out = []
+def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[str]:
+    """What the model answers, greedily, to the prompts of instruction rows.
+
+    Prompts of one length are answered together: no padding, hence no mask that could change a figure.
+    """
+    tokens, starts = rows.tokens or (), rows.tensors["answer_start"].tolist()
+    alike: dict[int, list[int]] = {}
+    for i, start in enumerate(starts):
+        alike.setdefault(start, []).append(i)
+    out = [""] * len(tokens)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
+    ends = _ends(model)
     with torch.no_grad(), model.evaluating():
-        for tokens, start in zip(rows.tokens or (), rows.tensors["answer_start"].tolist(), strict=True):
-            prompt = tokens[:start][None].to(model.device)  # (1, L)
-            said = generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=_ANSWER,
-                do_sample=False,
-                pad_token_id=rows.pad,
-            )
-            out.append(model.tools.tokenizer.decode(said[0, start:].cpu(), skip_special_tokens=True))
+        for start, index in alike.items():
+            for at in range(0, len(index), batch_size):
+                some = index[at : at + batch_size]
+                prompts = torch.stack([tokens[i][:start] for i in some]).to(model.device)  # (b, L)
+                said = generate(
+                    input_ids=prompts,
+                    attention_mask=torch.ones_like(prompts),
+                    max_new_tokens=_ANSWER,
+                    do_sample=False,
+                    pad_token_id=rows.pad,
+                )
+                for i, ids in zip(some, said[:, start:].tolist(), strict=True):
+                    out[i] = model.tools.tokenizer.decode(_until(ids, ends), skip_special_tokens=True)
     return out
+
+
+def _ends(model: Model) -> set[int]:
+    """The tokens that end an answer."""
+    module: Any = model.module
+    found = module.generation_config.eos_token_id
+    return set() if found is None else {found} if isinstance(found, int) else set(found)
+
+
+def _until(ids: list[int], ends: set[int]) -> list[int]:
+    """Up to the first end, which counts; what follows waited for the others of the batch."""
+    stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: stop + 1]
 
 
 def references(model: Model, rows: Rows) -> list[str]:

@@ -62,6 +62,7 @@ class Model:
     """
 
     kernels: str = "exact"
+    altered: int = 0  # above 0: its modules compute something else than its weights say (see ``models.lora``)
     softmax: bool = True  # the loss is the cross-entropy of the logits: trainers by hand may take it for granted
 
     def __init__(

@@ -28,7 +28,8 @@ class _Chunk(greenlet.greenlet):  # type: ignore[misc]
 def train(job: Job) -> Params:
     """Called by a client optimiser: train together with the rest of the chunk, or alone where there is none."""
     current = greenlet.getcurrent()
-    if isinstance(current, _Chunk):
+    # An altered model is this client's alone until its handler goes on: nobody else may take a turn.
+    if isinstance(current, _Chunk) and not getattr(job.client.model, "altered", 0):
         return current.parent.switch(job)  # type: ignore[no-any-return]
     return _train_alone(job)
 

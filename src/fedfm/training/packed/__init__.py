@@ -97,6 +97,8 @@ def _net(model: Any, low: bool, *, fresh: bool = False) -> _Found | None:
     """The model as read once; with ``fresh``, read again if its frozen weights have changed since."""
     if not hasattr(getattr(model, "module", None), "peft_config") or not getattr(model, "softmax", True):
         return None
+    if getattr(model, "altered", 0):
+        return None
     known = _known.setdefault(model, {})
     found = known.get(low)
     if low not in known or (fresh and found is not None and found.net.stale()):

@@ -1,0 +1,114 @@
+"""Matrices U V of low rank r, kept as their factors: sums, inner products and the best cut, without the dense product.
+
+Cost for K of them of rank r and size (m, n): inner products O(K^2 r^2 (m + n)), a cut of rank R to r O(R^2 (m + n)),
+where the dense matrices take O(K m n) memory alone. Everything is computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+Factors = tuple[Tensor, Tensor]  # U (m, r), V (r, n); LoRA's update s B A is (s B, A)
+
+
+def stack(terms: Iterable[tuple[float, Factors]]) -> Factors:
+    """The factors of sum_k c_k U_k V_k: [c_1 U_1, c_2 U_2, ...] (m, R) and [V_1; V_2; ...] (R, n), R = sum_k r_k.
+
+    Args:
+        terms: (c_k, (U_k, V_k)), ranks may differ; U_k (m, r_k), V_k (r_k, n).
+
+    Returns:
+        In float64; their product is exact but for the rounding of c_k U_k.
+
+    Raises:
+        ValueError: no terms, or their sizes differ.
+
+    Example:
+        >>> one, two = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])
+        >>> u, v = stack([(0.5, (one, one.T)), (0.5, (two, two.T))])
+        >>> (u @ v).tolist()
+        [[0.5, 0.0], [0.0, 0.5]]
+    """
+    terms = list(terms)
+    if not terms:
+        raise ValueError("no matrices to add")
+    if len({(u.shape[0], v.shape[1]) for _, (u, v) in terms}) > 1 or any(u.shape[1] != len(v) for _, (u, v) in terms):
+        raise ValueError(
+            f"matrices of different sizes: {[(tuple(u.shape), tuple(v.shape)) for _, (u, v) in terms][:4]}"
+        )
+    return torch.cat([c * u.double() for c, (u, _) in terms], 1), torch.cat([v.double() for _, (_, v) in terms])
+
+
+def inner(x: Factors, y: Factors) -> float:
+    """<U_x V_x, U_y V_y> = tr((U_x^T U_y)(V_y V_x^T)), the sum over all entries of the products' product."""
+    (u, v), (p, q) = x, y
+    return float(((u.double().T @ p.double()) * (v.double() @ q.double().T)).sum())
+
+
+def inners(matrices: Sequence[Factors]) -> Tensor:
+    """All inner products (K, K), float64, as two matrix products of the stacked factors.
+
+    tr((U_i^T U_k)(V_k V_i^T)) is the sum over block (i, k) of [U_1, ...]^T [U_1, ...] times [V_1; ...][V_1; ...]^T,
+    entry by entry.
+    """
+    if not matrices:
+        return torch.zeros(0, 0, dtype=torch.float64)
+    u, v = stack([(1.0, x) for x in matrices])  # (m, R), (R, n)
+    both = (u.T @ u) * (v @ v.T)  # (R, R)
+    owner = torch.repeat_interleave(torch.tensor([len(v_k) for _, v_k in matrices]))  # (R,)
+    rows = torch.zeros(len(matrices), len(owner), dtype=torch.float64).index_add_(0, owner, both)
+    return torch.zeros(len(matrices), len(matrices), dtype=torch.float64).index_add_(1, owner, rows)
+
+
+def norm(x: Factors) -> float:
+    """Frobenius norm of U V."""
+    return math.sqrt(max(inner(x, x), 0.0))
+
+
+def truncate(x: Factors, rank: int) -> tuple[Factors, Tensor]:
+    """The best approximation of U V by a matrix of this rank (Eckart and Young 1936), by QR of both factors.
+
+    U = Q_1 R_1, V^T = Q_2 R_2, and the singular value decomposition of the small R_1 R_2^T is, between Q_1 and Q_2,
+    that of U V.
+
+    Args:
+        rank: r, at most; where U V can have no such rank, what it can have.
+
+    Returns:
+        ((P S (m, r'), W (r', n)), all singular values (k,), falling), float64; r' = min(r, k), k = min(R, m, n). The
+        rows of W are orthonormal, the first entry of largest size in each is positive, so that the factors are one
+        pair. The squared error is the sum of the squares of the singular values from r on.
+    """
+    u, v = x[0].double(), x[1].double()
+    q1, r1 = torch.linalg.qr(u)  # (m, min(m, R)), (min(m, R), R)
+    q2, r2 = torch.linalg.qr(v.T)  # (n, min(n, R)), (min(n, R), R)
+    p, s, w = torch.linalg.svd(r1 @ r2.T, full_matrices=False)
+    r = min(rank, len(s))
+    left, right = q1 @ p[:, :r], w[:r] @ q2.T  # (m, r), (r, n)
+    if r:
+        sign = right.gather(1, right.abs().argmax(1, keepdim=True)).sign()  # (r, 1)
+        left, right = left * sign.T, right * sign
+    return (left * s[:r], right), s
+
+
+def compressed(x: Factors) -> Factors:
+    """The same matrix with a rank of at most min(m, n): factors that are longer than that are redundant."""
+    most = min(x[0].shape[0], x[1].shape[1])
+    return x if len(x[1]) <= most else truncate(x, most)[0]
+
+
+def padded(x: Factors, rank: int) -> Factors:
+    """The same matrix with factors of this rank: zeros are appended to both.
+
+    Raises:
+        ValueError: its rank is larger.
+    """
+    u, v = x
+    more = rank - len(v)
+    if more < 0:
+        raise ValueError(f"factors of rank {len(v)}, larger than {rank}")
+    return torch.nn.functional.pad(u, (0, more)), torch.nn.functional.pad(v, (0, 0, 0, more))

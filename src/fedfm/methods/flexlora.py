@@ -1,0 +1,88 @@
+"""FlexLoRA: Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources.
+
+Bai, Chen, Qian, Yao, Li. NeurIPS 2024. arXiv:2402.11505. Algorithm: the full Delta W, and its SVD for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedfm import lowrank
+from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
+from fedfm.lowrank import Factors
+from fedfm.method import Judge
+from fedfm.methods._exact_lora import AnyRanks, averaged, delta_w, terms
+from fedfm.models import lora
+from fedfm.params import Params
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Server state.
+
+    Attributes:
+        w: Delta W cut at the model's rank, and what is trained beside it.
+        error: rank -> sum over modules of ||Delta W - its cut at that rank||_F^2 in the last round.
+        energy: sum over modules of ||Delta W||_F^2.
+    """
+
+    w: Params
+    error: dict[str, float]
+    energy: float
+
+
+@dataclass(frozen=True)
+class FlexLoRA(AnyRanks[Cut]):
+    """The exact Delta W is cut by its singular values to each client's rank; the result is the cut at the largest."""
+
+    state_type: ClassVar[Any] = Cut
+
+    def init(self, fed: Federation) -> Cut:
+        self.ranks_of(fed)
+        return Cut(fed.initial, {}, 0.0)
+
+    def step(self, fed: Federation, state: Cut, t: int) -> Cut:
+        r = self.ranks_of(fed)
+        starts = {k: lora.first(state.w, r[k]) for k in fed.sample(self.fraction)}
+        found = terms(fed, self.train, starts, w=each(starts))
+        dW = delta_w(found, lora.alpha_of(fed.model))  # sum_k p_k s_k B_k A_k
+        adapter, sigma = cut(dW, state.w, lora.alpha_of(fed.model))
+        w = state.w.replace(adapter | averaged(found, lora.rest(state.w)))
+        return Cut(w, {str(rank): lost(sigma, rank) for rank in sorted({*r.values()})}, lost(sigma, 0))
+
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        return Update(self.fit(client, w) - w, self.weight(client), client.metrics)
+
+    def params_for(self, state: Cut, client: ClientId) -> Params:
+        return state.w
+
+    def details(self, state: Cut, judge: Judge | None) -> dict[str, Any]:
+        """What the last cut lost, by rank: the squared Frobenius norm, and its share of Delta W's."""
+        share = {r: e / state.energy if state.energy else 0.0 for r, e in state.error.items()}
+        return {"cut": {"squared_error": dict(state.error), "share": share}}
+
+
+def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Delta W = U S V^T by module; B = U S / s and A = V^T at the rank r of ``like``, s = alpha / r.
+
+    Returns:
+        (name -> A (r, d_in) or B (d_out, r), the singular values of each module).
+    """
+    tensors, sigma = dict[str, Tensor](), []
+    for path, (a, b) in lora.pairs(like).items():
+        r = len(like[a])
+        x, values = lowrank.truncate(dW[path], r)
+        u, v = lowrank.padded(x, r)
+        tensors[a], tensors[b] = v.to(like[a].dtype), (u * (r / alpha)).to(like[b].dtype)
+        sigma.append(values)
+    return tensors, sigma
+
+
+def lost(sigma: Sequence[Tensor], rank: int) -> float:
+    """Squared singular values from ``rank`` on, over all modules: the error of the best cut (Eckart and Young 1936)."""
+    return sum(float(values[rank:].square().sum()) for values in sigma)

@@ -1,0 +1,76 @@
+"""FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank Adaptations.
+
+Wang, Shen, He, Sun, Wang, Lyu, Li. NeurIPS 2024. arXiv:2409.05976. Algorithm: stacking in place of averaging.
+
+The stack of a round is merged into the frozen weights, and adapters start afresh: A drawn anew, alike for all
+clients, B = 0. A client keeps nothing between rounds: it is sent the sum of all stacks so far, so that one that was
+away or comes late has the same weights as the others. The paper's clients merge for themselves and are sent the last
+stack alone; here round t sends them t - 1 stacks, at most twice the dense matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from fedfm import lowrank, seeds
+from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
+from fedfm.methods._exact_lora import AnyRanks, Merged, as_factors, as_params, averaged, delta_w, terms
+from fedfm.models import lora
+from fedfm.params import Layout, Params
+
+
+@dataclass(frozen=True)
+class FLoRA(AnyRanks[Merged]):
+    """Clients' adapters are stacked, not averaged: exact for any ranks, merged into the frozen weights each round."""
+
+    state_type: ClassVar[Any] = Merged
+
+    def init(self, fed: Federation) -> Merged:
+        self.ranks_of(fed)
+        return Merged(fed.initial, Params({}), lora.alpha_of(fed.model))
+
+    def step(self, fed: Federation, state: Merged, t: int) -> Merged:
+        r = self.ranks_of(fed)
+        head, restart = state.w.only(lora.rest(state.w)), fed.seed_for("restart")
+        starts = {k: fresh(fed.initial.layout, head, r[k], restart) for k in fed.sample(self.fraction)}
+        rank = each({k: r[k] for k in starts})
+        found = terms(fed, self.train, starts, head=head, shift=state.shift, rank=rank, restart=restart)
+        dW = delta_w(found, state.alpha)  # B = [p_k s_k B_k]_k, A = [A_k]_k: rank sum_k r_k
+        before = as_factors(state.shift)
+        W = {path: merge(before.get(path), x) for path, x in dW.items()}  # W <- W + B A
+        return Merged(state.w.replace(averaged(found, list(head))), as_params(W), state.alpha)
+
+    @on_client
+    def train(self, client: Client, head: Params, shift: Params, rank: int, restart: int) -> Update:
+        w = fresh(client.model.layout, head, rank, restart)  # A_k random, B_k = 0
+        with lora.shifted(client.model, as_factors(shift)):
+            w_k = self.fit(client, w)
+        return Update(w_k - w, self.weight(client), client.metrics)
+
+    def params_for(self, state: Merged, client: ClientId) -> Params:
+        return lora.merged(state.w, as_factors(state.shift), state.alpha)
+
+
+def merge(before: lowrank.Factors | None, stacked: lowrank.Factors) -> lowrank.Factors:
+    """What was merged so far and a new stack, at a rank of at most min(d_out, d_in), which loses nothing."""
+    return lowrank.compressed(stacked if before is None else lowrank.stack([(1.0, before), (1.0, stacked)]))
+
+
+def fresh(layout: Layout, head: Params, rank: int, seed: int) -> Params:
+    """An adapter of this rank before any training: A uniform in +-1/sqrt(d_in), as PEFT draws it, and B = 0.
+
+    Adapters of smaller rank have the first rows of those of larger rank.
+    """
+    at, found = lora.layout_at(layout, rank), {}
+    a = {name for name, _ in lora.pairs(layout.slots).values()}
+    for name, dtype, shape in at.entries:
+        if name in a:
+            drawn = seeds.generator(seed, name).uniform(-1, 1, shape) / math.sqrt(shape[1])  # (r, d_in)
+            found[name] = torch.from_numpy(drawn).to(dtype)
+        else:
+            found[name] = head[name] if name in head else torch.zeros(shape, dtype=dtype)
+    return Params(found)

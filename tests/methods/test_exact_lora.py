@@ -1,0 +1,447 @@
+"""Exact aggregations of LoRA: numbers by hand, the weighted sum itself, unequal ranks against a truly smaller adapter."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedfm
+from fedfm import lowrank, use
+from fedfm.errors import InputError
+from fedfm.experiment import Experiment
+from fedfm.federation import Client, ClientData
+from fedfm.methods import fedex_lora, flexlora, flora
+from fedfm.methods._exact_lora import Term, as_factors, averaged, delta_w
+from fedfm.methods.fedex_lora import FedExLoRA
+from fedfm.methods.flexlora import FlexLoRA
+from fedfm.methods.flora import FLoRA
+from fedfm.models import lora
+from fedfm.models.load import load_model
+from fedfm.models.quiet import quiet
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.params import Params
+from fedfm.training import SGD, AdamW
+from tiny_text import save_bert, save_llama, texts
+
+A, B, HEAD = "q.lora_A.default.weight", "q.lora_B.default.weight", "head.weight"
+METHODS = ("flora", "flexlora", "fedex_lora")
+
+
+def adapter(b, a, head=0.0):
+    return Params({A: torch.as_tensor(a).float(), B: torch.as_tensor(b).float(), HEAD: torch.tensor([float(head)])})
+
+
+def unit(k):
+    """B_k = e_k, A_k = e_k^T."""
+    e = torch.eye(2)[:, k : k + 1]
+    return adapter(e, e.T, head=k)
+
+
+def dense(x):
+    return x[0].double() @ x[1].double()
+
+
+# --- by hand: B_k = e_k, A_k = e_k^T, p = 1/2, s = alpha / r = 1 ------------------------------------------------------
+
+HALVES = [Term(0.5, unit(0)), Term(0.5, unit(1))]
+
+
+def test_the_exact_aggregate_and_floras_stack_are_half_the_identity():
+    x = delta_w(HALVES, alpha=1.0)["q"]
+    assert torch.equal(dense(x), torch.eye(2, dtype=torch.float64) / 2)
+    assert torch.equal(dense(flora.merge(None, x)), torch.eye(2, dtype=torch.float64) / 2)
+    torch.testing.assert_close(dense(flora.merge(x, x)), torch.eye(2, dtype=torch.float64))
+    assert float(averaged(HALVES, [HEAD])[HEAD]) == 0.5
+
+
+def test_the_mean_of_factors_is_a_quarter_and_fedex_adds_the_rest():
+    mean = unit(0).replace(averaged(HALVES, list(unit(0))))
+    assert torch.equal(dense(lora.factors(mean, 1.0)["q"]), torch.full((2, 2), 0.25, dtype=torch.float64))
+    rest = dense(fedex_lora.residual(HALVES, mean, 1.0)["q"])
+    assert torch.equal(rest, torch.tensor([[0.25, -0.25], [-0.25, 0.25]], dtype=torch.float64))
+
+
+def test_flexlora_cuts_two_equal_singular_values_to_one():
+    tensors, sigma = flexlora.cut(delta_w(HALVES, 1.0), unit(0), 1.0)
+    torch.testing.assert_close(sigma[0], torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert flexlora.lost(sigma, 1) == pytest.approx(0.25)
+    assert flexlora.lost(sigma, 0) == pytest.approx(0.5)
+    assert float((tensors[B] @ tensors[A]).norm()) == pytest.approx(0.5)
+
+
+def test_unequal_ranks_have_their_own_scale():
+    # alpha = 4: rank 1 has s = 4, rank 2 has s = 2. 3/4 * 4 * e_1 e_1^T + 1/4 * 2 * I = diag(3.5, 0.5).
+    two = adapter(torch.eye(2), torch.eye(2))
+    x = delta_w([Term(0.75, unit(0)), Term(0.25, two)], alpha=4.0)["q"]
+    assert torch.equal(dense(x), torch.diag(torch.tensor([3.5, 0.5], dtype=torch.float64)))
+    # The first row and column of a rank-2 adapter, at the scale of rank 1: e_1 e_1^T alone is left.
+    one = lora.first(two, 1)
+    assert one[B].tolist() == [[0.5], [0.0]]
+    assert torch.equal(dense(lora.factors(one, 4.0)["q"]), torch.diag(torch.tensor([2.0, 0.0], dtype=torch.float64)))
+
+
+# --- any ranks -------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    seed=st.integers(0, 10**6),
+    d_in=st.integers(1, 8),
+    d_out=st.integers(1, 8),
+    clients=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 50)), min_size=1, max_size=5),
+    alpha=st.floats(0.5, 32),
+)
+def test_all_three_aggregate_the_weighted_sum_of_products(seed, d_in, d_out, clients, alpha):
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(weight for _, weight in clients)
+    found, expected = [], torch.zeros(d_out, d_in, dtype=torch.float64)
+    for r, weight in clients:
+        b, a = (torch.randn(shape, generator=generator) for shape in ((d_out, r), (r, d_in)))
+        found.append(Term(weight / n, adapter(b, a)))
+        expected += weight / n * alpha / r * b.double() @ a.double()
+    x = delta_w(found, alpha)
+    torch.testing.assert_close(dense(flora.merge(None, x["q"])), expected, rtol=1e-9, atol=1e-9)
+    most = max(r for r, _ in clients)
+    like = adapter(torch.zeros(d_out, most), torch.zeros(most, d_in))
+    tensors, sigma = flexlora.cut(x, like, alpha)
+    truth = torch.linalg.svdvals(expected)
+    error = (expected - alpha / most * tensors[B].double() @ tensors[A].double()).norm() ** 2
+    scale = float(expected.norm()) + 1
+    assert float(error) == pytest.approx(float(truth[most:].square().sum()), abs=1e-5 * scale**2)
+    assert flexlora.lost(sigma, most) == pytest.approx(float(truth[most:].square().sum()), abs=1e-9 * scale**2)
+    for r in range(1, most + 1):  # what a client of rank r gets is the best of its rank, too
+        small = lora.factors(lora.first(like.replace(tensors), r), alpha)["q"]
+        best = float(truth[r:].square().sum())
+        assert float((expected - dense(small)).norm() ** 2) == pytest.approx(best, abs=1e-5 * scale**2)
+    if len({r for r, _ in clients}) == 1:
+        mean = found[0].w.replace(averaged(found, [A, B]))
+        whole = dense(lora.factors(mean, alpha)["q"]) + dense(fedex_lora.residual(found, mean, alpha)["q"])
+        torch.testing.assert_close(whole, expected, rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 10**6), r=st.integers(1, 4), more=st.integers(1, 9), alpha=st.floats(0.5, 32))
+def test_an_adapter_and_a_shift_are_one_wider_adapter(seed, r, more, alpha):
+    generator = torch.Generator().manual_seed(seed)
+    w = adapter(torch.randn(5, r, generator=generator), torch.randn(r, 7, generator=generator), head=3)
+    shift = {"q": (torch.randn(5, more, generator=generator), torch.randn(more, 7, generator=generator))}
+    wide = lora.merged(w, shift, alpha)
+    assert lora.rank_of(wide) == r + more
+    expected = dense(lora.factors(w, alpha)["q"]) + dense(shift["q"])
+    torch.testing.assert_close(dense(lora.factors(wide, alpha)["q"]), expected, rtol=1e-5, atol=1e-4)
+    assert float(wide[HEAD]) == 3
+    idle = lora.merged(w.replace({B: torch.zeros(5, r)}), shift, alpha)
+    assert lora.rank_of(idle) == more  # an adapter that adds nothing is not carried along
+
+
+# --- in a model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models")
+    save_bert(path / "bert")
+    save_llama(path / "llama")
+    texts(path / "rows.jsonl")
+    return path
+
+
+def tables(folder, name, model="bert", rounds=2, rank=4, run=None, **method):
+    task = {"task": "classification"} if model == "bert" else {"task": "language_modelling"}
+    return {
+        "data": {"path": str(folder / "rows.jsonl"), "partition": {"name": "iid", "clients": 3}},
+        "model": {"name": str(folder / model), "adaptation": {"name": "lora", "rank": rank, "alpha": 8.0}, **task},
+        "method": {
+            "name": name,
+            "rounds": rounds,
+            "local": {"name": "adamw", "learning_rate": 0.05, "batch_size": 8},
+            **method,
+        },
+        "run": {"seed": 1, "workers": 1, **(run or {})},
+    }
+
+
+def model_of(folder, kind="bert", rank=4, seed=0, **adaptation):
+    return load_model(
+        ModelSpec(str(folder / kind), adaptation=AdaptationSpec("lora", rank=rank, alpha=8.0, **adaptation)),
+        classes=("a", "b", "c"),
+        kind="text",
+        task="classification",
+        seed=seed,
+    )
+
+
+def rows_of(model, n=24):
+    rng = np.random.default_rng(0)
+    tokens = tuple(torch.from_numpy(rng.integers(5, 40, rng.integers(2, 9))) for _ in range(n))
+    from fedfm.rows import Rows
+
+    return Rows(tokens=tokens, labels=torch.from_numpy(rng.integers(0, 3, n)))
+
+
+def noisy(w, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return w.map(lambda t: t + 0.2 * torch.randn(t.shape, generator=generator))
+
+
+@pytest.mark.parametrize("local", [SGD(0.05, epochs=2, batch_size=8), AdamW(0.01, epochs=2, batch_size=8)])
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_a_low_rank_in_a_larger_model_trains_like_a_truly_smaller_adapter(folder, kind, local):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    model, small = model_of(folder, kind, rank=4), model_of(folder, kind, rank=2)
+    rows = rows_of(model)
+    start = noisy(small.params())
+    client = Client("k", ClientData(lambda: rows, lambda: rows, lambda: rows), model, {}, seed=3)
+    method = FLoRA(local=local)
+    before = [p.clone() for p in model.module.parameters() if not p.requires_grad]
+    found = method.fit(client, start)
+    assert found.layout is start.layout
+    assert [layer.scaling["default"] for layer in model.module.modules() if hasattr(layer, "lora_A")][0] == 2.0
+
+    # The same steps on an adapter of rank 2 that PEFT builds, with torch's own optimiser.
+    with quiet():
+        plain = AutoModelForSequenceClassification.from_pretrained(folder / kind, num_labels=3, pad_token_id=0)
+        config = LoraConfig(
+            r=2,
+            lora_alpha=8,
+            target_modules=["query", "value"] if kind == "bert" else ["q_proj", "v_proj"],
+            modules_to_save=["classifier" if kind == "bert" else "score"],
+        )
+        theirs = get_peft_model(plain, config).eval()
+    parameters = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name, tensor in start.items():
+            parameters[name].copy_(tensor)
+    trained = [parameters[name] for name in start]
+    eta = local.learning_rate
+    optimiser = torch.optim.SGD(trained, eta) if type(local) is SGD else torch.optim.AdamW(trained, eta, weight_decay=0)
+    from fedfm.training.job import Job
+
+    for index in Job(client, start, local).orders():
+        batch = rows.batch(index)
+        out = theirs(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(out, batch["labels"]).backward()
+        optimiser.step()
+    expected = Params({name: parameters[name] for name in start})
+    assert (expected - start).norm() > 0.01
+    assert (found - expected).norm() / (expected - start).norm() < 1e-5
+    after = [p for p in model.module.parameters() if not p.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "gpt2"])
+@pytest.mark.parametrize("rank", [1, 40])  # by the factors, and by the dense matrix
+def test_a_shift_acts_as_the_added_weight(folder, kind, rank):
+    from tiny_text import save_gpt2
+
+    if kind == "gpt2" and not (folder / kind).exists():
+        save_gpt2(folder / kind)
+    model = model_of(folder, kind, rank=2)
+    model.load(noisy(model.params()))
+    rows = rows_of(model)
+    generator = torch.Generator().manual_seed(1)
+    shift, plain = {}, model.predict(rows)
+    for path in lora.pairs(model.names):
+        layer = model.module.get_submodule(path)
+        u = torch.randn(layer.out_features, rank, generator=generator)
+        shift[path] = (u, torch.randn(rank, layer.in_features, generator=generator) / rank)
+    bits = {n: p.clone() for n, p in model.module.named_parameters()}
+    with lora.shifted(model, shift):
+        found = model.predict(rows)
+        model.loss(rows.batch(range(4))).backward()
+    gradient = {n: p.grad.clone() for n, p in model.live().items()}
+    assert all(torch.equal(bits[n], p) for n, p in model.module.named_parameters())
+    assert torch.equal(model.predict(rows), plain)
+    assert (found - plain).abs().max() > 0.01
+
+    with torch.no_grad():
+        for path, (u, v) in shift.items():
+            layer = model.module.get_submodule(path)
+            weight = layer.base_layer.weight
+            weight += (u @ v).T if layer.fan_in_fan_out else u @ v  # Conv1D keeps W^T
+    torch.testing.assert_close(found, model.predict(rows), rtol=1e-4, atol=1e-5)
+    for p in model.live().values():
+        p.grad = None
+    model.loss(rows.batch(range(4))).backward()
+    for name, p in model.live().items():
+        torch.testing.assert_close(gradient[name], p.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_nothing_that_reads_weights_serves_a_shifted_model(folder):
+    from fedfm.training import packed
+
+    model = model_of(folder, "bert", rank=2)
+    rows = rows_of(model)
+    assert packed.applies(model, "exact")
+    plain = model.predict(rows)
+    shift = {p: (torch.ones(16, 1), torch.ones(1, 16)) for p in lora.pairs(model.names)}
+    with lora.shifted(model, shift):
+        assert not packed.applies(model, "exact")
+        assert not torch.equal(model.predict(rows), plain)
+    assert packed.applies(model, "exact")
+    assert torch.equal(model.predict(rows), plain)
+    with pytest.raises(RuntimeError, match="boom"), lora.scaled(model, 1), lora.shifted(model, shift):
+        raise RuntimeError("boom")
+    assert model.altered == 0
+    assert torch.equal(model.predict(rows), plain)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def crossings(run):
+    lines = (json.loads(line) for line in (run.path / "messages.jsonl").read_text().splitlines())
+    return [m for m in lines if m["counted"]]
+
+
+@pytest.mark.parametrize("name", ["flora", "flexlora"])
+def test_only_a_clients_own_rank_travels(folder, tmp_path, name):
+    equal = fedfm.run(tables(folder, name, rounds=1), tmp_path / "equal")
+    mixed = fedfm.run(tables(folder, name, rounds=1, ranks=[1, 2, 4]), tmp_path / "mixed")
+    sites, width = 4, 16  # query and value of two layers
+    entries = sites * 2 * width * 4  # of one rank: a row of A, a column of B
+    assert equal["bytes_up"] - mixed["bytes_up"] == pytest.approx(entries * ((4 - 1) + (4 - 2)), abs=40)
+    up = [m["bytes"] for m in crossings(fedfm.load_run(tmp_path / "mixed")) if m["to"] == "server"]
+    assert up == sorted(up)
+    assert len(set(up)) == 3
+    if name == "flexlora":
+        assert equal["bytes_down"] - mixed["bytes_down"] == pytest.approx(entries * 5, abs=40)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_first_round_is_the_same_aggregate(folder, tmp_path, name):
+    """One round of exact arithmetic from B = 0 differs by nothing but A: FLoRA draws its own, the others have PEFT's."""
+    fedfm.run(tables(folder, name, rounds=1, rank=16), tmp_path / name)
+    fedfm.run(tables(folder, "fedavg", rounds=1, rank=16), tmp_path / "fedavg")
+    run, model, w = use.load(tmp_path / name)
+    state = run.state(run.experiment.method.state_type)
+    found = lora.factors(w, 8.0)
+    assert all(lowrank.norm(x) > 0 for x in found.values())
+    if name == "flexlora":  # rank 16 of 16 x 16: nothing is cut
+        assert state.error == {"16": pytest.approx(0.0, abs=1e-9)}
+        assert state.energy == pytest.approx(sum(lowrank.inner(x, x) for x in found.values()), rel=1e-5)
+    if name == "fedex_lora":
+        mean = use.load(tmp_path / "fedavg")[2]
+        assert all(torch.allclose(state.w[n], mean[n], atol=1e-6) for n in mean)  # factors are averaged as FedAvg does
+        assert any(lowrank.norm(x) > 1e-4 for x in as_factors(state.shift).values())
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("model", ["bert", "llama"])
+def test_the_adapter_on_disk_is_the_model_that_was_judged(folder, tmp_path, name, model):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    keys = {} if name == "fedex_lora" else {"ranks": [2, 4]}
+    result = fedfm.run(tables(folder, name, model, rounds=3, fraction=0.67, **keys), tmp_path / "run")
+    run, ours, w = use.load(tmp_path / "run")
+    with quiet():
+        auto, labels = (
+            (AutoModelForSequenceClassification, {"num_labels": 3}) if model == "bert" else (AutoModelForCausalLM, {})
+        )
+        base = auto.from_pretrained(folder / model, pad_token_id=0, **labels)
+        theirs = PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter")).eval()
+    tokens = torch.arange(5, 17)[None]
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens).logits
+        plain = ours.module(input_ids=tokens).logits
+    torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-5)
+    # As the run itself judges: the model of rank 4, the rest as a shift.
+    narrow = load_model(
+        run.experiment.model, classes=tuple(ours.classes), kind="text", task=run.experiment.model.task, seed=1
+    )
+    assert lora.rank_of(narrow.params()) == 4
+    with torch.no_grad(), lora.wearing(narrow, w):
+        torch.testing.assert_close(narrow.module(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    assert result["loss"] > 0
+    for to in ("peft", "hf", "torch"):
+        use.export(tmp_path / "run", to, tmp_path / to)
+    with quiet():
+        again = auto.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5)
+    (tmp_path / "new.jsonl").write_text((folder / "rows.jsonl").read_text())
+    told = use.predict(tmp_path / "run", tmp_path / "new.jsonl")
+    assert told["perplexity"] if model == "llama" else set(told["predictions"]) <= {"fish", "bird", "plant"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_fast_kernels_give_nearly_the_same(folder, tmp_path, name):
+    """Clients of a packed chunk take turns at one model: a shift must never meet another client's training."""
+    keys = {} if name == "fedex_lora" else {"ranks": [2, 4]}
+    slow = fedfm.run(tables(folder, name, rounds=3, **keys), tmp_path / "exact")
+    fast = fedfm.run(tables(folder, name, rounds=3, run={"kernels": "fast"}, **keys), tmp_path / "fast")
+    assert fast["loss"] == pytest.approx(slow["loss"], rel=1e-3)
+
+
+def test_a_client_that_was_away_has_the_same_weights(folder, tmp_path):
+    """Nothing is kept at a client: what it is sent in a round is all that it needs."""
+    fedfm.run(tables(folder, "flora", rounds=4, fraction=0.34), tmp_path / "run")
+    assert not list((tmp_path / "run" / "private" / "memory").glob("*/r*.safetensors"))
+    run = fedfm.load_run(tmp_path / "run")
+    assert len({tuple(line["cohort"]) for line in run.metrics() if line["round"]}) > 1
+
+
+def test_a_reply_of_another_rank_is_left_out(folder, tmp_path, monkeypatch):
+    fit = FlexLoRA.fit
+
+    def other(self, client, w):
+        trained = fit(self, client, w)
+        return lora.first(trained, 1) if client.id == "client-01" else trained
+
+    monkeypatch.setattr(FlexLoRA, "fit", other)
+    result = fedfm.run(tables(folder, "flexlora", rounds=1), tmp_path / "run")
+    (excluded,) = result["excluded"]
+    assert (excluded["client"], excluded["code"]) == ("client-01", "E_EXCEPTION")  # its own subtraction fails first
+
+    def train(self, client, w):
+        from fedfm.federation import Update
+
+        return Update(lora.first(w, 1), 1.0)
+
+    train.on_client = True
+    monkeypatch.setattr(FlexLoRA, "fit", fit)
+    honest = FlexLoRA.train
+
+    def lying(self, client, w: Params) -> "fedfm.federation.Update":
+        return train(self, client, w) if client.id == "client-02" else honest(self, client, w)
+
+    lying.on_client = True
+    lying.__name__ = "train"
+    lying.__annotations__ = honest.__annotations__
+    lying.__globals__.update({"Update": honest.__globals__["Update"], "Client": Client})
+    monkeypatch.setattr(FlexLoRA, "train", lying)
+    result = fedfm.run(tables(folder, "flexlora", rounds=1), tmp_path / "lied")
+    assert [(e["client"], e["code"]) for e in result["excluded"]] == [("client-02", "E_SHAPE")]
+
+
+def test_the_cut_is_reported(folder, tmp_path):
+    details = fedfm.run(tables(folder, "flexlora", ranks=[1, 4]), tmp_path / "run")["details"]["cut"]
+    assert set(details["share"]) == {"1", "4"}
+    assert 0 <= details["share"]["4"] < details["share"]["1"] < 1
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_adaptations_are_refused(folder, name):
+    wrong = tables(folder, name)
+    wrong["model"]["adaptation"] = {"name": "ffa_lora"}
+    with pytest.raises(InputError, match='takes "lora" only'):
+        Experiment.from_dict(wrong)
+
+
+def test_ranks_that_make_no_sense_are_refused(folder, tmp_path):
+    with pytest.raises(InputError, match="above model.adaptation.rank = 4"):
+        fedfm.run(tables(folder, "flora", ranks=[2, 8]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match="at least 1"):
+        Experiment.from_dict(tables(folder, "flexlora", ranks=[0]))
+    with pytest.raises(InputError, match="ranks"):
+        Experiment.from_dict(tables(folder, "fedex_lora", ranks=[2, 4]))
+    with pytest.raises(InputError, match="rounds"):
+        FedExLoRA(rounds=-1).validate()
