@@ -35,14 +35,15 @@ def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
     """
     tables = experiment(folder, method={"name": name, "rounds": rounds, **keys}, run=run or {})
     cls = resolve("methods", name)
-    if "lora" in resolve("methods", like or name).adaptations:
+    takes = resolve("methods", like or name).adaptations
+    if takes == ("lora",):
         tables |= of_lora(folder)
         tables["method"]["local"] = {"name": "adamw", "learning_rate": 0.03, "batch_size": 8}
-    known = {"name", *(f.name for f in dataclasses.fields(cls))}
-    tables["method"] = {key: value for key, value in tables["method"].items() if key in known}
-    if cls.adaptations and "head" not in cls.adaptations:  # something besides a head has to be trained
+    elif takes and "head" not in takes:  # something besides a head has to be trained
         tables["data"]["path"] = str(pictures(folder, 120))
         tables["model"] = {"name": str(tiny_vit(folder)), "adaptation": {"name": "full"}}
+    known = {"name", *(f.name for f in dataclasses.fields(cls))}
+    tables["method"] = {key: value for key, value in tables["method"].items() if key in known}
     if "foundation" in known:
         tables["method"] |= {"foundation": str(head(folder)), "identical": ["labels"]}
     others = {key: tables["method"][key] for key in ("foundation",) if key in known}
