@@ -19,9 +19,9 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
     Raises:
         InputError: the run is not finished, or its clients have models of their own and none is named.
     """
-    from fedfm.models.export import load_adapter
+    from fedfm.models.export import load_adapter, rank_on_disk
     from fedfm.models.load import load_model
-    from fedfm.models.lora import spec_for
+    from fedfm.models.lora import at_rank, spec_for
 
     run = Run.open(path)
     experiment = run.experiment
@@ -36,7 +36,9 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
     if client is not None and client not in known:
         raise InputError(f"{path} has one model for all; drop --client")
     shape, spec = run.manifest["model"], experiment.model
-    if not client:
+    if client:
+        spec = at_rank(spec, rank_on_disk(run.adapter(client)))
+    else:
         w: Params = experiment.method.params_for(run.state(experiment.method.state_type), "")
         spec = spec_for(spec, w)  # what was merged into the weights is part of a wider adapter
     model = load_model(

@@ -199,7 +199,7 @@ def test_a_low_rank_in_a_larger_model_trains_like_a_truly_smaller_adapter(folder
     client = Client("k", ClientData(lambda: rows, lambda: rows, lambda: rows), model, {}, seed=3)
     method = FLoRA(local=local)
     before = [p.clone() for p in model.module.parameters() if not p.requires_grad]
-    found = method.fit(client, start)
+    found = lora.fit(method.local, client, start)
     assert found.layout is start.layout
     assert [layer.scaling["default"] for layer in model.module.modules() if hasattr(layer, "lora_A")][0] == 2.0
 

@@ -1,29 +1,35 @@
 """FedBip against numbers worked by hand, and its limits: orthogonal, opposed, identical and zero task vectors."""
 
 import itertools
+import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from fedfm.errors import RunError
+import fedfm
+import tiny_text
+from fedfm import use
+from fedfm.errors import InputError, RunError
+from fedfm.methods._task_vectors import Change, Entries, Products
 from fedfm.methods.fedbip import FedBip, Personal, capped, copies, shares, similarities
-from fedfm.pairwise import mix
+from fedfm.pairwise import gram, mix
 from fedfm.params import Params
 from fedfm.training import SGD, Ditto
-from toy import federation, run
+from toy import Quadratic, federation, run
 
 TAU = [Params({"x": torch.tensor([a, b])}) for a, b in ((3.0, 0.0), (3.0, 4.0), (0.0, -2.0))]
 ALL = [("x",)]
 
 
 def p_of(vectors, negative, kind="cosine", layers=ALL):
-    g, counts = similarities(vectors, layers, kind)
+    g, counts = similarities(gram(vectors, layers, centre=kind == "pearson"), kind)
     return shares(g, counts, negative)
 
 
 def test_cosines_of_three_vectors():
-    g, _ = similarities(TAU, ALL, "cosine")
+    g, _ = similarities(gram(TAU), "cosine")
     np.testing.assert_allclose(g[0], [[1, 0.6, 0], [0.6, 1, -0.8], [0, -0.8, 1]], atol=1e-7)
 
 
@@ -65,19 +71,19 @@ def test_a_zero_vector_has_only_itself(kind, negative):
 
 def test_pearson_is_the_correlation():
     draw = np.random.default_rng(0).normal(1, 1, (4, 50)).astype(np.float32)
-    g, _ = similarities([Params({"x": torch.from_numpy(v)}) for v in draw], ALL, "pearson")
+    g, _ = similarities(gram([Params({"x": torch.from_numpy(v)}) for v in draw], centre=True), "pearson")
     np.testing.assert_allclose(g[0], np.corrcoef(draw), atol=1e-6)
 
 
 def test_l2_by_the_median_distance():
     # Distances 4 (0, 1), sqrt(13) (0, 2), sqrt(45) (1, 2); their median is 4.
-    g, _ = similarities(TAU, ALL, "l2")
+    g, _ = similarities(gram(TAU), "l2")
     np.testing.assert_allclose(g[0, 0], [1, 0.5, 1 / (1 + np.sqrt(13) / 4)], atol=1e-6)
     np.testing.assert_allclose(g[0, 1, 2], 1 / (1 + np.sqrt(45) / 4), atol=1e-6)
 
 
 def test_softmax_at_its_temperature():
-    g, counts = similarities(TAU, ALL, "cosine")
+    g, counts = similarities(gram(TAU), "cosine")
     expected = torch.softmax(torch.from_numpy(g) / 0.3, 2)
     np.testing.assert_allclose(shares(g, counts, "softmax", 0.3), expected, atol=1e-9)
 
@@ -88,8 +94,7 @@ def test_copies_are_found_and_zeros_are_none():
 
 
 def test_a_norm_above_the_cap_is_cut():
-    far = capped([TAU[0], TAU[1], 100.0 * TAU[2]], 3.0)
-    assert [x.norm() for x in far] == pytest.approx([3, 5, 15])  # median norm 5
+    assert capped(np.array([9.0, 25.0, 200.0**2]), 3.0).tolist() == pytest.approx([1, 1, 15 / 200])  # median norm 5
 
 
 # --- rounds: full batches and learning rate 1 jump to the client's own mean -----------------------------------------
@@ -177,14 +182,111 @@ def test_a_newcomer_by_hand():
     method = FedBip()
     w = lambda x: Params({"w": torch.tensor([x])})  # noqa: E731
 
-    class Toy:
-        names = ("w",)
-
-        def live(self):
-            return {"w": torch.zeros(1)}
-
     bars = {"a": w(2.0), "b": w(-2.0)}
     state = Personal(bars, bars, {}, w(0.0), ("model",))
-    found, weights = method.newcomer(Toy(), state, w(0.0), "new", lambda start: start + w(1.0))
+    found, weights = method.newcomer(Quadratic(), state, w(0.0), "new", lambda start: start + w(1.0))
     assert float(found["w"]) == pytest.approx(1.5)
     assert weights == {"new": 0.5, "a": 0.5, "b": 0}
+
+
+# --- what LoRA adds: the space of products ---------------------------------------------------------------------------
+class Lora:
+    """Two adapted maps, 5 to 6 and 6 to 4, and a head, of rank 3 and alpha 6."""
+
+    adaptation = "lora"
+    spec = SimpleNamespace(adaptation=SimpleNamespace(rank=3, alpha=6.0))
+
+    def __init__(self):
+        self.w = draw(0, 3)
+        self.names, self.layout = tuple(self.w), self.w.layout
+
+    def live(self):
+        return dict(self.w)
+
+
+def draw(seed, rank, size=1.0):
+    rng = torch.Generator().manual_seed(seed)
+    shapes = {"q": (6, 5), "v": (4, 6)}
+    out = {}
+    for path, (m, n) in shapes.items():
+        out[f"{path}.lora_A.default.weight"] = size * torch.randn(rank, n, generator=rng)
+        out[f"{path}.lora_B.default.weight"] = size * torch.randn(m, rank, generator=rng)
+    return Params(out | {"head.weight": torch.randn(2, 4, generator=rng)})
+
+
+def dense(w):
+    """(6 x 5 + 4 x 6 + 2 x 4,): what w adds, and its head."""
+    s = 6.0 / len(w["q.lora_A.default.weight"])
+    parts = [s * w[f"{p}.lora_B.default.weight"] @ w[f"{p}.lora_A.default.weight"] for p in "qv"]
+    return torch.cat([t.double().reshape(-1) for t in (*parts, w["head.weight"])]).numpy()
+
+
+def changes(ranks):
+    starts = [draw(20 + i, r) for i, r in enumerate(ranks)]
+    ends = [w + 0.3 * draw(40 + i, r) for i, (w, r) in enumerate(zip(starts, ranks, strict=True))]
+    return [Change(end - start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_products_of_unequal_ranks_are_those_of_the_dense_matrices(whole, centre):
+    x = changes([1, 2, 3])
+    rows = np.stack([dense(c.theta) - (0 if whole else dense(c.theta - c.tau)) for c in x])
+    rows -= rows.mean(1, keepdims=True) if centre else 0
+    found = Products(Lora(), "model").gram(x, whole, centre)
+    np.testing.assert_allclose(found[0], rows @ rows.T, rtol=1e-5, atol=1e-5)
+
+
+def test_another_basis_of_the_same_product_changes_nothing():
+    x, turn = changes([3, 3]), torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)))[0]
+
+    def turned(w):
+        a = {n: turn.T @ t for n, t in w.items() if "lora_A" in n}
+        return w.replace(a | {n: t @ turn for n, t in w.items() if "lora_B" in n})
+
+    theta, start = turned(x[1].theta), turned(x[1].theta - x[1].tau)
+    y = [x[0], Change(theta - start, theta)]
+    model = Lora()
+    np.testing.assert_allclose(Products(model, "model").gram(x), Products(model, "model").gram(y), rtol=1e-4)
+    assert not np.allclose(Entries(model, "model").gram(x), Entries(model, "model").gram(y), rtol=0.05)
+
+
+def test_sums_of_products_are_cut_to_each_rank():
+    x, p = changes([1, 2, 3]), np.array([[[0.6, 0.4, 0.0], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]]])
+    onto = [c.theta - c.tau for c in x]
+    found, cut = Products(Lora(), "model").mix(p, x, onto)
+    taus = [dense(c.theta) - dense(c.theta - c.tau) for c in x]
+    lost = whole = 0.0
+    for w, base, row in zip(found, onto, p[0], strict=True):
+        exact = dense(base) + sum(c * t for c, t in zip(row, taus, strict=True))
+        assert w.layout is base.layout
+        rank = len(w["q.lora_A.default.weight"])
+        for at, (m, n) in ((0, (6, 5)), (30, (4, 6))):
+            u, s, v = np.linalg.svd(exact[at : at + m * n].reshape(m, n))
+            best = (u[:, :rank] * s[:rank]) @ v[:rank]
+            np.testing.assert_allclose(dense(w)[at : at + m * n].reshape(m, n), best, atol=1e-5)
+            lost, whole = lost + (s[rank:] ** 2).sum(), whole + (s**2).sum()
+        np.testing.assert_allclose(dense(w)[54:], exact[54:], atol=1e-5)
+    assert cut == pytest.approx(np.sqrt(lost / whole), rel=1e-4)
+
+
+def test_clients_of_different_ranks_in_a_run(tmp_path):
+    tiny_text.save_bert(tmp_path / "bert")
+    tiny_text.texts(tmp_path / "rows.jsonl")
+    tables = {
+        "data": {"path": str(tmp_path / "rows.jsonl"), "partition": {"name": "iid", "clients": 3}},
+        "model": {"name": str(tmp_path / "bert"), "adaptation": {"name": "lora", "rank": 4}},
+        "method": {"name": "fedbip", "rounds": 2, "space": "product", "ranks": [1, 4], "granularity": "layer"},
+        "run": {"workers": 1},
+    }
+    tables["method"]["local"] = {"name": "adamw", "learning_rate": 0.03, "batch_size": 8}
+    result = fedfm.run(tables, tmp_path / "run")
+    assert 0 < result["details"]["cut"] < 1
+    ranks = []
+    for client in sorted(result["client_accuracy"]):
+        config = json.loads((tmp_path / "run" / "clients" / client / "adapter" / "adapter_config.json").read_text())
+        ranks.append(config["r"])
+        assert use.predict(tmp_path / "run", tmp_path / "rows.jsonl", client)["predictions"]
+    assert ranks == [1, 4, 1]
+    with pytest.raises(InputError, match="above"):
+        fedfm.run(tables | {"method": tables["method"] | {"ranks": [8]}}, tmp_path / "wide")

@@ -61,14 +61,6 @@ class ExactLora(Method[S]):
         """What p_k is proportional to."""
         return len(client.data.train) if self.weighting == "size" else 1
 
-    def fit(self, client: Client, w: Params) -> Params:
-        """Local training of an adapter of any rank up to the model's, at its own scale alpha / r_k."""
-        rank = lora.rank_of(w)
-        if rank is None:
-            raise ValueError("modules of different ranks")
-        with lora.scaled(client.model, rank):
-            return lora.cut(self.local(client, lora.filled(w, client.model.layout)), w.layout)
-
     def scores(self, model: Any, w: Params, rows: Rows) -> dict[str, Any]:
         with lora.wearing(model, w):
             return model.evaluate(rows)  # type: ignore[no-any-return]

@@ -12,13 +12,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedfm.errors import E_DUPLICATE, InputError, RunError, one_of
 from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
-from fedfm.method import Method
-from fedfm.models.layers import GRANULARITIES, layers
-from fedfm.pairwise import gram, mix
+from fedfm.method import Judge, Method
+from fedfm.methods._task_vectors import Change, Entries, Products, running
+from fedfm.models import lora
+from fedfm.models.layers import GRANULARITIES
+from fedfm.pairwise import mix
 from fedfm.params import Params, to_bytes
+from fedfm.rows import Rows
 from fedfm.training import SGD, Local
 
 LEAST = 0.1  # a smaller sum of raw similarities is no denominator
@@ -33,6 +37,7 @@ class Personal:
         theta_bar: theta_bar_i, what its next one starts from.
         tau: its last task vector; of clients that have been asked.
         p: ``p`` (L, K, K), the last round's weights; rows of clients that did not take part are zero.
+        cut: in the space of products, how much of the aggregates did not fit their ranks, relative, in Frobenius norm.
     """
 
     theta: dict[ClientId, Params]
@@ -40,6 +45,7 @@ class Personal:
     tau: dict[ClientId, Params]
     p: Params
     layers: tuple[str, ...]
+    cut: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,16 @@ class FedBip(Method[Personal]):
     temperature: float = field(default=0.3, metadata={"help": "of softmax"})
     weights_from: str = field(default="task_vector", metadata={"help": "what g compares: task_vector or parameters"})
     aggregate: str = field(default="task_vector", metadata={"help": "what is summed: task_vector or parameters"})
-    space: str = field(default="factors", metadata={"help": "LoRA's A and B: factors, as they are, or product, B A"})
+    space: str = field(
+        default="factors", metadata={"help": "LoRA's A and B: factors, as they are, or product, what they add (B A)"}
+    )
+    ranks: tuple[int, ...] = field(
+        default=(),
+        metadata={
+            "help": "of space = product: LoRA's rank by client, dealt in order of names, again from the first "
+            "[model.adaptation.rank]"
+        },
+    )
     absent: str = field(
         default="cached", metadata={"help": "of clients that a round does not ask: cached, their last tau, or left out"}
     )
@@ -73,38 +88,36 @@ class FedBip(Method[Personal]):
     )
 
     def init(self, fed: Federation) -> Personal:
-        start = dict.fromkeys(fed.clients, fed.initial)  # theta_pre: the same for all, LoRA's A included
-        names, K = layers(fed.model, self.granularity), len(fed.clients)
-        return Personal(start, start, {}, Params({"p": torch.zeros(len(names), K, K)}), tuple(names))
+        theta_pre = self.starting(fed)  # the same for all, LoRA's A included
+        names, K = self.space_of(fed.model).layers, len(fed.clients)
+        return Personal(theta_pre, theta_pre, {}, Params({"p": torch.zeros(len(names), K, K)}), tuple(names))
 
     def step(self, fed: Federation, s: Personal, t: int) -> Personal:
-        cohort, like = fed.sample(self.fraction), fed.initial.layout
-        replies = fed.ask(self.train, of=cohort, like=like, theta_bar=each(s.theta_bar))  # lines 3 to 7
+        like = each({i: w.layout for i, w in s.theta_bar.items()})
+        replies = fed.ask(self.train, of=fed.sample(self.fraction), like=like, theta_bar=each(s.theta_bar))  # lines 3-7
         now = {i: update.delta for i, update in replies.items()}
         theta = s.theta | {i: s.theta_bar[i] + now[i] for i in now}
         tau = s.tau | now
         pool = sorted(tau if self.absent == "cached" else now)  # from whom the clients of this round learn
-        p = self.weights(fed, {k: tau[k] for k in pool}, {k: theta[k] for k in pool}, now)  # (L, |pool|, |pool|)
-        rows = [pool.index(i) for i in now]
-        mixed = self.mixed(fed.model, p[:, rows], list(now), s.theta_bar, pool, theta, tau)  # lines 11, 17
-        seen = [fed.clients.index(k) for k in pool]
-        shown = np.zeros((len(p), len(fed.clients), len(fed.clients)), dtype=np.float32)
-        shown[np.ix_(range(len(p)), [seen[r] for r in rows], seen)] = p[:, rows]
-        return Personal(theta, s.theta_bar | mixed, tau, Params({"p": torch.from_numpy(shown)}), s.layers)
+        x = {k: Change(tau[k], theta[k]) for k in pool}
+        p = self.weights(fed, x, now)[:, [pool.index(i) for i in now]]  # (L, |now|, |pool|)
+        found, cut = self.aggregates(fed.model, p, list(x.values()), [s.theta_bar[i] for i in now])
+        K, at = len(fed.clients), [[fed.clients.index(k) for k in of] for of in (now, pool)]
+        shown = np.zeros((len(p), K, K), dtype=np.float32)
+        shown[np.ix_(range(len(p)), *at)] = p
+        theta_bar = s.theta_bar | dict(zip(now, found, strict=True))
+        return Personal(theta, theta_bar, tau, Params({"p": torch.from_numpy(shown)}), s.layers, cut)
 
     @on_client
     def train(self, client: Client, theta_bar: Params) -> Update:
-        theta = self.local(client, theta_bar)  # equation 2
+        theta = lora.fit(self.local, client, theta_bar)  # equation 2
         return Update(theta - theta_bar, 1.0, client.metrics)  # tau_i, equation 3; sums know no n_k
 
-    def weights(
-        self, fed: Federation, tau: dict[ClientId, Params], theta: dict[ClientId, Params], now: Container[ClientId]
-    ) -> np.ndarray:
+    def weights(self, fed: Federation, x: dict[ClientId, Change], now: Container[ClientId]) -> np.ndarray:
         """``p`` of equation 4, by layer equation 6: (L, K, K). Of vectors that are equal bit for bit one counts."""
-        names, clients = layers(fed.model, self.granularity), list(tau)
-        compared = tau if self.weights_from == "task_vector" else theta
-        g, counts = similarities(list(compared.values()), list(names.values()), self.similarity)
-        for k, of in copies(tau):
+        space, clients = self.space_of(fed.model), list(x)
+        g, counts = similarities(self.gram(space, list(x.values())), self.similarity)
+        for k, of in copies({k: change.tau for k, change in x.items()}):
             counts[:, :, clients.index(k)] = False
             if k in now:
                 fed.exclude(k, E_DUPLICATE, f"its task vector is that of {of} bit for bit: the sums take it once")
@@ -113,38 +126,64 @@ class FedBip(Method[Personal]):
             layer, i = bad[0]
             raise RunError(
                 f"round {fed.round}: the similarities of {clients[i]} to all sum to less than {LEAST} in "
-                f'{list(names)[layer]}, and method.negative = "raw" divides by that sum: use "clip" or "softmax"'
+                f'{list(space.layers)[layer]}, and method.negative = "raw" divides by that sum: use "clip" or "softmax"'
             )
         return p
 
-    def mixed(
-        self,
-        model: Any,
-        p: np.ndarray,
-        to: Sequence[ClientId],
-        theta_bar: dict[ClientId, Params],
-        pool: Sequence[ClientId],
-        theta: dict[ClientId, Params],
-        tau: dict[ClientId, Params],
-    ) -> dict[ClientId, Params]:
-        """theta_bar_i + sum_k p_ik tau_k (of parameters: sum_k p_ik theta_k) for every client ``to``."""
-        names = list(layers(model, self.granularity).values())
-        if self.aggregate == "parameters":
-            found = mix(p, [theta[k] for k in pool], names)
-        else:
-            vectors = capped([tau[k] for k in pool], self.norm_cap)
-            found = mix(p, vectors, names, [theta_bar[i] for i in to])
+    def aggregates(
+        self, model: Any, p: np.ndarray, x: Sequence[Change], theta_bar: Sequence[Params]
+    ) -> tuple[list[Params], float]:
+        """theta_bar_i + sum_k p_ik tau_k (of parameters: sum_k p_ik theta_k), lines 11 and 17; what was cut off."""
+        space, whole = self.space_of(model), self.aggregate == "parameters"
+        if self.norm_cap is not None:
+            p = p * capped(np.einsum("lkk->k", space.gram(x)), self.norm_cap)
+        found, cut = space.mix(p, x, theta_bar, whole)
         if statistics := running(model):  # as means: |p| is a weight of each, and they are no task vectors
             q = np.abs(p).mean(0, keepdims=True)
-            means = mix(q / q.sum(2, keepdims=True), [theta[k].only(statistics) for k in pool])
+            means = mix(q / q.sum(2, keepdims=True), [change.theta.only(statistics) for change in x])
             found = [w.replace(mean) for w, mean in zip(found, means, strict=True)]
-        return dict(zip(to, found, strict=True))
+        return found, cut
+
+    def gram(self, space: Entries, x: Sequence[Change]) -> np.ndarray:
+        """Inner products (L, K, K) of what g compares."""
+        return space.gram(x, self.weights_from == "parameters", self.similarity == "pearson")
+
+    def space_of(self, model: Any) -> Entries:
+        """Where task vectors are compared and summed."""
+        return (Products if self.space == "product" else Entries)(model, self.granularity)
+
+    def starting(self, fed: Federation) -> dict[ClientId, Params]:
+        """theta_pre by client: LoRA of rank r_i has the first r_i rows of the one A.
+
+        Raises:
+            InputError: a rank is larger than the model's.
+        """
+        if not self.ranks:
+            return dict.fromkeys(fed.clients, fed.initial)
+        most = fed.model.spec.adaptation.rank
+        if max(self.ranks) > most:
+            raise InputError(
+                f"method.ranks = {list(self.ranks)}: {max(self.ranks)} is above model.adaptation.rank = {most}"
+            )
+        at = {r: lora.first(fed.initial, r) for r in self.ranks}
+        return {c: at[self.ranks[i % len(self.ranks)]] for i, c in enumerate(fed.clients)}
+
+    def scores(self, model: Any, w: Params, rows: Rows) -> dict[str, Any]:
+        with lora.wearing(model, w):  # of any rank
+            return model.evaluate(rows)  # type: ignore[no-any-return]
+
+    def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
+        with lora.wearing(model, w):
+            return model.predict(rows)  # type: ignore[no-any-return]
 
     def params_for(self, s: Personal, client: ClientId) -> Params:
         return s.theta[client]  # line 21
 
     def starts(self, s: Personal) -> dict[ClientId, Params]:
         return {i: s.theta[i] - s.tau[i] if i in s.tau else s.theta_bar[i] for i in s.theta}
+
+    def details(self, s: Personal, judge: Judge | None) -> dict[str, Any]:
+        return {"cut": s.cut} if self.space == "product" else {}
 
     def arrays(self, s: Personal) -> dict[str, np.ndarray]:
         return {"weights": s.p["p"].numpy(), "layers": np.array(s.layers)}
@@ -153,13 +192,13 @@ class FedBip(Method[Personal]):
         self, model: Any, s: Personal, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
         """Equation 4 over its own vector and what every other client has got so far: vectors of one round fail."""
-        tau = adapt(w_0) - w_0
-        sigma = [bar - w_0 for bar in s.theta_bar.values()]
-        names = list(layers(model, self.granularity).values())
-        g, counts = similarities([tau, *sigma], names, self.similarity)
+        theta = adapt(w_0)
+        sigma = {k: bar for k, bar in s.theta_bar.items() if bar.layout is w_0.layout}
+        x = [Change(theta - w_0, theta), *(Change(bar - w_0, bar) for bar in sigma.values())]
+        g, counts = similarities(self.gram(self.space_of(model), x), self.similarity)
         p = shares(g, counts, self.negative, self.temperature)[:, :1]
-        theta_bar = mix(p, [tau, *sigma], names, [w_0])[0]
-        return theta_bar, dict(zip([client, *s.theta_bar], p.mean((0, 1)).tolist(), strict=True))
+        (theta_bar,), _ = self.aggregates(model, p, x, [w_0])
+        return theta_bar, dict(zip([client, *sigma], p.mean((0, 1)).tolist(), strict=True))
 
     def validate(self) -> None:
         if self.rounds < 0:
@@ -173,6 +212,8 @@ class FedBip(Method[Personal]):
         one_of("method.aggregate", self.aggregate, ("task_vector", "parameters"))
         one_of("method.space", self.space, ("factors", "product"))
         one_of("method.absent", self.absent, ("cached", "present"))
+        if self.ranks and (self.space != "product" or any(r < 1 for r in self.ranks)):
+            raise InputError(f'method.ranks = {list(self.ranks)}: expected ranks of at least 1, and space = "product"')
         if not self.temperature > 0:
             raise InputError(f"method.temperature = {self.temperature}: expected a number above 0")
         if self.norm_cap is not None and self.norm_cap < 1:
@@ -180,16 +221,13 @@ class FedBip(Method[Personal]):
         self.local.validate("method.local")
 
 
-def similarities(
-    vectors: Sequence[Params], layers: Sequence[Sequence[str]], kind: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """The g of equation 4 (L, K, K), and which of them count (L, K, K): a zero vector has only itself."""
-    G = gram(vectors, layers, centre=kind == "pearson")
-    square, same = np.einsum("lkk->lk", G), np.eye(len(vectors), dtype=bool)
+def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """The g of equation 4 (L, K, K) from inner products, and which of them count: a zero vector has only itself."""
+    square, same = np.einsum("lkk->lk", G), np.eye(G.shape[1], dtype=bool)
     counts = (square[:, :, None] > 0) & (square[:, None] > 0) | same
     if kind == "l2":
         d = np.sqrt(np.maximum(square[:, :, None] + square[:, None] - 2 * G, 0))
-        m = np.median(d[:, ~same], 1)[:, None, None] if len(vectors) > 1 else np.ones((len(G), 1, 1))
+        m = np.median(d[:, ~same], 1)[:, None, None] if G.shape[1] > 1 else np.ones((len(G), 1, 1))
         return 1 / (1 + d / np.where(m > 0, m, 1)), counts
     norm = np.sqrt(np.where(square > 0, square, 1))
     return np.where(same, 1, np.clip(G / (norm[:, :, None] * norm[:, None]), -1, 1)), counts
@@ -216,16 +254,8 @@ def copies(tau: dict[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]]:
             yield client, first[digest]
 
 
-def capped(tau: Sequence[Params], cap: float | None) -> Sequence[Params]:
-    """No norm above ``cap`` times the median."""
-    if cap is None:
-        return tau
-    norms = [x.norm() for x in tau]
-    most = cap * float(np.median(norms))
-    return [x if n <= most else (most / n) * x for x, n in zip(tau, norms, strict=True)]
-
-
-def running(model: Any) -> tuple[str, ...]:
-    """Statistics that travel and are not trained, e.g. batch norm's."""
-    trained = model.live()
-    return tuple(n for n, dtype, _ in model.layout.entries if n not in trained and dtype.is_floating_point)
+def capped(squares: np.ndarray, cap: float) -> np.ndarray:
+    """Factors (K,) by which vectors of these squared norms get no longer than ``cap`` times the median."""
+    norms = np.sqrt(squares)
+    factors: np.ndarray = np.minimum(1, cap * np.median(norms) / np.where(norms > 0, norms, 1))
+    return factors

@@ -47,7 +47,7 @@ class FedExLoRA(ExactLora[Merged]):
     @on_client
     def train(self, client: Client, w: Params, shift: Params) -> Update:
         with lora.shifted(client.model, as_factors(shift)):
-            w_k = self.fit(client, w)
+            w_k = lora.fit(self.local, client, w)
         return Update(w_k - w, self.weight(client), client.metrics)
 
     def params_for(self, state: Merged, client: ClientId) -> Params:

@@ -56,7 +56,7 @@ class FlexLoRA(AnyRanks[Cut]):
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:
-        return Update(self.fit(client, w) - w, self.weight(client), client.metrics)
+        return Update(lora.fit(self.local, client, w) - w, self.weight(client), client.metrics)
 
     def params_for(self, state: Cut, client: ClientId) -> Params:
         return state.w

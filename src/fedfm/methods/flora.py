@@ -48,7 +48,7 @@ class FLoRA(AnyRanks[Merged]):
     def train(self, client: Client, head: Params, shift: Params, rank: int, restart: int) -> Update:
         w = fresh(client.model.layout, head, rank, restart)  # A_k random, B_k = 0
         with lora.shifted(client.model, as_factors(shift)):
-            w_k = self.fit(client, w)
+            w_k = lora.fit(self.local, client, w)
         return Update(w_k - w, self.weight(client), client.metrics)
 
     def params_for(self, state: Merged, client: ClientId) -> Params:

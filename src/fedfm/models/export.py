@@ -53,6 +53,12 @@ def save_parts(model: Model, w: Params, folder: Path | str) -> Path:
     return folder
 
 
+def rank_on_disk(folder: Path | str) -> int | None:
+    """The rank of what :func:`save_adapter` wrote; None where it is no LoRA."""
+    path = Path(folder) / "adapter_config.json"
+    return int(json.loads(path.read_text(encoding="utf-8"))["r"]) if path.exists() else None
+
+
 def load_adapter(model: Model, folder: Path | str) -> Params:
     """What :func:`save_adapter` wrote for such a model.
 

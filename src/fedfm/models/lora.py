@@ -17,10 +17,12 @@ from torch import Tensor
 
 from fedfm import lowrank
 from fedfm.errors import InputError
+from fedfm.federation import Client
 from fedfm.lowrank import Factors
 from fedfm.models.adaptation import check
 from fedfm.models.spec import ModelSpec
 from fedfm.params import Layout, Params, layout_of
+from fedfm.training import Local
 
 _A, _B = ".lora_A.", ".lora_B."
 
@@ -118,7 +120,12 @@ def cut(w: Params, like: Layout) -> Params:
 
 def spec_for(spec: ModelSpec, w: Mapping[str, Tensor]) -> ModelSpec:
     """The [model] table whose LoRA has the rank of w, and alpha as before."""
-    if spec.adaptation is None or (rank := rank_of(w)) is None or rank == spec.adaptation.rank:
+    return at_rank(spec, rank_of(w))
+
+
+def at_rank(spec: ModelSpec, rank: int | None) -> ModelSpec:
+    """The [model] table with LoRA of this rank, and alpha as before."""
+    if spec.adaptation is None or rank is None or rank == spec.adaptation.rank:
         return spec
     alpha = check(spec.adaptation).alpha
     return dataclasses.replace(spec, adaptation=dataclasses.replace(spec.adaptation, rank=rank, alpha=alpha))
@@ -142,6 +149,14 @@ def scaled(model: Any, rank: int) -> Iterator[None]:
     finally:
         for layer, s in zip(layers, before, strict=True):
             layer.scaling["default"] = s
+
+
+def fit(local: Local, client: Client, w: Params) -> Params:
+    """Local training of parameters whose LoRA may have a smaller rank than the model's, at its own scale alpha / r."""
+    if w.layout is client.model.layout or (rank := rank_of(w)) is None:
+        return local(client, w)
+    with scaled(client.model, rank):
+        return cut(local(client, filled(w, client.model.layout)), w.layout)
 
 
 @contextmanager
