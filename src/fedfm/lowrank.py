@@ -96,9 +96,12 @@ def truncate(x: Factors, rank: int) -> tuple[Factors, Tensor]:
 
 
 def compressed(x: Factors) -> Factors:
-    """The same matrix with a rank of at most min(m, n): factors that are longer than that are redundant."""
-    most = min(x[0].shape[0], x[1].shape[1])
-    return x if len(x[1]) <= most else truncate(x, most)[0]
+    """The same matrix by factors of a rank of at most min(m, n), those of its singular value decomposition.
+
+    They are the matrix's own: of a stack they say no more than the sum, where the stacked factors themselves hold every
+    term's columns side by side.
+    """
+    return truncate(x, min(x[0].shape[0], x[1].shape[1]))[0]
 
 
 def padded(x: Factors, rank: int) -> Factors:

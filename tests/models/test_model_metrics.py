@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, f1_score, log_loss, recall_score
-from tiny_models import load, prose, sentences, vectors
+from tiny_models import load, prose, real, sentences, vectors
 
 from fedfm.data.table import Table
 from fedfm.models.metrics import answers, evaluate, references, rouge_1, scores
@@ -105,6 +105,60 @@ def test_instructions_are_judged_on_the_answer_alone(folder):
     assert s["loss"] == pytest.approx(nll / tokens, rel=1e-5)
     exact = sum(a.strip() == b for a, b in zip(answers(model, rows), references(model, rows), strict=True)) / 3
     assert s["accuracy"] == s["exact_match"] == exact
+
+
+def alone(model, row, start, pad):
+    """The answer to one prompt, and how much the first token leads the second at each step."""
+    from fedfm.models.metrics import _ANSWER
+
+    prompt = row[:start][None]
+    with torch.no_grad():
+        said = model.module.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=_ANSWER,
+            do_sample=False,
+            pad_token_id=pad,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+    leads = [float(torch.topk(s[0], 2).values @ torch.tensor([1.0, -1.0])) for s in said.scores]
+    return model.tools.tokenizer.decode(said.sequences[0, start:], skip_special_tokens=True), min(leads)
+
+
+def same_as_alone(model, rows, **size):
+    """How many rows are answered as each is alone; those whose words were nearly tied do not count."""
+    found, firm = answers(model, rows, **size), 0
+    for row, start, answer in zip(rows.tokens, rows.tensors["answer_start"].tolist(), found, strict=True):
+        expected, lead = alone(model, row, start, rows.pad)
+        if lead > 1e-4:
+            assert answer == expected
+            firm += 1
+    return firm
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("size", [1, 4, 64])
+def test_prompts_are_answered_together_as_each_alone(folder, family, size, monkeypatch):
+    monkeypatch.setattr("fedfm.models.metrics._ANSWER", 12)  # these models have 40 places
+    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
+    rng = np.random.default_rng(0)
+    pairs = [(" ".join(rng.choice(words, rng.integers(1, 9))), "sing") for _ in range(9)]
+    table = Table("instruction", pairs, None, (), np.full(9, "train"))
+    model = load(folder(family), table, "lora", max_length=24)
+    model.load(model.params().map(lambda t: t + 0.5 * torch.randn(t.shape, generator=torch.Generator().manual_seed(1))))
+    model.module.generation_config.eos_token_id = [3, 12]  # so that some answers end before others
+    rows = model.prepare(table, range(9))
+    assert len(set(rows.tensors["answer_start"].tolist())) > 3
+    assert same_as_alone(model, rows, batch_size=size) >= 6
+    assert answers(model, rows.take([])) == []
+
+
+def test_real_answers_are_the_same_together():
+    tales = ["Tom had a red ball", "The sun was", "Lily and her mom went to the park to", "One day a cat", "Ben saw a"]
+    table = Table("instruction", [(t, "ok") for t in tales * 2], None, (), np.full(10, "train"))
+    model = load(real("stories260K-llama"), table, "lora")
+    assert same_as_alone(model, model.prepare(table, range(10))) >= 8
 
 
 @pytest.mark.parametrize(

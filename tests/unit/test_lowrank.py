@@ -72,8 +72,15 @@ def test_factors_longer_than_the_matrix_are_compressed_without_loss():
     x = draw(0, 4, 3, 9)
     assert [tuple(t.shape) for t in lowrank.compressed(x)] == [(4, 3), (3, 3)]
     torch.testing.assert_close(dense(lowrank.compressed(x)), dense(x), rtol=1e-12, atol=1e-12)
-    short = draw(0, 4, 3, 2)
-    assert lowrank.compressed(short) is short
+
+
+def test_compressed_factors_do_not_tell_the_terms_of_a_sum():
+    one, two = draw(0, 6, 5, 1), draw(1, 6, 5, 1)
+    x = lowrank.stack([(1.0, one), (1.0, two)])
+    # The same sum of other terms: (u1 + u2) v1 + u2 (v2 - v1).
+    y = lowrank.stack([(1.0, (one[0] + two[0], one[1])), (1.0, (two[0], two[1] - one[1]))])
+    for a, b in zip(lowrank.compressed(x), lowrank.compressed(y), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_changes_nothing():

@@ -56,7 +56,9 @@ class FLoRA(AnyRanks[Merged]):
 
 
 def merge(before: lowrank.Factors | None, stacked: lowrank.Factors) -> lowrank.Factors:
-    """What was merged so far and a new stack, at a rank of at most min(d_out, d_in), which loses nothing."""
+    """What was merged so far and a new stack, as factors of their sum: nothing is lost, and since all clients are sent
+    them, they do not show one client's columns beside another's.
+    """
     return lowrank.compressed(stacked if before is None else lowrank.stack([(1.0, before), (1.0, stacked)]))
 
 

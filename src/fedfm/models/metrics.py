@@ -100,29 +100,31 @@ def _instruction(model: Model, rows: Rows) -> Scores:
 def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[str]:
     """What the model answers, greedily, to the prompts of instruction rows.
 
-    Prompts of one length are answered together: no padding, hence no mask that could change a figure.
+    Prompts of like length are answered together, padded on the left, where no answer looks: what a row says alone, but
+    for a tie of two tokens that the last bit decides.
     """
     tokens, starts = rows.tokens or (), rows.tensors["answer_start"].tolist()
-    alike: dict[int, list[int]] = {}
-    for i, start in enumerate(starts):
-        alike.setdefault(start, []).append(i)
+    order = sorted(range(len(tokens)), key=lambda i: starts[i])
     out = [""] * len(tokens)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
     ends = _ends(model)
     with torch.no_grad(), model.evaluating():
-        for start, index in alike.items():
-            for at in range(0, len(index), batch_size):
-                some = index[at : at + batch_size]
-                prompts = torch.stack([tokens[i][:start] for i in some]).to(model.device)  # (b, L)
-                said = generate(
-                    input_ids=prompts,
-                    attention_mask=torch.ones_like(prompts),
-                    max_new_tokens=_ANSWER,
-                    do_sample=False,
-                    pad_token_id=rows.pad,
-                )
-                for i, ids in zip(some, said[:, start:].tolist(), strict=True):
-                    out[i] = model.tools.tokenizer.decode(_until(ids, ends), skip_special_tokens=True)
+        for at in range(0, len(order), batch_size):
+            some = order[at : at + batch_size]
+            longest = starts[some[-1]]
+            prompts = torch.full((len(some), longest), rows.pad)  # (b, L)
+            for row, i in zip(prompts, some, strict=True):
+                row[longest - starts[i] :] = tokens[i][: starts[i]]
+            mask = torch.arange(longest) >= longest - torch.tensor([starts[i] for i in some])[:, None]  # (b, L)
+            said = generate(
+                input_ids=prompts.to(model.device),
+                attention_mask=mask.long().to(model.device),
+                max_new_tokens=_ANSWER,
+                do_sample=False,
+                pad_token_id=rows.pad,
+            )
+            for i, ids in zip(some, said[:, longest:].tolist(), strict=True):
+                out[i] = model.tools.tokenizer.decode(_until(ids, ends), skip_special_tokens=True)
     return out
 
 
