@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fedfm import buffers
 from fedfm.params import Params
 from fedfm.rows import Rows
 from fedfm.training import loop
@@ -54,6 +55,7 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     found = _net(model, kernels == FAST_BF16, fresh=True)
     if found is None:
         return loop.train(jobs)
+    buffers.keep_freed()
     net, cache = found.net, found.cache
     good = [
         takes(job.client.data.train) and job.client.data.train.labels is not None and set(job.w) == net.names
@@ -64,8 +66,10 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     with torch.no_grad():
         for group in groups:
             group = [i for i in group if good[i]]
-            for i, w in zip(group, trainer.train(net, cache, [jobs[i] for i in group]) if group else [], strict=True):
-                out[i] = w
+            if group:
+                trained = trainer.train(net, cache, [jobs[i] for i in group], fast=kernels != "exact")
+                for i, w in zip(group, trained, strict=True):
+                    out[i] = w
     for i, fine in enumerate(good):
         if not fine:
             out[i] = loop.train([jobs[i]])[0]
@@ -81,6 +85,7 @@ def predict(model: Any, rows: Rows) -> Tensor | None:
     found = _net(model, False, fresh=True) if takes(rows) else None
     if found is None:
         return None
+    buffers.keep_freed()
     with torch.no_grad():
         p = torch.empty(found.net.flat.size)
         trainer.fill(found.net, p, model.live())
