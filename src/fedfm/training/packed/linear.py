@@ -68,7 +68,7 @@ class Linear:
         self._blocked: dict[bool, Tensor] = {}
 
     def forward(self, x: Tensor, *, low: bool = False) -> Tensor:
-        """(N, in) -> (N, out); ``low``: leave in bfloat16 what was multiplied in it, as whoever reads it would take it."""
+        """(N, in) -> (N, out); ``low``: leave in bfloat16 what was multiplied in it."""
         return self._apply(x, self.weight, self.bias, low)
 
     def backward(self, gradient: Tensor, *, low: bool = False) -> Tensor:
