@@ -7,6 +7,7 @@ checks them. Products and sums may be contracted: rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,10 @@ _VECTOR, _WHOLE = ir.VectorType(_FLOAT, COUNT), ir.VectorType(_INT, COUNT)
 _CONTRACT = ("contract",)
 
 F = np.float32
-intrinsic: Any = _intrinsic  # it has no types
+intrinsic: Callable[[Callable[..., Any]], Any] = _intrinsic
 
 
-class _Lanes(types.Type):  # type: ignore[misc]
+class _Lanes(types.Type):
     def __init__(self) -> None:
         super().__init__(name="Lanes")
 

@@ -23,7 +23,7 @@ from fedfm.params import Params
 from fedfm.rows import Rows
 from fedfm.training import loop
 from fedfm.training.job import Job
-from fedfm.training.packed import trainer
+from fedfm.training.packed import attention, trainer
 from fedfm.training.packed.net import Net, Unsupported, read
 from fedfm.training.packed.predictor import Predictor
 from fedfm.training.packed.prefix import Cache, takes
@@ -46,6 +46,14 @@ def width(model: Any) -> int:
     kernels = getattr(model, "kernels", "exact")
     found = _net(model, kernels == FAST_BF16) if kernels != "exact" else None
     return 1 if found is None or found.net.positions >= _LONG else _WIDTH
+
+
+def prepare(model: Any) -> None:
+    """Load, or compile where that has never been done, what fast kernels attend with."""
+    kernels = getattr(model, "kernels", "exact")
+    found = _net(model, kernels == FAST_BF16) if kernels != "exact" else None
+    if found is not None and attention.fits(found.net.width, found.net.layers[0].heads):
+        from fedfm.training.packed import fused  # noqa: F401
 
 
 def train(jobs: Sequence[Job]) -> list[Params]:

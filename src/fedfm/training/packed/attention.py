@@ -93,9 +93,9 @@ Saved = list[tuple[Tensor, ...]]
 
 def fits(width: int, heads: int) -> bool:
     """Whether the compiled loops take heads of this size."""
-    from fedfm.training.packed import fused
+    from fedfm.lanes import COUNT
 
-    return width % heads == 0 and (width // heads) % fused.COUNT == 0
+    return width % heads == 0 and (width // heads) % COUNT == 0
 
 
 def _split(x: Tensor, parts: int, count: int, length: int, heads: int) -> Tensor:
@@ -122,7 +122,7 @@ def forward(qkv: Tensor, shape: Shape, heads: int) -> tuple[Tensor, Saved]:
     """(N, 3d) -> (N, d). Queries come already scaled by 1 / sqrt(d / H)."""
     if shape.fused:
         return _fused(qkv, qkv, shape, heads)
-    outs, saved = [], []
+    outs, saved = [], Saved()
     for group in shape.all_groups():
         rows, count, length = _gathered(qkv, group, shape)
         q, k, v = _split(rows, 3, count, length, heads)
@@ -153,7 +153,7 @@ def forward_first(q: Tensor, kv: Tensor, shape: Shape, heads: int) -> tuple[Tens
     """Of each sequence only the first token asks: q (S, d), kv (N, 2d) -> (S, d)."""
     if shape.fused:
         return _fused(q, kv, shape, heads)
-    out, saved = torch.empty_like(q), []
+    out, saved = torch.empty_like(q), Saved()
     for group in shape.all_groups():
         rows, count, length = _gathered(kv, group, shape)
         k, v = _split(rows, 2, count, length, heads)
