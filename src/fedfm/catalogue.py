@@ -45,11 +45,11 @@ def listing(kind: str | None = None) -> str:
 
 
 def _source(module: str) -> str:
-    package, _, name = module.rpartition(".")
-    for path in (f"{name}.py", f"{name}/__init__.py"):
+    root, *parts = module.split(".")  # what lies between would be imported, and torch with it
+    for path in ((*parts[:-1], f"{parts[-1]}.py"), (*parts, "__init__.py")) if parts else ():
         try:
-            return files(package).joinpath(path).read_text(encoding="utf-8")
-        except (FileNotFoundError, ModuleNotFoundError):
+            return files(root).joinpath(*path).read_text(encoding="utf-8")
+        except (FileNotFoundError, ModuleNotFoundError, NotADirectoryError):
             continue
     return ""
 

@@ -133,12 +133,12 @@ class Params(Mapping[str, Tensor]):
             KeyError: names differ.
             ValueError: shapes or dtypes differ.
         """
+        flats = dict(self._flats)
         for other in others:
             self.check_like(other.layout)
-        flats = {
-            dtype: fn(flat, *(other._flats[dtype] for other in others)) if dtype.is_floating_point else flat
-            for dtype, flat in self._flats.items()
-        }
+        for dtype, flat in self._flats.items():
+            if dtype.is_floating_point:
+                flats[dtype] = fn(flat, *[other._flats[dtype] for other in others])
         return Params.from_flat(self.layout, flats)
 
     def check_like(self, other: Layout) -> None:

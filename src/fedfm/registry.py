@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import is_dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from fedfm.errors import InputError, close, listed
@@ -28,7 +31,30 @@ def available(kind: str) -> dict[str, str]:
         and not entry.name.startswith("_")
         and (kind != "attacks" or _IS_ATTACK.search(entry.read_text(encoding="utf-8")))
     }
-    return dict(sorted(found.items())) | {point.name: point.value for point in entry_points(group=f"fedfm.{kind}")}
+    return dict(sorted(found.items())) | {point.name: point.value for point in _points(kind)}
+
+
+def _points(kind: str) -> Sequence[Any]:
+    """Installed entry points of this kind."""
+    if not _any_installed(tuple(sys.path)):
+        return ()
+    from importlib.metadata import entry_points  # which takes longer to load than to find out that there are none
+
+    return tuple(entry_points(group=f"fedfm.{kind}"))
+
+
+@functools.lru_cache(maxsize=4)
+def _any_installed(folders: tuple[str, ...]) -> bool:
+    return any(_mentions_us(Path(folder)) for folder in folders)
+
+
+def _mentions_us(folder: Path) -> bool:
+    if folder.is_file():  # an archive: not ours to read
+        return True
+    try:
+        return any(b"[fedfm." in path.read_bytes() for path in folder.glob("*.*-info/entry_points.txt"))
+    except OSError:
+        return True
 
 
 def resolve(kind: str, name: str) -> Any:
@@ -49,8 +75,9 @@ def resolve(kind: str, name: str) -> Any:
     names = available(kind)
     if name not in names:
         raise InputError(f'{where} = "{name}": expected {listed(names)}{close(name, names)}')
-    for point in entry_points(group=f"fedfm.{kind}", name=name):
-        return point.load()
+    for point in _points(kind):
+        if point.name == name:
+            return point.load()
     module = import_module(names[name])
     found = [
         c

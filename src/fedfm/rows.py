@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -33,6 +34,18 @@ class Rows:
         if self.tokens is not None:
             return len(self.tokens)
         return next(iter(self.tensors.values())).shape[0] if self.tensors else 0
+
+    @functools.cached_property
+    def labelled(self) -> tuple[np.ndarray, np.ndarray, int, int]:
+        """Features (n, d) and labels (n,) as compiled loops take them, and the least and the largest label.
+
+        Raises:
+            ValueError: there are no labels.
+        """
+        if self.labels is None:
+            raise ValueError("a head is trained on labelled rows")
+        x, y = np.ascontiguousarray(self.tensors["features"].numpy(), np.float32), self.labels.numpy()
+        return x, y, int(y.min(initial=0)), int(y.max(initial=0))
 
     def take(self, index: Sequence[int] | np.ndarray | Tensor) -> Rows:
         """These rows, in this order."""

@@ -144,7 +144,8 @@ def _mix(out: Tensor, u: Tensor, p: Tensor, a: float | Tensor, long: bool) -> No
     if long and p.dtype == u.dtype and isinstance(a, float):
         from fedfm import passes
 
-        passes.mix(out.numpy(), u.numpy(), p.numpy(), 1 / (1 + a), a / (1 + a))
+        o = out.numpy()
+        passes.mix(o, u.numpy(), p.numpy(), 1 / (1 + a), a / (1 + a), np.empty(passes.PIECE, o.dtype))
     else:
         _mix_in_pieces(out, u, p, a, _PIECE)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from fedfm import codec, wire
+from fedfm import buffers, codec, wire
 from fedfm.errors import E_DIED, E_EXCEPTION, E_TIMEOUT, ClientFault, RunError
 from fedfm.federation import ClientId, Reply, Request
 from fedfm.silo import Silos
@@ -33,8 +33,6 @@ _BOX = (
     1 << 23
 )  # bytes of replies up to which a worker keeps a file: new pages cost ten times what writing to old ones does
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_IDLE = 512 << 20  # bytes that a worker may keep between two steps
 
 
 @dataclass
@@ -164,7 +162,7 @@ class Pool:
             for inherited in list(_ours):  # of every pool: a copy kept open would hide from a sibling that we hung up
                 inherited.close()
             _die_with(parent)
-            _keep_pages()
+            buffers.keep_freed()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             _work(self._silos, theirs)
@@ -340,15 +338,6 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _keep_pages() -> None:
-    """Keep what a training step frees for the next one: by default glibc gives 100 MiB back and faults them in again,
-    step by step, which costs a tenth of a worker's time.
-    """
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc would come to by itself
-        mallopt(_M_TRIM_THRESHOLD, _IDLE)
 
 
 def _work(silos: Silos, link: socket.socket) -> None:

@@ -63,10 +63,12 @@ def least(model: Any) -> int:
 
 def prepare(model: Any) -> None:
     """Load what its training needs, before processes are forked that share it."""
-    from fedfm.training import ahead, heads
+    from fedfm.training import ahead, heads, packed
 
     if heads.applies(model):
         ahead.loops()
+    else:
+        packed.prepare(model)
 
 
 def batched(model: Any) -> bool:

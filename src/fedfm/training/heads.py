@@ -54,12 +54,11 @@ def _names(layout: Layout) -> tuple[str, str]:
 
 
 def _train(job: Job) -> Params:
-    rows, names = job.client.data.train, _names(job.w.layout)
-    if rows.labels is None:
-        raise ValueError("a head is trained on labelled rows")
-    n, (classes, width) = len(rows), job.w.layout.slots[names[0]][3]
-    x, y = np.ascontiguousarray(rows.tensors["features"].numpy(), np.float32), rows.labels.numpy()
-    if x.shape != (n, width) or y.shape != (n,) or (n and not 0 <= y.min() <= y.max() < classes):
+    names = _names(job.w.layout)
+    classes, width = job.w.layout.slots[names[0]][3]
+    x, y, least, most = job.client.data.train.labelled
+    n = len(x)
+    if x.shape != (n, width) or y.shape != (n,) or (n and not 0 <= least <= most < classes):
         raise ValueError(f"features {x.shape} and labels {y.shape} do not fit a head of {width}x{classes}")
     if not n:
         job.client.metrics["loss"] = 0.0

@@ -29,6 +29,8 @@ class Job:
     def epochs(self) -> np.ndarray:
         """(E, n): the rows in the order of each epoch, a fresh permutation each from the client's seed."""
         n, rng = len(self.client.data.train), seeds.generator(self.client.seed, "batches")
+        if self.local.epochs == 1:
+            return rng.permutation(n)[None]
         orders = np.empty((self.local.epochs, n), dtype=np.int64)
         for order in orders:
             order[:] = rng.permutation(n)

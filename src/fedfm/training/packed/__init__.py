@@ -18,11 +18,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fedfm import buffers
 from fedfm.params import Params
 from fedfm.rows import Rows
 from fedfm.training import loop
 from fedfm.training.job import Job
-from fedfm.training.packed import trainer
+from fedfm.training.packed import attention, trainer
 from fedfm.training.packed.net import Net, Unsupported, read
 from fedfm.training.packed.predictor import Predictor
 from fedfm.training.packed.prefix import Cache, takes
@@ -47,6 +48,14 @@ def width(model: Any) -> int:
     return 1 if found is None or found.net.positions >= _LONG else _WIDTH
 
 
+def prepare(model: Any) -> None:
+    """Load, or compile where that has never been done, what fast kernels attend with."""
+    kernels = getattr(model, "kernels", "exact")
+    found = _net(model, kernels == FAST_BF16) if kernels != "exact" else None
+    if found is not None and attention.fits(found.net.width, found.net.layers[0].heads):
+        from fedfm.training.packed import fused  # noqa: F401
+
+
 def train(jobs: Sequence[Job]) -> list[Params]:
     """As :func:`fedfm.training.loop.train`, within rounding: 1e-5 in relative L2 norm (bfloat16: 1e-2)."""
     model = jobs[0].client.model
@@ -54,6 +63,7 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     found = _net(model, kernels == FAST_BF16, fresh=True)
     if found is None:
         return loop.train(jobs)
+    buffers.keep_freed()
     net, cache = found.net, found.cache
     good = [
         takes(job.client.data.train) and job.client.data.train.labels is not None and set(job.w) == net.names
@@ -64,8 +74,10 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     with torch.no_grad():
         for group in groups:
             group = [i for i in group if good[i]]
-            for i, w in zip(group, trainer.train(net, cache, [jobs[i] for i in group]) if group else [], strict=True):
-                out[i] = w
+            if group:
+                trained = trainer.train(net, cache, [jobs[i] for i in group], fast=kernels != "exact")
+                for i, w in zip(group, trained, strict=True):
+                    out[i] = w
     for i, fine in enumerate(good):
         if not fine:
             out[i] = loop.train([jobs[i]])[0]
@@ -81,6 +93,7 @@ def predict(model: Any, rows: Rows) -> Tensor | None:
     found = _net(model, False, fresh=True) if takes(rows) else None
     if found is None:
         return None
+    buffers.keep_freed()
     with torch.no_grad():
         p = torch.empty(found.net.flat.size)
         trainer.fill(found.net, p, model.live())

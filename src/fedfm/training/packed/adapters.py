@@ -106,9 +106,12 @@ class Adapted:
         ]
         return Adapted(self.base.rows(start, stop), sites, f"{self.name}[{start}:{stop}]")
 
-    def forward(self, x: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, list[Tensor]]:
-        """(N, in) -> (N, out), and A_k x_k (n_k, R) of each client for the gradient of B."""
-        y = self.base.forward(x)
+    def forward(self, x: Tensor, segments: Sequence[Segment], *, low: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """(N, in) -> (N, out), and A_k x_k (n_k, R) of each client for the gradient of B.
+
+        ``low``: without sites, out is bfloat16 where that is what was multiplied in.
+        """
+        y = self.base.forward(x, low=low)
         if not self.sites:
             return y, []
         hidden = []
@@ -123,10 +126,17 @@ class Adapted:
         return y, hidden
 
     def backward(
-        self, gradient: Tensor, x: Tensor, hidden: list[Tensor], segments: Sequence[Segment], *, need_input: bool
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        hidden: list[Tensor],
+        segments: Sequence[Segment],
+        *,
+        need_input: bool,
+        low: bool = False,
     ) -> Tensor | None:
         """From dL/dy (N, out): the gradients of A and B into the segments, and dL/dx (N, in) if asked for."""
-        out = self.base.backward(gradient) if need_input else None
+        out = self.base.backward(gradient, low=low) if need_input else None
         for s, h in zip(segments, hidden, strict=False):  # hidden is empty where there are no sites
             g = gradient[s.start : s.stop]
             parts, at = [], 0

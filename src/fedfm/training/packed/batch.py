@@ -22,6 +22,7 @@ class Batch:
     Args:
         index: of each client, which of its rows.
         weights, gradients: of each client at least, its trained tensors and where their gradients go.
+        fused: attend in compiled loops, which round differently.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class Batch:
         index: Sequence[np.ndarray],
         weights: Sequence[dict[str, Tensor]],
         gradients: Sequence[dict[str, Tensor]],
+        fused: bool = False,
     ) -> None:
         lengths = [prefix.length[i] for prefix, i in zip(prefixes, index, strict=True)]
-        self.net, self.shape = net, Shape(np.concatenate(lengths))
+        self.net, self.shape = net, Shape(np.concatenate(lengths), fused)
         rows, firsts = split([int(n.sum()) for n in lengths]), split([len(n) for n in lengths])
         owners = list(zip(weights, gradients, strict=True))[: len(index)]
         self.segments = [Segment(*where, *own) for where, own in zip(rows, owners, strict=True)]

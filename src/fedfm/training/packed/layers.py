@@ -69,6 +69,11 @@ class Layer:
         """What may carry adapters."""
         return *self.qkv, self.out, self.up, self.down
 
+    @property
+    def low(self) -> bool:
+        """Without adapters beside it the MLP's inside is read by bfloat16 products alone: float32 would be rounded."""
+        return self.down.base.low and not self.up.sites and not self.down.sites
+
     def forward(
         self, x: Tensor, shape: Shape, segments: Sequence[Segment], firsts: Sequence[Segment]
     ) -> tuple[Tensor, Any]:
@@ -83,7 +88,7 @@ class Layer:
         a, out = self.out.forward(o, segments)
         a.add_(residual)
         n, n2 = (self.norm_2 if self.before else self.norm_1).forward(a)
-        u, up = self.up.forward(n, segments)
+        u, up = self.up.forward(n, segments, low=self.low)
         h = F.gelu(u)
         y, down = self.down.forward(h, segments)
         if self.before:
@@ -100,7 +105,7 @@ class Layer:
         attended, n1, n2, n3, o, out, n, u, up, h, down = saved
         parts = firsts if self.first_only else segments
         gy = gradient if n3 is None else self.norm_2.backward(gradient, n3)
-        gh = self.down.backward(gy, h, down, parts, need_input=True)
+        gh = self.down.backward(gy, h, down, parts, need_input=True, low=self.low)
         gu = linear.gelu_backward(gh, u, grad_input=gh)  # in place: a buffer less in the cache
         gn = self.up.backward(gu, n, up, parts, need_input=True)
         assert gn is not None

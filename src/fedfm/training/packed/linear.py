@@ -53,7 +53,7 @@ class Linear:
     Args:
         weight: (out, in), used as it is, not copied.
         bias: (out,) or None.
-        low: multiply in bfloat16, accumulate in float32; inputs and outputs stay float32.
+        low: multiply in bfloat16, accumulate in float32; inputs and outputs stay float32 unless asked for.
     """
 
     __slots__ = ("_blocked", "bias", "low", "transposed", "weight")
@@ -67,13 +67,13 @@ class Linear:
         # as much memory as the float32 weight. In float32 it would be as much faster for twice that memory.
         self._blocked: dict[bool, Tensor] = {}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, in) -> (N, out)."""
-        return self._apply(x, self.weight, self.bias)
+    def forward(self, x: Tensor, *, low: bool = False) -> Tensor:
+        """(N, in) -> (N, out); ``low``: leave in bfloat16 what was multiplied in it."""
+        return self._apply(x, self.weight, self.bias, low)
 
-    def backward(self, gradient: Tensor) -> Tensor:
+    def backward(self, gradient: Tensor, *, low: bool = False) -> Tensor:
         """(N, out) -> (N, in)."""
-        return self._apply(gradient, self.transposed, None)
+        return self._apply(gradient, self.transposed, None, low)
 
     def rows(self, start: int, stop: int) -> Linear:
         """The map to outputs start:stop only."""
@@ -84,13 +84,15 @@ class Linear:
         part._blocked = {}
         return part
 
-    def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None, low: bool) -> Tensor:
         if not self.low:
             return product(x, weight, bias)
         op = _pointwise() if x.shape[0] >= _FEW_ROWS else None
         if op is None:
-            return F.linear(x.bfloat16(), weight, bias).float()
-        back = weight is self.transposed
-        if back not in self._blocked:
-            self._blocked[back] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
-        return op(x.bfloat16(), self._blocked[back], bias, "none", [], "").float()  # type: ignore[no-any-return]
+            y: Tensor = F.linear(x.bfloat16(), weight, bias)
+        else:
+            back = weight is self.transposed
+            if back not in self._blocked:
+                self._blocked[back] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+            y = op(x.bfloat16(), self._blocked[back], bias, "none", [], "")
+        return y if low else y.float()

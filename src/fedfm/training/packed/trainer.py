@@ -9,14 +9,20 @@ import torch
 
 from fedfm.params import Params
 from fedfm.training.job import Job
+from fedfm.training.packed import attention
 from fedfm.training.packed.batch import Batch
 from fedfm.training.packed.net import Net
 from fedfm.training.packed.prefix import Cache
 from fedfm.training.rules import Rule
 
 
-def train(net: Net, cache: Cache, jobs: Sequence[Job]) -> list[Params]:
-    """All jobs (same model, same optimiser) in lockstep; those with fewer batches stop earlier."""
+def train(net: Net, cache: Cache, jobs: Sequence[Job], fast: bool) -> list[Params]:
+    """All jobs (same model, same optimiser) in lockstep; those with fewer batches stop earlier.
+
+    Args:
+        fast: compiled loops where there are any, whose bits are not those of exact kernels.
+    """
+    fused = fast and attention.fits(net.width, net.layers[0].heads)
     orders = [list(job.orders()) for job in jobs]
     sequence = sorted(range(len(jobs)), key=lambda i: -len(orders[i]))
     ordered, plans = [jobs[i] for i in sequence], [orders[i] for i in sequence]
@@ -43,7 +49,7 @@ def train(net: Net, cache: Cache, jobs: Sequence[Job]) -> list[Params]:
             rule.narrow(active)
         index = [plan[step] for plan in plans[:active]]
         targets = [y[torch.from_numpy(i)] for y, i in zip(labels, index, strict=False) if y is not None]
-        batch = Batch(net, prefixes[:active], index, weights, gradients)
+        batch = Batch(net, prefixes[:active], index, weights, gradients, fused)
         for k, loss in enumerate(batch.descend(targets)):
             losses[k] += loss
         gradient = g[:active]
