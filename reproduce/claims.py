@@ -46,7 +46,7 @@ def verdict(values: list[float], bound: float, *, at_least: bool) -> str:
     sign = 1.0 if at_least else -1.0
     gap = sign * (mean - bound)
     if len(values) < 2:
-        return "holds, one seed" if gap >= 0 else "does not hold, one seed"
+        return f"one seed: its sign {'holds' if gap >= 0 else 'does not'}"
     if abs(gap) <= half:
         return f"open: the mean {'holds' if gap >= 0 else 'does not'}"
     return "holds" if gap > 0 else "does not hold"

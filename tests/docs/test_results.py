@@ -38,7 +38,7 @@ def test_the_interval_decides_and_not_the_mean_alone(reproduce: ModuleType) -> N
     assert verdict([1.0, 2.0, 3.0], 4.5, at_least=True) == "does not hold"
     assert verdict([1.0, 2.0, 3.0], 4.5, at_least=False) == "holds"
     assert verdict([1.0, 2.0, 3.0], -0.5, at_least=False) == "does not hold"
-    assert verdict([1.0], 0.0, at_least=True) == "holds, one seed"
+    assert verdict([1.0], 0.0, at_least=True) == "one seed: its sign holds"
 
 
 def test_differences_are_taken_seed_by_seed(reproduce: ModuleType) -> None:
