@@ -30,7 +30,9 @@ class FedALA(Keeping):
     A client's first round skips that: it has no model of its own yet. The server sees what FedAvg's does.
     """
 
-    p: int = field(default=1, metadata={"help": "top layers that are mixed (a block, or the head); below is shared"})
+    p: int = field(
+        default=1, metadata={"help": "top layers that are mixed: a block, the final norm, the head; below is shared"}
+    )
     eta: float = field(default=1.0, metadata={"help": "learning rate of the weights W"})
     share: float = field(default=0.8, metadata={"help": "of a client's rows, from which W is learnt; drawn each round"})
     threshold: float = field(
