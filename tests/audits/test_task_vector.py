@@ -133,7 +133,7 @@ def run(folder, name="run", data=None, **method):
 
 
 def tasks(folder, noise, groups=3, n=900, d=24, seed=0):
-    """Rows of several domains in each of which the classes mean something else, and a share of labels that are noise."""
+    """Rows of several domains, in each of which the classes look different, with a share of labels that are noise."""
     rng = np.random.default_rng(seed)
     y, domain = rng.integers(0, 4, n), rng.integers(0, groups, n)
     centres = 1.5 * rng.normal(size=(groups, 4, d))
