@@ -19,6 +19,7 @@ from fedfm.errors import InputError
 from fedfm.models.load import load_model
 from fedfm.models.spec import ModelSpec
 from fedfm.rows import Rows
+from models import tiny_models
 from small import features
 
 NAMES = {"labels", "shares", "membership", "membership_tpr", "neighbours", "colluders_shown", "colluders"}
@@ -272,3 +273,45 @@ def test_a_run_without_rounds_is_refused(tmp_path):
     path = run(tmp_path, rounds=0)
     with pytest.raises(InputError, match="no audit fits"):
         choose(finished(path))
+
+
+def test_a_language_model_has_rows_and_neighbours_but_no_classes(tmp_path):
+    tiny_models.save("llama", tmp_path / "model")
+    rng = np.random.default_rng(0)
+    words = {"law": "the court held that appeal", "sea": "a ship sails over waves"}
+    lines = [" ".join(rng.choice(words[k].split(), 6)) for k in ("law", "sea") for _ in range(24)]
+    rows = [
+        {"text": t, "court": "law" if i < 24 else "sea", "split": "test" if i % 3 == 0 else "train"}
+        for i, t in enumerate(lines)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tables = {
+        "data": {
+            "path": str(tmp_path / "rows.jsonl"),
+            "partition": {"name": "by_column", "column": "court", "clients": 4},
+        },
+        "model": {
+            "name": str(tmp_path / "model"),
+            "task": "language_modelling",
+            "adaptation": {"name": "lora", "rank": 2},
+        },
+        "method": {"name": "fedbip", "rounds": 2, "local": {"learning_rate": 0.5, "batch_size": 4}},
+        "run": {"workers": 1},
+    }
+    api.run(tables, tmp_path / "run")
+    found = by_name(perform(tmp_path / "run"))
+    assert "does not apply" in found["labels"].says
+    assert "does not apply" in found["shares"].says
+    assert found["membership"].detail["members"] == 8  # blocks of tokens
+    assert 0 <= found["membership"].low <= found["membership"].estimate <= found["membership"].high <= 1
+    assert found["neighbours"].detail["of"] == '"court"'
+    assert found["colluders"].low > 0.999
+
+
+def test_losses_of_texts_are_means_over_their_tokens(tmp_path):
+    tiny_models.save("llama", tmp_path / "model")
+    table = tiny_models.prose(6)
+    model = tiny_models.load(tmp_path / "model", table, "lora", task="language_modelling")
+    rows = model.prepare(table, range(6))
+    alone = [float(model.loss(rows.batch([i])).detach()) for i in range(len(rows))]
+    np.testing.assert_allclose(audit.row_losses(model, rows), alone, rtol=1e-5)
