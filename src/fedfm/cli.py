@@ -340,10 +340,12 @@ def _audit(args: Any) -> int:
 
 
 def _report(args: Any) -> int:
-    from fedfm.report import compare, html
+    from fedfm.report import compare, html, weights
 
     path = html.write(args.run)
     print(compare.table([args.run]).rstrip())
+    if text := weights.words(args.run):
+        print(text)
     print(f"report: {path}")
     return 0
 

@@ -39,6 +39,8 @@ DO_NOT_SHARE = (
     "per-client accuracies do; what the ledger promises covers the method's own messages, not the scores and not "
     "the split in this manifest.",
     "audit.json names single training rows.",
+    "weights.npz, arrays/ and the map in report.html, where a method weighs clients against each other, say whose rows "
+    "resemble whose.",
 )
 
 

@@ -273,7 +273,7 @@ def test_other_methods_are_refused_with_those_that_are_not(tmp_path, capsys):
     tables = {"data": {"path": str(tmp_path / "rows.npz")}, "model": {"name": "features"}}
     api.run(tables | {"method": {"name": "fedavg", "rounds": 1}, "run": {"workers": 1}}, tmp_path / "avg")
     assert main(["audit", str(tmp_path / "avg")]) == 2
-    assert 'there are audits of "fedbaf", "fedpft"' in capsys.readouterr().err
+    assert 'there are audits of "fedbaf", "fedbip", "fedpft"' in capsys.readouterr().err
 
 
 def test_lost_noise_is_refused(quiet, tmp_path):
@@ -290,7 +290,8 @@ def test_another_result_is_an_error_not_a_finding(copy):
 
 
 def test_every_audit_is_found_by_its_file():
-    assert set(audits()) == {"membership", "epsilon", "reconstruction", "single_holder", "inversion", "extraction"}
+    fedpft = {"membership", "epsilon", "reconstruction", "single_holder", "inversion"}
+    assert set(audits()) == fedpft | {"extraction", "task_vector"}
 
 
 def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):

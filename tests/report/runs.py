@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 
 def make(path: Path, n_clients: int = 6, n_rounds: int = 12, n_classes: int = 10, **change: Any) -> Path:
     """A finished run of FedAvg on digits; ``change`` sets keys of the manifest, ``names`` the clients."""
@@ -77,6 +79,28 @@ def make(path: Path, n_clients: int = 6, n_rounds: int = 12, n_classes: int = 10
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rounds), encoding="utf-8")
     (path / "messages.jsonl").write_text("".join(json.dumps(c) + "\n" for c in traffic), encoding="utf-8")
     return path
+
+
+def weights(path: Path, layers: int = 1, p: np.ndarray | None = None) -> np.ndarray:
+    """Writes weights.npz into a run, and the accuracies before the last pass; returns p (T, L, K, K)."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    names, rounds = manifest["clients"], manifest["result"]["rounds"]
+    if p is None:
+        p = np.random.default_rng(0).random((rounds, layers, len(names), len(names))) + 3 * np.eye(len(names))
+        p /= p.sum(3, keepdims=True)
+    blocks = np.array([f"vit.layers.{i}" for i in range(p.shape[1])])
+    np.savez(
+        path / "weights.npz",
+        weights=p.astype(np.float32),
+        rounds=np.arange(1, len(p) + 1),
+        clients=np.array(names),
+        layers=blocks,
+    )
+    own = manifest["result"]["client_accuracy"]
+    before = {c: None if a is None else a - 0.1 for c, a in own.items()}
+    manifest["result"]["details"] |= {"server_client_accuracy": before, "server_accuracy": 0.5}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return p
 
 
 def _part(by_class: list[int]) -> dict[str, Any]:

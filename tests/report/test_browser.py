@@ -55,7 +55,7 @@ for (const width of [1280, 390]) {
 </script>"""
 
 
-@pytest.fixture(scope="module", params=["finished", "hostile", "large", "comparison"])
+@pytest.fixture(scope="module", params=["finished", "hostile", "large", "map", "comparison"])
 def page(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "finished":
@@ -72,6 +72,10 @@ def page(request, tmp_path_factory) -> Path:
         return html.write(run)
     if request.param == "large":
         return html.write(runs.make(folder / "a", n_clients=120, n_rounds=200, n_classes=120, traffic=[]))
+    if request.param == "map":
+        run = runs.make(folder / "a", names=["W" * 200, "<b>", *(f"c{i}" for i in range(70))], n_rounds=3)
+        runs.weights(run, layers=7)
+        return html.write(run)
     return compare.write([runs.make(folder / f"r{i}", name="x" * 60 + str(i)) for i in range(10)], folder / "c.html")
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from fedfm.data.table import fingerprint
 from fedfm.engines.local import LocalLink
-from fedfm.errors import ClientFault, InputError, RunError
+from fedfm.errors import E_DUPLICATE, ClientFault, InputError, RunError
 from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
 from fedfm.memory import secret
 from fedfm.params import sha256_of
@@ -182,7 +182,9 @@ def play(run: Run, population: Partitioned) -> Iterator[Turn]:
         InputError: the secrets of its noise are not there.
     """
     experiment, result = run.experiment, run.manifest["result"]
-    excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in result["excluded"]}
+    # A client that sent something twice, or another's vector, has been heard all the same.
+    gone = [e for e in result["excluded"] if e["code"] != E_DUPLICATE]
+    excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in gone}
     with secrets(run) as private:
         copied = _parties(private)
         for turn in turns(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedfm.report import account, audit, compare, features, sections
+from fedfm.report import account, audit, compare, features, sections, weights
 from fedfm.report.page import page, save
 from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
 from fedfm.report.text import NONE, count, duration, esc, number, percent, plural, size
@@ -37,6 +37,7 @@ def render(run: RunFiles, others: Sequence[RunFiles] = ()) -> str:
         ("rounds", "Progress by round", sections.curves(run)),
         ("clients", "Clients", sections.clients(run)),
         ("compare", "Compared with baselines", compare.section([run, *others]) if others else ""),
+        ("map", "Who learns from whom", weights.section(run)),
         ("split", "How the data are split", sections.split(run)),
         ("features", "Mixtures of features", features.section(run)),
         ("messages", "Messages", account.messages(run)),

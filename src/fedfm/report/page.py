@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedfm.errors import InputError
 from fedfm.report.svg import Series
-from fedfm.report.text import count, esc, width_of
+from fedfm.report.text import count, esc, shorten, width_of
 
 WIDE, NARROW = 892, 358  # pixels that a drawing has at 1280 and at 390
 MOST_ROWS = 2000  # of a table; the rest is in the run's own files
@@ -56,6 +56,12 @@ def save(text: str, path: Path) -> Path:
 def figure(draw: Callable[[int], str]) -> str:
     """The drawing at both widths; the style sheet shows one of them, so text keeps its size on a phone."""
     return f'<figure><div class="wide">{draw(WIDE)}</div><div class="narrow">{draw(NARROW)}</div></figure>'
+
+
+def grid(drawings: Sequence[tuple[str, str]]) -> str:
+    """Small drawings of one size beside each other, each with its name."""
+    items = (f"<figure><figcaption>{esc(shorten(name, 28))}</figcaption>{draw}</figure>" for name, draw in drawings)
+    return f'<div class="grid">{"".join(items)}</div>'
 
 
 def legend(series: Sequence[Series], values: Sequence[str], band: str = "") -> str:

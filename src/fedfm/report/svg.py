@@ -15,6 +15,8 @@ Point = tuple[float, float | None]
 Format = Callable[[float | None], str]
 MOST_POINTS = 1200  # more are below the resolution of a screen and only make the file large
 COLOURS = 8
+_HOVER = 30  # rows and columns up to which every cell of a matrix says its value
+_LEVELS = 20  # of ink
 _COLUMN = 6.6  # mean width of a character at 12 px
 
 
@@ -274,6 +276,49 @@ def heat(
                 body.append(f"{shape} {size}><title>{esc(name)}, {esc(columns[j])}: {100 * share:.1f} %</title></rect>")
         body.append(f'<text class="value" x="{width}" y="{base}" text-anchor="end">{esc(text)}</text>')
     return frame(width, top + len(rows) * step, label, body)
+
+
+def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], label: str, high: float) -> str:
+    """Square cells by value, darker towards ``high``, below 0 in the second colour; without names cells alone."""
+    if not cells:
+        return empty(width, label)
+    left = min(max(width_of(n) for n in names) * _COLUMN + 12, width * 0.3) if names else 0.0
+    cell = min((width - left) / len(cells), 44.0)
+    gap = 1.0 if cell > 6 else 0.0
+    columns = [shorten(n, 14) for n in names] if cell >= 13 else []
+    top = 10 + _COLUMN * max(map(width_of, columns)) if columns else 4.0
+    side = cell * len(cells)
+    body = [f'<rect class="track" x="{left:.1f}" y="{top:.1f}" width="{side:.1f}" height="{side:.1f}"/>']
+    for j, name in enumerate(columns):
+        at = f"translate({left + (j + 0.5) * cell + 4:.1f} {top - 6:.1f}) rotate(-90)"
+        body.append(f'<text transform="{at}">{esc(name)}</text>')
+    every = 1 if cell >= 11 else math.ceil(11 / cell)  # names that would touch are left out
+    for i, name in enumerate(names):
+        if i % every == 0:
+            cut = esc(shorten(name, int((left - 10) / _COLUMN)))
+            place = f'x="{left - 8:.1f}" y="{top + (i + 0.5) * cell + 4:.1f}" text-anchor="end"'
+            body.append(f'<text class="name" {place}>{cut}<title>{esc(name)}</title></text>')
+    hover = bool(names) and len(cells) <= _HOVER
+    ink: dict[tuple[str, int], list[str]] = {}
+    for i, row in enumerate(cells):
+        for j, value in enumerate(row):
+            level = min(round(_LEVELS * math.sqrt(min(abs(value) / high, 1.0))), _LEVELS) if high > 0 else 0
+            if not level:
+                continue
+            colour, x, y, size = "s1" if value > 0 else "s2", left + j * cell, top + i * cell, cell - gap
+            if hover:
+                said = f"<title>{esc(names[i])} from {esc(names[j])}: {100 * value:.1f} %</title>"
+                shape = f'<rect class="{colour}" fill-opacity="{_opacity(level):.2f}" x="{x:.1f}" y="{y:.1f}"'
+                body.append(f'{shape} width="{size:.1f}" height="{size:.1f}">{said}</rect>')
+            else:
+                ink.setdefault((colour, level), []).append(f"M{x:.1f} {y:.1f}h{size:.1f}v{size:.1f}h-{size:.1f}z")
+    for (colour, level), paths in sorted(ink.items()):
+        body.append(f'<path class="cell {colour}" fill-opacity="{_opacity(level):.2f}" d="{"".join(paths)}"/>')
+    return frame(width, top + side + 1, label, body)
+
+
+def _opacity(level: int) -> float:
+    return 0.08 + 0.92 * level / _LEVELS
 
 
 def empty(width: int, label: str) -> str:

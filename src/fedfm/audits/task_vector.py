@@ -1,0 +1,440 @@
+"""What single task vectors give away: to the server, which sees them, and to other clients through their aggregates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from fedfm import seeds
+from fedfm.attacks import rates, task_vector
+from fedfm.audits.audit import Audit
+from fedfm.audits.colluders import Full, colluders
+from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.replay import Replay, Turn
+from fedfm.federation import ClientId, Update
+from fedfm.models.model import IGNORE
+from fedfm.params import Params
+from fedfm.population import Partitioned
+from fedfm.rows import Rows
+from fedfm.rundir import Run
+from fedfm.serve import single_thread
+from fedfm.training import SGD
+
+Array = NDArray[Any]
+FEW = 5  # strangers without whom scores have no scale
+CLIENTS, ROWS = 40, 150  # whose rows are scored, and at most so many of either kind
+ALIGNED = 300  # rows whose gradient is taken: a backward pass each
+PUBLIC, WAY = 200, (0.0, 0.25, 0.5, 0.75, 1.0)  # rows that the server has of its own; places where it looks at them
+NOTABLE, NOTABLE_TPR, ALARMS = 0.55, 0.05, 0.01  # an attacker that only guesses has AUC 0.5 and TPR 0.01
+LABELS = "Can the server tell from a task vector which classes a client holds?"
+SHARES = "And how many rows of each?"
+MEMBERSHIP = "Can the server tell from a client's task vectors which rows it trained on?"
+TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
+NEIGHBOURS = "Do the weights say which clients hold the same kind of rows?"
+NAME = "task_vector"
+
+
+@dataclass
+class _Scored:
+    """Rows of one client: trained on, and strangers to it of the same classes."""
+
+    members: Rows
+    strangers: Rows
+    drop: list[Array] = field(default_factory=lambda: [np.zeros(0), np.zeros(0)])  # of the loss, summed over rounds
+    last: tuple[Params, Params] | None = None  # theta_bar, tau
+
+
+class Eye:
+    """Sees the rounds: scores rows as they pass, keeps first vectors' heads, the weights, and one full round."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._scored: dict[ClientId, _Scored] | None = None
+        self.heads: dict[ClientId, Params] = {}  # of tau, by client: its first message
+        self.p: list[Array] = []  # (L, K, K) a round
+        self.full: Full | None = None
+        self.predicted: dict[ClientId, Array] = {}  # Q of class_shares, by client
+
+    def see(self, turn: Turn, population: Partitioned) -> None:
+        """One round is over."""
+        if not turn.round:
+            return
+        method, model = self._run.experiment.method, population.model
+        sent = {s.client: s.value.delta for s in turn.seen if isinstance(s.value, Update)}
+        before = turn.before.theta_bar
+        names = head_names(model)
+        if names is not None:
+            kept = [n for n in names if n is not None]
+            fresh = {c: tau for c, tau in sent.items() if c not in self.heads and before[c] is _any(before)}
+            if population.federated.table.labels is not None and len(population.test):
+                few = [c for c in sorted(fresh) if len(self.predicted) < CLIENTS]
+                self.predicted |= {c: _predicted(population, before[c], fresh[c]) for c in few}
+            self.heads |= {c: tau.only(kept) for c, tau in fresh.items()}
+        for client, scored in self.scored(population).items():
+            if client in sent:
+                self._score(model, scored, before[client], sent[client])
+        self.p.append(np.asarray(method.arrays(turn.after)["weights"], dtype=np.float64))
+        if len(sent) == len(population.clients) and turn.round < method.rounds:
+            self.full = Full(turn.round, sent, before, turn.after.theta_bar, self.p[-1])
+
+    def scored(self, population: Partitioned) -> dict[ClientId, _Scored]:
+        """The rows that are scored, drawn once."""
+        if self._scored is None:
+            rng, clients = self.rng("rows"), list(population.clients)
+            drawn = sorted(rng.permutation(clients)[:CLIENTS].tolist())
+            found = {c: _rows(population, c, own_sources(self._run), rng) for c in drawn}
+            self._scored = {c: s for c, s in found.items() if len(s.members) and len(s.strangers)}
+        return self._scored
+
+    def rng(self, *purpose: str) -> np.random.Generator:
+        """The same audit gives the same figures."""
+        return seeds.generator(self._run.experiment.run.seed, "audit", NAME, *purpose)
+
+    def _score(self, model: Any, s: _Scored, theta_bar: Params, tau: Params) -> None:
+        for i, rows in enumerate((s.members, s.strangers)):
+            model.load(theta_bar)
+            loss = row_losses(model, rows)
+            model.load(theta_bar + tau)
+            drop = loss - row_losses(model, rows)
+            s.drop[i] = s.drop[i] + drop if len(s.drop[i]) else drop
+        s.last = theta_bar, tau
+
+
+class TaskVector(Audit):
+    """Labels and rows from a task vector, who resembles whom from the weights, and a vector from all others."""
+
+    methods: ClassVar[tuple[str, ...]] = ("fedbip",)
+    replies: ClassVar[bool] = False
+
+    def unfit(self, run: Run) -> str | None:
+        return None if run.manifest["result"]["rounds"] else "no round was run, so that no task vector was sent"
+
+    def watch(self, run: Run) -> Eye:
+        return Eye(run)
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        eye = replay.watched[NAME]
+        assert isinstance(eye, Eye)  # noqa: S101 - it gave it
+        with single_thread():
+            found = [*_labels(replay, eye), *_membership(replay, eye)]
+            return [*found, _neighbours(replay, eye), *colluders(replay, eye.full)]
+
+
+# --- rows and the model -----------------------------------------------------------------------------------------------
+
+
+def head_names(model: Any) -> tuple[str, str | None] | None:
+    """Names of the head's travelling weight and bias; None where no head is trained."""
+    if model.head is None or model.is_language_model:
+        return None
+    weight, bias = model.head.weight, model.head.bias
+    of = {id(tensor): name for name, tensor in model.live().items()}
+    return None if id(weight) not in of else (of[id(weight)], of.get(id(bias)) if bias is not None else None)
+
+
+def own_sources(run: Run) -> bool:
+    """Clients differ by where their rows come from: only their own test rows are like their training rows."""
+    data = run.experiment.data
+    return bool(data.clients) or data.partition.name == "by_column"
+
+
+def row_losses(model: Any, rows: Rows) -> Array:
+    """(n,) float64: the loss of each row; of a text the mean over its tokens."""
+    if rows.labels is not None and not model.is_language_model:
+        return F.cross_entropy(model.predict(rows).double(), rows.labels, reduction="none").numpy()
+    found = []
+    with torch.no_grad(), model.evaluating():
+        for batch in rows.batches(64):
+            logits, targets = model.flat(model.logits(batch), batch)
+            loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").double()
+            n = len(batch["input_ids"])
+            loss, counts = loss.view(n, -1), (targets != IGNORE).view(n, -1)
+            found.append((loss.sum(1) / counts.sum(1).clamp_min(1)).cpu())
+    return torch.cat(found).numpy() if found else np.zeros(0)
+
+
+def alignments(model: Any, rows: Rows, theta_bar: Params, tau: Params) -> Array:
+    """(n,) cosine of tau with the descent direction of each row's loss at theta_bar."""
+    model.load(theta_bar)
+    live = model.live()
+    at = torch.cat([tau[name].reshape(-1).double() for name in live])
+    found = []
+    with model.evaluating(), torch.enable_grad():
+        for i in range(len(rows)):
+            loss = model.loss(rows.batch([i]))
+            grads = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
+            pairs = zip(grads, live.values(), strict=True)
+            g = torch.cat(
+                [(torch.zeros_like(p) if g is None else g).detach().reshape(-1).double().cpu() for g, p in pairs]
+            )
+            scale = float(g.norm() * at.norm())
+            found.append(-float(g @ at) / scale if scale else 0.0)
+    return np.array(found)
+
+
+def _rows(population: Partitioned, client: ClientId, own: bool, rng: np.random.Generator) -> _Scored:
+    data = population.data(client)
+    members, strangers = data.train, data.test if own else population.test
+    if members.labels is not None and strangers.labels is not None:
+        same = torch.isin(strangers.labels, torch.unique(members.labels))
+        strangers = strangers.take(torch.nonzero(same).reshape(-1))
+    members, strangers = (r.take(np.sort(rng.permutation(len(r))[:ROWS])) for r in (members, strangers))
+    return _Scored(members, strangers)
+
+
+def _predicted(population: Partitioned, theta_bar: Params, tau: Params) -> Array:
+    """``Q`` (C, C): mean probabilities by class of rows of the server's own, over places on the way to theta."""
+    model, rows = population.model, public(population)
+    classes = len(model.classes)
+    q, counts = np.zeros((classes, classes)), np.zeros(classes)
+    assert rows.labels is not None  # noqa: S101 - a classifier's rows have labels
+    labels = rows.labels.numpy()
+    for share in WAY:
+        model.load(theta_bar + share * tau)
+        with torch.no_grad():
+            np.add.at(q, labels, torch.softmax(model.predict(rows).double(), 1).numpy())
+        counts += np.bincount(labels, minlength=classes)
+    known = counts > 0
+    q[known] /= counts[known, None]
+    q[~known] = q[known].mean(0)
+    return q
+
+
+def public(population: Partitioned) -> Rows:
+    """Rows that the server has of its own: some of the global test rows."""
+    n = len(population.test)
+    return population.test.take(np.unique(np.linspace(0, n - 1, min(n, PUBLIC)).astype(np.int64)))
+
+
+def _any(models: Mapping[ClientId, Params]) -> Params:
+    return next(iter(models.values()))
+
+
+# --- (a) labels -------------------------------------------------------------------------------------------------------
+
+
+def _labels(replay: Replay, eye: Eye) -> list[Finding]:
+    name, shares_name = f"{NAME}.labels", f"{NAME}.shares"
+    population, model = replay.population, replay.population.model
+    names, labels = head_names(model), population.federated.table.labels
+    if names is None or labels is None or not eye.heads:
+        why = "No head of classes is trained: the question does not apply."
+        return [nothing(name, LABELS, why), nothing(shares_name, SHARES, why)]
+    counts = _counts(population, len(model.classes))
+    feature = None
+    if names[1] is None:
+        feature = model.features(public(population)).double().mean(0).numpy()
+    evidence = {c: _evidence(head, names, feature) for c, head in eye.heads.items()}
+    return [_presence(eye, name, counts, evidence), _proportions(replay, eye, shares_name, counts, names)]
+
+
+def _evidence(head: Params, names: tuple[str, str | None], feature: Array | None) -> Array:
+    bias = head[names[1]].double().numpy() if names[1] is not None else None
+    return task_vector.class_evidence(head[names[0]].double().numpy(), bias, feature)
+
+
+def _counts(population: Partitioned, classes: int) -> dict[ClientId, Array]:
+    """(C,) training rows of each class, of every client, as it trains on them."""
+    found = {}
+    for c in population.clients:
+        labels = population.data(c).train.labels
+        assert labels is not None  # noqa: S101 - asked for where the table has labels
+        found[c] = np.bincount(labels.numpy(), minlength=classes)
+    return found
+
+
+def _presence(eye: Eye, name: str, counts: Mapping[ClientId, Array], evidence: Mapping[ClientId, Array]) -> Finding:
+    mixed = [c for c in evidence if 0 < (counts[c] > 0).sum() < len(counts[c])]
+    if not mixed:
+        return nothing(name, LABELS, "Every client has every class: there is nothing to tell.")
+    by_client = np.array([rates.auc(evidence[c][counts[c] > 0], evidence[c][counts[c] == 0]) for c in mixed])
+    mean, (low, high) = _over_clients(by_client, eye.rng("labels"))
+    pushed = [((evidence[c] > 0) == (counts[c] > 0)).mean() for c in mixed]
+    says = f"A class that a client has is pushed up more than one that it lacks with chance {mean:.3f} [{low:.3f}, "
+    says += f"{high:.3f}] (mean of {len(mixed)} clients, from their first message; 0.5 is guessing); the bare sign is "
+    says += f"right for {100 * float(np.mean(pushed)):.0f} % of client and class."
+    detail = {"clients": len(mixed), "right_by_sign": float(np.mean(pushed))}
+    return Finding(name, LABELS, mean, low, high, NOTABLE, _above(low, high, NOTABLE), says, False, detail)
+
+
+def _proportions(
+    replay: Replay, eye: Eye, name: str, counts: Mapping[ClientId, Array], names: tuple[str, str | None]
+) -> Finding:
+    local = getattr(replay.run.experiment.method, "local", None)
+    local = getattr(local, "plain", local)
+    why = ""
+    if not isinstance(local, SGD) or local.momentum or local.weight_decay:
+        why = "Only plain SGD moves a bias by a known step: with this optimiser the shares are not solved for."
+    elif names[1] is None or not eye.predicted:
+        why = "No head with a bias, or no row of the server's own: the shares are not solved for."
+    if why:
+        return nothing(name, SHARES, why)
+    assert isinstance(local, SGD) and names[1] is not None  # noqa: S101, PT018 - above
+    everywhere = sum(counts.values(), np.zeros(len(replay.population.model.classes)))
+    rows = len(public(replay.population))
+    told, guessed = [], []
+    for c, q in eye.predicted.items():
+        if not (n := int(counts[c].sum())):
+            continue
+        steps = local.learning_rate * local.steps(n)
+        shares = task_vector.class_shares(eye.heads[c][names[1]].double().numpy(), steps, q)
+        told.append(task_vector.overlap(shares, counts[c] / n))
+        guessed.append(task_vector.overlap(everywhere / everywhere.sum(), counts[c] / n))
+    mean, (low, high) = _over_clients(np.array(told), eye.rng("shares"))
+    line = float(np.mean(guessed))
+    says = f"The shares of the classes that are solved for overlap with a client's true ones by {mean:.3f} [{low:.3f}, "
+    says += f"{high:.3f}] (1: equal); who takes every client for the average one has {line:.3f}. The attacker knows "
+    says += f"the client's number of rows and has {rows} rows of its own."
+    detail = {"clients": len(told), "rows_of_the_server": rows}
+    return Finding(name, SHARES, mean, low, high, line, _above(low, high, line), says, False, detail)
+
+
+# --- (b) membership ---------------------------------------------------------------------------------------------------
+
+
+def _membership(replay: Replay, eye: Eye) -> list[Finding]:
+    name, tpr_name = f"{NAME}.membership", f"{NAME}.membership_tpr"
+    scored = {c: s for c, s in eye.scored(replay.population).items() if len(s.drop[0]) and len(s.drop[1])}
+    if not scored:
+        why = "No client has both rows that it trained on and like ones that nobody did: nothing to compare."
+        return [nothing(name, MEMBERSHIP, why), nothing(tpr_name, TPR, why)]
+    own = own_sources(replay.run)
+    drops = [c for s in scored.values() for c in _cells(s, *s.drop)]
+    each = max(ALIGNED // (2 * len(scored)), 4)
+    aligned, draw = list[tuple[Array, Array]](), eye.rng("aligned")
+    for s in scored.values():
+        if s.last is None:
+            continue
+        few = _Scored(*_some(s, each, draw))
+        both = (alignments(replay.population.model, rows, *s.last) for rows in (few.members, few.strangers))
+        aligned += _cells(few, *both)
+    sizes = [len(s.strangers) for s in scored.values()]
+    strangers = sum(sizes) if own else max(sizes)  # global test rows serve every client
+    mean, low, high = _auc(drops, strangers, eye.rng("membership"))
+    fewer = min(strangers, sum(len(b) for _, b in aligned))
+    g_mean, g_low, g_high = _auc(aligned, fewer, eye.rng("alignment")) if aligned else (mean, low, high)
+    says = "By how far the loss fell over all rounds, a row that a client trained on scores above one of its classes "
+    says += f"that nobody did with chance {mean:.3f} [{low:.3f}, {high:.3f}]; by how its gradient is aligned with the "
+    says += f"client's last task vector {g_mean:.3f} [{g_low:.3f}, {g_high:.3f}]. 0.5 is guessing."
+    detail: dict[str, Any] = {"clients": len(scored), "cells": len(drops)}
+    detail |= {"members": sum(len(s.members) for s in scored.values()), "strangers": strangers}
+    detail |= {"alignment": {"auc": g_mean, "low": g_low, "high": g_high}}
+    # Two looks: each interval is one of 97.5 %.
+    verdict: Verdict = (
+        "leaks" if max(low, g_low) > NOTABLE else "holds" if max(high, g_high) <= NOTABLE else "inconclusive"
+    )
+    return [
+        Finding(name, MEMBERSHIP, mean, low, high, NOTABLE, verdict, says, False, detail),
+        _tpr(tpr_name, drops, eye.rng("tpr")),
+    ]
+
+
+def _some(s: _Scored, most: int, rng: np.random.Generator) -> tuple[Rows, Rows]:
+    a, b = (r.take(rng.permutation(len(r))[:most]) for r in (s.members, s.strangers))
+    return a, b
+
+
+def _cells(s: _Scored, members: Array, strangers: Array) -> list[tuple[Array, Array]]:
+    """Scores of members and strangers by class: classes differ in how hard they are."""
+    a, b = s.members.labels, s.strangers.labels
+    if a is None or b is None:
+        return [(members, strangers)]
+    x, y = a.numpy(), b.numpy()
+    return [(members[x == c], strangers[y == c]) for c in np.intersect1d(x, y)]
+
+
+def _auc(cells: Sequence[tuple[Array, Array]], strangers: int, rng: np.random.Generator) -> tuple[float, float, float]:
+    """(mean over cells, its 97.5 % interval)."""
+    values = np.array([rates.auc(a, b) for a, b in cells])
+    weights = np.array([len(a) for a, _ in cells])
+    mean = float(np.average(values, weights=weights))
+    low, high = rates.bootstrap(values, weights, rng, 0.975)
+    margin = 2.2414 * rates.auc_error(mean, int(weights.sum()), strangers)
+    return mean, max(min(low, mean - margin), 0.0), min(max(high, mean + margin), 1.0)
+
+
+def _tpr(name: str, cells: Sequence[tuple[Array, Array]], rng: np.random.Generator) -> Finding:
+    """One threshold for all cells, on scores in units of their strangers' spread."""
+    pairs = []
+    for a, b in cells:
+        if len(b) >= FEW:
+            middle, spread = float(np.median(b)), float(b.std()) or 1.0
+            pairs.append(((a - middle) / spread, (b - middle) / spread))
+    if not pairs:
+        return nothing(name, TPR, "No client has five rows of a class that nobody trained on.")
+    negatives = np.concatenate([b for _, b in pairs])
+    threshold = rates.threshold_at(negatives, ALARMS)
+    hits, weights = (np.array([f(a) for a, _ in pairs]) for f in (lambda a: int((a > threshold).sum()), len))
+    tpr = float(hits.sum() / weights.sum())
+    by_cell = rates.bootstrap(hits / weights, weights, rng)
+    exact = rates.clopper_pearson(int(hits.sum()), int(weights.sum()))
+    low, high = min(by_cell[0], exact[0]), max(by_cell[1], exact[1])
+    alarms = float((negatives > threshold).mean())
+    says = (
+        f"{100 * tpr:.1f} % of the rows [{100 * low:.1f}, {100 * high:.1f}] fell so far that only {100 * alarms:.1f} % "
+    )
+    says += f"of strangers do; guessing gives 1 %, the line is {100 * NOTABLE_TPR:.0f} %."
+    detail = {"members": int(weights.sum()), "stranger_scores": len(negatives), "false_alarms": alarms}
+    return Finding(name, TPR, tpr, low, high, NOTABLE_TPR, _above(low, high, NOTABLE_TPR), says, False, detail)
+
+
+# --- (c) who resembles whom -------------------------------------------------------------------------------------------
+
+
+def _neighbours(replay: Replay, eye: Eye) -> Finding:
+    name = f"{NAME}.neighbours"
+    what, group = groups(replay)
+    known = [i for i, c in enumerate(replay.population.clients) if c in group]
+    asked = sum((p != 0).any((0, 2)).astype(int) for p in eye.p)
+    mean = sum(p.mean(0) for p in eye.p) / np.maximum(asked, 1)[:, None]  # (K, K)
+    g = [group.get(c) for c in replay.population.clients]
+    tried = [i for i in known if asked[i] and len(known) > 1]
+    chances = [sum(g[k] == g[i] for k in known if k != i) / max(len(known) - 1, 1) for i in tried]
+    if not tried or not any(chances):
+        return nothing(name, NEIGHBOURS, f"No two clients have the same {what}: a neighbour cannot tell it.")
+    if min(chances) == 1:
+        return nothing(name, NEIGHBOURS, f"All clients have the same {what}: a neighbour tells nothing.")
+    off = mean.copy()
+    np.fill_diagonal(off, -np.inf)
+    right = [g[i] == g[known[int(off[i, known].argmax())]] for i in tried]
+    estimate, line = float(np.mean(right)), float(np.mean(chances))
+    low, high = rates.clopper_pearson(sum(right), len(right))
+    says = f"For {sum(right)} of {len(right)} clients the one from which it takes most has the same {what}; any other "
+    says += f"client has it with chance {line:.3f}. So much is told by weights.npz and by the map in the report."
+    detail = {"of": what, "clients": len(tried), "groups": len(set(g))}
+    return Finding(name, NEIGHBOURS, estimate, low, high, line, _above(low, high, line), says, False, detail)
+
+
+def groups(replay: Replay) -> tuple[str, dict[ClientId, str]]:
+    """What kind of rows each client has: a name for it, and which.
+
+    The value of the column by which rows were dealt, if several clients have it; else the class of which it has most.
+    """
+    table, spec = replay.population.federated.table, replay.run.experiment.data
+    clients = replay.population.federated.clients
+    column = spec.partition.column if spec.partition.name == "by_column" else None
+    if column:
+        values = {c: str(table.columns[column][rows.train[0]]) for c, rows in clients.items()}
+        if len(set(values.values())) < len(values):
+            return f'"{column}"', values
+    if table.labels is None or not table.classes:
+        return "kind of rows", {c: c for c in clients}
+    most = {c: int(np.bincount(table.labels[rows.train]).argmax()) for c, rows in clients.items()}
+    return "largest class", {c: table.classes[k] for c, k in most.items()}
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def _over_clients(values: Array, rng: np.random.Generator) -> tuple[float, tuple[float, float]]:
+    return float(values.mean()), rates.bootstrap(values, np.ones(len(values)), rng)
+
+
+def _above(low: float, high: float, line: float) -> Verdict:
+    return "leaks" if low > line else "holds" if high <= line else "inconclusive"
