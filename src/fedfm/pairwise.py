@@ -12,10 +12,14 @@ each is computed by one thread, and sums are made in the order of the blocks.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -33,11 +37,11 @@ MOST = 1 << 15  # columns: torch widens so many on one thread
 ENTRIES = 1 << 18  # side by side, of few vectors: what the caches hold
 STRETCH = 1 << 18  # columns whose sum one thread makes
 SHORT = 10**8  # multiplications that take less time than threads to start
-ALIGNED = 4096  # bytes: a mapped vector begins at a page
+AHEAD = 8  # blocks that are read from files at a time
+ALIGNED = 64  # bytes: a vector begins at a cache line
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
-Sources = Mapping[torch.dtype, Sequence[Any]]  # flat vectors by dtype: of NumPy where it has the dtype
 
 
 class Run(NamedTuple):
@@ -91,14 +95,15 @@ def gram(
     runs = [_merged(layout, names) for names in _checked(layout, layers)]
     count, sizes = len(vectors), [sum(r.stop - r.start for r in of) for of in runs]
     stretches = _stretches(runs, count, wide=[size < LONG for size in sizes])
-    sources, work = _sources(vectors), count * count * sum(sizes)
+    work = count * count * sum(sizes)
     means = np.zeros((len(runs), count))
-    if centre:
-        for at, sums in _in_order(lambda s: _sums(s, sources, count), stretches, work, threads):
-            means[at.layer] += sums / sizes[at.layer]
     found = np.zeros((len(runs), count, count))
-    for at, products in _in_order(lambda s: _products(s, sources, count, means[s.layer]), stretches, work, threads):
-        found[at.layer] += products
+    with _in_blocks(vectors, _quarter()) as flats:
+        if centre:
+            for at, sums in _in_order(lambda s: _sums(s, flats, count), stretches, work, threads):
+                means[at.layer] += sums / sizes[at.layer]
+        for at, products in _in_order(lambda s: _products(s, flats, count, means[s.layer]), stretches, work, threads):
+            found[at.layer] += products
     return found
 
 
@@ -158,22 +163,24 @@ def mix(
         return []
     runs = [_merged(layout, names) for names in checked]
     work = count * len(vectors) * sum(r.stop - r.start for of in runs for r in of)
-    sources, added = _sources(vectors), _sources(onto) if onto is not None else None
-    targets = _sources(made)
     stretches = _stretches(runs, max(count, len(vectors)), wide=[False] * len(runs))
-    for _ in _in_order(lambda s: _mix(s, weights[s.layer], sources, added, targets), stretches, work, threads):
-        pass
-    for i, out in enumerate(made):
+    most = _quarter() if most is None else most
+    with _in_blocks(vectors, most) as flats, _in_blocks(onto or [], most) as own, _in_blocks(made, most) as targets:
+        added = own if onto is not None else None
+        for _ in _in_order(lambda s: _mix(s, weights[s.layer], flats, added, targets), stretches, work, threads):
+            pass
+    for i, new in enumerate(made):
         for dtype, start, stop in rest:
-            out.flats[dtype][start:stop] = base[i].flats[dtype][start:stop]  # type: ignore[index]
+            new.flats[dtype][start:stop] = base[i].flats[dtype][start:stop]  # type: ignore[index]
     return made
 
 
 def room(count: int, layout: Layout, most: int | None = None, folder: str | None = None) -> list[Params]:
     """So many vectors whose entries are still to be written, each once and before anybody reads it.
 
-    More than ``most`` bytes lie in a file without a name, mapped into memory: the space is taken at once, so that a
-    full disk is an error here and not a crash later, and is free again when the last vector is gone.
+    They share one piece of memory, which is free again when nobody sees any of them: the next round's have the same
+    size and take it, and fresh memory costs more than the mixture. More than ``most`` bytes lie in a file without a
+    name, mapped into memory; its space is taken at once, so that a full disk is an error here and not a crash later.
 
     Args:
         count: vectors.
@@ -185,25 +192,22 @@ def room(count: int, layout: Layout, most: int | None = None, folder: str | None
     Raises:
         OSError: the disk has not as much left.
     """
-    total = count * layout.nbytes
-    if most is None:
-        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    if total <= most:
-        empty = {d: [buffers.empty(size, d) for _ in range(count)] for d, size in layout.sizes.items()}
-        return [Params.from_flat(layout, {d: rows[i] for d, rows in empty.items()}) for i in range(count)]
     steps = {d: -(-size * d.itemsize // ALIGNED) * ALIGNED for d, size in layout.sizes.items()}
-    with tempfile.TemporaryFile(dir=folder) as file:
-        nbytes = count * sum(steps.values())
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        else:
-            os.ftruncate(file.fileno(), nbytes)
-        mapped = torch.from_numpy(np.memmap(file, np.uint8, "r+", shape=(nbytes,)))
+    nbytes = count * sum(steps.values())
+    if count * layout.nbytes <= (_quarter() if most is None else most):
+        memory = buffers.empty(nbytes, torch.uint8)
+    else:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            else:
+                os.ftruncate(file.fileno(), nbytes)
+            memory = torch.from_numpy(np.memmap(file, np.uint8, "r+", shape=(nbytes,)))
     made, at = [], 0
     for _ in range(count):
         flats = {}
         for dtype, size in layout.sizes.items():
-            flats[dtype] = mapped[at : at + size * dtype.itemsize].view(dtype)
+            flats[dtype] = memory[at : at + size * dtype.itemsize].view(dtype)
             at += steps[dtype]
         made.append(Params.from_flat(layout, flats))
     return made
@@ -212,12 +216,12 @@ def room(count: int, layout: Layout, most: int | None = None, folder: str | None
 # --- what one thread computes -----------------------------------------------------------------------------------------
 
 
-def _products(stretch: Stretch, sources: Sources, count: int, means: np.ndarray) -> np.ndarray:
+def _products(stretch: Stretch, flats: Flats, count: int, means: np.ndarray) -> np.ndarray:
     """(K, K) float64: inner products over the stretch, of entries less their means."""
     total = np.zeros((count, count))
     near = means.astype(stretch.dtype)  # what is left of the mean, after its rounding, has no weight beside the spread
     size = 0
-    for x in _side_by_side(stretch, sources, count):  # (K, n)
+    for x in _side_by_side(stretch, flats, count):  # (K, n)
         size += x.shape[1]
         if near.any():
             x -= near[:, None]
@@ -247,20 +251,22 @@ def _add_squares(total: np.ndarray, pieces: np.ndarray) -> None:
             total += found.sum(0, dtype=np.float64)
 
 
-def _sums(stretch: Stretch, sources: Sources, count: int) -> np.ndarray:
+def _sums(stretch: Stretch, flats: Flats, count: int) -> np.ndarray:
     """(K,) float64."""
     total = np.zeros(count)
-    for x in _side_by_side(stretch, sources, count):
+    for x in _side_by_side(stretch, flats, count):
         total += x.sum(1, dtype=np.float64)
     return total
 
 
-def _mix(stretch: Stretch, weights: np.ndarray, sources: Sources, added: Sources | None, targets: Sources) -> None:
+def _mix(stretch: Stretch, weights: np.ndarray, flats: Flats, added: Flats | None, targets: Flats) -> None:
     """Write onto + weights x over the stretch into the targets."""
     weights = weights.astype(stretch.dtype)  # (M, K)
     buffer = _buffer(stretch, len(weights))
-    blocks = _side_by_side(stretch, sources, weights.shape[1])
-    for block, x in zip(stretch.blocks, blocks, strict=True):
+    blocks = _side_by_side(stretch, flats, weights.shape[1])
+    for index, (block, x) in enumerate(zip(stretch.blocks, blocks, strict=True)):
+        if added is not None:
+            added.read_ahead(stretch, index)
         y = np.matmul(weights, x, out=buffer[:, : x.shape[1]])  # (M, n)
         at = 0
         for dtype, start, stop in block:
@@ -268,30 +274,31 @@ def _mix(stretch: Stretch, weights: np.ndarray, sources: Sources, added: Sources
             at = here.stop
             if dtype in NATIVE:
                 if added is None:
-                    for out, row in zip(targets[dtype], y[:, here], strict=True):
+                    for out, row in zip(targets.arrays[dtype], y[:, here], strict=True):
                         out[there] = row
                 else:
-                    for out, row, own in zip(targets[dtype], y[:, here], added[dtype], strict=True):
+                    for out, row, own in zip(targets.arrays[dtype], y[:, here], added.arrays[dtype], strict=True):
                         np.add(own[there], row, out=out[there])
             else:
                 rows = torch.from_numpy(y[:, here])
-                for i, out in enumerate(targets[dtype]):
-                    out[there] = rows[i] if added is None else rows[i] + added[dtype][i][there]
+                for i, out in enumerate(targets.arrays[dtype]):
+                    out[there] = rows[i] if added is None else rows[i] + added.arrays[dtype][i][there]
 
 
-def _side_by_side(stretch: Stretch, sources: Sources, count: int) -> Iterator[np.ndarray]:
+def _side_by_side(stretch: Stretch, flats: Flats, count: int) -> Iterator[np.ndarray]:
     """(K, n) for every block, in memory that the next one overwrites."""
     buffer = _buffer(stretch, count)
-    for block in stretch.blocks:
+    for index, block in enumerate(stretch.blocks):
+        flats.read_ahead(stretch, index)
         at = 0
         for dtype, start, stop in block:
             rows, at = buffer[:, at : at + stop - start], at + stop - start
             if dtype in NATIVE:
-                for row, x in zip(rows, sources[dtype], strict=True):
+                for row, x in zip(rows, flats.arrays[dtype], strict=True):
                     row[:] = x[start:stop]
             else:
                 wide = torch.from_numpy(rows)
-                for i, x in enumerate(sources[dtype]):
+                for i, x in enumerate(flats.arrays[dtype]):
                     wide[i] = x[start:stop]
         yield buffer[:, :at]
 
@@ -301,12 +308,69 @@ def _buffer(stretch: Stretch, count: int) -> np.ndarray:
     return np.empty((count, max(sum(r.stop - r.start for r in block) for block in stretch.blocks) + 16), stretch.dtype)
 
 
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+class Flats:
+    """The flat vectors by dtype: of NumPy where it has the dtype.
+
+    Args:
+        files: they may be mapped from files, and are to be read ahead.
+    """
+
+    def __init__(self, vectors: Sequence[Params], files: bool) -> None:
+        dtypes = [d for d in vectors[0].layout.sizes if d.is_floating_point] if vectors else []
+        self.arrays = {d: [_array(x.flats[d]) for x in vectors] for d in dtypes}
+        self._places = {d: list(dict.fromkeys(x.flats[d].data_ptr() for x in vectors)) for d in dtypes if files}
+        self._sizes = dict(vectors[0].layout.sizes) if vectors else {}
+
+    def read_ahead(self, stretch: Stretch, index: int) -> None:
+        """Called before each block: have the system fetch the next ones while this one is computed."""
+        if index % AHEAD or not self._places:
+            return
+        blocks = stretch.blocks[index and index + AHEAD : index + 2 * AHEAD]
+        for dtype, start, stop in _joined(run for block in blocks for run in block):
+            for place in self._places[dtype]:
+                _advise(place + start * dtype.itemsize, (stop - start) * dtype.itemsize, "MADV_WILLNEED")
+
+    def advise(self, advice: str) -> None:
+        """Of all entries."""
+        for dtype, places in self._places.items():
+            for place in places:
+                _advise(place, self._sizes[dtype] * dtype.itemsize, advice)
+
+
+@contextmanager
+def _in_blocks(vectors: Sequence[Params], most: int) -> Iterator[Flats]:
+    """Where they are more bytes than that together, the system shall read no more of a file than it is told to: a
+    window ahead in each of a thousand files is more than memory holds, and pushes out what is needed next.
+    """
+    flats = Flats(vectors, sum(x.nbytes for x in vectors) > most)
+    flats.advise("MADV_RANDOM")
+    try:
+        yield flats
+    finally:
+        flats.advise("MADV_NORMAL")
+
+
+def _advise(place: int, nbytes: int, advice: str) -> None:
+    """Tell the system how these bytes are used; it may not listen."""
+    if nbytes and (number := getattr(mmap, advice, None)) is not None:
+        begin = place - place % mmap.PAGESIZE
+        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(place + nbytes - begin), number)
+
+
+@functools.cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)
+
+
+def _quarter() -> int:
+    """Of the machine's memory, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
 # --- what is computed where -------------------------------------------------------------------------------------------
-
-
-def _sources(vectors: Sequence[Params]) -> Sources:
-    dtypes = [d for d in vectors[0].layout.sizes if d.is_floating_point] if vectors else []
-    return {d: [_array(x.flats[d]) for x in vectors] for d in dtypes}
 
 
 def _array(flat: Tensor) -> Any:
@@ -362,14 +426,23 @@ def _cut(runs: Iterable[Run], size: int) -> Iterator[list[Run]]:
 
 def _merged(layout: Layout, names: Iterable[str], floating: bool = True) -> list[Run]:
     """The entries of these names in as few runs as there are; only the floating-point ones, if so."""
+    runs = (Run(*layout.slots[n][:3]) for n in names)
+    return _joined(
+        sorted(
+            (r for r in runs if r.start < r.stop and (r.dtype.is_floating_point or not floating)),
+            key=lambda r: (str(r.dtype), r.start),
+        )
+    )
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    """Those that follow each other as one."""
     found: list[Run] = []
-    for dtype, start, stop in sorted((Run(*layout.slots[n][:3]) for n in names), key=lambda r: (str(r.dtype), r.start)):
-        if floating and not dtype.is_floating_point:
-            continue
-        if found and found[-1].dtype == dtype and found[-1].stop == start:
-            found[-1] = Run(dtype, found[-1].start, stop)
-        elif start < stop:
-            found.append(Run(dtype, start, stop))
+    for run in runs:
+        if found and found[-1].dtype == run.dtype and found[-1].stop == run.start:
+            found[-1] = Run(run.dtype, found[-1].start, run.stop)
+        else:
+            found.append(run)
     return found
 
 
