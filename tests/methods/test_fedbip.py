@@ -12,6 +12,7 @@ import fedfm
 import tiny_text
 from fedfm import use
 from fedfm.errors import InputError, RunError
+from fedfm.federation import Update
 from fedfm.methods._task_vectors import Change, Entries, Products
 from fedfm.methods.fedbip import FedBip, Personal, capped, copies, shares, similarities
 from fedfm.pairwise import gram, mix
@@ -290,3 +291,51 @@ def test_clients_of_different_ranks_in_a_run(tmp_path):
     assert ranks == [1, 4, 1]
     with pytest.raises(InputError, match="above"):
         fedfm.run(tables | {"method": tables["method"] | {"ranks": [8]}}, tmp_path / "wide")
+
+
+# --- clients that lie or fail ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("delta", "code"),
+    [
+        ({"v": torch.tensor([1.0])}, "E_TENSORS"),
+        ({"w": torch.tensor([1.0, 2.0])}, "E_SHAPE"),
+        ({"w": torch.tensor([1.0], dtype=torch.float64)}, "E_DTYPE"),
+        ({"w": torch.tensor([float("nan")])}, "E_NONFINITE"),
+    ],
+)
+def test_a_vector_of_another_kind_is_that_of_an_absent_client(tmp_path, delta, code):
+    def lie(fn, client, payload):
+        return Update(Params(delta), 1.0) if client.id == "b" else fn(client, **payload)
+
+    method = FedBip(local=JUMP)
+    fed = federation(method, ROWS, tmp_path, attack=lie)
+    state = run(method, fed, 1)[1]
+    assert [(e.client, e.code) for e in fed.excluded] == [("b", code)]
+    assert values(state, "theta_bar") == pytest.approx([3, 1, -1])
+    np.testing.assert_array_equal(state.p["p"][0], np.diag([1, 0, 1]))
+
+
+def test_a_copied_vector_does_not_count_twice(tmp_path):
+    seen = {}
+
+    def copy(fn, client, payload):
+        seen[client.id] = fn(client, **payload)
+        return seen["a"] if client.id == "b" else seen[client.id]
+
+    method = FedBip(local=JUMP)
+    fed = federation(method, ROWS, tmp_path, attack=copy)
+    state = run(method, fed, 1)[1]
+    assert [(e.client, e.code) for e in fed.excluded] == [("b", "E_DUPLICATE")]
+    assert values(state, "theta_bar") == pytest.approx([3, 3, -1])
+
+
+def test_a_loud_vector_is_capped(tmp_path):
+    def loud(fn, client, payload):
+        update = fn(client, **payload)
+        return Update(100.0 * update.delta, 1.0) if client.id == "b" else update
+
+    rows = {"a": [3.0], "b": [5.0], "c": [2.0]}  # from 1: tau = 2, 400, 1; three times their median is 6
+    for cap, expected in ((None, 1 + 403 / 3), (3.0, 1 + 9 / 3)):
+        method = FedBip(local=JUMP, norm_cap=cap)
+        state = run(method, federation(method, rows, tmp_path / str(cap), attack=loud), 1)[1]
+        assert float(state.theta_bar["a"]["w"]) == pytest.approx(expected)
