@@ -52,6 +52,11 @@ class Layout:
         return sum(size * dtype.itemsize for dtype, size in self.sizes.items())
 
 
+def in_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
+    """The layout with its floating-point entries in another dtype."""
+    return layout_of(tuple((n, dtype if d.is_floating_point else d, shape) for n, d, shape in layout.entries))
+
+
 @functools.lru_cache(maxsize=512)
 def layout_of(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Layout:
     """The one Layout object of these entries, so that equal layouts are identical."""
@@ -140,6 +145,16 @@ class Params(Mapping[str, Tensor]):
             if dtype.is_floating_point:
                 flats[dtype] = fn(flat, *[other._flats[dtype] for other in others])
         return Params.from_flat(self.layout, flats)
+
+    def cast(self, layout: Layout) -> Params:
+        """The same tensors in the dtypes of a layout with these names.
+
+        Raises:
+            KeyError: names differ.
+        """
+        if layout.slots.keys() != self.layout.slots.keys():
+            raise KeyError(f"parameter names differ: {sorted(layout.slots.keys() ^ self.layout.slots.keys())[:6]}")
+        return self if layout is self.layout else Params({n: self[n].to(dtype) for n, dtype, _ in layout.entries})
 
     def check_like(self, other: Layout) -> None:
         """This is of that layout: names in order, shapes and dtypes.

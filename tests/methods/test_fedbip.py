@@ -339,3 +339,64 @@ def test_a_loud_vector_is_capped(tmp_path):
         method = FedBip(local=JUMP, norm_cap=cap)
         state = run(method, federation(method, rows, tmp_path / str(cap), attack=loud), 1)[1]
         assert float(state.theta_bar["a"]["w"]) == pytest.approx(expected)
+
+
+def test_task_vectors_in_16_bits_keep_their_cosines_and_weights_do_not():
+    rng = torch.Generator().manual_seed(0)
+    w = Params({"x": torch.randn(50_000, generator=rng)})
+    shared, own = torch.randn(50_000, generator=rng), [torch.randn(50_000, generator=rng) for _ in range(2)]
+    tau = [Params({"x": 1e-3 * (0.84 * shared + 0.55 * x)}) for x in own]
+    exact = tau[0].cosine(tau[1])
+    method, layout = FedBip(transport="bfloat16"), w.layout
+    half = [t.cast(method.sent(layout)).cast(layout) for t in tau]
+    assert half[0].cosine(half[1]) == pytest.approx(exact, abs=0.002)
+    weights = [(w + t).cast(method.sent(layout)).cast(layout) - w for t in tau]
+    assert weights[0].cosine(weights[1]) < exact - 0.05
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    tiny_text.save_bert(folder / "bert")
+    tiny_text.texts(folder / "rows.jsonl")
+
+    def tables(kernels="exact", **method):
+        return {
+            "data": {"path": str(folder / "rows.jsonl"), "partition": {"name": "iid", "clients": 4}},
+            "model": {"name": str(folder / "bert"), "adaptation": {"name": "lora", "rank": 2}},
+            "method": {
+                "name": "fedbip",
+                "rounds": 2,
+                "granularity": "layer",
+                "local": {"name": "adamw", "learning_rate": 0.01, "batch_size": 8},
+                **method,
+            },
+            "run": {"workers": 1, "kernels": kernels},
+        }
+
+    return tables
+
+
+def test_a_cohort_in_one_batch_is_the_cohort_one_by_one(texts, tmp_path):
+    one_by_one = fedfm.run(texts(), tmp_path / "exact")
+    together = fedfm.run(texts("fast"), tmp_path / "fast")
+    state = [fedfm.load_run(tmp_path / k).state(FedBip.state_type) for k in ("exact", "fast")]
+    for client in one_by_one["client_accuracy"]:
+        exact, fast = (s.theta[client] for s in state)
+        assert (exact - fast).norm() < 1e-4 * exact.norm()
+    assert together["local_accuracy"] == pytest.approx(one_by_one["local_accuracy"], abs=0.1)
+
+
+def test_vectors_at_half_the_bytes(texts, tmp_path):
+    full = fedfm.run(texts(rounds=1), tmp_path / "full")
+    half = fedfm.run(texts(rounds=1, transport="bfloat16"), tmp_path / "half")
+    saved = 4 * 2 * fedfm.load_run(tmp_path / "full").manifest["model"]["trainable"]  # clients x bytes x entries
+    assert full["bytes_up"] - half["bytes_up"] == pytest.approx(saved, rel=0.1)  # names of dtypes are longer
+    assert half["bytes_down"] == full["bytes_down"]
+
+
+def test_with_a_frozen_vectors_are_of_b_alone(texts, tmp_path):
+    frozen = texts(rounds=1)
+    frozen["model"]["adaptation"]["name"] = "ffa_lora"
+    result = fedfm.run(frozen, tmp_path / "run")
+    assert result["bytes_up"] < fedfm.run(texts(rounds=1), tmp_path / "both")["bytes_up"]

@@ -18,10 +18,12 @@ from fedfm.errors import E_DUPLICATE, InputError, RunError, one_of
 from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
 from fedfm.method import Judge, Method
 from fedfm.methods._task_vectors import Change, Entries, Products, running
+from fedfm.methods.fedavg import FedAvg
+from fedfm.methods.local import LocalOnly
 from fedfm.models import lora
 from fedfm.models.layers import GRANULARITIES
 from fedfm.pairwise import mix
-from fedfm.params import Params, to_bytes
+from fedfm.params import Layout, Params, in_dtype, to_bytes
 from fedfm.rows import Rows
 from fedfm.training import SGD, Local
 
@@ -83,6 +85,9 @@ class FedBip(Method[Personal]):
     absent: str = field(
         default="cached", metadata={"help": "of clients that a round does not ask: cached, their last tau, or left out"}
     )
+    transport: str = field(
+        default="float32", metadata={"help": "of task vectors: float32, or bfloat16 at half the bytes"}
+    )
     norm_cap: float | None = field(
         default=None, metadata={"help": "no task vector counts with more than this many times the median norm"}
     )
@@ -93,9 +98,9 @@ class FedBip(Method[Personal]):
         return Personal(theta_pre, theta_pre, {}, Params({"p": torch.zeros(len(names), K, K)}), tuple(names))
 
     def step(self, fed: Federation, s: Personal, t: int) -> Personal:
-        like = each({i: w.layout for i, w in s.theta_bar.items()})
+        like = each({i: self.sent(w.layout) for i, w in s.theta_bar.items()})
         replies = fed.ask(self.train, of=fed.sample(self.fraction), like=like, theta_bar=each(s.theta_bar))  # lines 3-7
-        now = {i: update.delta for i, update in replies.items()}
+        now = {i: update.delta.cast(s.theta_bar[i].layout) for i, update in replies.items()}
         theta = s.theta | {i: s.theta_bar[i] + now[i] for i in now}
         tau = s.tau | now
         pool = sorted(tau if self.absent == "cached" else now)  # from whom the clients of this round learn
@@ -111,7 +116,12 @@ class FedBip(Method[Personal]):
     @on_client
     def train(self, client: Client, theta_bar: Params) -> Update:
         theta = lora.fit(self.local, client, theta_bar)  # equation 2
-        return Update(theta - theta_bar, 1.0, client.metrics)  # tau_i, equation 3; sums know no n_k
+        tau = theta - theta_bar  # equation 3; sums know no n_k
+        return Update(tau.cast(self.sent(tau.layout)), 1.0, client.metrics)
+
+    def sent(self, layout: Layout) -> Layout:
+        """What task vectors look like on their way: their cosines survive 16 bits, those of weights do not."""
+        return in_dtype(layout, torch.bfloat16) if self.transport == "bfloat16" else layout
 
     def weights(self, fed: Federation, x: dict[ClientId, Change], now: Container[ClientId]) -> np.ndarray:
         """``p`` of equation 4, by layer equation 6: (L, K, K). Of vectors that are equal bit for bit one counts."""
@@ -200,6 +210,11 @@ class FedBip(Method[Personal]):
         (theta_bar,), _ = self.aggregates(model, p, x, [w_0])
         return theta_bar, dict(zip([client, *sigma], p.mean((0, 1)).tolist(), strict=True))
 
+    def yardsticks(self) -> dict[str, Method[Any]]:
+        """Every client alone, and one model for all."""
+        plan: dict[str, Any] = {"rounds": self.rounds, "fraction": self.fraction, "local": self.local}
+        return {"alone": LocalOnly(**plan), "one-for-all": FedAvg(**plan)}
+
     def validate(self) -> None:
         if self.rounds < 0:
             raise InputError(f"method.rounds = {self.rounds}: expected a whole number of at least 0")
@@ -211,6 +226,7 @@ class FedBip(Method[Personal]):
         one_of("method.weights_from", self.weights_from, ("task_vector", "parameters"))
         one_of("method.aggregate", self.aggregate, ("task_vector", "parameters"))
         one_of("method.space", self.space, ("factors", "product"))
+        one_of("method.transport", self.transport, ("float32", "bfloat16"))
         one_of("method.absent", self.absent, ("cached", "present"))
         if self.ranks and (self.space != "product" or any(r < 1 for r in self.ranks)):
             raise InputError(f'method.ranks = {list(self.ranks)}: expected ranks of at least 1, and space = "product"')
