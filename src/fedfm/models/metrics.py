@@ -103,6 +103,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[str]:
     Prompts of one length are answered together: no padding, hence no mask that could change a figure.
     """
     tokens, starts = rows.tokens or (), rows.tensors["answer_start"].tolist()
+    share = rows.tensors.get("local_share")
     alike: dict[int, list[int]] = {}
     for i, start in enumerate(starts):
         alike.setdefault(start, []).append(i)
@@ -114,6 +115,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[str]:
             for at in range(0, len(index), batch_size):
                 some = index[at : at + batch_size]
                 prompts = torch.stack([tokens[i][:start] for i in some]).to(model.device)  # (b, L)
+                model.share = None if share is None else share[some]
                 said = generate(
                     input_ids=prompts,
                     attention_mask=torch.ones_like(prompts),

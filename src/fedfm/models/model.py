@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,7 @@ class Model:
 
     kernels: str = "exact"
     altered: int = 0  # above 0: its modules compute something else than its weights say (see ``models.lora``)
+    share: Tensor | None = None  # (b,) of the batch at hand: the model's own adapter's share (see ``models.beside``)
     softmax: bool = True  # the loss is the cross-entropy of the logits: trainers by hand may take it for granted
 
     def __init__(
@@ -133,6 +134,18 @@ class Model:
         """The trainable parameters themselves, leaves that require a gradient."""
         return {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
 
+    def beside(self, other: Params, a: float) -> AbstractContextManager[None]:
+        """Within it LoRA's output is a times the model's own and 1 - a times that of ``other``, which is frozen."""
+        from fedfm.models.beside import beside
+
+        return beside(self, other, a)
+
+    def wearing(self, w: Params, rows: Rows) -> AbstractContextManager[Rows]:
+        """Within it the model has both adapters of a pair (``training.pair``), and takes the rows that this yields."""
+        from fedfm.models.beside import wearing
+
+        return wearing(self, w, rows)
+
     # --- rows ---------------------------------------------------------------------------------------------------------
     def prepare(self, table: Table, index: Sequence[int] | np.ndarray) -> Rows:
         """These rows of the table as the model takes them, on the CPU.
@@ -181,6 +194,17 @@ class Model:
         finally:
             hook.remove()
         return torch.cat(done)[back] if done else torch.zeros(0, self.head.in_features)
+
+    def last_states(self, rows: Rows) -> Tensor:
+        """What enters the head, (n, d): of causal models the last token's final hidden state, of instructions that of
+        the prompt's last token.
+
+        Raises:
+            ValueError: the model has no head.
+        """
+        from fedfm.models.beside import prompts
+
+        return self.features(prompts(rows))
 
     def blocks(self, rows: Rows) -> list[Tensor]:
         """Block outputs b_0 (what enters the first block) ... b_L, each (n, T, d), on the CPU.
@@ -289,7 +313,7 @@ class Model:
 
     # --- inside -------------------------------------------------------------------------------------------------------
     def _outputs(self, batch: Batch) -> Tensor:
-        device = self.device
+        device, self.share = self.device, batch.get("local_share")
         fixed = {"use_cache": False} if "use_cache" in self._arguments else {}
         out = self.module(
             **{k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}, **fixed
