@@ -1,6 +1,6 @@
 """FedDPA: Dual-Personalizing Adapter for Federated Foundation Models.
 
-Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024. arXiv:2403.19211, Algorithm 1 (FedDPA-T) and, with ``when = "after"``,
+Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024. arXiv:2403.19211, Algorithm 1 (FedDPA-T); ``when = "after"`` is
 FedDPA-F. Its client half is the client optimiser ``dual_adapter``, which other methods take as well.
 """
 
@@ -28,7 +28,8 @@ class FedDPA(FedAvg):
     adaptations: ClassVar[tuple[str, ...]] = ("lora",)
 
     local: Local = field(
-        default=DualAdapter(), metadata={"help": "dual_adapter; sgd, adam or adamw of both adapters, else as its defaults"}
+        default=DualAdapter(),
+        metadata={"help": "dual_adapter; sgd, adam or adamw of both adapters, else as its defaults"},
     )
 
     def __post_init__(self) -> None:

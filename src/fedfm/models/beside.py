@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -98,9 +98,9 @@ class _Mixed:
         self.values, self.of_own = values, of_own
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
-        a = self.of_own(y)
-        y_other: Tensor = functional_call(module.modules_to_save["default"], self.values, args, kwargs)
-        return a * y + (1 - a) * y_other
+        a: Tensor | float = self.of_own(y)
+        other = module.modules_to_save["default"]
+        return a * y + (1 - a) * cast(Tensor, functional_call(other, self.values, args, kwargs))
 
 
 def _saved(w: Params, device: torch.device) -> dict[str, dict[str, Tensor]]:

@@ -28,7 +28,7 @@ def save_adapter(model: Model, w: Params, folder: Path | str) -> Path:
     """Write what was trained: ``adapter_config.json`` and ``adapter_model.safetensors`` where it is LoRA, else
     ``model.safetensors`` with the trainable tensors; ``fedfm.json`` beside them says of which model and which classes.
     LoRA may have another rank than the model's. Of a pair of adapters (``training.pair``) the one is both together, by
-    their mean where rows have weights of their own; ``global/`` and ``local/`` beside it are the two, ``mix.safetensors``
+    their mean where rows have weights of their own; ``global/`` and ``local/`` are the two, ``mix.safetensors``
     how they are weighed.
 
     Raises:

@@ -182,9 +182,28 @@ class Model:
             return rows.tensors["features"]
         if self.head is None:
             raise ValueError("the model has no linear head, hence no features")
+        return self._entering(self.head, rows)
+
+    def last_states(self, rows: Rows) -> Tensor:
+        """What enters the head, also a language model's, (n, d): in causal models the last token's final hidden state,
+        of instructions that of the prompt's last token.
+
+        Raises:
+            ValueError: the model has no head.
+        """
+        from fedfm.models.adaptation import live_head
+        from fedfm.models.beside import prompts
+
+        head = self.head or live_head(self.module, self.parts.head)
+        if head is None:
+            raise ValueError("the model has no linear head, hence no last hidden state")
+        return self._entering(head, prompts(rows))
+
+    def _entering(self, head: nn.Linear, rows: Rows) -> Tensor:
+        """What enters this layer, (n, d), on the CPU."""
         rows, back = _by_length(rows)
         caught: list[Tensor] = []
-        hook = self.head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
+        hook = head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
         try:
             done = []
             with self.evaluating():
@@ -193,18 +212,7 @@ class Model:
                     done.append(self._pool(caught.pop(), batch)[:n].float().cpu())
         finally:
             hook.remove()
-        return torch.cat(done)[back] if done else torch.zeros(0, self.head.in_features)
-
-    def last_states(self, rows: Rows) -> Tensor:
-        """What enters the head, (n, d): of causal models the last token's final hidden state, of instructions that of
-        the prompt's last token.
-
-        Raises:
-            ValueError: the model has no head.
-        """
-        from fedfm.models.beside import prompts
-
-        return self.features(prompts(rows))
+        return torch.cat(done)[back] if done else torch.zeros(0, head.in_features)
 
     def blocks(self, rows: Rows) -> list[Tensor]:
         """Block outputs b_0 (what enters the first block) ... b_L, each (n, T, d), on the CPU.

@@ -231,13 +231,16 @@ class DualAdapter(_Two):
     adaptations: ClassVar[tuple[str, ...]] = ("lora",)
 
     when: str = field(
-        default="during", metadata={"help": "the own adapter is trained: during, in every round; after, once at the end"}
+        default="during",
+        metadata={"help": "the own adapter is trained: during, in every round; after, once at the end"},
     )
     weight: str = field(
         default="instance", metadata={"help": "a: instance, by the row's similarity to training rows; fixed, at lambda"}
     )
     lambda_: float = field(default=0.5, metadata={"help": "the largest a; or a itself, fixed"})
-    to: str = field(default="local", metadata={"help": "who gets a: local, the own adapter; global, as the authors' code"})
+    to: str = field(
+        default="local", metadata={"help": "who gets a: local, the own adapter; global, as the authors' code"}
+    )
     instances: int = field(default=5, metadata={"help": "S, training rows that a row is compared with"})
 
     def __call__(
