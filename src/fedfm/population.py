@@ -209,6 +209,7 @@ def _check_optimiser(method: Method[Any], model: Any) -> None:
             over_classes(model, value)
             if value.adaptations == LORA_ALONE:
                 lora.need(model)
+            value.fits(model)
         elif isinstance(value, Method):
             _check_optimiser(value, model)
 

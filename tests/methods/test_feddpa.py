@@ -1,6 +1,7 @@
 """FedDPA and the client optimiser dual_adapter, against two adapters written out by hand on plain transformers."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from fedfm.rows import Rows
 from fedfm.training import SGD, AdamW, DualAdapter
 from fedfm.training.job import Job
 from fedfm.training.pair import GLOBAL, LOCAL, MIX, mean_direction, pair, share
+from small import pictures, tiny_vit
 from tiny_text import COMMON, save_bert, save_llama, texts
 
 ALPHA, RANK, CLASSES = 8.0, 2, ("a", "b", "c")
@@ -300,8 +302,7 @@ def test_after_the_federation(folder, monkeypatch):
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def tables(folder, name, kind="bert", rounds=2, run=None, **keys):
-    instruction = kind == "llama"
+def tables(folder, name, kind="bert", rounds=2, run=None, instruction=False, **keys):
     local = {"learning_rate": 0.05, "batch_size": 8}
     local |= {"name": "dual_adapter", "optimiser": "adamw", **keys.pop("local", {})}
     return {
@@ -312,7 +313,7 @@ def tables(folder, name, kind="bert", rounds=2, run=None, **keys):
         "model": {
             "name": str(folder / kind),
             "adaptation": {"name": "lora", "rank": RANK, "alpha": ALPHA},
-            "task": "instruction" if instruction else "classification",
+            "task": "instruction" if instruction else "language_modelling" if kind == "llama" else "classification",
         },
         "method": {"name": name, "rounds": rounds, "local": local, **keys},
         "run": {"seed": 1, "workers": 1, **(run or {})},
@@ -393,7 +394,8 @@ def test_the_adapters_on_disk(folder, tmp_path, when):
 
 
 def test_instructions_from_run_to_prediction(folder, tmp_path):
-    result = fedfm.run(tables(folder, "fedbip", "llama", 1, local={"weight": "fixed", "lambda": 0.3}), tmp_path / "run")
+    wanted = tables(folder, "fedbip", "llama", 1, instruction=True, local={"weight": "fixed", "lambda": 0.3})
+    result = fedfm.run(wanted, tmp_path / "run")
     assert result["loss"] > 0
     _, _, w = use.load(tmp_path / "run", "x")
     assert dict(w.part(MIX)) == {"bias": torch.tensor(0.3)}
@@ -445,7 +447,20 @@ def test_what_makes_no_sense_is_refused(folder, keys, says):
         Experiment.from_dict(tables(folder, "feddpa", local=keys))
 
 
-def test_where_it_does_not_fit(folder):
+def test_where_it_does_not_fit(folder, tmp_path):
+    wrong = tables(folder, "fedavg")
+    wrong["data"]["path"] = str(pictures(tmp_path, 40))
+    wrong["model"] = {"name": str(tiny_vit(tmp_path)), "adaptation": {"name": "lora", "targets": ["projection"]}}
+    with pytest.raises(InputError, match="is no linear map"):
+        fedfm.run(wrong, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    model = model_of(folder, "bert")
+    DualAdapter().fits(model)
+    model._head = None
+    model.parts = replace(model.parts, head="")
+    DualAdapter(weight="fixed").fits(model)
+    with pytest.raises(InputError, match="no last linear layer"):
+        DualAdapter().fits(model)
     with pytest.raises(InputError, match=r"method\.local\.name: feddpa takes"):
         Experiment.from_dict(tables(folder, "feddpa") | {"method": {"name": "feddpa", "local": {"name": "proximal"}}})
     for name in ("flora", "fedper"):

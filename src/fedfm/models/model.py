@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfm.models import inputs
+from fedfm.models.adaptation import live_head
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.spec import ModelSpec
 from fedfm.params import Layout, Params, layout_of
@@ -104,6 +105,11 @@ class Model:
         """The live linear head; None where the model has none."""
         return self._head
 
+    @property
+    def last_layer(self) -> nn.Linear | None:
+        """The head, also a language model's."""
+        return self.head or live_head(self.module, self.parts.head)
+
     # --- weights ------------------------------------------------------------------------------------------------------
     def params(self) -> Params:
         """Copies of the trainable tensors, on the CPU."""
@@ -191,13 +197,11 @@ class Model:
         Raises:
             ValueError: the model has no head.
         """
-        from fedfm.models.adaptation import live_head
         from fedfm.models.beside import prompts
 
-        head = self.head or live_head(self.module, self.parts.head)
-        if head is None:
+        if self.last_layer is None:
             raise ValueError("the model has no linear head, hence no last hidden state")
-        return self._entering(head, prompts(rows))
+        return self._entering(self.last_layer, prompts(rows))
 
     def _entering(self, head: nn.Linear, rows: Rows) -> Tensor:
         """What enters this layer, (n, d), on the CPU."""

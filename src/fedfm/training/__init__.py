@@ -83,6 +83,13 @@ class Local:
         model.load(w)
         yield rows
 
+    def fits(self, model: Any) -> None:
+        """Refuse a model that it cannot train.
+
+        Raises:
+            InputError: what would be right.
+        """
+
     def steps(self, n: int) -> int:
         """Number of optimiser steps over n rows."""
         return self.epochs * -(-n // self.batch_size)
@@ -289,6 +296,14 @@ class DualAdapter(_Two):
         """Of a pair both adapters."""
         with model.wearing(w, rows) if is_pair(w) else super().wearing(model, w, rows) as judged:
             yield judged
+
+    def fits(self, model: Any) -> None:
+        """Weights by instance compare what enters the last layer."""
+        if self.weight == "instance" and model.last_layer is None:
+            raise InputError(
+                'method.local.weight = "instance": this model has no last linear layer before which rows could be '
+                'compared; expected "fixed"'
+            )
 
     def validate(self, where: str) -> None:
         """Also known words, lambda from 0 to 1 and at least one instance."""
