@@ -84,13 +84,25 @@ def method(name: str) -> str:
     lines = [ast.get_docstring(tree) or "", "", _describe(tree), "", f"[{kinds[kind]}]", f'name = "{name}"']
     lines += _keys({key: text for key, text in rows.items() if key not in ("local", "head", "base")})
     if "local" in rows:
-        lines += ["", "[method.local]  # the client optimiser: sgd, adam, adamw, proximal", 'name = "sgd"']
+        lines += ["", f"[method.local]  # the client optimiser: {', '.join(_optimisers())}", 'name = "sgd"']
         lines += _keys(_fields("fedfm.training", "Local") | _fields("fedfm.training", "SGD"))
     if "base" in rows:
         lines += ["", f"[method.base]  # {rows['base'][1]}: `fedfm show fedprox`", 'name = "fedavg"']
     if "head" in rows:
         lines += ["", f"[method.head]  # {rows['head'][1]}", *_keys(_fields("fedfm.training.softmax", "HeadSpec"))]
     return "\n".join(lines)
+
+
+def _optimisers() -> list[str]:
+    """Names of the client optimisers."""
+    for node in ast.parse(_source("fedfm.training")).body:
+        if (
+            isinstance(node, ast.AnnAssign)
+            and ast.unparse(node.target) == "BY_NAME"
+            and isinstance(node.value, ast.Dict)
+        ):
+            return [ast.literal_eval(key) for key in node.value.keys if key is not None]
+    return []
 
 
 def _keys(rows: dict[str, tuple[str, str]]) -> list[str]:

@@ -19,6 +19,7 @@ from fedfm.federation import Aggregator
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.registry import available, name_of, resolve
 from fedfm.tables import build, plain, read, refuse_unknown, to_toml
+from fedfm.training import Local
 
 WITHHELD = "(kept by the server)"
 ENGINES = ("local", "simulation", "deployment")
@@ -146,11 +147,7 @@ class Experiment:
         if self.model.max_length < 2:
             raise InputError(f"model.max_length = {self.model.max_length}: expected a whole number of at least 2")
         self.method.validate()
-        takes, adaptation = self.method.adaptations, self.model.adaptation
-        if takes and adaptation is not None and adaptation.name not in takes:
-            raise InputError(
-                f'model.adaptation.name = "{adaptation.name}": method "{self.method_name}" takes {listed(takes)} only'
-            )
+        self._validate_adaptation()
         run = self.run
         one_of("run.engine", run.engine, ENGINES)
         one_of("run.kernels", run.kernels, ("exact", "fast", "fast_bf16"))
@@ -181,6 +178,15 @@ class Experiment:
                 raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it")
             self.attack.validate(method, self.method_name)
         self._validate_aggregation(method)
+
+    def _validate_adaptation(self) -> None:
+        adaptation, local = self.model.adaptation, getattr(self.method, "local", None)
+        takers = {f'method "{self.method_name}"': self.method.adaptations}
+        if isinstance(local, Local):
+            takers["this client optimiser"] = local.adaptations
+        for who, takes in takers.items():
+            if takes and adaptation is not None and adaptation.name not in takes:
+                raise InputError(f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only')
 
     def _validate_aggregation(self, method: Any) -> None:
         if isinstance(self.aggregation, Mean):

@@ -53,16 +53,16 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         if not len(rows.train):
             raise InputError(f"{data}: no training rows")
         w_0: Params = model.params()
-        adapt = _passes(method, population, Path(memory) / "with", name, experiment.run.seed, method.rounds)
+        adapt, own = _passes(method, population, Path(memory) / "with", name, experiment.run.seed, method.rounds)
         start, weights = method.newcomer(model, run.state(method.state_type), w_0, name, adapt)
-        w = adapt(start)
-        alone = _passes(method, population, Path(memory) / "alone", name, experiment.run.seed, method.rounds)
+        w = own(adapt(start))
+        alone, own_alone = _passes(method, population, Path(memory) / "alone", name, experiment.run.seed, method.rounds)
         found = {
             key: method.scores(model, value, rows.test)["accuracy"] if len(rows.test) else None
             for key, value in (
                 ("accuracy", w),
                 ("start_accuracy", start),
-                ("alone_accuracy", alone(alone(w_0))),
+                ("alone_accuracy", own_alone(alone(alone(w_0)))),
             )
         }
         folder = save_adapter(model, w, run.adapter(name))
@@ -93,8 +93,10 @@ def _same(run: Run, population: Partitioned, data: str | Path) -> None:
 
 def _passes(
     method: Any, population: Partitioned, memory: Path, name: str, seed: int, rounds: int
-) -> Callable[[Params], Params]:
-    """The client's local pass, with a stream of its own each time, as in rounds after the last."""
+) -> tuple[Callable[[Params], Params], Callable[[Params], Params]]:
+    """The client's local pass, with a stream of its own each time, as in rounds after the last; and its own model,
+    where that is not what it sends.
+    """
     silos = Silos(method, Aggregator(), population, memory=memory, seed=seed)
     count = 0
 
@@ -102,8 +104,12 @@ def _passes(
         nonlocal count
         count += 1
         client = silos.client(Request(name, "", {}, rounds + count, 1))
-        trained: Params = method.own(client, method.local(client, w))
+        trained: Params = method.local(client, w)
         client.memory.commit()  # type: ignore[attr-defined]
         return trained
 
-    return adapt
+    def own(w: Params) -> Params:
+        found: Params = method.own(silos.client(Request(name, "", {}, rounds + count, 2)), w)
+        return found
+
+    return adapt, own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
@@ -118,14 +119,24 @@ class Method(ABC, Generic[S]):
     def scores(self, model: Any, w: Params, rows: Rows) -> dict[str, Any]:
         """How good w is on these rows (see ``models.metrics.evaluate``)."""
         if type(self).logits is Method.logits:
-            model.load(w)
-            return model.evaluate(rows)  # type: ignore[no-any-return]
+            with self._wearing(model, w, rows) as judged:
+                return model.evaluate(judged)  # type: ignore[no-any-return]
         return model.evaluate(rows, self.logits(model, w, rows))  # type: ignore[no-any-return]
 
     def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
         """(n, C): what w says about rows. A method whose result is not a model's parameters (an ensemble) says how."""
-        model.load(w)
-        return model.predict(rows)  # type: ignore[no-any-return]
+        with self._wearing(model, w, rows) as judged:
+            return model.predict(judged)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+        """The model as w says, which the client optimiser may have made of more than one; the rows as it takes them."""
+        if self._local_is_personal:
+            with self.local.wearing(model, w, rows) as judged:  # type: ignore[attr-defined]
+                yield judged
+        else:
+            model.load(w)
+            yield rows
 
     def details(self, state: S, judge: Judge | None) -> dict[str, Any]:
         """What the result line tells of this method under ``details``.

@@ -22,6 +22,7 @@ from fedfm.experiment import Experiment
 from fedfm.federation import ClientData, ClientId
 from fedfm.method import Method
 from fedfm.methods.centralised import POOLED
+from fedfm.models import lora
 from fedfm.params import Params
 from fedfm.rows import Rows
 from fedfm.training import Local, ahead, packed
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from fedfm.progress import Progress
     from fedfm.rundir import Run
 
+LORA_ALONE = ("lora",)
 _LOOK = 64  # training rows among which one stands for all where operations are counted
 REST = ""  # the piece of the global test rows that no client holds
 _TIDY = 50  # preparations of rows between two looks at the heap
@@ -201,10 +203,13 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
 
 
 def _check_optimiser(method: Method[Any], model: Any) -> None:
-    """Refuse a client optimiser that the model's loss has no place for."""
+    """Refuse a client optimiser that the model's loss, or what is trainable of it, has no place for."""
     for value in vars(method).values():
         if isinstance(value, Local):
             over_classes(model, value)
+            if value.adaptations == LORA_ALONE:
+                lora.need(model)
+            value.fits(model)
         elif isinstance(value, Method):
             _check_optimiser(value, model)
 

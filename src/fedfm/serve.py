@@ -15,6 +15,7 @@ from fedfm.method import Method
 from fedfm.params import Params, sha256_of
 from fedfm.rundir import Run
 from fedfm.silo import BEFORE, JUDGED
+from fedfm.training.pair import is_pair
 
 if TYPE_CHECKING:
     from fedfm.progress import Progress
@@ -245,7 +246,7 @@ class Server:
         for client, w in models.items():
             folder = self.run.adapter(client)
             folder.mkdir(parents=True, exist_ok=True)
-            own = set(w) == set(self.fed.model.names)
+            own = set(w) == set(self.fed.model.names) or is_pair(w)
             (save_adapter if own else save_parts)(self.fed.model, w, folder)
 
 

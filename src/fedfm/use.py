@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fedfm.errors import InputError
 from fedfm.params import Params
 from fedfm.rundir import Run
+from fedfm.training.pair import is_pair
 
 if TYPE_CHECKING:
     from fedfm.models.export import Target
@@ -72,9 +73,7 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
         table = read_inputs(Path(file), run.experiment.data, kind=run.manifest["model"]["kind"])
         rows = model.encode(model.prepare(table, range(len(table))))
         if model.is_language_model:
-            from fedfm.models.metrics import evaluate
-
-            scored = evaluate(model, rows)
+            scored = run.experiment.method.scores(model, w, rows)
             return {"run": str(path), "predictions": [], "probabilities": [], "perplexity": scored["perplexity"]}
         probabilities = torch.softmax(run.experiment.method.logits(model, w, rows), 1)
     best = probabilities.argmax(1).tolist()
@@ -93,6 +92,11 @@ def export(path: str | Path, to: Target, out: Path, client: str | None = None) -
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; give another --out")
     run, model, w = load(path, client)
+    if is_pair(w):
+        raise InputError(
+            f"{path}: {client} has two adapters, no one model's parameters; {run.adapter(client or '')} holds both "
+            "together for PEFT, by their mean, and each in global/ and local/"
+        )
     if set(w) != set(model.names):
         raise InputError(f"{path}: a {run.experiment.method_name} is not one model's parameters: it cannot be exported")
     return str(write(model, w, to, out))

@@ -77,6 +77,8 @@ class ExactLora(Method[S]):
         if self.weighting not in ("size", "uniform"):
             raise InputError(f'method.weighting = "{self.weighting}": expected "size" or "uniform"')
         self.local.validate("method.local")
+        if self.local.adaptations:
+            raise InputError('method.local.name = "dual_adapter": two adapters of one rank; take a plain one, e.g. sgd')
 
 
 @dataclass(frozen=True)

@@ -38,5 +38,5 @@ class Keeping(FedAvg):
         super().validate()
         if self.local.personal:
             raise InputError(
-                'method.local.name = "ditto": every client has a model of its own already; take a plain one'
+                "method.local.name: every client has a model of its own already; take a plain optimiser, e.g. sgd"
             )

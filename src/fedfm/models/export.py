@@ -12,25 +12,34 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fedfm.errors import InputError
-from fedfm.models import lora
+from fedfm.models import beside, lora
 from fedfm.models.adaptation import LORA
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 from fedfm.params import Params
+from fedfm.training.pair import GLOBAL, LOCAL, MIX, is_pair
 
 Target = Literal["peft", "hf", "torch"]
 ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fedfm.json"
+PAIRED = "mix.safetensors"
 
 
 def save_adapter(model: Model, w: Params, folder: Path | str) -> Path:
     """Write what was trained: ``adapter_config.json`` and ``adapter_model.safetensors`` where it is LoRA, else
     ``model.safetensors`` with the trainable tensors; ``fedfm.json`` beside them says of which model and which classes.
-    LoRA may have another rank than the model's.
+    LoRA may have another rank than the model's. Of a pair of adapters (``training.pair``) the one is both together, by
+    their mean where rows have weights of their own; ``global/`` and ``local/`` are the two, ``mix.safetensors``
+    how they are weighed.
 
     Raises:
         KeyError, ValueError: ``w`` is not of this model.
     """
     folder = _folder(folder)
+    if is_pair(w):
+        for name in (GLOBAL, LOCAL):
+            save_adapter(model, w.part(name), folder / name)
+        _save(dict(w.part(MIX)), folder / PAIRED)
+        w = beside.mean(model, w)
     if _is_lora(model) and (rank := lora.rank_of(w)) and rank != lora.rank_of(model.params()):
         _save_lora(model, w, rank, folder)
     elif _is_lora(model):
@@ -67,6 +76,9 @@ def load_adapter(model: Model, folder: Path | str) -> Params:
     """
     from safetensors.torch import load_file
 
+    if (Path(folder) / PAIRED).exists():
+        two = {name: load_adapter(model, Path(folder) / name) for name in (GLOBAL, LOCAL)}
+        return Params.join(**two, **{MIX: Params(load_file(Path(folder) / PAIRED))})
     path = Path(folder) / (ADAPTER if _is_lora(model) else WEIGHTS)
     if not path.exists():
         raise InputError(f"{folder}: no {path.name} of adaptation {model.adaptation!r}")

@@ -7,7 +7,7 @@ the model's names mean (alpha / r) B A, so that their shapes alone say what they
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -144,7 +144,7 @@ def scaled(model: Any, rank: int) -> Iterator[None]:
     for layer, s in zip(layers, before, strict=True):
         layer.scaling["default"] = s * model.spec.adaptation.rank / rank
     try:
-        with _altered(model):
+        with altered(model):
             yield
     finally:
         for layer, s in zip(layers, before, strict=True):
@@ -174,9 +174,9 @@ def shifted(model: Any, shift: Mapping[str, Factors]) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        stack.enter_context(_altered(model))
+        stack.enter_context(altered(model))
         for path, (u, v) in shift.items():
-            hook = model.module.get_submodule(path).register_forward_hook(_Shift(u, v, model.device))
+            hook = model.module.get_submodule(path).register_forward_hook(Shift(u, v, model.device))
             stack.callback(hook.remove)
         yield
 
@@ -210,24 +210,33 @@ def need(model: Any) -> None:
         raise InputError(f"model.adaptation.targets: {bad[0].partition(_A)[0]} is no linear map; name linear maps only")
 
 
-class _Shift:
-    """A forward hook: y + x V^T U^T, by the dense matrix where that is less work."""
+class Shift:
+    """A forward hook: y + x V^T U^T, by the dense matrix where that is less work.
 
-    def __init__(self, u: Tensor, v: Tensor, device: torch.device) -> None:
+    Args:
+        weight: of the second term, by y (b, ...): a number, or one a row in a shape that goes with y; None: 1.
+    """
+
+    def __init__(
+        self, u: Tensor, v: Tensor, device: torch.device, weight: Callable[[Tensor], Any] | None = None
+    ) -> None:
         (m, r), n = u.shape, v.shape[1]
         dense = r * (m + n) >= m * n
         maps = [u.double() @ v.double()] if dense else [v, u]
         self.maps = [matrix.to(device, torch.float32) for matrix in maps]
+        self.weight = weight
 
     def __call__(self, module: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
         x = args[0].float()  # (..., n)
         for matrix in self.maps:
             x = F.linear(x, matrix)
+        if self.weight is not None:
+            x = x * self.weight(y)
         return y + x.to(y.dtype)  # (..., m)
 
 
 @contextmanager
-def _altered(model: Any) -> Iterator[None]:
+def altered(model: Any) -> Iterator[None]:
     """Tells those who read the model's weights, rather than calling it, to leave it alone."""
     model.altered += 1
     try:

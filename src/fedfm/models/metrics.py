@@ -104,6 +104,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[str]:
     for a tie of two tokens that the last bit decides.
     """
     tokens, starts = rows.tokens or (), rows.tensors["answer_start"].tolist()
+    share = rows.tensors.get("local_share")
     order = sorted(range(len(tokens)), key=lambda i: starts[i])
     out = [""] * len(tokens)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
@@ -116,6 +117,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[str]:
             for row, i in zip(prompts, some, strict=True):
                 row[longest - starts[i] :] = tokens[i][: starts[i]]
             mask = torch.arange(longest) >= longest - torch.tensor([starts[i] for i in some])[:, None]  # (b, L)
+            model.share = None if share is None else share[some]
             said = generate(
                 input_ids=prompts.to(model.device),
                 attention_mask=mask.long().to(model.device),

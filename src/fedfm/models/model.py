@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfm.models import inputs
+from fedfm.models.adaptation import live_head
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.spec import ModelSpec
 from fedfm.params import Layout, Params, layout_of
@@ -63,6 +64,7 @@ class Model:
 
     kernels: str = "exact"
     altered: int = 0  # above 0: its modules compute something else than its weights say (see ``models.lora``)
+    share: Tensor | None = None  # (b,) of the batch at hand: the model's own adapter's share (see ``models.beside``)
     softmax: bool = True  # the loss is the cross-entropy of the logits: trainers by hand may take it for granted
 
     def __init__(
@@ -103,6 +105,11 @@ class Model:
         """The live linear head; None where the model has none."""
         return self._head
 
+    @property
+    def last_layer(self) -> nn.Linear | None:
+        """The head, also a language model's."""
+        return self.head or live_head(self.module, self.parts.head)
+
     # --- weights ------------------------------------------------------------------------------------------------------
     def params(self) -> Params:
         """Copies of the trainable tensors, on the CPU."""
@@ -132,6 +139,18 @@ class Model:
     def live(self) -> dict[str, Tensor]:
         """The trainable parameters themselves, leaves that require a gradient."""
         return {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
+
+    def beside(self, other: Params, a: float) -> AbstractContextManager[None]:
+        """Within it LoRA's output is a times the model's own and 1 - a times that of ``other``, which is frozen."""
+        from fedfm.models.beside import beside
+
+        return beside(self, other, a)
+
+    def wearing(self, w: Params, rows: Rows) -> AbstractContextManager[Rows]:
+        """Within it the model has both adapters of a pair (``training.pair``), and takes the rows that this yields."""
+        from fedfm.models.beside import wearing
+
+        return wearing(self, w, rows)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
     def prepare(self, table: Table, index: Sequence[int] | np.ndarray) -> Rows:
@@ -169,9 +188,26 @@ class Model:
             return rows.tensors["features"]
         if self.head is None:
             raise ValueError("the model has no linear head, hence no features")
+        return self._entering(self.head, rows)
+
+    def last_states(self, rows: Rows) -> Tensor:
+        """What enters the head, also a language model's, (n, d): in causal models the last token's final hidden state,
+        of instructions that of the prompt's last token.
+
+        Raises:
+            ValueError: the model has no head.
+        """
+        from fedfm.models.beside import prompts
+
+        if self.last_layer is None:
+            raise ValueError("the model has no linear head, hence no last hidden state")
+        return self._entering(self.last_layer, prompts(rows))
+
+    def _entering(self, head: nn.Linear, rows: Rows) -> Tensor:
+        """What enters this layer, (n, d), on the CPU."""
         rows, back = _by_length(rows)
         caught: list[Tensor] = []
-        hook = self.head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
+        hook = head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
         try:
             done = []
             with self.evaluating():
@@ -180,7 +216,7 @@ class Model:
                     done.append(self._pool(caught.pop(), batch)[:n].float().cpu())
         finally:
             hook.remove()
-        return torch.cat(done)[back] if done else torch.zeros(0, self.head.in_features)
+        return torch.cat(done)[back] if done else torch.zeros(0, head.in_features)
 
     def blocks(self, rows: Rows) -> list[Tensor]:
         """Block outputs b_0 (what enters the first block) ... b_L, each (n, T, d), on the CPU.
@@ -289,7 +325,7 @@ class Model:
 
     # --- inside -------------------------------------------------------------------------------------------------------
     def _outputs(self, batch: Batch) -> Tensor:
-        device = self.device
+        device, self.share = self.device, batch.get("local_share")
         fixed = {"use_cache": False} if "use_cache" in self._arguments else {}
         out = self.module(
             **{k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}, **fixed

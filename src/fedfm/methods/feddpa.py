@@ -1,0 +1,47 @@
+"""FedDPA: Dual-Personalizing Adapter for Federated Foundation Models.
+
+Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024. arXiv:2403.19211, Algorithm 1 (FedDPA-T); ``when = "after"`` is
+FedDPA-F. Its client half is the client optimiser ``dual_adapter``, which other methods take as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+from fedfm.errors import InputError
+from fedfm.federation import ClientId
+from fedfm.methods.fedavg import FedAvg
+from fedfm.params import Params
+from fedfm.training import BY_NAME, DualAdapter, Local
+
+
+@dataclass(frozen=True)
+class FedDPA(FedAvg):
+    """FedAvg of the global adapter; beside it each client trains a local one, with the global frozen, and keeps it.
+
+    A row meets W x + (1 - a) of the global adapter's output + a of the local one's: in training a = 1/2, afterwards by
+    how like the row is to the client's training rows. ``[method.local]`` with ``name = "dual_adapter"`` says more.
+    """
+
+    own_models: ClassVar[bool] = True
+    adaptations: ClassVar[tuple[str, ...]] = ("lora",)
+
+    local: Local = field(
+        default=DualAdapter(),
+        metadata={"help": "dual_adapter; sgd, adam or adamw of both adapters, else as its defaults"},
+    )
+
+    def __post_init__(self) -> None:
+        name = {BY_NAME[n]: n for n in ("sgd", "adam", "adamw")}.get(type(self.local))
+        if name is not None:  # the same steps for both adapters
+            same = {f.name: getattr(self.local, f.name) for f in fields(self.local)}
+            object.__setattr__(self, "local", DualAdapter(**same, optimiser=name))
+
+    def starts(self, w: Params) -> dict[ClientId, Params]:
+        return {"": w}  # the global adapter alone, for comparison
+
+    def validate(self) -> None:
+        super().validate()
+        if not isinstance(self.local, DualAdapter):
+            raise InputError('method.local.name: feddpa takes "dual_adapter", "sgd", "adam" or "adamw"')
