@@ -45,6 +45,8 @@ def verdict(values: list[float], bound: float, *, at_least: bool) -> str:
     mean, half = interval(values)
     sign = 1.0 if at_least else -1.0
     gap = sign * (mean - bound)
+    if len(values) > 1 and all(v == bound for v in values):
+        return "open: equal"
     if len(values) < 2:
         return f"one seed: its sign {'holds' if gap >= 0 else 'does not'}"
     if abs(gap) <= half:

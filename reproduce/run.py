@@ -6,7 +6,9 @@
 
 Every row is one TOML file in ``reproduce/<folder>/``, named ``<table>__<row>.toml``; ``fedfm run`` takes it as it is
 once its data lie where it says. ``tables.json`` beside them says what a table asks, its seeds, the rows that get only
-the first of them or are the same at all, which rows have a key chosen by validation rows, and the claims; with a
+the first of them or are the same at all, which rows have a key chosen by validation rows (``tune``: row -> key ->
+values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and share of the rows; at each point of a
+grid anew), and the claims; with a
 ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as
 ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so), and an ``audit`` is made of every run. This script
 makes data and models from a folder of raw sets
@@ -44,15 +46,22 @@ COLUMNS = {  # key of what is kept -> heading, and how its values over the seeds
     "perplexity": ("perplexity", "spread"),
     "before": ("of clients before aggregation, %", "spread"),
     "clients": ("mean of clients, %", "spread"),
+    "own": ("theta_i: after the local pass, %", "spread"),
+    "start": ("theta_bar_i: before it, %", "spread"),
+    "own_loss": ("theta_i, nats a token", "fine spread"),
+    "start_loss": ("theta_bar_i, nats a token", "fine spread"),
+    "rouge": ("ROUGE-1, 100ths", "spread"),
     "megabytes_up": ("MB up", "mean of two digits"),
     "epsilon": ("epsilon", "first"),
     "rounds_to_target": ("rounds to the target", "reached"),
     "tmac": ("TMAC, 10^9", "reached"),
+    "gmacs": ("GMAC a client and round", "mean of two digits"),
     "seconds": ("s", "mean"),
     "more": ("more", "words"),
 }
 DEFAULT = ("accuracy", "clients", "megabytes_up", "epsilon", "seconds", "more")
 NEVER = "not reached"
+SIDES = {"own": 1.0, "start": 1.0, "own_loss": 100.0, "start_loss": 100.0}  # what is kept -> points of a claim
 CURVE = "| row | round | tau_t | a_t / U | relative L2 error | Dist |\n|---|---|---|---|---|---|"
 
 
@@ -67,7 +76,7 @@ def finished(path: Path, out: Path, changes: Mapping[str, Any]) -> dict[str, Any
     return api.run(experiment, out)
 
 
-def tuned(path: Path, runs: Path, tune: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def tuned(path: Path, folder: Path, tune: Mapping[str, Any], point: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The keys of the least validation loss over a grid, and words for it; test rows decide nothing.
 
     One seed is searched, without ``val_fraction`` of every client's rows; the rows of the table then train on all.
@@ -76,8 +85,8 @@ def tuned(path: Path, runs: Path, tune: Mapping[str, Any]) -> tuple[dict[str, An
     losses: dict[tuple[Any, ...], float] = {}
     for values in itertools.product(*tune["grid"].values()):
         changes = dict(zip(keys, values, strict=True))
-        out = runs / f"{path.stem}-tune" / "-".join(f"{v:g}" for v in values)
-        finished(path, out, changes | {"data.val_fraction": tune["val_fraction"], "run.seed": tune["seed"]})
+        out = folder / "-".join(f"{v:g}" for v in values)
+        finished(path, out, {**point, **changes, "data.val_fraction": tune["val_fraction"], "run.seed": tune["seed"]})
         loss = [line["val_loss"] for line in Run.open(out).metrics() if line.get("val_loss") is not None][-1]
         losses[values] = loss if loss == loss else float("inf")
     best = min(losses, key=lambda values: losses[values])
@@ -104,7 +113,7 @@ def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any]) 
         more.append(f"the paper's noise is {details['times_paper_noise']:.1f} times ours")
     local, before = result["local_accuracy"], details.get("accuracy_before_aggregation")
     found = {
-        "accuracy": round(100 * result["accuracy"], 3),
+        "accuracy": None if result["accuracy"] is None else round(100 * result["accuracy"], 3),
         "clients": None if local is None else round(100 * local, 3),
         "megabytes_up": round(result["bytes_up"] / 1e6, 4),
         "epsilon": result["epsilon"],
@@ -115,11 +124,32 @@ def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any]) 
         found["perplexity"] = round(result["perplexity"], 3)
     if before is not None:
         found["before"] = round(100 * before, 3)
+    found |= sides(result, details)
+    if operations.get("macs_per_client_round") is not None:
+        found["gmacs"] = float(f"{operations['macs_per_client_round'] / 1e9:.4g}")
     if "target_accuracy" in operations:
         tmac, rounds = operations["tmac"], operations["rounds_to_target"]
         found["rounds_to_target"] = NEVER if rounds is None else rounds
         found["tmac"] = NEVER if tmac is None else float(f"{tmac / 1e9:.4g}")
     return found
+
+
+def sides(result: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, float]:
+    """Clients on their own test rows with theta_i, as the last local pass ended, and with theta_bar_i: what that pass
+    started from where every client has a model of its own, else the last aggregate, which is of that pass's results.
+    """
+    if "server_accuracy" in details:  # a model a client
+        pairs = {"own": result["local_accuracy"], "start": details["server_accuracy"]}
+        losses = {"own_loss": result.get("local_loss"), "start_loss": details.get("server_loss")}
+    elif "accuracy_before_aggregation" in details:
+        pairs = {"own": details["accuracy_before_aggregation"], "start": result["local_accuracy"]}
+        losses = {"own_loss": details.get("loss_before_aggregation"), "start_loss": result.get("local_loss")}
+    else:
+        pairs, losses = {"own": result["local_accuracy"]}, {"own_loss": result.get("local_loss")}
+    found = {key: round(100 * value, 3) for key, value in pairs.items() if value is not None}
+    if details.get("local_rouge_1") is not None:
+        found["rouge"] = round(100 * details["local_rouge_1"], 3)
+    return found | {key: round(value, 5) for key, value in losses.items() if value is not None}
 
 
 def audited(out: Path, name: str) -> list[dict[str, float]]:
@@ -131,16 +161,18 @@ def audited(out: Path, name: str) -> list[dict[str, float]]:
     return [{key: float(f"{value:.4g}") for key, value in line.items()} for line in curve]
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], digits: int = 1) -> str:
     """``90.2 ± 0.3``: mean and half of the 95 % interval of the mean over the seeds; or the one value."""
     mean, half = interval(values)
-    return f"{mean:.1f}" if len(values) < 2 else f"{mean:.1f} ± {half:.1f}"
+    return f"{mean:.{digits}f}" if len(values) < 2 else f"{mean:.{digits}f} ± {half:.{digits}f}"
 
 
 def cell(key: str, found: Sequence[Mapping[str, Any]]) -> str:
     """What a column says of a row; what stands beside the figures is of the first seed."""
     values = [f[key] for f in found if f.get(key) is not None]
     how = COLUMNS[key][1]
+    if how == "fine spread":
+        return spread(values, 3) if values else ""
     if not values or how == "spread":
         return spread(values) if values else ""
     if how == "reached":
@@ -178,15 +210,21 @@ def curves(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 
 def figures(page: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """What claims compare: accuracy by ``<table>__<row>``; with ``:before``, clients' own before aggregation; with
-    ``:perplexity`` 100 times its logarithm, so that differences are about per cent; with ``:fall``, by how many per
-    cent tau_t falls from the first half of the rounds to the second.
+    ``:own`` and ``:start`` accuracy of theta_i and theta_bar_i on the client's own test rows, with ``:own_loss`` and
+    ``:start_loss`` 100 times their losses, in nats; with ``:perplexity`` 100 times its logarithm, so that differences
+    are about per cent; with ``:fall``, by how many per cent tau_t falls from the first half of the rounds to the
+    second.
     """
     out: dict[str, dict[str, float]] = {}
     for table, part in page.items():
         for name, by_seed in part["rows"].items():
             for seed, kept in by_seed.items():
                 full = f"{table}__{name}"
-                out.setdefault(full, {})[seed] = kept["accuracy"]
+                if kept["accuracy"] is not None:
+                    out.setdefault(full, {})[seed] = kept["accuracy"]
+                for key, factor in SIDES.items():
+                    if key in kept:
+                        out.setdefault(f"{full}:{key}", {})[seed] = factor * kept[key]
                 if "before" in kept:
                     out.setdefault(f"{full}:before", {})[seed] = kept["before"]
                 if "perplexity" in kept:
@@ -268,15 +306,18 @@ def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int
     for name in named(Experiment.load(path)):
         Sets(data, path.parent).make(name)
     name = path.stem.partition("__")[2]
-    changes: dict[str, Any] = {}
-    chosen = ""
-    if grid := text.get("tune", {}).get(name):
-        changes, chosen = tuned(path, runs, {"val_fraction": 0.1, "seed": 0, "grid": grid})
+    as_whom = text.get("tuned_as", {}).get(name, name)
     if name in text.get("single", []):
         seeds = seeds[:1]
     out: dict[str, Any] = {}
     for point, keys in text.get("grid", {"": {}}).items():
         found: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
+        chosen = ""
+        if searched := text.get("tune", {}).get(as_whom):
+            whose = path.with_name(path.name.replace(f"__{name}.", f"__{as_whom}."))
+            how = {"val_fraction": 0.1, "seed": 0} | text.get("tuning", {}) | {"grid": searched}
+            changes, chosen = tuned(whose, runs / f"{whose.stem}{point and f'.{point}'}-tune", how, keys)
         for seed in [s for s in seeds if s in text.get("seeds_at", {}).get(f"{name}.{point}", seeds)]:
             if found and name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing
                 found[str(seed)] = found[str(seeds[0])]

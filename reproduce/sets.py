@@ -2,7 +2,10 @@
 
 ``<set>.npz``, ``<set>.csv``   as the folder of raw sets exports it
 ``<set>.txt``                  running text for language models: the set's training text, then its test text
+``<set>.jsonl``                instructions and answers, as the folder of raw sets exports them
+``<set>.test<N>.jsonl``        the same with the first N test rows of each client
 ``<set>.<model>.npz``          feature vectors: the raw folder has them, or ``.data/<model>`` computes them
+``<...>.two_codings.npz``      the rows of ``<...>.npz`` twice: as they are, and every class called the third after it
 ``<model>``                    a folder: what ``<folder>/prepare/<model>.toml`` pretrains, or the result of the
                                experiment there exported for transformers; or a copy of the raw folder's
                                ``weights/<model>``; ``minilm`` comes with a package
@@ -11,10 +14,13 @@
 from __future__ import annotations
 
 import gzip
+import json
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +37,7 @@ from fedfm.pretrain import Pretraining, pretrain
 
 HERE = Path(__file__).resolve().parent
 MADE = HERE / ".data"
+CODINGS = ".two_codings"
 
 
 class Sets:
@@ -53,7 +60,15 @@ class Sets:
         if target.exists():
             return
         print(f"making {target.relative_to(HERE)}", file=sys.stderr)
-        if target.suffix not in (".npz", ".csv", ".txt"):
+        if target.stem.endswith(CODINGS):
+            self.make(f"{target.stem.removesuffix(CODINGS)}.npz")
+            two_codings(MADE / f"{target.stem.removesuffix(CODINGS)}.npz", target)
+            return
+        if fewer := re.fullmatch(r"(.+)\.test(\d+)\.jsonl", name):
+            self.make(f"{fewer[1]}.jsonl")
+            target.write_text(first_tests(MADE / f"{fewer[1]}.jsonl", int(fewer[2])), encoding="utf-8")
+            return
+        if target.suffix not in (".npz", ".csv", ".txt", ".jsonl"):
             self._model(name, target)
             return
         if target.suffix == ".txt":
@@ -121,6 +136,35 @@ def pretrained(result: Mapping[str, Any]) -> str:
     if result.get("perplexity") is not None:
         return f"perplexity {result['perplexity']:.1f}"
     return f"accuracy {result['accuracy']:.3f}"
+
+
+def two_codings(rows: Path, target: Path) -> None:
+    """Every row twice: ``coding`` plain, its label as it is; ``coding`` turned, class c called c + 3 modulo C.
+
+    ``silo`` is domain and coding in one. A split is the same in both, so that no test row is trained on.
+    """
+    with np.load(rows) as z:
+        table = {name: z[name] for name in z.files}
+    n, classes = len(table["y"]), table.pop("classes")
+    twice = {name: np.concatenate([column, column]) for name, column in table.items()}
+    twice["y"][n:] = (twice["y"][n:] + 3) % len(classes)
+    twice["coding"] = np.repeat(["plain", "turned"], n)
+    twice["silo"] = np.char.add(np.char.add(twice["domain"], "-"), twice["coding"])
+    np.savez(target, classes=classes, **twice)
+
+
+def first_tests(rows: Path, count: int) -> str:
+    """The lines without the test rows of a client after its first ``count``."""
+    seen: Counter[str] = Counter()
+    out = []
+    with rows.open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            test = row["split"] == "test"
+            seen[str(row["client"])] += test
+            if not test or seen[str(row["client"])] <= count:
+                out.append(line)
+    return "".join(out)
 
 
 def features(rows: Path, model: str, target: Path) -> None:

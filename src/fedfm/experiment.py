@@ -146,6 +146,8 @@ class Experiment:
         one_of("model.device", self.model.device.partition(":")[0], ("auto", "cpu", "cuda", "mps"))
         if self.model.max_length < 2:
             raise InputError(f"model.max_length = {self.model.max_length}: expected a whole number of at least 2")
+        if self.model.answer_tokens < 0:
+            raise InputError(f"model.answer_tokens = {self.model.answer_tokens}: expected a whole number of at least 0")
         self.method.validate()
         self._validate_adaptation()
         run = self.run

@@ -14,7 +14,7 @@ from fedfm.federation import ClientId, Federation, each
 from fedfm.method import Method
 from fedfm.params import Params, sha256_of
 from fedfm.rundir import Run
-from fedfm.silo import BEFORE, JUDGED
+from fedfm.silo import BEFORE, JUDGED, LOSS_BEFORE
 from fedfm.training.pair import is_pair
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Server:
         if last or (every and t % every == 0):
             line |= self.scores(state, thorough=last)
         if self.run.experiment.run.local_scores and t:
-            line[BEFORE] = self._before_aggregation()
+            line |= {key: self._before_aggregation(key) for key in (BEFORE, LOSS_BEFORE)}
         line |= {
             "train_loss": self.fed.metrics.get("loss"),
             "cohort": list(self.fed.cohort),
@@ -91,10 +91,10 @@ class Server:
         self.run.log(line)
         self._progress.round(line)
 
-    def _before_aggregation(self) -> float | None:
-        """Mean accuracy of the round's clients after local training, weighted like their updates."""
-        judged = self.fed.metrics.get(JUDGED)
-        return self.fed.metrics[BEFORE] / judged if judged else None
+    def _before_aggregation(self, key: str) -> float | None:
+        """Mean accuracy or loss of the round's clients after local training, weighted like their updates."""
+        judged, total = self.fed.metrics.get(JUDGED), self.fed.metrics.get(key)
+        return total / judged if judged and total is not None else None
 
     def models(self, state: Any) -> dict[ClientId, Params]:
         """What the server has of the final models: one by client name for personal methods, else one under ""."""
@@ -117,9 +117,13 @@ class Server:
         """
         models = self.models(state)
         by_client = {client: models.get(client) or models[""] for client in self.fed.clients}
-        own = {c: m.get("accuracy") for c, m in self._own(by_client, "test").items()}
+        judged_own = self._own(by_client, "test")
+        own = {c: m.get("accuracy") for c, m in judged_own.items()}
         local = _mean(own.values())
         line: dict[str, Any] = {"client_accuracy": own, "local_accuracy": local}
+        line["local_loss"] = _mean(m.get("loss") for m in judged_own.values())
+        if any("rouge_1" in m for m in judged_own.values()):
+            line["local_rouge_1"] = _mean(m.get("rouge_1") for m in judged_own.values())
         if self._validates:
             judged = [m for m in self._own(by_client, "val").values() if m.get("loss") is not None]
             rows = sum(m["n"] for m in judged)
@@ -129,11 +133,14 @@ class Server:
             line["global_accuracy"] = _mean(m["accuracy"] for m in judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
                 line[key] = _mean(m.get(key) for m in judged)
-            if any("attack_success" in m for m in judged):
-                line["attack_success"] = _mean(m.get("attack_success") for m in judged)
+            for key in ("attack_success", "rouge_1"):
+                if any(key in m for m in judged):
+                    line[key] = _mean(m.get(key) for m in judged)
         if thorough and (starts := self.method.starts(state)) is not None:
-            before = {c: m.get("accuracy") for c, m in self._own(starts, "test", self.method.evaluate_start).items()}
+            found = self._own(starts, "test", self.method.evaluate_start)
+            before = {c: m.get("accuracy") for c, m in found.items()}
             line |= {"server_accuracy": _mean(before.values()), "server_client_accuracy": before}
+            line["server_loss"] = _mean(m.get("loss") for m in found.values())
         line["accuracy"] = local if self.method.personal else line.get("global_accuracy", local)
         return line
 
@@ -190,6 +197,7 @@ class Server:
                     "global_accuracy",
                     "local_accuracy",
                     "client_accuracy",
+                    "local_loss",
                     "balanced_accuracy",
                     "macro_f1",
                     "loss",
@@ -207,11 +215,13 @@ class Server:
         }
         if self.method.kept:
             result["server_sha256"] = sha256_of(self.models(state))
-        result["details"] |= {key: last[key] for key in ("server_accuracy", "server_client_accuracy") if key in last}
+        beside = ("server_accuracy", "server_client_accuracy", "server_loss", "rouge_1", "local_rouge_1")
+        result["details"] |= {key: last[key] for key in beside if key in last}
         result["details"] |= run.join_arrays(fed.clients)
         lines = run.metrics()
         if run.experiment.run.local_scores:
-            result["details"][BEFORE] = next((m[BEFORE] for m in reversed(lines) if m.get(BEFORE) is not None), None)
+            for key in (BEFORE, LOSS_BEFORE):
+                result["details"][key] = next((m[key] for m in reversed(lines) if m.get(key) is not None), None)
         self._count(lines)
         run.manifest["ledger"]["entries"] += spent
         run.manifest["ledger"]["epsilon"] = result["epsilon"]

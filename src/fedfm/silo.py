@@ -25,7 +25,8 @@ from fedfm.method import Method
 from fedfm.params import Params
 from fedfm.training import cohort
 
-BEFORE, JUDGED = "accuracy_before_aggregation", "judged_before_aggregation"  # metrics of an update
+BEFORE, LOSS_BEFORE = "accuracy_before_aggregation", "loss_before_aggregation"  # metrics of an update
+JUDGED = "judged_before_aggregation"
 
 
 class Population(Protocol):
@@ -142,13 +143,15 @@ class Silos:
         return reply
 
     def _before_aggregation(self, client: Client) -> dict[str, float]:
-        """Accuracy of what the client has just trained; the share of clients that were judged makes means of it right
-        where some have no test rows.
+        """Accuracy and loss of what the client has just trained; the share of clients that were judged makes means of
+        them right where some have no test rows.
         """
         if client.trained is None or not len(client.data.test):
             return {}
-        accuracy = self._method.scores(client.model, client.trained, client.data.test)["accuracy"]
-        return {} if accuracy is None else {BEFORE: accuracy, JUDGED: 1.0}
+        found = self._method.scores(client.model, client.trained, client.data.test)
+        told = {BEFORE: found.get("accuracy"), LOSS_BEFORE: found.get("loss")}
+        known = {key: value for key, value in told.items() if value is not None}
+        return known | {JUDGED: 1.0} if known else {}
 
     def client(self, request: Request) -> Client:
         """The client as it stands at this request."""

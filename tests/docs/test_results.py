@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from fedfm.experiment import Experiment
@@ -39,6 +40,7 @@ def test_the_interval_decides_and_not_the_mean_alone(reproduce: ModuleType) -> N
     assert verdict([1.0, 2.0, 3.0], 4.5, at_least=False) == "holds"
     assert verdict([1.0, 2.0, 3.0], -0.5, at_least=False) == "does not hold"
     assert verdict([1.0], 0.0, at_least=True) == "one seed: its sign holds"
+    assert verdict([0.0, 0.0], 0.0, at_least=True) == "open: equal"
 
 
 def test_differences_are_taken_seed_by_seed(reproduce: ModuleType) -> None:
@@ -70,6 +72,72 @@ def test_figures_are_points_log_perplexity_and_the_fall_of_tau(reproduce: Module
     assert found["t__r.iid:before"] == {"0": 30.0}
     assert found["t__r.iid:perplexity"]["0"] == pytest.approx(100.0)
     assert found["t__r.iid:fall"]["0"] == pytest.approx(75.0)  # means of halves: 0.8, then 0.2
+
+
+def test_theta_and_theta_bar_of_both_kinds_of_method(reproduce: ModuleType) -> None:
+    one = {"local_accuracy": 0.25, "local_loss": 2.0}
+    alone = reproduce.sides(one, {})
+    assert alone == {"own": 25.0, "own_loss": 2.0}
+    shared = {"accuracy_before_aggregation": 0.5, "loss_before_aggregation": 1.0}
+    assert reproduce.sides(one, shared) == {"own": 50.0, "start": 25.0, "own_loss": 1.0, "start_loss": 2.0}
+    personal = {"server_accuracy": 0.5, "server_loss": None, "local_rouge_1": 0.125}
+    assert reproduce.sides(one, personal) == {"own": 25.0, "start": 50.0, "own_loss": 2.0, "rouge": 12.5}
+    found = reproduce.figures({"t": {"rows": {"r": {"0": {"accuracy": None} | alone}}}})
+    assert found == {"t__r:own": {"0": 25.0}, "t__r:own_loss": {"0": 200.0}}
+
+
+def test_each_point_of_a_grid_is_tuned_and_options_take_the_choice_of_another_row(
+    reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ROW.replace('name = "fedbaf"', 'name = "fedavg"').replace('foundation = ".data/secret"', "")
+    for row, weighting in (("r", "size"), ("like", "uniform")):
+        (tmp_path / f"t__{row}.toml").write_text(text.replace("rounds = 2", f'rounds = 1\nweighting = "{weighting}"'))
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    rates = {"method.local.learning_rate": [1e-6, 0.05]}
+    about = {
+        "tune": {"r": rates},
+        "tuned_as": {"like": "r"},
+        "tuning": {"seed": 5, "val_fraction": 0.5},
+        "grid": {"a": {}, "b": {"method.rounds": 2}},
+    }
+    for row in ("r", "like"):
+        reproduce.results(tmp_path / f"t__{row}.toml", tmp_path / ".runs", about, [0], tmp_path)
+    runs = {path.name for path in (tmp_path / ".runs").iterdir()}
+    assert runs == {"t__r.a-tune", "t__r.b-tune"} | {f"t__{r}.{p}-seed0" for r in ("r", "like") for p in "ab"}
+    for point, rounds in (("a", 1), ("b", 2)):
+        losses = {}
+        for value in rates["method.local.learning_rate"]:
+            trial = tmp_path / ".runs" / f"t__r.{point}-tune" / f"{value:g}"
+            tried = json.loads((trial / "manifest.json").read_text())["experiment"]
+            assert (tried["run"]["seed"], tried["data"]["val_fraction"], tried["method"]["rounds"]) == (5, 0.5, rounds)
+            losses[value] = json.loads((trial / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+        for row in ("r", "like"):
+            ran = json.loads((tmp_path / ".runs" / f"t__{row}.{point}-seed0" / "manifest.json").read_text())
+            assert ran["experiment"]["method"]["local"]["learning_rate"] == min(losses, key=losses.__getitem__)
+
+
+def test_rows_in_two_codings_and_the_first_test_rows(
+    reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = importlib.import_module("sets")
+    (tmp_path / "export.py").touch()
+    monkeypatch.setattr(sets, "HERE", tmp_path)
+    monkeypatch.setattr(sets, "MADE", tmp_path)
+    made = sets.Sets(tmp_path, tmp_path)
+    y, split = np.array([0, 4, 6]), np.array(["train", "test", "train"])
+    classes = np.array(list("abcdefg"))
+    np.savez(tmp_path / "s.npz", x=np.eye(3), y=y, split=split, domain=np.array(["u", "v", "u"]), classes=classes)
+    made.make("s.two_codings.npz")
+    with np.load(tmp_path / "s.two_codings.npz") as twice:
+        assert twice["y"].tolist() == [0, 4, 6, 3, 0, 2]
+        assert twice["silo"].tolist() == ["u-plain", "v-plain", "u-plain", "u-turned", "v-turned", "u-turned"]
+        assert twice["split"].tolist() == [*split, *split]
+        assert (twice["x"] == np.concatenate([np.eye(3)] * 2)).all()
+    rows = [{"client": c, "split": s, "n": n} for c in (0, 1) for n, s in enumerate(("test", "train", "test", "test"))]
+    (tmp_path / "f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made.make("f.test2.jsonl")
+    kept = [json.loads(line) for line in (tmp_path / "f.test2.jsonl").read_text().splitlines()]
+    assert [(row["client"], row["n"]) for row in kept] == [(c, n) for c in (0, 1) for n in (0, 1, 2)]
 
 
 ROW = """

@@ -105,6 +105,16 @@ def test_instructions_are_judged_on_the_answer_alone(folder):
     assert s["loss"] == pytest.approx(nll / tokens, rel=1e-5)
     exact = sum(a.strip() == b for a, b in zip(answers(model, rows), references(model, rows), strict=True)) / 3
     assert s["accuracy"] == s["exact_match"] == exact
+    silent = load(folder("llama"), table, "lora", max_length=16, answer_tokens=0)
+    unsaid = evaluate(silent, silent.prepare(table, range(3)))
+    assert unsaid["loss"] == s["loss"]  # of the answers that are given: none is generated for it
+    assert unsaid["accuracy"] is unsaid["exact_match"] is unsaid["rouge_1"] is None
+    assert all(len(model.tools.tokenizer(a)["input_ids"]) <= 4 for a in short_answers(folder, table))
+
+
+def short_answers(folder, table):
+    model = load(folder("llama"), table, "lora", max_length=16, answer_tokens=3)
+    return answers(model, model.prepare(table, range(3)))
 
 
 def alone(model, row, start, pad):

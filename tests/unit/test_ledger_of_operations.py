@@ -26,6 +26,11 @@ def test_accuracy_before_aggregation_is_that_of_clients_alone(tmp_path):
     lines = api.load_run(tmp_path / "fed").metrics()
     assert "accuracy_before_aggregation" not in lines[0]
     assert lines[1]["accuracy_before_aggregation"] == pytest.approx(expected)
+    method = {"rounds": 1, "fraction": 1.0, "local": local, "weighting": "uniform"}  # a plain mean, as local's
+    even = api.run(experiment(tmp_path, method=method, run={"local_scores": True}), tmp_path / "even")
+    loss = alone["local_loss"]
+    assert even["details"]["loss_before_aggregation"] == pytest.approx(loss)
+    assert 0 < loss < 3
 
 
 @pytest.mark.parametrize("name", ["scaffold", "fedadam", "fedprox"])

@@ -14,7 +14,6 @@ from fedfm.models.model import IGNORE, Model
 from fedfm.rows import Rows
 
 Scores = dict[str, Any]
-_ANSWER = 64  # tokens that a model may answer at most
 
 
 def evaluate(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
@@ -90,8 +89,8 @@ def _language(model: Model, rows: Rows, batch_size: int) -> Scores:
 
 
 def _instruction(model: Model, rows: Rows) -> Scores:
-    if not len(rows):
-        return {"exact_match": None, "rouge_1": None}
+    if not len(rows) or not model.spec.answer_tokens:
+        return {"accuracy": None, "exact_match": None, "rouge_1": None}
     pairs = list(zip(answers(model, rows), references(model, rows), strict=True))
     exact = sum(a.strip() == b.strip() for a, b in pairs) / len(pairs)
     return {"accuracy": exact, "exact_match": exact, "rouge_1": sum(rouge_1(a, b) for a, b in pairs) / len(pairs)}
@@ -121,7 +120,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[str]:
             said = generate(
                 input_ids=prompts.to(model.device),
                 attention_mask=mask.long().to(model.device),
-                max_new_tokens=_ANSWER,
+                max_new_tokens=model.spec.answer_tokens,
                 do_sample=False,
                 pad_token_id=rows.pad,
             )

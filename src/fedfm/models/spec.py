@@ -35,5 +35,9 @@ class ModelSpec:
     )
     adaptation: AdaptationSpec | None = field(default=None, metadata={"help": "[lora; head for features]"})
     max_length: int = field(default=128, metadata={"help": "tokens"})
+    answer_tokens: int = field(
+        default=64,
+        metadata={"help": "instruction: most tokens of an answer; 0: none is generated, test rows give the loss alone"},
+    )
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, mps"})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16, float16: of the frozen weights"})
