@@ -119,17 +119,17 @@ class Method(ABC, Generic[S]):
     def scores(self, model: Any, w: Params, rows: Rows) -> dict[str, Any]:
         """How good w is on these rows (see ``models.metrics.evaluate``)."""
         if type(self).logits is Method.logits:
-            with self._wearing(model, w, rows) as judged:
+            with self.wearing(model, w, rows) as judged:
                 return model.evaluate(judged)  # type: ignore[no-any-return]
         return model.evaluate(rows, self.logits(model, w, rows))  # type: ignore[no-any-return]
 
     def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
         """(n, C): what w says about rows. A method whose result is not a model's parameters (an ensemble) says how."""
-        with self._wearing(model, w, rows) as judged:
+        with self.wearing(model, w, rows) as judged:
             return model.predict(judged)  # type: ignore[no-any-return]
 
     @contextmanager
-    def _wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+    def wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
         """The model as w says, which the client optimiser may have made of more than one; the rows as it takes them."""
         if self._local_is_personal:
             with self.local.wearing(model, w, rows) as judged:  # type: ignore[attr-defined]

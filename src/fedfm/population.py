@@ -281,7 +281,7 @@ def judge(
 
 def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
     """Whether :func:`judge` asks piece by piece: the model keeps logits, and they are all that the method judges by."""
-    own = type(method).scores is not Method.scores or type(method).logits is not Method.logits
+    own = any(getattr(type(method), name) is not getattr(Method, name) for name in ("scores", "logits", "wearing"))
     return not own and population.federated.table.labels is not None and packed.applies(population.model, "exact")
 
 

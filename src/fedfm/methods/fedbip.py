@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedfm.errors import E_DUPLICATE, InputError, RunError, one_of
 from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
@@ -178,13 +178,14 @@ class FedBip(Method[Personal]):
         at = {r: lora.first(fed.initial, r) for r in self.ranks}
         return {c: at[self.ranks[i % len(self.ranks)]] for i, c in enumerate(fed.clients)}
 
-    def scores(self, model: Any, w: Params, rows: Rows) -> dict[str, Any]:
-        with lora.wearing(model, w):  # of any rank
-            return model.evaluate(rows)  # type: ignore[no-any-return]
-
-    def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
-        with lora.wearing(model, w):
-            return model.predict(rows)  # type: ignore[no-any-return]
+    @contextmanager
+    def wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+        if self.ranks:
+            with lora.wearing(model, w):
+                yield rows
+        else:
+            with super().wearing(model, w, rows) as judged:
+                yield judged
 
     def params_for(self, s: Personal, client: ClientId) -> Params:
         return s.theta[client]  # line 21
@@ -230,6 +231,8 @@ class FedBip(Method[Personal]):
         one_of("method.absent", self.absent, ("cached", "present"))
         if self.ranks and (self.space != "product" or any(r < 1 for r in self.ranks)):
             raise InputError(f'method.ranks = {list(self.ranks)}: expected ranks of at least 1, and space = "product"')
+        if self.ranks and self.local.personal:
+            raise InputError("method.ranks: a client optimiser that keeps a model of its own takes one rank for all")
         if not self.temperature > 0:
             raise InputError(f"method.temperature = {self.temperature}: expected a number above 0")
         if self.norm_cap is not None and self.norm_cap < 1:

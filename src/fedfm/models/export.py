@@ -63,8 +63,8 @@ def save_parts(model: Model, w: Params, folder: Path | str) -> Path:
 
 
 def rank_on_disk(folder: Path | str) -> int | None:
-    """The rank of what :func:`save_adapter` wrote; None where it is no LoRA."""
-    path = Path(folder) / "adapter_config.json"
+    """The rank of the model that :func:`save_adapter` wrote, of each of a pair; None where it is no LoRA."""
+    path = Path(folder) / (GLOBAL if (Path(folder) / PAIRED).exists() else "") / "adapter_config.json"
     return int(json.loads(path.read_text(encoding="utf-8"))["r"]) if path.exists() else None
 
 
