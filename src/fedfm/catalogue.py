@@ -85,7 +85,11 @@ def method(name: str) -> str:
     lines += _keys({key: text for key, text in rows.items() if key not in ("local", "head", "base")})
     if "local" in rows:
         lines += ["", f"[method.local]  # the client optimiser: {', '.join(_optimisers())}", 'name = "sgd"']
-        lines += _keys(_fields("fedfm.training", "Local") | _fields("fedfm.training", "SGD"))
+        common = _fields("fedfm.training", "SGD")
+        lines += _keys(common)
+        for optimiser, cls in _optimisers().items():
+            if more := {key: row for key, row in _fields("fedfm.training", cls).items() if key not in common}:
+                lines += ["", f'name = "{optimiser}"  # also takes', *_keys(more)]
     if "base" in rows:
         lines += ["", f"[method.base]  # {rows['base'][1]}: `fedfm show fedprox`", 'name = "fedavg"']
     if "head" in rows:
@@ -93,16 +97,17 @@ def method(name: str) -> str:
     return "\n".join(lines)
 
 
-def _optimisers() -> list[str]:
-    """Names of the client optimisers."""
+def _optimisers() -> dict[str, str]:
+    """Names of the client optimisers and of their classes."""
     for node in ast.parse(_source("fedfm.training")).body:
         if (
             isinstance(node, ast.AnnAssign)
             and ast.unparse(node.target) == "BY_NAME"
             and isinstance(node.value, ast.Dict)
         ):
-            return [ast.literal_eval(key) for key in node.value.keys if key is not None]
-    return []
+            pairs = zip(node.value.keys, node.value.values, strict=True)
+            return {ast.literal_eval(key): ast.unparse(cls) for key, cls in pairs if key is not None}
+    return {}
 
 
 def _keys(rows: dict[str, tuple[str, str]]) -> list[str]:

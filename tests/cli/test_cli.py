@@ -13,6 +13,7 @@ import pytest
 
 from fedfm.cli import main
 from fedfm.tables import to_toml
+from fedfm.training import BY_NAME
 from small import experiment
 
 
@@ -462,6 +463,8 @@ def test_help_list_show_teach(capsys):
     assert "arXiv:2003.00295" in out
     assert "beta_2 = 0.99" in out
     assert "learning_rate = 0.1" in out
+    assert f"the client optimiser: {', '.join(BY_NAME)}\n" in out
+    assert 'name = "dual_adapter"  # also takes' in out
     code, _, err = call(capsys, "show", "fedadm")
     assert code == 2
     assert 'did you mean "fedadam"' in err

@@ -233,6 +233,9 @@ class DualAdapter(_Two):
     w's output, frozen, + 1/2 of its own; w is trained alone. The own adapter's share a in the output of a row is lambda
     times the mean cosine of the row's last hidden state to those of some training rows, all under the own adapter, and
     0 where that is negative; w's is 1 - a. A head beside LoRA is mixed in the same way.
+
+    Trained after the federation, the own adapter starts as the last w; where clients are evaluated before, they train
+    one as if that were the end (``run.evaluate_every = 0`` spares it).
     """
 
     adaptations: ClassVar[tuple[str, ...]] = ("lora",)
