@@ -235,7 +235,7 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
     macs = None if first is None else per_sample(model, model.prepare(table, first))
     if macs is None:
         return None
-    costs = Costs.of(macs, local.epochs, samples)
+    costs = Costs.of(macs, getattr(method, "passes", local.passes), samples)
     return asdict(costs) | {"macs_per_client_round": costs.macs_per_client_round}
 
 

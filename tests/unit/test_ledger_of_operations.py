@@ -97,3 +97,12 @@ def test_blocks_of_running_text_are_samples(tmp_path):
     n, d = 32, 64
     assert found["macs_per_sample"] == 2 * (n * 12 * d * d + 2 * n * n * d) + n * d * 257
     assert found["samples"] == pytest.approx(0.4 * 41 * 200 / 32, rel=0.25)  # bytes of half the training text
+
+
+def test_a_client_that_trains_two_models_costs_twice_as_much(tmp_path):
+    macs = {}
+    for name in ("sgd", "ditto"):
+        local = {"name": name, "epochs": 2, "learning_rate": 0.2}
+        api.run(experiment(tmp_path, method={"rounds": 1, "local": local}), tmp_path / name)
+        macs[name] = api.load_run(tmp_path / name).manifest["ledger"]["operations"]["macs_per_client_round"]
+    assert macs["ditto"] == 2 * macs["sgd"] > 0

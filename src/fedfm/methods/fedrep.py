@@ -35,6 +35,11 @@ class FedRep(FedPer):
         """The client optimiser for as many epochs as the head gets."""
         return replace(self.local, epochs=self.head_epochs)
 
+    @property
+    def passes(self) -> int:
+        """Epochs that a round costs: of the head, whose body is run but not trained, and of the body."""
+        return self.head_epochs + self.local.passes
+
     def validate(self) -> None:
         super().validate()
         if self.head_epochs < 1:

@@ -71,6 +71,11 @@ class Local:
         """Whether it leaves each client with a model of its own, which the client keeps (see :meth:`own`)."""
         return False
 
+    @property
+    def passes(self) -> int:
+        """Epochs over the client's rows that a round costs, of all models that it trains."""
+        return self.epochs
+
     def own(self, client: Client, w: Params) -> Params:
         """The client's own model, where ``w`` is what the server has for it."""
         return w
@@ -166,6 +171,11 @@ class _Two(Local):
 
     optimiser: str = field(default="sgd", metadata={"help": "of both models: sgd, adam or adamw"})
     momentum: float = field(default=0.0, metadata={"help": "of sgd"})
+
+    @property
+    def passes(self) -> int:
+        """Of both models."""
+        return 2 * self.epochs
 
     @property
     def personal(self) -> bool:
