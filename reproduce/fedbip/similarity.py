@@ -1,11 +1,12 @@
-"""Figures 1 to 3 of the paper: cosines of the clients' parameters beside those of their task vectors.
+"""Figures 1 to 3 and 7 of the paper: cosines of clients' parameters and of their task vectors; whose share is whose.
 
     python reproduce/fedbip/similarity.py vision__fedbip.shared-seed0       # after python reproduce/run.py fedbip
 
 Of the state after a FedBip run's last round: theta_i, theta_i less the common start (what the start has in common
 drowns differences), and tau_i, compared in pairs of clients of one kind (the name up to the last dash before a number)
 and of two kinds. One line a run: mean cosine within, mean cosine between, and how often a client's nearest neighbour is
-of its kind, which is what the server's map tells of the clients.
+of its kind, which is what the server's map tells of the clients. The second table is of the weights p of every round:
+p_ii, and the sum over the other clients of i's kind, means over i and layers.
 """
 
 from __future__ import annotations
@@ -68,6 +69,16 @@ def lines(out: Path) -> list[str]:
     return rows
 
 
+def weights(out: Path) -> list[str]:
+    """Rows of the second table."""
+    with np.load(out / "weights.npz") as z:
+        p, clients = z["weights"].mean(1), z["clients"].tolist()  # (T, K, K)
+    kinds = np.array([re.sub(r"-\d+$", "", c) for c in clients])
+    other = np.equal.outer(kinds, kinds) & ~np.eye(len(kinds), dtype=bool)
+    found = {"p_ii": np.einsum("tkk->tk", p).mean(1), "others of its kind": (p * other).sum(2).mean(1)}
+    return [f"| {out.name} | {name} | {' | '.join(f'{x:.2f}' for x in line)} |" for name, line in found.items()]
+
+
 def said(x: float | None) -> str:
     """Three digits, or nothing."""
     return "" if x is None else f"{x:.3g}"
@@ -84,9 +95,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="names below reproduce/.runs/fedbip")
     os.chdir(HERE)
-    print(HEAD)
-    for name in parser.parse_args().runs:
-        print("\n".join(lines(HERE / ".runs" / "fedbip" / name)))
+    runs = [HERE / ".runs" / "fedbip" / name for name in parser.parse_args().runs]
+    print("\n".join([HEAD, *(line for run in runs for line in lines(run))]), end="\n\n")
+    rounds = max(Run.open(run).experiment.method.rounds for run in runs)
+    print(f"| run | round | {' | '.join(map(str, range(1, rounds + 1)))} |\n|---|---|{'---|' * rounds}")
+    print("\n".join(line for run in runs for line in weights(run)))
 
 
 if __name__ == "__main__":
