@@ -23,9 +23,9 @@ FEW = 5  # layers, and rounds, that have a map of their own
 MOST_WORDS = 12  # clients that the terminal is told of
 REVEALS = (
     "The map says who resembles whom. Where several clients share a task, a client's nearest neighbour on it had the "
-    "same one for 21 of 24 clients in our runs, so whoever knows what one of them holds knows it of the other; fedfm "
-    "audit measures that on this run. The server computes the map and no client is sent it: pass it on only to whom all "
-    "clients would tell it."
+    "same one for 21 of 24 clients in our runs: whoever knows what one of them holds knows it of the other; "
+    "fedfm audit measures that on this run. The server computes the map and no client is sent it: pass it on only to "
+    "whom all clients would tell it."
 )
 
 
