@@ -188,6 +188,9 @@ def test_a_newcomer_by_hand():
     found, weights = method.newcomer(Quadratic(), state, w(0.0), "new", lambda start: start + w(1.0))
     assert float(found["w"]) == pytest.approx(1.5)
     assert weights == {"new": 0.5, "a": 0.5, "b": 0}
+    opposed = Personal({"b": w(-2.0)}, {"b": w(-2.0)}, {}, w(0.0), ("model",))
+    with pytest.raises(InputError, match="raw"):
+        FedBip(negative="raw").newcomer(Quadratic(), opposed, w(0.0), "new", lambda start: start + w(1.0))
 
 
 # --- what LoRA adds: the space of products ---------------------------------------------------------------------------

@@ -208,6 +208,10 @@ class FedBip(Method[Personal]):
         x = [Change(theta - w_0, theta), *(Change(bar - w_0, bar) for bar in sigma.values())]
         g, counts = similarities(self.gram(self.space_of(model), x), self.similarity)
         p = shares(g, counts, self.negative, self.temperature)[:, :1]
+        if not np.isfinite(p).all():
+            raise InputError(
+                f'join: similarities of {client} sum to less than {LEAST}, and negative = "raw" divides by it'
+            )
         (theta_bar,), _ = self.aggregates(model, p, x, [w_0])
         return theta_bar, dict(zip([client, *sigma], p.mean((0, 1)).tolist(), strict=True))
 
