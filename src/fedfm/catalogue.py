@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from importlib.resources import files
 from typing import Any
 
@@ -54,6 +55,12 @@ def _source(module: str) -> str:
     return ""
 
 
+@functools.lru_cache
+def _tree(module: str) -> ast.Module:
+    """The module's syntax tree; parsing is what `fedfm show` spends its time on."""
+    return ast.parse(_source(module))
+
+
 def _headline(module: str) -> str:
     """The first line of what a file says of itself; parsing whole files would take most of the command's time."""
     first = _source(module.partition(":")[0]).partition("\n")[0]
@@ -79,7 +86,7 @@ def method(name: str) -> str:
             + "; see `fedfm list`"
         )
     module = where[kind][name].partition(":")[0]
-    tree = ast.parse(_source(module))
+    tree = _tree(module)
     rows = _fields(module, None)
     lines = [ast.get_docstring(tree) or "", "", _describe(tree), "", f"[{kinds[kind]}]", f'name = "{name}"']
     lines += _keys({key: text for key, text in rows.items() if key not in ("local", "head", "base")})
@@ -99,7 +106,7 @@ def method(name: str) -> str:
 
 def _optimisers() -> dict[str, str]:
     """Names of the client optimisers and of their classes."""
-    for node in ast.parse(_source("fedfm.training")).body:
+    for node in _tree("fedfm.training").body:
         if (
             isinstance(node, ast.AnnAssign)
             and ast.unparse(node.target) == "BY_NAME"
@@ -131,7 +138,7 @@ def _fields(module: str, name: str | None) -> dict[str, tuple[str, str]]:
     """Key -> (default, meaning) of a dataclass, its bases' first; the last class of the module where no name is
     given.
     """
-    tree = ast.parse(_source(module))
+    tree = _tree(module)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     node = classes[name] if name else list(classes.values())[-1]
     imported = {
