@@ -280,6 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="of reproduce/, e.g. fedpft")
     parser.add_argument("--only", nargs="*", help="tables (the part of a row's name before __); none: only the page")
+    parser.add_argument("--rows", nargs="*", help="of these tables, e.g. fedpft_diag_10; the others keep their figures")
     parser.add_argument("--seeds", help="e.g. 0,1,2 [what tables.json says of each table]")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     options = parser.parse_args()
@@ -297,8 +298,11 @@ def main() -> None:
         seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else text.get("seeds", [0])
         found: dict[str, Any] = {}
         for path in tables[table]:
-            found |= results(path, runs, text, seeds, options.data)
+            if options.rows is None or path.stem.partition("__")[2] in options.rows:
+                found |= results(path, runs, text, seeds, options.data)
         page = json.loads(store.read_text()) if store.exists() else {}  # another process may have written
+        if options.rows is not None:
+            found = page.get(table, {}).get("rows", {}) | found
         page[table] = {
             "command": command(folder, table) + (f" --seeds {options.seeds}" if options.seeds else ""),
             "rows": found,

@@ -9,6 +9,7 @@ import torch
 
 import fedfm
 from fedfm import memory
+from fedfm.audits.audit import perform
 from fedfm.errors import InputError, RunError
 from fedfm.experiment import Experiment
 from fedfm.federation import Client, on_client
@@ -104,6 +105,20 @@ def test_small_classes_are_withheld_and_k_is_what_they_carry(file, tmp_path):
     used = budget["details"]["components_used"]
     assert set(used["client-00"].values()) == {1}
     assert max(k for u in used.values() for k in u.values()) > 1
+
+
+@pytest.mark.parametrize("topology", ["star", "chain"])
+def test_an_outlier_of_a_class_is_no_component(file, tmp_path, topology):
+    """The class has rows enough for four components, and one row far from all others: EM alone gives it one."""
+    rows = dict(np.load(file))
+    far = int(np.flatnonzero(rows["y"] == 0)[5])
+    rows["x"][far] += 50
+    np.savez(file, **rows)
+    at = tmp_path / "run"
+    used = fedfm.run(tables(file, BY_DOMAIN, components=4, topology=topology), at)["details"]["components_used"]
+    assert min(k["0"] for k in used.values()) < 4
+    (found,) = (f for f in perform(at, ["reconstruction"]) if f.name == "reconstruction")
+    assert (found.verdict, found.detail["leaking_components"]) == ("holds", 0)
 
 
 def test_counts_can_be_withheld(file, tmp_path):

@@ -17,7 +17,7 @@ from fedfm.audits.claim import claim
 from fedfm.audits.finding import Finding, Verdict, nothing
 from fedfm.audits.replay import Replay
 from fedfm.audits.view import Array, Cell, View
-from fedfm.mixtures import fit
+from fedfm.mixtures import fit, fit_without_singles
 from fedfm.mixtures.summary import gaussian
 from fedfm.privacy import moments
 
@@ -102,7 +102,8 @@ class _Shadows:
 def _same_recipe(view: View, x: Array, components: int, key: tuple[Any, ...]) -> Density:
     if view.plan is None or components > 1:
         seed = seeds.derive(view.replay.run.experiment.run.seed, "audit", "shadow em", *map(str, key))
-        return fit([x], [min(components, len(x))], view.method.covariance, seeds=[seed])[0].mixture
+        way = fit_without_singles if view.plan is None else fit
+        return way([x], [min(components, len(x))], view.method.covariance, seeds=[seed])[0].mixture
     return gaussian(*moments.normal_of(moments.statistics(x, view.plan), 0.0)[1:])
 
 

@@ -12,10 +12,11 @@ from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding, nothing
 from fedfm.audits.replay import Replay
 from fedfm.audits.view import Cell, View
+from fedfm.mixtures.singles import ALONE
 
 QUESTION = "Do components of the mixtures give away single rows?"
 SHARE = 0.05  # of the typical distance between neighbours: nearer than that a mean is a copy
-ALONE = 2 - 0.01  # examples of a component below which it stands for one; what float16 rounds is no example
+LONE = ALONE - 0.005  # examples of a component below which it stands for one; what float16 rounds is no example
 NAMED = 1000  # leaks named one by one
 STRANGERS = 2000  # rows to compare with
 
@@ -80,7 +81,7 @@ def _of(view: View, cell: Cell, gap: float) -> tuple[list[dict[str, Any]], list[
     _, by_chance = copies.nearest(means, view.features(never))
     carried = cell.mixture.weights * cell.size
     # Noisy counts say nothing about how many examples a component has.
-    alone = carried < ALONE if view.plan is None else np.zeros(len(means), dtype=bool)
+    alone = carried < LONE if view.plan is None else np.zeros(len(means), dtype=bool)
     leaks = [
         {
             "client": cell.client,

@@ -28,7 +28,7 @@ from fedfm.methods._fedpft_private import Noised
 from fedfm.methods._fedpft_settings import plan_of, refuse
 from fedfm.methods._one_shot import head_of, need_head, rows_of
 from fedfm.methods._topology import Handed, Passed, carry, parents_of
-from fedfm.mixtures import Mixture, capacity, fit
+from fedfm.mixtures import Mixture, capacity, fit_without_singles
 from fedfm.mixtures.summary import Summary, Synthetic, checker, opened
 from fedfm.mixtures.transport import pack, unpack
 from fedfm.params import Params
@@ -62,7 +62,9 @@ class FedPFT(Method[State]):
 
     rounds: int = field(default=1, metadata={"help": "1; 0 evaluates the start"})
     covariance: str = field(default="diag", metadata={"help": "of a component: spherical, diag or full"})
-    components: int = field(default=10, metadata={"help": "K at most; a class carries one per ten examples"})
+    components: int = field(
+        default=10, metadata={"help": "K at most; a class carries one per ten examples, none of a single one"}
+    )
     budgets: dict[str, int] = field(default_factory=dict, metadata={"help": "K of single clients by name"})
     transport: str = field(default="float16", metadata={"help": "of the numbers sent: float16 or float32"})
     topology: str = field(default="star", metadata={"help": "star (one server), or chain, ring, dag: decentralised"})
@@ -95,7 +97,7 @@ class FedPFT(Method[State]):
         counts = {int(c): int(n) for c, n in zip(*np.unique(y, return_counts=True), strict=True)}
         labels = [c for c, n in counts.items() if n >= self.min_count]
         device = client.model.device
-        fits = fit(
+        fits = fit_without_singles(
             [x[y == c] for c in labels],
             [capacity(counts[c], self._most(client)) for c in labels],
             self.covariance,

@@ -14,6 +14,18 @@ Example:
 
 from fedfm.mixtures.em import Fit, capacity, fit
 from fedfm.mixtures.mixture import COVARIANCES, Mixture
+from fedfm.mixtures.singles import fit_without_singles
 from fedfm.mixtures.transport import Packed, formula_numbers, pack, unpack
 
-__all__ = ["COVARIANCES", "Fit", "Mixture", "Packed", "capacity", "fit", "formula_numbers", "pack", "unpack"]
+__all__ = [
+    "COVARIANCES",
+    "Fit",
+    "Mixture",
+    "Packed",
+    "capacity",
+    "fit",
+    "fit_without_singles",
+    "formula_numbers",
+    "pack",
+    "unpack",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ Array = npt.NDArray[Any]
 
 COVARIANCES = ("spherical", "diag", "full")  # by the number of dimensions of the scales, less one
 ON_SIMPLEX = 1e-3  # how far from 1 the weights may add up
-ENTRIES = 1 << 21  # of one block of rows and features in log_prob: 16 MiB
+ENTRIES = 1 << 21  # of one block of rows and features, whose densities are computed at once: 16 MiB
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,19 +68,30 @@ class Mixture:
 
     def log_prob(self, x: Array) -> Array:
         """The logarithm of g at every row of ``x`` (n, d), in float64: (n,)."""
+        out = np.empty(len(x))
+        for at, joint in self._joint(x):
+            top = joint.max(0)
+            out[at : at + len(top)] = top + np.log(np.exp(joint - top).sum(0))
+        return out
+
+    def nearest(self, x: Array) -> Array:
+        """The component that most probably made each row of ``x`` (n, d): (n,) int64."""
+        out = np.empty(len(x), dtype=np.int64)
+        for at, joint in self._joint(x):
+            out[at : at + joint.shape[1]] = joint.argmax(0)
+        return out
+
+    def _joint(self, x: Array) -> Iterator[tuple[int, Array]]:
+        """Of blocks of rows: the first one's index, and the logarithms of pi_k times the k-th density, (K, rows)."""
         x = np.asarray(x)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ValueError(f"x has shape {x.shape}, expected (n, {self.dim})")
         with np.errstate(divide="ignore"):
             log_weights = np.log(self.weights)  # -inf where a component has faded away
-        out = np.empty(len(x))
         step = max(1, ENTRIES // self.dim)
         for at in range(0, len(x), step):
             part = x[at : at + step].astype(np.float64)
-            joint = np.stack([log_weights[k] + self._log_normal(k, part) for k in range(self.components)])  # (K, n)
-            top = joint.max(0)
-            out[at : at + step] = top + np.log(np.exp(joint - top).sum(0))
-        return out
+            yield at, np.stack([log_weights[k] + self._log_normal(k, part) for k in range(self.components)])
 
     def _log_normal(self, k: int, x: Array) -> Array:
         """Of one component at float64 rows."""
