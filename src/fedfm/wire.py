@@ -19,7 +19,7 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,15 +92,13 @@ def _encode(value: Any, pieces: list[memoryview | bytes]) -> str:
             return f"[{','.join([_encode(v, pieces) for v in value])}]"
         case _:
             if not dataclasses.is_dataclass(value):
-                raise _cannot_travel(value)
+                raise _cannot_travel(type(value))
             items = [f"{_text(k)}:{_encode(getattr(value, k), pieces)}" for k in _fields(type(value))]  # type: ignore[arg-type]
     return f'{{"m":{{{",".join(items)}}}}}'
 
 
-def _cannot_travel(value: Any) -> TypeError:
-    return TypeError(
-        f"{type(value).__name__} cannot travel: use Params, tensors, numbers, text, lists, dicts, dataclasses"
-    )
+def _cannot_travel(kind: type) -> TypeError:
+    return TypeError(f"{kind.__name__} cannot travel: use Params, tensors, numbers, text, lists, dicts, dataclasses")
 
 
 def _key(key: Any) -> str:
@@ -130,42 +128,51 @@ def _text(text: str) -> str:
 
 def size(value: Any) -> tuple[int, int]:
     """(length of the head, length of the data) that :func:`encode` would give, from structure and shapes alone."""
-    match value:  # what is met most comes first: asking whether it is a Params costs more than the rest together
-        case None | True:
-            return 4, 0
-        case False:
-            return 5, 0
-        case int() | float():
-            return 3, 8
-        case str():
-            return 6 + len(_text(value)), 0
-        case Params():
-            return 6 + len(_entries(value.layout)), value.layout.nbytes
-        case Tensor():
-            shape = _compact(list(value.shape))
-            return 11 + len(_NAMES[value.dtype]) + len(shape), value.numel() * value.element_size()
-        case np.ndarray():
-            shape = _compact(list(value.shape))
-            return 11 + len(value.dtype.name) + len(shape), value.nbytes
-        case np.generic():
-            return size(value.item())
-        case Mapping():
-            items = value.items()
-        case list() | tuple():
-            head = data = 0
-            for v in value:
-                h, d = size(v)
-                head, data = head + h, data + d
-            return head + 2 + max(len(value) - 1, 0), data
-        case _:
-            if not dataclasses.is_dataclass(value):
-                raise _cannot_travel(value)
-            items = [(name, getattr(value, name)) for name in _fields(type(value))]  # type: ignore[assignment, arg-type]
+    return _sizer(type(value))(value)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=512)
+def _sizer(kind: type) -> Callable[[Any], tuple[int, int]]:
+    """What sizes values of one type: found once, since asking each value what it is costs more than the rest."""
+    if kind is type(None):
+        return lambda value: (4, 0)
+    for kinds, sizer in _SIZERS:
+        if issubclass(kind, kinds):
+            return sizer
+    if dataclasses.is_dataclass(kind):
+        names = _fields(kind)
+        return lambda value: _size_of_items([(name, getattr(value, name)) for name in names])
+    raise _cannot_travel(kind)
+
+
+def _size_of_items(items: Iterable[tuple[Any, Any]]) -> tuple[int, int]:
     head, data, count = 8, 0, 0
     for k, v in items:
         h, d = size(v)
         head, data, count = head + len(_text(k)) + 1 + h, data + d, count + 1
     return head + max(count - 1, 0), data
+
+
+def _size_of_list(value: Sequence[Any]) -> tuple[int, int]:
+    sizes = [size(v) for v in value]
+    return sum(h for h, _ in sizes) + 2 + max(len(sizes) - 1, 0), sum(d for _, d in sizes)
+
+
+def _size_of_array(dtype: str, value: Any) -> tuple[int, int]:
+    return 11 + len(dtype) + len(_compact(list(value.shape))), value.nbytes
+
+
+_SIZERS: tuple[tuple[type | tuple[type, ...], Callable[[Any], tuple[int, int]]], ...] = (
+    (bool, lambda value: (4 if value else 5, 0)),
+    ((int, float), lambda value: (3, 8)),
+    (str, lambda value: (6 + len(_text(value)), 0)),
+    (Params, lambda value: (6 + len(_entries(value.layout)), value.layout.nbytes)),
+    (Tensor, lambda value: _size_of_array(_NAMES[value.dtype], value)),
+    (np.ndarray, lambda value: _size_of_array(value.dtype.name, value)),
+    (np.generic, lambda value: size(value.item())),
+    (Mapping, lambda value: _size_of_items(value.items())),
+    ((list, tuple), _size_of_list),
+)
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def train(job: Job, x: np.ndarray, y: np.ndarray, weight: str, bias: str) -> tup
     eta, decay = local.learning_rate, local.weight_decay
     room = descent.scratch(min(local.batch_size, n), width)
     loss = descent.descend_in_span(
-        first.numpy(), gram.numpy(), a.numpy(), y, job.epochs(), local.batch_size, eta, decay, *room
+        first.numpy(), gram.numpy(), a.numpy(), y, job.epochs(descent.generator), local.batch_size, eta, decay, *room
     )
     flat = torch.empty(layout.sizes[torch.float32])
     trained, decayed = Params.from_flat(layout, {torch.float32: flat}), (1 - eta * decay) ** local.steps(n)

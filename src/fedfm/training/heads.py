@@ -86,7 +86,8 @@ def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tupl
     flat = job.w.flats[torch.float32].clone()
     v = _pieces(flat, layout, names)
     room = descent.scratch(min(local.batch_size, len(y)), len(v[1]))
-    loss = descent.descend(x, y, job.epochs(), local.batch_size, *v, *v, local.learning_rate, local.weight_decay, *room)
+    orders, eta, decay = job.epochs(descent.generator), local.learning_rate, local.weight_decay
+    loss = descent.descend(x, y, orders, local.batch_size, *v, *v, eta, decay, *room)
     return Params.from_flat(layout, {torch.float32: flat}), loss
 
 
