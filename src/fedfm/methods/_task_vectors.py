@@ -34,10 +34,13 @@ class Entries:
 
     Attributes:
         layers: layer -> names of its tensors.
+        statistics: what travels and is not trained, e.g. batch norm's.
     """
 
     def __init__(self, model: Any, granularity: str) -> None:
         self.layers = layers(model, granularity)
+        trained = model.live()
+        self.statistics = [n for n, dtype, _ in model.layout.entries if n not in trained and dtype.is_floating_point]
 
     def gram(self, x: Sequence[Change], whole: bool = False, centre: bool = False) -> np.ndarray:
         """Inner products (L, K, K) of task vectors.
@@ -60,6 +63,17 @@ class Entries:
         if whole:
             return mix(p, [c.theta for c in x], list(self.layers.values()), shelved(0.0 * w for w in onto)), 0.0
         return mix(p, [c.tau for c in x], list(self.layers.values()), onto), 0.0
+
+    def aggregates(
+        self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
+    ) -> tuple[list[Params], float]:
+        """As :meth:`mix`; statistics, which are no task vectors, as the clients' means: |p| is a weight of each."""
+        found, cut = self.mix(p, x, onto, whole)
+        if self.statistics:
+            q = np.abs(p).mean(0, keepdims=True)
+            means = mix(q / q.sum(2, keepdims=True), [c.theta.only(self.statistics) for c in x])
+            found = shelved(w.replace(mean) for w, mean in zip(found, means, strict=True))
+        return found, cut
 
 
 @dataclass(frozen=True)
@@ -143,9 +157,3 @@ class Products(Entries):
             {path: lowrank.stack([(1.0, end[path]), (-1.0, start[path])]) for path in end}
             for end, start in zip(ends, starts, strict=True)
         ]
-
-
-def running(model: Any) -> tuple[str, ...]:
-    """Statistics that travel and are not trained, e.g. batch norm's."""
-    trained = model.live()
-    return tuple(n for n, dtype, _ in model.layout.entries if n not in trained and dtype.is_floating_point)
