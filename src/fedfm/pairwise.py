@@ -6,9 +6,9 @@ vectors is put side by side and multiplied at once, so that each vector is read 
 sums, and both run at the speed of the machine's matrix product.
 
 Vectors and results may lie in files that are larger than memory (``fedfm.spill``). They are read and written through
-windows of columns, and while one thread waits for the disk another one computes: in memory are 512 MiB of windows, or
-two blocks a thread where that is more, and a few K x K matrices. Every bit is the same in files and for any number of
-threads: blocks are fixed, each is computed by one thread, and sums are made in the order of the blocks.
+windows of columns, and while one thread waits for the disk another one computes: in memory are at most 512 MiB of
+windows, or two blocks a thread where that is more, and a few K x K matrices. Every bit is the same in files and for any
+number of threads: blocks are fixed, each is computed by one thread, and sums are made in the order of the blocks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fedfm.threads import one_thread
 INNER = 512  # entries that one float32 product sums: the rounding of 10^6 such sums cancels out
 LONG = 1 << 16  # of a layer: fewer sums do not cancel well enough for 1e-7, and are cheap to make in float64
 BLOCK = 8192  # columns side by side, at least
-MOST = 1 << 15  # columns: torch widens so many on one thread
+MOST = 1 << 15  # columns: torch widens so many on one thread, and longer pieces of files cost hardly less
 ENTRIES = 1 << 18  # side by side, of few vectors: what the caches hold
 STRETCH = 1 << 18  # columns whose sum one thread makes
 SHORT = 10**8  # multiplications that take less time than threads to start
-WINDOWS = 1 << 29  # bytes of files that all threads hold: shorter pieces of many vectors cost more calls and waits
+WINDOWS = 1 << 29  # bytes of files that all threads hold at most: shorter pieces cost more calls and waits
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
@@ -377,7 +377,8 @@ def _plan(runs: Sequence[Sequence[Run]], count: int, files: bool, wide: Sequence
     work = count * count * sum(r.stop - r.start for of in runs for r in of)
     computing = threads or os.cpu_count() or 1 if work > SHORT else 1
     workers = min(computing + files, len(cut))
-    window = min(max(1, WINDOWS // (workers * 2 * count * block * 4)) * block, long) if cut and files else block
+    fit = min(MOST, long, WINDOWS // (max(workers, 1) * 2 * count * 4)) if files else 0
+    window = max(1, fit // block) * block
     return Plan([Stretch(*of, block, window) for of in cut], workers, computing)
 
 

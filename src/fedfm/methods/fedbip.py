@@ -101,7 +101,7 @@ class FedBip(Method[Personal]):
         theta_bar, space = Vectors(s.theta_bar), self.space_of(fed.model)
         like = each({i: self.sent(w.layout) for i, w in theta_bar.items()})
         replies = fed.ask(self.train, of=fed.sample(self.fraction), like=like, theta_bar=each(theta_bar))  # lines 3-7
-        now = Vectors({i: update.delta for i, update in replies.items()}).cast(theta_bar)
+        now = Vectors({i: update.delta for i, update in replies.items()}).cast(theta_bar)  # tau_i, equation 3
         tau, theta = s.tau | now, s.theta | theta_bar + now
         pool = sorted(tau if self.absent == "cached" else now)  # from whom the clients of this round learn
         x = [Change(tau[k], theta[k]) for k in pool]
@@ -109,11 +109,8 @@ class FedBip(Method[Personal]):
         p = self.weights(fed, G, {k: tau[k] for k in pool}, now)[:, [pool.index(i) for i in now]]  # (L, |now|, |pool|)
         start, whole = [theta_bar[i] for i in now], self.aggregate == "parameters"
         found, cut = space.aggregates(p * self.factors(space, x, G), x, start, whole)  # lines 11 and 17
-        K, at = len(fed.clients), [[fed.clients.index(k) for k in of] for of in (now, pool)]
-        shown = np.zeros((len(p), K, K), dtype=np.float32)
-        shown[np.ix_(range(len(p)), *at)] = p
-        theta_bar |= zip(now, found, strict=True)
-        return Personal(theta, dict(theta_bar), tau, Params({"p": torch.from_numpy(shown)}), s.layers, cut)
+        mixed = s.theta_bar | dict(zip(now, found, strict=True))
+        return Personal(theta, mixed, tau, spread(p, fed.clients, list(now), pool), s.layers, cut)
 
     @on_client
     def train(self, client: Client, theta_bar: Params) -> Update:
@@ -262,6 +259,14 @@ def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float 
     total = g.sum(2, keepdims=True)  # of clip and softmax at least 1: g_ii, or that of the vector it is a copy of
     p: np.ndarray = np.divide(g, total, out=np.full_like(g, np.nan), where=total >= LEAST)
     return p
+
+
+def spread(p: np.ndarray, clients: Sequence[ClientId], rows: Sequence[ClientId], columns: Sequence[ClientId]) -> Params:
+    """The weights of these rows and columns among those of all clients, (L, K, K); the others are zero."""
+    at, of = ([clients.index(k) for k in some] for some in (rows, columns))
+    shown = np.zeros((len(p), len(clients), len(clients)), dtype=np.float32)
+    shown[np.ix_(range(len(p)), at, of)] = p
+    return Params({"p": torch.from_numpy(shown)})
 
 
 def copies(tau: Mapping[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]]:
