@@ -20,8 +20,15 @@ turn with ours; ours counts as 2 K^2 P operations for the similarities, although
 and as many for the mixture. Goals are of one thread: on a machine that others use, torch's threads wait for each other
 and ours do not, which flatters ours on two. The error of cosines is against sums in float64. Memory comes as in a run:
 what an earlier round has freed serves again, and a mixture into fresh memory is given apart. Each row is a process of
-its own. With K = 1,000 the vectors are read from files, and the results written into one; "memory" is what grows beside
-vectors and results that lie in memory (its peak less theirs), and with files all memory that no file backs.
+its own. "Memory" is what grows beside vectors and results that lie in memory (its peak less theirs), and with files all
+memory that no file backs.
+
+With K = 1,000 vectors and results lie in files, as a run's do that do not fit into memory (``fedfm.spill``). Where
+Linux can (6.14), these are written and read past the system's cache, so that every byte comes from the disk; elsewhere
+the cache has what it holds. "Files alone" is what the same calls cost without a product: vectors are read once for the
+similarities, and read and written once for the mixture; of an eighth of the vectors, times 8. "Of peak and files" is
+what products at the peak and the files alone would take one after the other, over what ours take. CPU seconds are this
+process's; what the system's own threads need to write pages out is in none.
 """
 
 from __future__ import annotations
@@ -48,6 +55,7 @@ from threadpoolctl import threadpool_limits
 from fedfm import buffers
 from fedfm.pairwise import gram, mix
 from fedfm.params import Params, layout_of
+from fedfm.spill import room, shelved, stored
 
 PAIRS = 64  # of a loop, about
 GOALS = {8: 12, 40: 30, 200: 60}
@@ -125,21 +133,30 @@ def anonymous() -> Iterator[list[float]]:
         thread.join()
 
 
-def one(count: int, threads: int, millions: float, turns: int, folder: str | None) -> dict[str, Any]:
+def files_alone(tau: list[Params], columns: int) -> dict[str, tuple[float, float]]:
+    """Wall-clock and CPU seconds of reading the vectors' files once, and of writing as much, a window after another."""
+    made, size = room(len(tau), tau[0].layout, most=0), tau[0].layout.sizes[torch.float32]
+    window = np.ones((len(tau), columns), np.float32)
+
+    def through(vectors: list[Params], call: str) -> None:
+        files = [stored(x.flats[torch.float32]) for x in vectors]
+        for at in range(0, size, columns):
+            for row, file in zip(window, files, strict=True):
+                getattr(file, call)(4 * at, row[: size - at])
+
+    return {"read": timed(lambda: through(tau, "read"))[:2], "write": timed(lambda: through(made, "write"))[:2]}
+
+
+def one(count: int, threads: int, millions: float, turns: int, files: bool) -> dict[str, Any]:
     """One row, in this process."""
     torch.set_num_threads(threads)
     of = layout(millions)
     size = of.sizes[torch.float32]
     parts = np.random.default_rng(10**6).standard_normal((min(count, 8), size), np.float32)
     start = Params.from_flat(of, {torch.float32: torch.from_numpy(0.02 * parts[0])})
-    tau = []
-    for k in range(count):
-        flat = drawn(k, size, parts)
-        if folder:
-            flat.numpy().tofile(f"{folder}/{k}")
-            flat = torch.from_file(f"{folder}/{k}", shared=True, size=size)
-        tau.append(Params.from_flat(of, {torch.float32: flat}))
-    del parts
+    vectors = (Params.from_flat(of, {torch.float32: drawn(k, size, parts)}) for k in range(count))
+    tau = shelved(vectors, most=0) if files else list(vectors)
+    del parts, vectors
     blocks = [[n for n in of.slots if n.startswith(f"{i}.")] for i in range(len(of.entries) // len(TENSORS))]
     matrices, kept = torch.randn(2, 3000, 3000), dict[str, Any]()
 
@@ -159,13 +176,17 @@ def one(count: int, threads: int, millions: float, turns: int, folder: str | Non
             np.matmul(matrices[0].numpy(), matrices[1].numpy())
 
     parts_of = {"torch": lambda: torch.mm(*matrices), "numpy": numpys, "gram": similarities, "mix": mixture}
-    found: dict[str, Any] = {"parameters": size, "file_mib": 0}
-    if folder:  # long, and what the first turn reads no later one finds in memory
-        found["layers"] = None
+    found: dict[str, Any] = {"parameters": size, "files": None}
+    if files:  # long, and what the first turn reads no later one finds in memory
+        os.environ["FEDFM_MEMORY"], found["layers"] = "0", None
         with anonymous() as peak:
             times = {n: [timed(parts_of[n])[:2] for _ in range(3)] for n in ("torch", "numpy")}
             times |= {n: [timed(parts_of[n])[:2]] for n in ("gram", "mix")}
-        found["memory"], found["file_mib"] = peak[0], 2 * count * of.nbytes / 2**20
+        found["memory"] = peak[0]
+        few = max(1, count // 8)
+        kept.pop("mixed")  # the disk may not hold more
+        alone = files_alone(tau[:few], 1 << 15)
+        found["files"] = {call: [s * count / few for s in seconds] for call, seconds in alone.items()}
     else:
         similarities()
         found["first"] = timed(mixture)[:2]
@@ -209,6 +230,8 @@ def row(count: int, threads: int, found: dict[str, Any]) -> dict[str, Any]:
     products = 2 * count**2 * found["parameters"]
     ours = times["gram"] + times["mix"]
     both = [sum(common.median(found["times"][n], w) for n in ("gram", "mix")) for w in (1, 0)]
+    read, write = (found["files"][call][which] for call in ("read", "write")) if found["files"] else (0.0, 0.0)
+    least = {"gram": products / peak + read, "mix": products / peak + read + write}
     return {
         "K": count,
         "threads": threads,
@@ -225,6 +248,8 @@ def row(count: int, threads: int, found: dict[str, Any]) -> dict[str, Any]:
         "pairs timed": f"{found['pairs']} of {count**2}",
         "of peak: similarities": round(products / times["gram"] / peak, 2),
         "of peak: mixture": round(products / times["mix"] / peak, 2),
+        "files alone: read, write": found["files"] and f"{read:.3g}, {write:.3g}",
+        "of peak and files": found["files"] and ", ".join(f"{least[n] / times[n]:.2f}" for n in ("gram", "mix")),
         "peak, Gflop/s: torch, NumPy": ", ".join(f"{2 * 3000**3 / times[n] / 1e9:.0f}" for n in ("torch", "numpy")),
         "off in the cosine": f"{found['error']:.1e}",
         "pairwise off": f"{found['naive_error']:.1e}",
@@ -238,16 +263,15 @@ def measured(count: int, threads: int, millions: float, turns: int) -> tuple[dic
     nbytes, notes = 4 * layout(millions).sizes[torch.float32], []
     if 3 * count * nbytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         return common.child(__file__, *arguments, "--millions", str(millions)), notes
-    with tempfile.TemporaryDirectory(prefix="fedfm-bench-") as folder:
-        free = shutil.disk_usage(folder).free
-        if (fits := free * 0.8 / (2 * count * nbytes)) < 1:  # leave others some
-            millions *= fits
-            notes.append(f"K = {count}: {free / 2**30:.0f} GiB of free disk hold {millions:.2f} M parameters a client.")
-        arguments += ["--millions", str(millions), "--folder", folder]
-        found = common.child(__file__, *arguments, limit=1700)
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if (fits := free * 0.8 / (2 * count * nbytes)) < 1:  # leave others some
+        millions *= fits
+        notes.append(f"K = {count}: {free / 2**30:.0f} GiB of free disk hold {millions:.2f} M parameters a client.")
+    found = common.child(__file__, *arguments, "--millions", str(millions), "--files", limit=1700)
+    wall = ", ".join(f"{call} {seconds[0]:.0f} s" for call, seconds in found["files"].items())
     notes.append(
-        f"K = {count}: {found['file_mib'] / 1024:.1f} GiB of vectors and results in files; one turn, the sample of the "
-        f"loops over the first vectors."
+        f"K = {count}: {8 * count * found['parameters'] / 2**30:.1f} GiB of vectors and results in files; one turn, "
+        f"the loops over the first vectors. Files alone, wall-clock: {wall}."
     )
     return found, notes
 
@@ -259,10 +283,10 @@ def main() -> None:
         millions={"type": float, "default": 4.2},
         turns={"type": int, "default": 3},
         one={"type": int, "nargs": 2, "metavar": ("K", "THREADS"), "help": "one row in this process"},
-        folder={"help": "with --one: the vectors lie in files here"},
+        files={"action": "store_true", "help": "with --one: vectors and results lie in files"},
     )
     if options.one:
-        print(json.dumps(one(*options.one, options.millions, options.turns, options.folder)))
+        print(json.dumps(one(*options.one, options.millions, options.turns, options.files)))
         return
     clients, millions, turns = (
         ([8, 40], 0.5, 1) if options.quick else (options.clients, options.millions, options.turns)

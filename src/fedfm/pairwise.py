@@ -5,20 +5,18 @@ products and K weighted sums of K vectors. One by one they read memory 2 K^2 tim
 vectors is put side by side and multiplied at once, so that each vector is read once for the products and once for the
 sums, and both run at the speed of the machine's matrix product.
 
-Vectors may be mapped from files that are larger than memory: beside them and the results there are never more than K
-times a block of columns and a few K x K matrices. Every bit is the same for any number of threads: blocks are fixed,
-each is computed by one thread, and sums are made in the order of the blocks.
+Vectors and results may lie in files that are larger than memory (``fedfm.spill``). They are read and written through
+windows of columns, and while one thread waits for the disk another one computes: in memory are at most 512 MiB of
+windows, or two blocks a thread where that is more, and a few K x K matrices. Every bit is the same in files and for any
+number of threads: blocks are fixed, each is computed by one thread, and sums are made in the order of the blocks.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from threading import Semaphore, local
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,17 +24,17 @@ import torch
 from torch import Tensor
 
 from fedfm.params import Layout, Params
-from fedfm.spill import limit, room
+from fedfm.spill import room, stored
 from fedfm.threads import one_thread
 
 INNER = 512  # entries that one float32 product sums: the rounding of 10^6 such sums cancels out
 LONG = 1 << 16  # of a layer: fewer sums do not cancel well enough for 1e-7, and are cheap to make in float64
 BLOCK = 8192  # columns side by side, at least
-MOST = 1 << 15  # columns: torch widens so many on one thread
+MOST = 1 << 15  # columns: torch widens so many on one thread, and longer pieces of files cost hardly less
 ENTRIES = 1 << 18  # side by side, of few vectors: what the caches hold
 STRETCH = 1 << 18  # columns whose sum one thread makes
 SHORT = 10**8  # multiplications that take less time than threads to start
-AHEAD = 8  # blocks that are read from files at a time
+WINDOWS = 1 << 29  # bytes of files that all threads hold at most: shorter pieces cost more calls and waits
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
@@ -51,11 +49,13 @@ class Run(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Blocks of columns of one layer, which one thread computes in one dtype; a block is made of runs."""
+    """Columns of one layer, which one thread computes in one dtype: ``block`` at once, of ``window`` in memory."""
 
     layer: int
     dtype: Any
-    blocks: list[list[Run]]
+    runs: list[Run]
+    block: int
+    window: int
 
 
 def gram(
@@ -92,16 +92,15 @@ def gram(
     layout = _layout_of(vectors)
     runs = [_merged(layout, names) for names in _checked(layout, layers)]
     count, sizes = len(vectors), [sum(r.stop - r.start for r in of) for of in runs]
-    stretches = _stretches(runs, count, wide=[size < LONG for size in sizes])
-    work = count * count * sum(sizes)
+    rows = _rows(vectors)
+    plan = _plan(runs, count, _in_files(rows), wide=[size < LONG for size in sizes], threads=threads)
     means = np.zeros((len(runs), count))
     found = np.zeros((len(runs), count, count))
-    with _in_blocks(vectors, limit()) as flats:
-        if centre:
-            for at, sums in _in_order(lambda s: _sums(s, flats, count), stretches, work, threads):
-                means[at.layer] += sums / sizes[at.layer]
-        for at, products in _in_order(lambda s: _products(s, flats, count, means[s.layer]), stretches, work, threads):
-            found[at.layer] += products
+    if centre:
+        for at, sums in _in_order(lambda s, desk: _sums(s, rows, desk, count), plan):
+            means[at.layer] += sums / sizes[at.layer]
+    for at, products in _in_order(lambda s, desk: _products(s, rows, desk, means[s.layer]), plan):
+        found[at.layer] += products
     return found
 
 
@@ -160,13 +159,11 @@ def mix(
     if not made:
         return []
     runs = [_merged(layout, names) for names in checked]
-    work = count * len(vectors) * sum(r.stop - r.start for of in runs for r in of)
-    stretches = _stretches(runs, max(count, len(vectors)), wide=[False] * len(runs))
-    most = limit() if most is None else most
-    with _in_blocks(vectors, most) as flats, _in_blocks(onto or [], most) as own, _in_blocks(made, most) as targets:
-        added = own if onto is not None else None
-        for _ in _in_order(lambda s: _mix(s, weights[s.layer], flats, added, targets), stretches, work, threads):
-            pass
+    rows, targets, added = _rows(vectors), _rows(made), None if onto is None else _rows(onto)
+    files = _in_files(rows, targets, added or {})
+    plan = _plan(runs, max(count, len(vectors)), files, wide=[False] * len(runs), threads=threads)
+    for _ in _in_order(lambda s, desk: _mix(s, weights[s.layer], rows, added, targets, desk), plan):
+        pass
     for i, new in enumerate(made):
         for dtype, start, stop in rest:
             new.flats[dtype][start:stop] = base[i].flats[dtype][start:stop]  # type: ignore[index]
@@ -176,24 +173,27 @@ def mix(
 # --- what one thread computes -----------------------------------------------------------------------------------------
 
 
-def _products(stretch: Stretch, flats: Flats, count: int, means: np.ndarray) -> np.ndarray:
+def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np.ndarray:
     """(K, K) float64: inner products over the stretch, of entries less their means."""
+    count = len(means)
     total = np.zeros((count, count))
     near = means.astype(stretch.dtype)  # what is left of the mean, after its rounding, has no weight beside the spread
     size = 0
-    for x in _side_by_side(stretch, flats, count):  # (K, n)
-        size += x.shape[1]
-        if near.any():
-            x -= near[:, None]
-        if x.dtype == np.float64:
-            total += x @ x.T
-            continue
-        whole = x.shape[1] - x.shape[1] % INNER
-        if whole:
-            pieces = x[:, :whole].reshape(count, -1, INNER).transpose(1, 0, 2)  # (n / INNER, K, INNER), a view
-            _add_squares(total, pieces)
-        if whole < x.shape[1]:
-            _add_squares(total, x[None, :, whole:])
+    for _, window in _windows(stretch, rows, desk.buffer("x", stretch, count)):
+        size += window.shape[1]
+        with desk.turn:
+            for x in _blocks(stretch, window):  # (K, n)
+                if near.any():
+                    x -= near[:, None]
+                if x.dtype == np.float64:
+                    total += x @ x.T
+                    continue
+                whole = x.shape[1] - x.shape[1] % INNER
+                if whole:
+                    pieces = x[:, :whole].reshape(count, -1, INNER).transpose(1, 0, 2)  # (n / INNER, K, INNER), a view
+                    _add_squares(total, pieces)
+                if whole < x.shape[1]:
+                    _add_squares(total, x[None, :, whole:])
     left = means - near
     total -= size * np.outer(left, left)
     return total
@@ -211,136 +211,150 @@ def _add_squares(total: np.ndarray, pieces: np.ndarray) -> None:
             total += found.sum(0, dtype=np.float64)
 
 
-def _sums(stretch: Stretch, flats: Flats, count: int) -> np.ndarray:
+def _sums(stretch: Stretch, rows: Rows, desk: Desk, count: int) -> np.ndarray:
     """(K,) float64."""
     total = np.zeros(count)
-    for x in _side_by_side(stretch, flats, count):
-        total += x.sum(1, dtype=np.float64)
+    for _, window in _windows(stretch, rows, desk.buffer("x", stretch, count)):
+        with desk.turn:
+            for x in _blocks(stretch, window):
+                total += x.sum(1, dtype=np.float64)
     return total
 
 
-def _mix(stretch: Stretch, weights: np.ndarray, flats: Flats, added: Flats | None, targets: Flats) -> None:
+def _mix(stretch: Stretch, weights: np.ndarray, rows: Rows, added: Rows | None, targets: Rows, desk: Desk) -> None:
     """Write onto + weights x over the stretch into the targets."""
     weights = weights.astype(stretch.dtype)  # (M, K)
-    buffer = _buffer(stretch, len(weights))
-    blocks = _side_by_side(stretch, flats, weights.shape[1])
-    for index, (block, x) in enumerate(zip(stretch.blocks, blocks, strict=True)):
-        if added is not None:
-            added.read_ahead(stretch, index)
-        y = np.matmul(weights, x, out=buffer[:, : x.shape[1]])  # (M, n)
+    buffer = desk.buffer("y", stretch, len(weights))
+    for runs, x in _windows(stretch, rows, desk.buffer("x", stretch, weights.shape[1])):
+        y = buffer[:, : x.shape[1]]  # (M, n)
+        with desk.turn:
+            for x_n, y_n in zip(_blocks(stretch, x), _blocks(stretch, y), strict=True):
+                np.matmul(weights, x_n, out=y_n)
         at = 0
-        for dtype, start, stop in block:
-            here, there = slice(at, at + stop - start), slice(start, stop)
+        for dtype, start, stop in runs:
+            here = slice(at, at + stop - start)
             at = here.stop
-            if dtype in NATIVE:
-                if added is None:
-                    for out, row in zip(targets.arrays[dtype], y[:, here], strict=True):
-                        out[there] = row
-                else:
-                    for out, row, own in zip(targets.arrays[dtype], y[:, here], added.arrays[dtype], strict=True):
-                        np.add(own[there], row, out=out[there])
-            else:
-                rows = torch.from_numpy(y[:, here])
-                for i, out in enumerate(targets.arrays[dtype]):
-                    out[there] = rows[i] if added is None else rows[i] + added.arrays[dtype][i][there]
+            for i, row in enumerate(y[:, here]):
+                targets[dtype][i].put(start, row, added and added[dtype][i].part(start, stop))
 
 
-def _side_by_side(stretch: Stretch, flats: Flats, count: int) -> Iterator[np.ndarray]:
-    """(K, n) for every block, in memory that the next one overwrites."""
-    buffer = _buffer(stretch, count)
-    for index, block in enumerate(stretch.blocks):
-        flats.read_ahead(stretch, index)
+def _windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Run], np.ndarray]]:
+    """Runs, and all vectors' entries of them side by side, (K, n), in the dtype of the buffer, which has them."""
+    for runs in _cut(stretch.runs, stretch.window):
         at = 0
-        for dtype, start, stop in block:
-            rows, at = buffer[:, at : at + stop - start], at + stop - start
-            if dtype in NATIVE:
-                for row, x in zip(rows, flats.arrays[dtype], strict=True):
-                    row[:] = x[start:stop]
+        for dtype, start, stop in runs:
+            here = slice(at, at + stop - start)
+            at = here.stop
+            for into, x in zip(buffer[:, here], rows[dtype], strict=True):
+                x.copy(start, stop, into)
+        yield runs, buffer[:, :at]
+
+
+def _blocks(stretch: Stretch, window: np.ndarray) -> Iterator[np.ndarray]:
+    """Of so many columns as are multiplied at once, the last one of what is left."""
+    for at in range(0, window.shape[1], stretch.block):
+        yield window[:, at : at + stretch.block]
+
+
+class Desk(local):
+    """What a thread computes on: one thread's is not seen by another.
+
+    Attributes:
+        turn: to be held while computing, for as many threads as may do so at a time.
+    """
+
+    def __init__(self, turn: Semaphore) -> None:
+        self.turn = turn
+        self._buffers: dict[Any, np.ndarray] = {}
+
+    def buffer(self, use: str, stretch: Stretch, count: int) -> np.ndarray:
+        """A window of so many vectors; the next stretch has the same, for fresh memory costs more than a copy."""
+        shape = (count, stretch.window + 16)  # rows a power of two apart would share a few lines of a cache
+        if (found := self._buffers.get((use, stretch.dtype))) is None:
+            found = self._buffers[use, stretch.dtype] = np.empty(shape, stretch.dtype)
+        return found
+
+
+class Row:
+    """The flat vector of one dtype, in memory or in a file: of NumPy where it has the dtype."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat: Any = flat.numpy() if flat.dtype in NATIVE else flat
+        self.file = stored(flat)
+
+    def part(self, start: int, stop: int) -> Any:
+        """These entries: a view, or a copy of what is in the file."""
+        here = self.flat[start:stop]
+        if self.file is None:
+            return here
+        copy = torch.empty(stop - start, dtype=here.dtype) if isinstance(here, Tensor) else np.empty_like(here)
+        self.file.read(start * here.itemsize, _bytes(copy))
+        return copy
+
+    def copy(self, start: int, stop: int, into: np.ndarray) -> None:
+        """These entries, in the dtype of ``into``."""
+        if self.file is not None and self.flat.dtype == into.dtype:
+            self.file.read(start * into.itemsize, into)
+        elif isinstance(self.flat, Tensor):
+            torch.from_numpy(into).copy_(self.part(start, stop))
+        else:
+            into[:] = self.part(start, stop)
+
+    def put(self, start: int, new: np.ndarray, onto: Any | None) -> None:
+        """Write ``onto`` + ``new``, which may be overwritten, from ``start`` on."""
+        out = self.flat[start : start + len(new)]
+        if isinstance(out, Tensor):
+            wide = torch.from_numpy(new)
+            total = wide if onto is None else wide + onto
+            if self.file is None:
+                out.copy_(total)
             else:
-                wide = torch.from_numpy(rows)
-                for i, x in enumerate(flats.arrays[dtype]):
-                    wide[i] = x[start:stop]
-        yield buffer[:, :at]
+                self.file.write(start * out.itemsize, _bytes(total.to(out.dtype)))
+        elif self.file is None:
+            if onto is None:
+                out[:] = new
+            else:
+                np.add(onto, new, out=out)
+        else:
+            self.file.write(start * out.itemsize, new if onto is None else np.add(onto, new, out=new))
 
 
-def _buffer(stretch: Stretch, count: int) -> np.ndarray:
-    """For a block of so many vectors. Rows are not a power of two apart, or they would share a few lines of a cache."""
-    return np.empty((count, max(sum(r.stop - r.start for r in block) for block in stretch.blocks) + 16), stretch.dtype)
+Rows = dict[torch.dtype, list[Row]]
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+def _rows(vectors: Sequence[Params]) -> Rows:
+    """Of the floating-point entries, by dtype."""
+    dtypes = [d for d in vectors[0].layout.sizes if d.is_floating_point] if vectors else []
+    return {d: [Row(x.flats[d]) for x in vectors] for d in dtypes}
 
 
-class Flats:
-    """The flat vectors by dtype: of NumPy where it has the dtype.
-
-    Args:
-        files: they may be mapped from files, and are to be read ahead.
-    """
-
-    def __init__(self, vectors: Sequence[Params], files: bool) -> None:
-        dtypes = [d for d in vectors[0].layout.sizes if d.is_floating_point] if vectors else []
-        self.arrays = {d: [_array(x.flats[d]) for x in vectors] for d in dtypes}
-        self._places = {d: list(dict.fromkeys(x.flats[d].data_ptr() for x in vectors)) for d in dtypes if files}
-        self._sizes = dict(vectors[0].layout.sizes) if vectors else {}
-
-    def read_ahead(self, stretch: Stretch, index: int) -> None:
-        """Called before each block: have the system fetch the next ones while this one is computed."""
-        if index % AHEAD or not self._places:
-            return
-        blocks = stretch.blocks[index and index + AHEAD : index + 2 * AHEAD]
-        for dtype, start, stop in _joined(run for block in blocks for run in block):
-            for place in self._places[dtype]:
-                _advise(place + start * dtype.itemsize, (stop - start) * dtype.itemsize, "MADV_WILLNEED")
-
-    def advise(self, advice: str) -> None:
-        """Of all entries."""
-        for dtype, places in self._places.items():
-            for place in places:
-                _advise(place, self._sizes[dtype] * dtype.itemsize, advice)
+def _in_files(*several: Rows) -> bool:
+    return any(row.file is not None for rows in several for of in rows.values() for row in of)
 
 
-@contextmanager
-def _in_blocks(vectors: Sequence[Params], most: int) -> Iterator[Flats]:
-    """Where they are more bytes than that together, the system shall read no more of a file than it is told to: a
-    window ahead in each of a thousand files is more than memory holds, and pushes out what is needed next.
-    """
-    flats = Flats(vectors, sum(x.nbytes for x in vectors) > most)
-    flats.advise("MADV_RANDOM")
-    try:
-        yield flats
-    finally:
-        flats.advise("MADV_NORMAL")
-
-
-def _advise(place: int, nbytes: int, advice: str) -> None:
-    """Tell the system how these bytes are used; it may not listen."""
-    if nbytes and (number := getattr(mmap, advice, None)) is not None:
-        begin = place - place % mmap.PAGESIZE
-        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(place + nbytes - begin), number)
-
-
-@functools.cache
-def _libc() -> Any:
-    return ctypes.CDLL(None)
+def _bytes(x: Any) -> np.ndarray:
+    return x.view(torch.uint8).numpy() if isinstance(x, Tensor) else x
 
 
 # --- what is computed where -------------------------------------------------------------------------------------------
 
 
-def _array(flat: Tensor) -> Any:
-    return flat.numpy() if flat.dtype in NATIVE else flat
+class Plan(NamedTuple):
+    """Stretches, how many threads take them, and how many of these compute at a time; the others wait for the disk."""
+
+    stretches: list[Stretch]
+    threads: int
+    computing: int
 
 
-def _in_order(
-    function: Callable[[Stretch], R], stretches: Sequence[Stretch], work: int, threads: int | None
-) -> Iterator[tuple[Stretch, R]]:
+def _in_order(function: Callable[[Stretch, Desk], R], plan: Plan) -> Iterator[tuple[Stretch, R]]:
     """Every stretch and what the function makes of it, in their order."""
-    threads = min(threads or os.cpu_count() or 1, len(stretches)) if work > SHORT else 1
+    stretches, threads, computing = plan
+    desk = Desk(Semaphore(computing))
 
     def quiet(stretch: Stretch) -> R:
         with np.errstate(all="ignore"):  # a vector that is not finite shows in what it gives
-            return function(stretch)
+            return function(stretch, desk)
 
     with one_thread():
         if threads <= 1:
@@ -350,33 +364,38 @@ def _in_order(
                 yield from zip(stretches, pool.map(quiet, stretches), strict=True)
 
 
-def _stretches(runs: Sequence[Sequence[Run]], count: int, wide: Sequence[bool]) -> list[Stretch]:
+def _plan(runs: Sequence[Sequence[Run]], count: int, files: bool, wide: Sequence[bool], threads: int | None) -> Plan:
     """Of every layer; float64 entries, and all of a ``wide`` layer's, in float64."""
-    size = max(BLOCK, min(MOST, ENTRIES // count // BLOCK * BLOCK))
-    found = []
-    for layer, of in enumerate(runs):
-        for dtype in (np.float32, np.float64):
-            own = [r for r in of if (wide[layer] or r.dtype == torch.float64) == (dtype is np.float64)]
-            blocks = list(_cut(own, size))
-            few = max(1, STRETCH // size)
-            found += [Stretch(layer, dtype, blocks[i : i + few]) for i in range(0, len(blocks), few)]
-    return found
+    block = max(BLOCK, min(MOST, ENTRIES // count // BLOCK * BLOCK))
+    long = max(1, STRETCH // block) * block
+    cut = [
+        (layer, dtype, part)
+        for layer, of in enumerate(runs)
+        for dtype in (np.float32, np.float64)
+        for part in _cut([r for r in of if (wide[layer] or r.dtype == torch.float64) == (dtype is np.float64)], long)
+    ]
+    work = count * count * sum(r.stop - r.start for of in runs for r in of)
+    computing = threads or os.cpu_count() or 1 if work > SHORT else 1
+    workers = min(computing + files, len(cut))
+    fit = min(MOST, long, WINDOWS // (max(workers, 1) * 2 * count * 4)) if files else 0
+    window = max(1, fit // block) * block
+    return Plan([Stretch(*of, block, window) for of in cut], workers, computing)
 
 
 def _cut(runs: Iterable[Run], size: int) -> Iterator[list[Run]]:
-    """Blocks of so many columns, the last one of what is left."""
-    block: list[Run] = []
+    """Pieces of so many columns, the last one of what is left."""
+    piece: list[Run] = []
     free = size
     for dtype, start, stop in runs:
         while start < stop:
             end = min(stop, start + free)
-            block.append(Run(dtype, start, end))
+            piece.append(Run(dtype, start, end))
             free, start = free - (end - start), end
             if not free:
-                yield block
-                block, free = [], size
-    if block:
-        yield block
+                yield piece
+                piece, free = [], size
+    if piece:
+        yield piece
 
 
 def _merged(layout: Layout, names: Iterable[str], floating: bool = True) -> list[Run]:

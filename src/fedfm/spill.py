@@ -1,22 +1,34 @@
-"""Vectors that do not fit into memory together lie in files without a name, mapped: the system reads and writes them
-page by page, and takes the pages back when it needs them.
+"""Vectors that do not fit into memory together lie in files without a name, mapped: whoever uses one sees a tensor.
+
+What goes through many of them reads and writes the files themselves (:class:`Stored`): the system makes a mapped page
+at the first touch, which costs several times its copy, and keeps pages that nobody reads again.
 """
 
 from __future__ import annotations
 
+import errno
+import operator
 import os
+import sys
 import tempfile
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedfm import buffers
 from fedfm.errors import InputError
 from fedfm.params import Layout, Params
 
 ALIGNED = 64  # bytes: a vector begins at a cache line
-FILE = 1 << 28  # bytes of vectors that come one by one, in one file
+PAGE = 4096  # bytes: a longer vector begins in a file at a page, or what is written next to it is read first
+FILE, MANY = 1 << 28, 1000  # bytes, and vectors, of those that come one by one, in one file
+UNCACHED = 0x80 if sys.platform == "linux" else 0  # RWF_DONTCACHE of Linux 6.14: give pages back once they are copied
+
+_mapped: dict[int, tuple[int, Stored]] = {}  # address -> bytes, and the file that is mapped there
 
 
 def limit() -> int:
@@ -50,17 +62,12 @@ def room(count: int, layout: Layout, most: int | None = None) -> list[Params]:
     Raises:
         OSError: the disk has not as much left.
     """
-    steps = {d: -(-size * d.itemsize // ALIGNED) * ALIGNED for d, size in layout.sizes.items()}
+    fits = count * layout.nbytes <= (limit() if most is None else most)
+    sizes = {d: size * d.itemsize for d, size in layout.sizes.items()}
+    align = {d: ALIGNED if fits or n < 16 * PAGE else PAGE for d, n in sizes.items()}
+    steps = {d: -(-n // align[d]) * align[d] for d, n in sizes.items()}
     nbytes = count * sum(steps.values())
-    if count * layout.nbytes <= (limit() if most is None else most):
-        memory = buffers.empty(nbytes, torch.uint8)
-    else:
-        with tempfile.TemporaryFile() as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            else:
-                os.ftruncate(file.fileno(), nbytes)
-            memory = torch.from_numpy(np.memmap(file, np.uint8, "r+", shape=(nbytes,)))
+    memory = buffers.empty(nbytes, torch.uint8) if fits else _in_file(nbytes)
     made, at = [], 0
     for _ in range(count):
         flats = {}
@@ -69,6 +76,90 @@ def room(count: int, layout: Layout, most: int | None = None) -> list[Params]:
             at += steps[dtype]
         made.append(Params.from_flat(layout, flats))
     return made
+
+
+def _in_file(nbytes: int) -> Tensor:
+    handle, name = tempfile.mkstemp()
+    with os.fdopen(handle, "r+b") as file:
+        try:
+            # Opened twice: how the one is read ahead shall not depend on what the other reads.
+            descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.unlink(name)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle, 0, nbytes)
+            else:
+                os.ftruncate(handle, nbytes)
+            memory = np.memmap(file, np.uint8, "r+", shape=(nbytes,))
+        except BaseException:
+            os.close(descriptor)
+            raise
+    remember(memory, descriptor)
+    return torch.from_numpy(memory)
+
+
+def remember(memory: np.ndarray, descriptor: int) -> None:
+    """The file that is mapped in ``memory``, from its begin; the descriptor is closed when nobody sees the memory."""
+    if hasattr(os, "posix_fadvise"):  # a window ahead in each of a thousand files is more than memory holds
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    address = memory.ctypes.data
+    _mapped[address] = memory.nbytes, Stored(descriptor, 0, _uncached(descriptor))
+    weakref.finalize(memory, _forget, address).atexit = False  # others may still see it then
+
+
+def _forget(address: int) -> None:
+    _, file = _mapped.pop(address)
+    os.close(file.descriptor)
+
+
+def _uncached(descriptor: int) -> int:
+    """The flag, if the file's system knows it."""
+    try:
+        os.preadv(descriptor, [bytearray(1)], 0, UNCACHED)
+    except OSError:
+        return 0
+    return UNCACHED
+
+
+class Stored(NamedTuple):
+    """Where a flat vector lies in a file; as long as the vector lives."""
+
+    descriptor: int
+    at: int
+    flags: int
+
+    def read(self, start: int, into: np.ndarray) -> None:
+        """Into (n,) contiguous, from byte ``start`` of the vector on.
+
+        Raises:
+            OSError: the file is shorter, or the disk fails.
+        """
+        self._all(os.preadv, start, into)
+
+    def write(self, start: int, new: np.ndarray) -> None:
+        """New (n,) contiguous, from byte ``start`` of the vector on; the mapped vector shows it.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+        self._all(os.pwritev, start, new)
+
+    def _all(self, call: Callable[..., int], start: int, data: np.ndarray) -> None:
+        left = data.data.cast("B")
+        while left:
+            if not (done := call(self.descriptor, [left], self.at + start, self.flags)):
+                raise OSError(errno.EIO, "the file of a vector is shorter than the vector")
+            left, start = left[done:], start + done
+
+
+def stored(flat: Tensor) -> Stored | None:
+    """Where these entries lie; None where in no file, or in one that somebody else has mapped."""
+    place = flat.data_ptr()
+    for begin, (nbytes, file) in list(_mapped.items()):
+        if begin <= place < begin + nbytes:
+            return file._replace(at=place - begin)
+    return None
 
 
 class Shelf:
@@ -83,20 +174,25 @@ class Shelf:
         self._free: dict[Layout, list[Params]] = {}
 
     def put(self, x: Params) -> Params:
-        """The same vector, where it can stay.
+        """The same vector, where it can stay; one that lies in a file stays there.
 
         Raises:
             OSError: the disk has not as much left.
         """
+        if all(stored(flat) for flat in x.flats.values()):
+            return x
         self._left -= x.nbytes
         if self._left >= 0 or not x.nbytes:
             return x
         free = self._free.setdefault(x.layout, [])
         if not free:
-            free += room(max(FILE // x.nbytes, 1), x.layout, most=0)
+            free += room(max(min(FILE // x.nbytes, MANY), 1), x.layout, most=0)
         kept = free.pop()
         for dtype, flat in x.flats.items():
-            kept.flats[dtype].copy_(flat)
+            if (file := stored(kept.flats[dtype])) is None:  # no entries
+                kept.flats[dtype].copy_(flat)
+            else:
+                file.write(0, flat.view(torch.uint8).numpy())
         return kept
 
 
@@ -104,3 +200,32 @@ def shelved(vectors: Iterable[Params], most: int | None = None) -> list[Params]:
     """Each as it is made, put on one :class:`Shelf`: of a generator, never two that are made in memory together."""
     shelf = Shelf(most)
     return [shelf.put(x) for x in vectors]
+
+
+class Vectors(dict[str, Params]):
+    """A vector a client. Sums and differences are of the clients that both sides have, in the order of the right one:
+    made one by one, each where :func:`shelved` puts it.
+
+    Example:
+        >>> theta_bar = Vectors(a=Params({"w": torch.tensor([1.0])}), b=Params({"w": torch.tensor([2.0])}))
+        >>> {i: w["w"].tolist() for i, w in (theta_bar + {"b": theta_bar["a"]}).items()}
+        {'b': [3.0]}
+    """
+
+    def __add__(self, other: Mapping[str, Params]) -> Vectors:
+        return self._with(other, operator.add)
+
+    def __sub__(self, other: Mapping[str, Params]) -> Vectors:
+        return self._with(other, operator.sub)
+
+    def less(self, w: Params) -> Vectors:
+        """Every one less the same vector."""
+        return self - dict.fromkeys(self, w)
+
+    def cast(self, other: Mapping[str, Params]) -> Vectors:
+        """In the dtypes of the other's vectors."""
+        return self._with({i: other[i] for i in self}, lambda x, y: x.cast(y.layout))
+
+    def _with(self, other: Mapping[str, Params], operation: Callable[[Params, Params], Params]) -> Vectors:
+        both = [i for i in other if i in self]
+        return Vectors(zip(both, shelved(operation(self[i], other[i]) for i in both), strict=True))

@@ -22,7 +22,7 @@ import numpy as np
 
 from fedfm import wire
 from fedfm.errors import ClientFault, RunError
-from fedfm.spill import limit
+from fedfm.spill import limit, remember
 
 
 def safe_name(client: str) -> str:
@@ -123,4 +123,6 @@ def _data(path: Path) -> Any:
         # Private: what is written to a tensor stays out of the file. Not reserved: nobody means to write.
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
         mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return np.frombuffer(mapped, np.uint8)[8 + int.from_bytes(mapped[:8], "little") :]
+    data = np.frombuffer(mapped, np.uint8)
+    remember(data, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    return data[8 + int.from_bytes(mapped[:8], "little") :]

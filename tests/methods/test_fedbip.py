@@ -17,6 +17,7 @@ from fedfm.methods._task_vectors import Change, Entries, Products
 from fedfm.methods.fedbip import FedBip, Personal, capped, copies, shares, similarities
 from fedfm.pairwise import gram, mix
 from fedfm.params import Params
+from fedfm.spill import shelved, stored
 from fedfm.training import SGD, Ditto
 from toy import Quadratic, federation, run
 
@@ -272,6 +273,23 @@ def test_sums_of_products_are_cut_to_each_rank():
             lost, whole = lost + (s[rank:] ** 2).sum(), whole + (s**2).sum()
         np.testing.assert_allclose(dense(w)[54:], exact[54:], atol=1e-5)
     assert cut == pytest.approx(np.sqrt(lost / whole), rel=1e-4)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_products_of_vectors_in_files_have_the_same_bits(monkeypatch, whole):
+    x, p = changes([1, 2, 3]), np.array([[[0.6, 0.4, 0.0], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]]])
+    onto, space = [c.theta - c.tau for c in x], Products(Lora(), "model")
+    before = [w.sha256() for w in onto]
+    (memory, cut), G = space.mix(p, x, onto, whole), space.gram(x, whole)
+    monkeypatch.setenv("FEDFM_MEMORY", "0")
+    tau, theta, onto = shelved(c.tau for c in x), shelved(c.theta for c in x), shelved(onto)
+    x = list(map(Change, tau, theta))
+    files, again = space.mix(p, x, onto, whole)
+    assert all(stored(flat) for w in files for flat in w.flats.values())
+    assert [w.sha256() for w in files] == [w.sha256() for w in memory]
+    assert again == cut
+    assert space.gram(x, whole).tobytes() == G.tobytes()
+    assert [w.sha256() for w in onto] == before  # the starts are the next round's, too
 
 
 def test_clients_of_different_ranks_in_a_run(tmp_path):

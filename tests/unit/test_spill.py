@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ import fedfm
 from fedfm import spill, store
 from fedfm.errors import InputError
 from fedfm.params import Params
-from fedfm.spill import room, shelved
+from fedfm.spill import Vectors, room, shelved, stored
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
 
@@ -58,6 +59,65 @@ def test_a_shelf_moves_what_does_not_fit_into_a_file_and_changes_no_bit(monkeypa
     assert len({file_of(x) for x in kept[2:]}) == 2  # files are few
     assert [x.sha256() for x in kept] == [x.sha256() for x in drawn]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("uncached", [spill.UNCACHED, 1 << 30])
+def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatch, uncached):
+    monkeypatch.setattr(spill, "UNCACHED", uncached)  # a flag that no system knows is left out
+    layout = Params({"w": torch.zeros(5000), "b": torch.zeros(3, dtype=torch.bfloat16)}).layout
+    one, two = room(2, layout, most=0)
+    for dtype, flat in two.flats.items():
+        file = stored(flat)
+        assert file is not None
+        assert file.flags == (uncached if uncached == spill.UNCACHED and file.flags else 0)
+        new = torch.randn(len(flat)).to(dtype)
+        flat[:] = 1.0
+        file.write(2 * dtype.itemsize, new[2:].view(torch.uint8).numpy())
+        assert flat[:2].tolist() == [1.0, 1.0]
+        assert torch.equal(flat[2:], new[2:])
+        flat[-1] = 7.0
+        back = torch.empty_like(flat)
+        file.read(0, back.view(torch.uint8).numpy())
+        assert torch.equal(back, flat)
+    assert not any(flat.any() for flat in one.flats.values())
+    with pytest.raises(OSError, match="shorter"):
+        file.read(0, np.empty(1 << 20, np.uint8))
+    assert stored(torch.zeros(3)) is None
+
+
+@LINUX
+def test_a_file_is_closed_when_nobody_sees_its_vectors():
+    before = len(os.listdir("/proc/self/fd"))
+    made = room(2, Params({"w": torch.zeros(5000)}).layout, most=0)
+    view = made.pop()["w"][10:]
+    del made
+    assert len(os.listdir("/proc/self/fd")) > before
+    assert stored(view) is not None
+    del view
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(OSError, match=r"."):
+        room(1 << 40, Params({"w": torch.zeros(5000)}).layout, most=0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("memory", ["0", "1000000"])
+def test_sums_of_vectors_are_by_client_and_lie_where_they_fit(monkeypatch, memory):
+    monkeypatch.setenv("FEDFM_MEMORY", memory)
+    theta = Vectors({i: Params({"w": torch.randn(50)}) for i in "abc"})
+    tau = {i: Params({"w": torch.randn(50)}) for i in "cbx"}
+    summed, apart = theta + tau, theta - tau
+    assert list(summed) == list(apart) == ["c", "b"]
+    for i in "cb":
+        assert summed[i].sha256() == (theta[i] + tau[i]).sha256()
+        assert apart[i].sha256() == (theta[i] - tau[i]).sha256()
+        assert (stored(summed[i].flats[torch.float32]) is not None) == (memory == "0")
+    assert {i: x.sha256() for i, x in theta.less(theta["a"]).items()} == {
+        i: (x - theta["a"]).sha256() for i, x in theta.items()
+    }
+    half = Vectors({i: Params({"w": x["w"].bfloat16()}) for i, x in theta.items()})
+    wide = half.cast(theta)
+    assert all(wide[i]["w"].tolist() == half[i]["w"].float().tolist() for i in "abc")
+    assert all(x is y for x, y in zip(summed.cast(theta).values(), summed.values(), strict=True))  # stays in its file
 
 
 def test_what_fits_into_memory_is_told_by_the_environment(monkeypatch):

@@ -7,11 +7,12 @@ tau_i = theta_i - theta_bar_i. In the space of products an adapted module's part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from fedfm import lowrank
 from fedfm.lowrank import Factors
@@ -34,10 +35,13 @@ class Entries:
 
     Attributes:
         layers: layer -> names of its tensors.
+        statistics: what travels and is not trained, e.g. batch norm's.
     """
 
     def __init__(self, model: Any, granularity: str) -> None:
         self.layers = layers(model, granularity)
+        trained = model.live()
+        self.statistics = [n for n, dtype, _ in model.layout.entries if n not in trained and dtype.is_floating_point]
 
     def gram(self, x: Sequence[Change], whole: bool = False, centre: bool = False) -> np.ndarray:
         """Inner products (L, K, K) of task vectors.
@@ -60,6 +64,17 @@ class Entries:
         if whole:
             return mix(p, [c.theta for c in x], list(self.layers.values()), shelved(0.0 * w for w in onto)), 0.0
         return mix(p, [c.tau for c in x], list(self.layers.values()), onto), 0.0
+
+    def aggregates(
+        self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
+    ) -> tuple[list[Params], float]:
+        """As :meth:`mix`; statistics, which are no task vectors, as the clients' means: |p| is a weight of each."""
+        found, cut = self.mix(p, x, onto, whole)
+        if self.statistics:
+            q = np.abs(p).mean(0, keepdims=True)
+            means = mix(q / q.sum(2, keepdims=True), [c.theta.only(self.statistics) for c in x])
+            found = shelved(w.replace(mean) for w, mean in zip(found, means, strict=True))
+        return found, cut
 
 
 @dataclass(frozen=True)
@@ -91,17 +106,18 @@ class Products(Entries):
         ]
 
     def gram(self, x: Sequence[Change], whole: bool = False, centre: bool = False) -> np.ndarray:
-        """As :class:`Entries`, O(K^2 r^2 d) a module."""
-        changes, found = self._products(x, whole), []
+        """As :class:`Entries`, O(K^2 r^2 d) a module; in memory are all clients' factors of one."""
+        found = []
         for layer in self._layers:
             G, total, count = np.zeros((len(x), len(x))), np.zeros(len(x)), 0
             for path in layer.paths:
-                G += lowrank.inners([change[path] for change in changes]).numpy()
-                total += [float(u.sum(0) @ v.sum(1)) for u, v in (change[path] for change in changes)]
-                u, v = changes[0][path]
+                changes = self._changes(path, x, whole)
+                G += lowrank.inners(changes).numpy()
+                total += [float(u.sum(0) @ v.sum(1)) for u, v in changes]
+                u, v = changes[0]
                 count += len(u) * v.shape[1]
             if layer.plain:
-                plain = [(c.theta if whole else c.tau).only(layer.plain) for c in x]
+                plain = shelved((c.theta if whole else c.tau).only(layer.plain) for c in x)
                 G += gram(plain)[0]
                 total += [sum(float(t.double().sum()) for t in w.values()) for w in plain]
                 count += sum(t.numel() for t in plain[0].values())
@@ -112,40 +128,36 @@ class Products(Entries):
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
         """As :class:`Entries`, each module's sum cut to the rank of onto_i: the closest there is (Eckart, Young)."""
-        changes, bases = self._products(x, whole), [lora.factors(w, self.alpha) for w in onto]
-        found, lost, all_of_it = [dict(w) for w in onto], 0.0, 0.0
+        found, lost, all_of_it = shelved(map(Params, onto)), 0.0, 0.0  # copies, to be written to
         for weights, layer in zip(p, self._layers, strict=True):
             for path in layer.paths:
                 a, b = self._pairs[path]
-                for out, base, row in zip(found, bases, weights, strict=True):
-                    terms = [] if whole else [(1.0, base[path])]
-                    terms += [(float(c), change[path]) for c, change in zip(row, changes, strict=True) if c]
+                changes = self._changes(path, x, whole)
+                for out, base, row in zip(found, onto, weights, strict=True):
+                    terms = [] if whole else [(1.0, self._factors(path, base))]
+                    terms += [(float(c), change) for c, change in zip(row, changes, strict=True) if c]
                     rank = len(out[a])
                     cut, sigma = lowrank.truncate(lowrank.compressed(lowrank.stack(terms)), rank)
                     u, v = lowrank.padded(cut, rank)
-                    out[b], out[a] = (rank / self.alpha * u).to(out[b].dtype), v.to(out[a].dtype)
+                    out[b].copy_(rank / self.alpha * u)
+                    out[a].copy_(v)
                     lost += float((sigma[rank:] ** 2).sum())
                     all_of_it += float((sigma**2).sum())
             if layer.plain:
-                plain = [(c.theta if whole else c.tau).only(layer.plain) for c in x]
-                under = None if whole else [w.only(layer.plain) for w in onto]
+                plain = shelved((c.theta if whole else c.tau).only(layer.plain) for c in x)
+                under = None if whole else shelved(w.only(layer.plain) for w in onto)
                 for out, mixed in zip(found, mix(weights[None], plain, None, under), strict=True):
-                    out |= mixed
-        return [Params(w) for w in found], float(np.sqrt(lost / all_of_it)) if all_of_it else 0.0
+                    for name in layer.plain:
+                        out[name].copy_(mixed[name])
+        return found, float(np.sqrt(lost / all_of_it)) if all_of_it else 0.0
 
-    def _products(self, x: Sequence[Change], whole: bool) -> list[dict[str, Factors]]:
-        """Path -> factors of what each theta adds, less what its start added."""
-        ends = [lora.factors(c.theta, self.alpha) for c in x]
+    def _changes(self, path: str, x: Sequence[Change], whole: bool) -> list[Factors]:
+        """Of one module: factors of what each theta adds, less what its start added."""
+        ends = [self._factors(path, c.theta) for c in x]
         if whole:
             return ends
-        starts = [lora.factors(c.theta - c.tau, self.alpha) for c in x]
-        return [
-            {path: lowrank.stack([(1.0, end[path]), (-1.0, start[path])]) for path in end}
-            for end, start in zip(ends, starts, strict=True)
-        ]
+        starts = [self._factors(path, {n: c.theta[n] - c.tau[n] for n in self._pairs[path]}) for c in x]
+        return [lowrank.stack([(1.0, end), (-1.0, start)]) for end, start in zip(ends, starts, strict=True)]
 
-
-def running(model: Any) -> tuple[str, ...]:
-    """Statistics that travel and are not trained, e.g. batch norm's."""
-    trained = model.live()
-    return tuple(n for n, dtype, _ in model.layout.entries if n not in trained and dtype.is_floating_point)
+    def _factors(self, path: str, w: Mapping[str, Tensor]) -> Factors:
+        return lora.factors({n: w[n] for n in self._pairs[path]}, self.alpha)[path]

@@ -17,7 +17,7 @@ from fedfm.method import Method
 from fedfm.models.layers import layers
 from fedfm.pairwise import gram, mix
 from fedfm.params import Params
-from fedfm.spill import shelved
+from fedfm.spill import Vectors
 from fedfm.training import SGD, Local
 
 
@@ -74,13 +74,13 @@ class FedAMP(Method[Clouds]):
     def step(self, fed: Federation, s: Clouds, t: int) -> Clouds:
         cohort, w_0 = fed.sample(self.fraction), fed.initial
         # Less what all have in common, which would drown the differences.
-        apart = shelved(s.w[i] - w_0 for i in fed.clients)
+        apart = list(Vectors({i: s.w[i] for i in fed.clients}).less(w_0).values())
         G = gram(apart, list(layers(fed.model, "model").values()))[0]
         xi = weights(squared_distances(G), self.sigma, self.alpha)
         rows = [fed.clients.index(i) for i in cohort]
-        u = dict(zip(cohort, mix(xi[None, rows], apart, None, [w_0] * len(rows)), strict=True))  # sum_j xi_ij w_j
+        u = Vectors(zip(cohort, mix(xi[None, rows], apart, None, [w_0] * len(rows)), strict=True))  # sum_j xi_ij w_j
         replies = fed.ask(self.train, of=cohort, like=w_0.layout, u=each(u))
-        w = dict(zip(replies, shelved(u[i] + update.delta for i, update in replies.items()), strict=True))
+        w = u + {i: update.delta for i, update in replies.items()}
         shown = np.zeros((1, *xi.shape), dtype=np.float32)
         shown[0, rows] = xi[rows]
         return Clouds(s.w | w, s.u | {i: u[i] for i in w}, Params({"xi": torch.from_numpy(shown)}))

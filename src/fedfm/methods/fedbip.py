@@ -6,7 +6,7 @@ Yang, Long, Lu, Zhu, Jiang. 2025. arXiv:2509.12697, Algorithm 1: FedBip, and by 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -17,15 +17,14 @@ import torch
 from fedfm.errors import E_DUPLICATE, InputError, RunError, one_of
 from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
 from fedfm.method import Judge, Method
-from fedfm.methods._task_vectors import Change, Entries, Products, running
+from fedfm.methods._task_vectors import Change, Entries, Products
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.local import LocalOnly
 from fedfm.models import lora
 from fedfm.models.layers import GRANULARITIES
-from fedfm.pairwise import mix
 from fedfm.params import Layout, Params, in_dtype, to_bytes
 from fedfm.rows import Rows
-from fedfm.spill import shelved
+from fedfm.spill import Vectors
 from fedfm.training import SGD, Local
 
 LEAST = 0.1  # a smaller sum of raw similarities is no denominator
@@ -99,26 +98,19 @@ class FedBip(Method[Personal]):
         return Personal(theta_pre, theta_pre, {}, Params({"p": torch.zeros(len(names), K, K)}), tuple(names))
 
     def step(self, fed: Federation, s: Personal, t: int) -> Personal:
-        like = each({i: self.sent(w.layout) for i, w in s.theta_bar.items()})
-        replies = fed.ask(self.train, of=fed.sample(self.fraction), like=like, theta_bar=each(s.theta_bar))  # lines 3-7
-        start = {i: s.theta_bar[i] for i in replies}
-        now = {i: update.delta for i, update in replies.items()}
-        if self.transport != "float32":
-            now = _by(now, (tau.cast(start[i].layout) for i, tau in now.items()))
-        theta = s.theta | _by(now, (start[i] + tau for i, tau in now.items()))
-        tau = s.tau | now
+        theta_bar, space = Vectors(s.theta_bar), self.space_of(fed.model)
+        like = each({i: self.sent(w.layout) for i, w in theta_bar.items()})
+        replies = fed.ask(self.train, of=fed.sample(self.fraction), like=like, theta_bar=each(theta_bar))  # lines 3-7
+        now = Vectors({i: update.delta for i, update in replies.items()}).cast(theta_bar)  # tau_i, equation 3
+        tau, theta = s.tau | now, s.theta | theta_bar + now
         pool = sorted(tau if self.absent == "cached" else now)  # from whom the clients of this round learn
-        x = {k: Change(tau[k], theta[k]) for k in pool}
-        space = self.space_of(fed.model)
-        G = self.gram(space, list(x.values()))
-        p = self.weights(fed, G, x, now)[:, [pool.index(i) for i in now]]  # (L, |now|, |pool|)
-        counted = p * self.factors(space, list(x.values()), G)
-        found, cut = self.aggregates(fed.model, counted, list(x.values()), list(start.values()))
-        K, at = len(fed.clients), [[fed.clients.index(k) for k in of] for of in (now, pool)]
-        shown = np.zeros((len(p), K, K), dtype=np.float32)
-        shown[np.ix_(range(len(p)), *at)] = p
-        theta_bar = s.theta_bar | dict(zip(now, found, strict=True))
-        return Personal(theta, theta_bar, tau, Params({"p": torch.from_numpy(shown)}), s.layers, cut)
+        x = [Change(tau[k], theta[k]) for k in pool]
+        G = self.gram(space, x)
+        p = self.weights(fed, G, {k: tau[k] for k in pool}, now)[:, [pool.index(i) for i in now]]  # (L, |now|, |pool|)
+        start, whole = [theta_bar[i] for i in now], self.aggregate == "parameters"
+        found, cut = space.aggregates(p * self.factors(space, x, G), x, start, whole)  # lines 11 and 17
+        mixed = s.theta_bar | dict(zip(now, found, strict=True))
+        return Personal(theta, mixed, tau, spread(p, fed.clients, list(now), pool), s.layers, cut)
 
     @on_client
     def train(self, client: Client, theta_bar: Params) -> Update:
@@ -131,12 +123,12 @@ class FedBip(Method[Personal]):
         return in_dtype(layout, torch.bfloat16) if self.transport == "bfloat16" else layout
 
     def weights(
-        self, fed: Federation, G: np.ndarray, x: dict[ClientId, Change], now: Container[ClientId]
+        self, fed: Federation, G: np.ndarray, tau: Mapping[ClientId, Params], now: Container[ClientId]
     ) -> np.ndarray:
         """``p`` of equation 4, by layer equation 6: (L, K, K). Of vectors that are equal bit for bit one counts."""
-        clients = list(x)
+        clients = list(tau)
         g, counts = similarities(G, self.similarity)
-        for k, of in copies({k: change.tau for k, change in x.items()}):
+        for k, of in copies(tau):
             counts[:, :, clients.index(k)] = False
             if k in now:
                 fed.exclude(k, E_DUPLICATE, f"its task vector is that of {of} bit for bit: the sums take it once")
@@ -148,17 +140,6 @@ class FedBip(Method[Personal]):
                 f'{layers[at]}, and method.negative = "raw" divides by that sum: use "clip" or "softmax"'
             )
         return p
-
-    def aggregates(
-        self, model: Any, p: np.ndarray, x: Sequence[Change], theta_bar: Sequence[Params]
-    ) -> tuple[list[Params], float]:
-        """theta_bar_i + sum_k p_ik tau_k (of parameters: sum_k p_ik theta_k), lines 11 and 17; what was cut off."""
-        found, cut = self.space_of(model).mix(p, x, theta_bar, self.aggregate == "parameters")
-        if statistics := running(model):  # as means: |p| is a weight of each, and they are no task vectors
-            q = np.abs(p).mean(0, keepdims=True)
-            means = mix(q / q.sum(2, keepdims=True), [change.theta.only(statistics) for change in x])
-            found = shelved(w.replace(mean) for w, mean in zip(found, means, strict=True))
-        return found, cut
 
     def factors(self, space: Entries, x: Sequence[Change], G: np.ndarray) -> np.ndarray:
         """(K,), by which ``norm_cap`` multiplies each vector. G has their squared norms, if it compares them."""
@@ -205,7 +186,7 @@ class FedBip(Method[Personal]):
         return s.theta[client]  # line 21
 
     def starts(self, s: Personal) -> dict[ClientId, Params]:
-        return s.theta_bar | _by(s.tau, (s.theta[i] - tau for i, tau in s.tau.items()))
+        return s.theta_bar | (Vectors(s.theta) - s.tau)
 
     def details(self, s: Personal, judge: Judge | None) -> dict[str, Any]:
         return {"cut": s.cut} if self.space == "product" else {}
@@ -218,9 +199,8 @@ class FedBip(Method[Personal]):
     ) -> tuple[Params, dict[ClientId, float]]:
         """Equation 4 over its own vector and what every other client has got so far: vectors of one round fail."""
         theta = adapt(w_0)
-        sigma = {k: bar for k, bar in s.theta_bar.items() if bar.layout is w_0.layout}
-        apart = shelved(bar - w_0 for bar in sigma.values())
-        x = [Change(theta - w_0, theta), *map(Change, apart, sigma.values())]
+        sigma = Vectors({k: bar for k, bar in s.theta_bar.items() if bar.layout is w_0.layout})
+        x = [Change(theta - w_0, theta), *map(Change, sigma.less(w_0).values(), sigma.values())]
         space = self.space_of(model)
         G = self.gram(space, x)
         g, counts = similarities(G, self.similarity)
@@ -229,7 +209,7 @@ class FedBip(Method[Personal]):
             raise InputError(
                 f'join: similarities of {client} sum to less than {LEAST}, and negative = "raw" divides by it'
             )
-        (theta_bar,), _ = self.aggregates(model, p * self.factors(space, x, G), x, [w_0])
+        (theta_bar,), _ = space.aggregates(p * self.factors(space, x, G), x, [w_0], self.aggregate == "parameters")
         return theta_bar, dict(zip([client, *sigma], p.mean((0, 1)).tolist(), strict=True))
 
     def yardsticks(self) -> dict[str, Method[Any]]:
@@ -257,11 +237,6 @@ class FedBip(Method[Personal]):
             raise InputError(f"method.norm_cap = {self.norm_cap}: expected a number of at least 1, e.g. 3.0")
 
 
-def _by(clients: Iterable[ClientId], vectors: Iterable[Params]) -> dict[ClientId, Params]:
-    """A vector each, made one by one: what does not fit into memory lies in files."""
-    return dict(zip(clients, shelved(vectors), strict=True))
-
-
 def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """The g of equation 4 (L, K, K) from inner products, and which of them count: a zero vector has only itself."""
     square, same = np.einsum("lkk->lk", G), np.eye(G.shape[1], dtype=bool)
@@ -286,7 +261,15 @@ def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float 
     return p
 
 
-def copies(tau: dict[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]]:
+def spread(p: np.ndarray, clients: Sequence[ClientId], rows: Sequence[ClientId], columns: Sequence[ClientId]) -> Params:
+    """The weights of these rows and columns among those of all clients, (L, K, K); the others are zero."""
+    at, of = ([clients.index(k) for k in some] for some in (rows, columns))
+    shown = np.zeros((len(p), len(clients), len(clients)), dtype=np.float32)
+    shown[np.ix_(range(len(p)), at, of)] = p
+    return Params({"p": torch.from_numpy(shown)})
+
+
+def copies(tau: Mapping[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]]:
     """(client, the first client that has the same vector bit for bit); zero vectors are no copies."""
     first: dict[bytes, ClientId] = {}
     for client, x in tau.items():
