@@ -101,6 +101,9 @@ def _in_file(nbytes: int) -> Tensor:
 
 def remember(memory: np.ndarray, descriptor: int) -> None:
     """The file that is mapped in ``memory``, from its begin; the descriptor is closed when nobody sees the memory."""
+    if not hasattr(os, "preadv"):  # its pages are touched instead
+        os.close(descriptor)
+        return
     if hasattr(os, "posix_fadvise"):  # a window ahead in each of a thousand files is more than memory holds
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     address = memory.ctypes.data
