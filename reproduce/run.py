@@ -212,14 +212,14 @@ def beside(
     across: Mapping[str, Mapping[str, str]],
     columns: Sequence[str],
 ) -> list[str]:
-    """For each column one table: a line for each row and name in ``across``, its points of the grid side by side."""
+    """For each column one table: a line for each name in ``across`` and row, its points of the grid side by side."""
     headings = list(dict.fromkeys(heading for points in across.values() for heading in points))
     kinds = list(dict.fromkeys(name.rpartition(".")[0] for name in rows))
     out = []
     for key in columns:
         out += [f"| {COLUMNS[key][0]} | {' | '.join(headings)} |", f"|---|{'---|' * len(headings)}"]
-        for kind in kinds:
-            for name, points in across.items():
+        for name, points in across.items():
+            for kind in kinds:
                 found = [rows.get(f"{kind}.{points.get(heading)}", {}) for heading in headings]
                 cells = [cell(key, list(by_seed.values())) for by_seed in found]
                 out.append(f"| {kind}{name and f'.{name}'} | {' | '.join(cells)} |")

@@ -92,12 +92,16 @@ def test_points_of_a_grid_stand_side_by_side_a_table_a_column(reproduce: ModuleT
         "r_0.1.a": {"0": {"accuracy": 1.0, "seconds": 2.0}, "1": {"accuracy": 3.0, "seconds": 5.0}},
         "r_0.1.a_bad": {"0": {"accuracy": 4.0, "seconds": 6.0}},
         "r_0.1.b": {"0": {"accuracy": 5.0, "seconds": 7.0}},
+        "none.a": {"0": {"accuracy": 8.0, "seconds": 9.0}},
+        "none.b": {"0": {"accuracy": 2.0, "seconds": 1.0}},
     }
     across = {"iid": {"none": "a", "bad": "a_bad"}, "": {"none": "b"}}
     assert reproduce.beside(rows, across, ("accuracy", "seconds")) == [
         *("| accuracy, % | none | bad |", "|---|---|---|"),
-        *(f"| r_0.1.iid | 2.0 ± {12.706:.1f} | 4.0 |", "| r_0.1 | 5.0 |  |", ""),
-        *("| s | none | bad |", "|---|---|---|", "| r_0.1.iid | 4 | 6 |", "| r_0.1 | 7 |  |", ""),
+        *(f"| r_0.1.iid | 2.0 ± {12.706:.1f} | 4.0 |", "| none.iid | 8.0 |  |"),
+        *("| r_0.1 | 5.0 |  |", "| none | 2.0 |  |", ""),
+        *("| s | none | bad |", "|---|---|---|", "| r_0.1.iid | 4 | 6 |", "| none.iid | 9 |  |"),
+        *("| r_0.1 | 7 |  |", "| none | 1 |  |", ""),
     ]
 
 
