@@ -15,9 +15,12 @@ def lines(claims: list[dict[str, Any]], found: Accuracies) -> list[str]:
     """The section of a page: each claim with a table of what it says of which rows."""
     out: list[str] = []
     for claim in claims:
-        rows = [line for check in claim["checks"] if (line := _line(check, found))]
+        if "columns" in claim:
+            rows = _side_by_side(claim, found)
+        elif rows := [line for check in claim["checks"] if (line := _line(check, found))]:
+            rows = [HEAD, *rows]
         if rows:
-            out += [f"**{claim['claim']}**", "", HEAD, *rows, ""]
+            out += [f"**{claim['claim']}**", "", *rows, ""]
     return out
 
 
@@ -54,22 +57,45 @@ def verdict(values: list[float], bound: float, *, at_least: bool) -> str:
     return "holds" if gap > 0 else "does not hold"
 
 
+def _side_by_side(claim: Mapping[str, Any], found: Accuracies) -> list[str]:
+    """Checks that agree in what they say, bound and seeds in one line; each in its ``column``, figure and verdict."""
+    columns: list[str] = claim["columns"]
+    by_line: dict[tuple[str, str, str], dict[str, str]] = {}
+    for check in claim["checks"]:
+        if check["column"] not in columns:
+            raise ValueError(f"{claim['claim']}: {check['what']} is of {check['column']!r}, which is none of {columns}")
+        if said := _said(check, found):
+            what, bound, figure, seeds, decided = said
+            by_line.setdefault((what, bound, seeds), {})[check["column"]] = f"{figure} {decided}"
+    head = [f"| what | bound, points | {' | '.join(columns)} | seeds |", f"|---|---|{'---|' * len(columns)}---|"]
+    rows = [
+        f"| {what} | {bound} | {' | '.join(cells.get(c, '') for c in columns)} | {seeds} |"
+        for (what, bound, seeds), cells in by_line.items()
+    ]
+    return head + rows if rows else []
+
+
 def _line(check: Mapping[str, Any], found: Accuracies) -> str:
+    said = _said(check, found)
+    return f"| {' | '.join(said)} |" if said else ""
+
+
+def _said(check: Mapping[str, Any], found: Accuracies) -> tuple[str, str, str, str, str] | None:
+    """What, bound, measured, seeds and verdict; None where rows are missing."""
     by_seed = measured(check, found)
     if not by_seed:
-        return ""
+        return None
     values = list(by_seed.values())
     mean, half = interval(values)
     at_least = "at_least" in check
     bound = check["at_least"] if at_least else check["at_most"]
-    said = f"{mean:+.1f}" if at_least else f"{mean:.1f}"
+    figure = f"{mean:+.1f}" if at_least else f"{mean:.1f}"
     if len(values) > 1:
-        said += f" ± {half:.1f}"
-    cells = [
+        figure += f" ± {half:.1f}"
+    return (
         check["what"],
         f"at {'least' if at_least else 'most'} {bound:g}",
-        said,
+        figure,
         ", ".join(by_seed),
         verdict(values, bound, at_least=at_least),
-    ]
-    return "| " + " | ".join(cells) + " |"
+    )

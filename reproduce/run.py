@@ -11,7 +11,8 @@ values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and
 grid anew), and the claims; with a
 ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as
 ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says
-so), and an ``audit`` is made of every run. This script
+so), and an ``audit`` is made of every run. ``across`` (name -> heading -> point of the grid) shows the points of one
+line side by side, a table a column. This script
 makes data and models from a folder of raw sets
 (``--data``, by default ``../shared/data`` beside the repository) into ``reproduce/.data/``, runs what has not been run
 yet, and writes ``docs/results/<folder>.md`` with the command of every figure. A table that is not run keeps its old
@@ -206,6 +207,26 @@ def head(columns: Sequence[str] = DEFAULT) -> str:
     return f"| row | {' | '.join(COLUMNS[key][0] for key in columns)} |\n|---|{'---|' * len(columns)}"
 
 
+def beside(
+    rows: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    across: Mapping[str, Mapping[str, str]],
+    columns: Sequence[str],
+) -> list[str]:
+    """For each column one table: a line for each name in ``across`` and row, its points of the grid side by side."""
+    headings = list(dict.fromkeys(heading for points in across.values() for heading in points))
+    kinds = list(dict.fromkeys(name.rpartition(".")[0] for name in rows))
+    out = []
+    for key in columns:
+        out += [f"| {COLUMNS[key][0]} | {' | '.join(headings)} |", f"|---|{'---|' * len(headings)}"]
+        for name, points in across.items():
+            for kind in kinds:
+                found = [rows.get(f"{kind}.{points.get(heading)}", {}) for heading in headings]
+                cells = [cell(key, list(by_seed.values())) for by_seed in found]
+                out.append(f"| {kind}{name and f'.{name}'} | {' | '.join(cells)} |")
+        out.append("")
+    return out
+
+
 def curves(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     """Of audited runs, first seed: about eight rounds each."""
     out = []
@@ -255,9 +276,13 @@ def write(folder: Path, about: dict[str, Any], page: dict[str, Any]) -> None:
     for table, text in about["tables"].items():
         if table in page:
             columns = text.get("columns", DEFAULT)
-            rows = [row(name, by_seed, columns) for name, by_seed in page[table]["rows"].items()]
-            out += [f"## {text['title']}", "", f"`{page[table]['command']}`", "", head(columns), *rows, ""]
-            out += curves(page[table]["rows"])
+            rows = page[table]["rows"]
+            out += [f"## {text['title']}", "", f"`{page[table]['command']}`", ""]
+            if across := text.get("across"):
+                out += beside(rows, across, columns)
+            else:
+                out += [head(columns), *(row(name, by_seed, columns) for name, by_seed in rows.items()), ""]
+            out += curves(rows)
             out += [text["found"], ""] if text.get("found") else []
     if about.get("not_run"):
         missing = [f"- {text['title']}: `{command(folder, t)}`" for t, text in about["tables"].items() if t not in page]

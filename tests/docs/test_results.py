@@ -65,6 +65,46 @@ def test_a_sum_of_rows_compares_what_two_differences_lose(reproduce: ModuleType)
     assert claims.rows_of(check) == ["a", "a.bad", "b", "b.bad"]
 
 
+def test_checks_of_one_line_stand_side_by_side_each_with_its_verdict(reproduce: ModuleType) -> None:
+    claims = sys.modules["claims"]
+    found = {"a": {"0": 90.0, "1": 80.0}, "a.few": {"0": 70.0}, "b": {"0": 60.0, "1": 90.0}, "b.few": {"0": 75.0}}
+    same = {"what": "w", "at_least": 0}
+    checks = [
+        {**same, "column": "few", "left": "a.few", "right": "b.few"},  # one seed: a line of its own
+        {**same, "column": "all", "left": "a", "right": "b"},
+        {**same, "column": "few", "left": "b", "right": "a"},
+        {**same, "column": "few", "left": "a", "right": "not there"},
+    ]
+    half = 12.706 * 20  # of 30 and -10: standard deviation 20 sqrt(2)
+    assert claims.lines([{"claim": "c", "columns": ["few", "all"], "checks": checks}], found) == [
+        *("**c**", "", "| what | bound, points | few | all | seeds |", "|---|---|---|---|---|"),
+        "| w | at least 0 | -5.0 one seed: its sign does not |  | 0 |",
+        f"| w | at least 0 | -10.0 ± {half:.1f} open: the mean does not "
+        f"| +10.0 ± {half:.1f} open: the mean holds | 0, 1 |",
+        "",
+    ]
+    with pytest.raises(ValueError, match="'none'"):
+        claims.lines([{"claim": "c", "columns": ["few"], "checks": [{**checks[0], "column": "none"}]}], found)
+
+
+def test_points_of_a_grid_stand_side_by_side_a_table_a_column(reproduce: ModuleType) -> None:
+    rows = {
+        "r_0.1.a": {"0": {"accuracy": 1.0, "seconds": 2.0}, "1": {"accuracy": 3.0, "seconds": 5.0}},
+        "r_0.1.a_bad": {"0": {"accuracy": 4.0, "seconds": 6.0}},
+        "r_0.1.b": {"0": {"accuracy": 5.0, "seconds": 7.0}},
+        "none.a": {"0": {"accuracy": 8.0, "seconds": 9.0}},
+        "none.b": {"0": {"accuracy": 2.0, "seconds": 1.0}},
+    }
+    across = {"iid": {"none": "a", "bad": "a_bad"}, "": {"none": "b"}}
+    assert reproduce.beside(rows, across, ("accuracy", "seconds")) == [
+        *("| accuracy, % | none | bad |", "|---|---|---|"),
+        *(f"| r_0.1.iid | 2.0 ± {12.706:.1f} | 4.0 |", "| none.iid | 8.0 |  |"),
+        *("| r_0.1 | 5.0 |  |", "| none | 2.0 |  |", ""),
+        *("| s | none | bad |", "|---|---|---|", "| r_0.1.iid | 4 | 6 |", "| none.iid | 9 |  |"),
+        *("| r_0.1 | 7 |  |", "| none | 1 |  |", ""),
+    ]
+
+
 def test_figures_are_points_log_perplexity_and_the_fall_of_tau(reproduce: ModuleType) -> None:
     curve = [{"angle": a} for a in (1.0, 0.6, 0.3, 0.1)]
     kept = {"accuracy": 12.5, "before": 30.0, "perplexity": math.e, "curve": curve}
@@ -322,12 +362,14 @@ def test_every_row_is_an_experiment_and_so_is_every_point_of_a_grid(folder: Path
     for path in rows:
         foundation = getattr(Experiment.load(path).method, "foundation", "")
         recipe = folder / "prepare" / f"{Path(foundation).name}.toml"
-        given = ("", "nano-vit", ".data/vit_tiny_patch16_224")
+        given = ("", "nano-vit", ".data/vit_tiny_patch16_224", ".data/vit_tiny_patch16_224.at64")
         assert foundation in given or recipe.exists(), f"{path}: nothing makes {foundation}"
     for table, text in about["tables"].items():
         first = next(path for path in rows if path.stem.startswith(f"{table}__"))  # the keys are the same for each row
         for keys in text.get("grid", {}).values():
             Experiment.load(first, keys)
+        if "across" in text:  # no point is left out of the page
+            assert {p for points in text["across"].values() for p in points.values()} == set(text["grid"])
     for path in (folder / "prepare").glob("*.toml"):
         what = Pretraining if "pretrain" in tomllib.loads(path.read_text(encoding="utf-8")) else Experiment
         what.load(path)
