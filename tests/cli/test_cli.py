@@ -459,6 +459,9 @@ def test_help_list_show_teach(capsys):
     code, out, _ = call(capsys, "list")
     assert "scaffold" in out
     assert "dirichlet" in out
+    code, out, _ = call(capsys, "list", "sources")
+    names = [line.split()[0] for line in out.splitlines()[1:] if line.startswith("  ")]
+    assert names == ["csv", "digits", "hub", "images", "jsonl", "npz", "parquet", "text"]  # what a [data] can read
     code, out, _ = call(capsys, "show", "fedadam")
     assert "arXiv:2003.00295" in out
     assert "beta_2 = 0.99" in out

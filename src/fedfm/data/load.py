@@ -12,7 +12,7 @@ import numpy as np
 
 from fedfm.data.partition import CLIENT
 from fedfm.data.partition import check as check_partition
-from fedfm.data.sources.files import FORMATS, close, content_of, existing, listing, str_array
+from fedfm.data.sources._files import FORMATS, close, content_of, existing, listing, str_array
 from fedfm.data.spec import DataSpec
 from fedfm.data.strata import hold_out, thin
 from fedfm.data.table import Kind, Table

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.data.sources.files import close, listing
+from fedfm.data.sources._files import close, listing
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.strata import hold_out, quota
 from fedfm.data.table import ClientRows, FederatedData, Table

@@ -7,8 +7,8 @@ import io
 import sys
 from pathlib import Path
 
-from fedfm.data.sources.files import At, decode, listing, read_bytes
-from fedfm.data.sources.tabular import to_table
+from fedfm.data.sources._files import At, decode, listing, read_bytes
+from fedfm.data.sources._tabular import to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError

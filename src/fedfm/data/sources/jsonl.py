@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedfm.data.sources.files import decode, gunzip, read_bytes
-from fedfm.data.sources.tabular import to_table
+from fedfm.data.sources._files import decode, gunzip, read_bytes
+from fedfm.data.sources._tabular import to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError

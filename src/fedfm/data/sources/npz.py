@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedfm.data.sources.files import close, content_of, listing, read_bytes, str_array
-from fedfm.data.sources.tabular import check_split, codes_of
+from fedfm.data.sources._files import close, content_of, listing, read_bytes, str_array
+from fedfm.data.sources._tabular import check_split, codes_of
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError

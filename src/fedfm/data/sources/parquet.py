@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedfm.data.sources.files import content_of, read_bytes
-from fedfm.data.sources.tabular import to_table
+from fedfm.data.sources._files import content_of, read_bytes
+from fedfm.data.sources._tabular import to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedfm.data.sources.files import decode, gunzip, read_bytes
+from fedfm.data.sources._files import decode, gunzip, read_bytes
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.data.sources.files import At, close, listing, str_array
+from fedfm.data.sources._files import At, close, listing, str_array
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Kind, Table
 from fedfm.errors import InputError
