@@ -165,6 +165,7 @@ def test_clients_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     [
         (DataSpec(), r"data: none is given; exactly one of name, path, hub, clients"),
         (DataSpec(name="digits", path="a.csv"), r"data: name and path are given; exactly one"),
+        (DataSpec(path="digits"), r'data\.path: there is no "digits" here; the built-in set is data\.name = "digits"'),
         (DataSpec(name="digit"), r'data\.name: there is no built-in set "digit"; .*did you mean "digits"'),
         (DataSpec(name="silo.csv"), r"a file or folder is data\.path"),
         (DataSpec(name="digits", limit=0), r"data\.limit: 0 is too small"),

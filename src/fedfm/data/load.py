@@ -111,6 +111,8 @@ def check(spec: DataSpec) -> None:
         file = Path(spec.name).suffix in _SUFFIXES or "/" in spec.name
         hint = "; a file or folder is data.path" if file else close(spec.name, BUILT_IN)
         raise InputError(f'data.name: there is no built-in set "{spec.name}"; built in: {listing(BUILT_IN)}{hint}')
+    if spec.path in BUILT_IN and not Path(spec.path).exists():
+        raise InputError(f'data.path: there is no "{spec.path}" here; the built-in set is data.name = "{spec.path}"')
     if spec.where and spec.clients:
         raise InputError("data.where does not go with data.clients: a client's file holds its own rows, and no others")
     for column, values in (spec.where or {}).items():
