@@ -170,7 +170,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="membership, epsilon, reconstruction, single_holder, inversion [all cheap ones that fit the run]",
+        help="membership, epsilon, reconstruction, single_holder, inversion, extraction, task_vector "
+        "[all cheap ones that fit the run]",
     )
     audit.add_argument(
         "--pictures", type=Path, metavar="FILE", help="inversion: the attacker's own pictures [the run's test rows]"
