@@ -91,11 +91,16 @@ def method(name: str) -> str:
     lines = [ast.get_docstring(tree) or "", "", _describe(tree), "", f"[{kinds[kind]}]", f'name = "{name}"']
     lines += _keys({key: text for key, text in rows.items() if key not in ("local", "head", "base")})
     if "local" in rows:
-        lines += ["", f"[method.local]  # the client optimiser: {', '.join(_optimisers())}", 'name = "sgd"']
-        common = _fields("fedfm.training", "SGD")
-        lines += _keys(common)
-        for optimiser, cls in _optimisers().items():
-            if more := {key: row for key, row in _fields("fedfm.training", cls).items() if key not in common}:
+        optimisers, common = _optimisers(), _fields("fedfm.training", "SGD")
+        imports = [alias for part in tree.body if isinstance(part, ast.ImportFrom) for alias in part.names]
+        usual = rows["local"][0].partition("(")[0]  # the class of the method's default
+        usual = next((alias.name for alias in imports if alias.asname == usual), usual)
+        named = {cls: optimiser for optimiser, cls in optimisers.items()}
+        lines += ["", f"[method.local]  # the client optimiser: {', '.join(optimisers)}", f'name = "{named[usual]}"']
+        lines += _keys(_fields("fedfm.training", usual))
+        for optimiser, cls in optimisers.items():
+            more = {key: row for key, row in _fields("fedfm.training", cls).items() if key not in common}
+            if more and cls != usual:
                 lines += ["", f'name = "{optimiser}"  # also takes', *_keys(more)]
     if "base" in rows:
         lines += ["", f"[method.base]  # {rows['base'][1]}: `fedfm show fedprox`", 'name = "fedavg"']

@@ -468,9 +468,17 @@ def test_help_list_show_teach(capsys):
     assert "learning_rate = 0.1" in out
     assert f"the client optimiser: {', '.join(BY_NAME)}\n" in out
     assert 'name = "dual_adapter"  # also takes' in out
+    for name, optimiser in {"feddpa": "dual_adapter", "ditto": "ditto", "fedprox": "sgd"}.items():
+        code, out, _ = call(capsys, "show", name)
+        assert f', dual_adapter\nname = "{optimiser}"\nlearning_rate' in out, "the method's own default"
     code, _, err = call(capsys, "show", "fedadm")
     assert code == 2
     assert 'did you mean "fedadam"' in err
+
+
+def test_python_dash_m_is_the_command():
+    answer = subprocess.run([sys.executable, "-m", "fedfm", "--version"], check=True, capture_output=True, text=True)
+    assert answer.stdout.split()[0] == "fedfm"
 
 
 def test_the_light_commands_import_no_heavy_library():
