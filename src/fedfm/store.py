@@ -24,10 +24,17 @@ from fedfm import wire
 from fedfm.errors import ClientFault, RunError
 from fedfm.spill import limit, remember
 
+_LONGEST = 255  # bytes of a file's name
+
 
 def safe_name(client: str) -> str:
-    """A file name for a client's name, which is untrusted: no separators, no dots alone, one name a client."""
-    return quote(client, safe="") if client.strip(".") else quote(client, safe="").replace(".", "%2E")
+    """A file name for a client's name, which is untrusted: no separators, no dots alone, one name a client.
+
+    Of one that is too long for a file system its beginning stays, and "+", which no other holds, with a hash.
+    """
+    name = quote(client, safe="", errors="surrogatepass")
+    name = name if client.strip(".") else name.replace(".", "%2E")
+    return name if len(name) <= _LONGEST else f"{name[:160]}+{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o644, sync: bool = True) -> None:
