@@ -82,10 +82,15 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def not_written(path: Path, error: OSError) -> RunError:
+def full(error: Exception) -> bool:
+    """Whether this, of the system or of a library that hides its number, says that a disk has no space left."""
+    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes)
+
+
+def not_written(path: Path, error: Exception) -> RunError:
     """What to say when a file of a run could not be written."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    what = "the disk is full" if full else error.strerror
+    what = "the disk is full" if full(error) else getattr(error, "strerror", None) or str(error)
     return RunError(f"cannot write {path}: {what}; what was committed before is kept")
 
 

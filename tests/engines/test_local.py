@@ -135,7 +135,7 @@ def test_a_worker_that_dies_between_two_rounds_is_replaced_and_no_client_is_blam
 
 @pytest.mark.parametrize("letters", [1, 600], ids=["payloads", "names"])
 def test_a_chunk_is_cut_where_a_control_message_ends(tmp_path, letters):
-    """256 requests with a payload each, more descriptors than the system sends at once; and names of 150 kB together."""
+    """256 payloads, more descriptors than the system sends at once; and names of 150 kB together."""
     method, rows = FedAvg(local=SGD()), {f"{i:03}" + "n" * letters: [float(i)] for i in range(256)}
     silos = Silos(method, Aggregator(), Toys(rows), memory=tmp_path)
     link = LocalLink(silos, workers=2, timeout=1.0)
