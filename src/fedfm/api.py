@@ -12,7 +12,7 @@ from typing import Any
 
 from fedfm import store
 from fedfm.engines import start
-from fedfm.errors import FedfmError, InputError
+from fedfm.errors import FedfmError, InputError, RunError
 from fedfm.experiment import Experiment
 from fedfm.population import Partitioned
 from fedfm.progress import Progress
@@ -81,6 +81,11 @@ def drive(
         if fresh and not run.metrics():
             store.discard(run.path, ("manifest.json", "checkpoint", "private"))
         raise
+    except OSError as error:
+        if not store.full(error):
+            raise
+        where = error.filename or "a temporary file (TMPDIR says where)"
+        raise RunError(f"cannot write {where}: the disk is full; what was committed before is kept") from error
     finally:
         progress.finished()
     from fedfm.report import html

@@ -287,5 +287,7 @@ def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
 
 def record_error(folder: Path, client: ClientId, text: str) -> None:
     """A client's traceback, kept where only its owner looks."""
-    with open(folder / "private" / "errors.log", "a", encoding="utf-8", opener=store.private) as file:
+    with open(
+        folder / "private" / "errors.log", "a", encoding="utf-8", errors="backslashreplace", opener=store.private
+    ) as file:
         file.write(f"--- {client}\n{text}\n")

@@ -31,6 +31,16 @@ from fedfm.experiment import Experiment
 from fedfm.federation import Excluded, Federation
 
 SCHEMA = 1
+_NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices", "result", "split"}  # of a manifest
+# Files that a killed process may leave half-written.
+_PARTS = (
+    ".manifest.json.*",
+    ".metrics.jsonl.*",
+    "checkpoint/.*",
+    "arrays/.*",
+    "private/server/.*",
+    "private/memory/*/.*",
+)
 KEEP = 2  # checkpoints: the newest, and one to fall back on
 DO_NOT_SHARE = (
     "private/ holds clients' memories and keys: never share it.",
@@ -99,11 +109,21 @@ class Run:
         if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
             schema = manifest.get("schema") if isinstance(manifest, dict) else None
             raise InputError(f"{path}: schema {schema}; this release reads {SCHEMA}: use the fedfm that wrote it")
+        if missing := sorted(_NEEDED - manifest.keys()):
+            raise InputError(f'{path}/manifest.json is damaged: "{missing[0]}" is missing')
         return cls(path, manifest)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Two processes never write one run. The lock goes with the process, however that ends."""
+        """Two processes never write one run. The lock goes with the process, however that ends.
+
+        Raises:
+            InputError: another process has it, or an unfinished run has lost what its clients and it keep.
+        """
+        private = self.path / "private"
+        if not private.is_dir() and self.manifest["result"] is None:
+            raise InputError(f"{private} is missing: a run cannot go on without its clients' memories and its secrets")
+        private.mkdir(mode=0o700, exist_ok=True)
         with open(self.path / "private" / "lock", "w", opener=store.private) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +138,7 @@ class Run:
     def write_manifest(self) -> None:
         """Replace ``manifest.json``."""
         text = json.dumps(self.manifest, indent=1, ensure_ascii=False, default=_number)
-        store.write_atomic(self.path / "manifest.json", text.encode() + b"\n")
+        store.write_atomic(self.path / "manifest.json", _bytes(text + "\n"))
 
     # --- commits -----------------------------------------------------------------------------------------------------
 
@@ -126,8 +146,7 @@ class Run:
         self, t: int, state: Any, fed: Federation, seconds: float, extra: Mapping[str, Any] | None = None
     ) -> None:
         """Round t is done: from here on a resumed run continues after it."""
-        lines = "".join(crossing.line() + "\n" for crossing in fed.transcript.drain())
-        length = self._append("messages.jsonl", lines)
+        length = self.note_messages(fed)
         record = {
             "round": t,
             "state": state,
@@ -144,11 +163,18 @@ class Run:
         for path in self._checkpoints()[:-KEEP]:
             path.unlink(missing_ok=True)
 
+    def note_messages(self, fed: Federation) -> int:
+        """Append the crossings since the last call; returns the file's length."""
+        return self._append("messages.jsonl", "".join(crossing.line() + "\n" for crossing in fed.transcript.drain()))
+
     def restore(self, state_type: Any) -> dict[str, Any] | None:
         """The newest checkpoint that is whole; None before the first commit. Later lines of the logs are cut off.
 
-        A damaged checkpoint is passed over for the one before, and the manifest says so.
+        A damaged checkpoint is passed over for the one before, and the manifest says so. What a killed process has
+        left half-written goes.
         """
+        for path in (path for pattern in _PARTS for path in self.path.glob(pattern)):
+            path.unlink(missing_ok=True)
         for path in reversed(self._checkpoints()):
             record = store.load(path)
             if record is None:
@@ -156,10 +182,11 @@ class Run:
                 path.unlink(missing_ok=True)
                 continue
             record["state"] = conform(record["state"], state_type, "state")
-            self._truncate("messages.jsonl", record["messages"])
             self._keep_metrics(record["round"])
+            judged = any(line["round"] == record["round"] for line in self.metrics())
+            self._keep_messages(record["messages"], record["round"] if judged else None)
             return dict(record)
-        self._truncate("messages.jsonl", 0)
+        self._keep_messages(0, None)
         self._keep_metrics(-1)
         return None
 
@@ -213,9 +240,19 @@ class Run:
         self._append("metrics.jsonl", json.dumps(line, ensure_ascii=False, default=_number) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``; a torn last line is left out."""
+        """The lines of ``metrics.jsonl``; a torn last line is left out.
+
+        Raises:
+            InputError: another line is damaged, or the file cannot be read.
+        """
         path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        try:
+            lines = path.read_bytes().split(b"\n") if path.exists() else []
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        for number, line in enumerate(lines[:-1], 1):
+            if line and _round(line) is None:
+                raise InputError(f"{path}, line {number} is damaged: take it out, and the run can go on without it")
         return [json.loads(line) for line in lines[:-1] if line]
 
     def _checkpoint(self, t: int) -> Path:
@@ -228,23 +265,45 @@ class Run:
         path = self.path / name
         try:
             with open(path, "ab") as file:
-                file.write(text.encode())
+                file.write(_bytes(text))
                 return file.tell()
         except OSError as error:
             raise store.not_written(path, error) from error
 
-    def _truncate(self, name: str, length: int) -> None:
-        path = self.path / name
-        if path.exists() and path.stat().st_size > length:
-            os.truncate(path, length)
+    def _keep_messages(self, length: int, judged: int | None) -> None:
+        """Cut ``messages.jsonl`` after a commit; what judged that round's models stays, if its metrics are there."""
+        path = self.path / "messages.jsonl"
+        if not path.exists() or path.stat().st_size <= length:
+            return
+        with open(path, "rb") as file:
+            file.seek(length)
+            for line in file if judged is not None else ():
+                if not line.endswith(b"\n") or _round(line) != judged:
+                    break
+                length += len(line)
+        os.truncate(path, length)
 
     def _keep_metrics(self, last: int) -> None:
         path = self.path / "metrics.jsonl"
         if path.exists():
             kept = [m for m in self.metrics() if m["round"] <= last]
             text = "".join(json.dumps(m, ensure_ascii=False) + "\n" for m in kept)
-            if text.encode() != path.read_bytes():
-                store.write_atomic(path, text.encode())
+            if _bytes(text) != path.read_bytes():
+                store.write_atomic(path, _bytes(text))
+
+
+def _bytes(text: str) -> bytes:
+    """UTF-8. What has no place in it, as in names of files that were none, stands as JSON's escape."""
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _round(line: bytes) -> int | None:
+    """Of a line of a log; None where it is damaged."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found["round"] if isinstance(found, dict) and isinstance(found.get("round"), int) else None
 
 
 def _manifest(experiment: Experiment) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fedfm import wire
+from fedfm import store, wire
 from fedfm.errors import RunError
 from fedfm.federation import ClientId, Federation, each
 from fedfm.method import Method
@@ -96,6 +96,7 @@ class Server:
         }
         if PASSES in self.fed.metrics:
             line[PASSES] = self.fed.metrics[PASSES]
+        self.run.note_messages(self.fed)
         self.run.log(line)
         self._progress.round(line)
 
@@ -235,6 +236,7 @@ class Server:
         run.manifest["ledger"]["entries"] += spent
         run.manifest["ledger"]["epsilon"] = result["epsilon"]
         self._write_models(models)
+        run.note_messages(fed)  # of asking for the final models
         run.manifest["result"] = result
         run.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         run.write_manifest()
@@ -263,10 +265,15 @@ class Server:
             found["tmac"] = None if rounds is None else costs.tmac(cohorts[:rounds], beside)
 
     def _write_models(self, models: Mapping[ClientId, Params]) -> None:
+        from safetensors import SafetensorError
+
         from fedfm.models.export import save
 
         for client, w in models.items():
-            save(self.fed.model, w, self.run.adapter(client))
+            try:
+                save(self.fed.model, w, self.run.adapter(client))
+            except (OSError, SafetensorError) as error:
+                raise store.not_written(self.run.adapter(client), error) from error
 
 
 def _mean(values: Any) -> float | None:

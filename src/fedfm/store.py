@@ -24,10 +24,17 @@ from fedfm import wire
 from fedfm.errors import ClientFault, RunError
 from fedfm.spill import limit, remember
 
+_LONGEST = 255  # bytes of a file's name
+
 
 def safe_name(client: str) -> str:
-    """A file name for a client's name, which is untrusted: no separators, no dots alone, one name a client."""
-    return quote(client, safe="") if client.strip(".") else quote(client, safe="").replace(".", "%2E")
+    """A file name for a client's name, which is untrusted: no separators, no dots alone, one name a client.
+
+    Of one that is too long for a file system its beginning stays, and "+", which no other holds, with a hash.
+    """
+    name = quote(client, safe="", errors="surrogatepass")
+    name = name if client.strip(".") else name.replace(".", "%2E")
+    return name if len(name) <= _LONGEST else f"{name[:160]}+{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o644, sync: bool = True) -> None:
@@ -75,10 +82,15 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def not_written(path: Path, error: OSError) -> RunError:
+def full(error: Exception) -> bool:
+    """Whether this, of the system or of a library that hides its number, says that a disk has no space left."""
+    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes)
+
+
+def not_written(path: Path, error: Exception) -> RunError:
     """What to say when a file of a run could not be written."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    what = "the disk is full" if full else error.strerror
+    what = "the disk is full" if full(error) else getattr(error, "strerror", None) or str(error)
     return RunError(f"cannot write {path}: {what}; what was committed before is kept")
 
 

@@ -41,6 +41,7 @@ MAX_BYTES = 4 << 30  # of one payload's data; more is refused before anything is
 MAX_HEAD = 64 << 20
 MAX_DEPTH = 32
 _SMALL = 1 << 16  # a head up to this length is remembered
+_FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -59,7 +60,10 @@ def encode(value: Any) -> tuple[str, list[memoryview | bytes]]:
         TypeError: something in it cannot travel.
     """
     pieces: list[memoryview | bytes] = []
-    return _encode(value, pieces), pieces
+    try:
+        return _encode(value, pieces), pieces
+    except RecursionError:
+        raise _too_deep() from None
 
 
 def _encode(value: Any, pieces: list[memoryview | bytes]) -> str:
@@ -72,17 +76,19 @@ def _encode(value: Any, pieces: list[memoryview | bytes]) -> str:
         case bool():
             return "true" if value else "false"
         case int():
-            pieces.append(struct.pack("<q", value))
+            pieces.append(_INT.pack(_eight_bytes(value)))
             return '"i"'
         case float():
-            pieces.append(struct.pack("<d", value))
+            pieces.append(_FLOAT.pack(value))
             return '"f"'
         case str():
             return f'{{"s":{json.dumps(value)}}}'
         case Tensor():
+            name = _tensor_name(value)
             pieces.append(to_bytes(value.detach().cpu().contiguous()))
-            return f'{{"t":["{_NAMES[value.dtype]}",{_compact(list(value.shape))}]}}'
+            return f'{{"t":["{name}",{_compact(list(value.shape))}]}}'
         case np.ndarray():
+            _array_name(value)
             return _encode(torch.from_numpy(np.ascontiguousarray(value)), pieces)
         case np.generic():
             return _encode(value.item(), pieces)
@@ -99,6 +105,31 @@ def _encode(value: Any, pieces: list[memoryview | bytes]) -> str:
 
 def _cannot_travel(kind: type) -> TypeError:
     return TypeError(f"{kind.__name__} cannot travel: use Params, tensors, numbers, text, lists, dicts, dataclasses")
+
+
+def _too_deep() -> TypeError:
+    return TypeError("what is nested as deep as this, or in itself, cannot travel")
+
+
+def _eight_bytes(value: int) -> int:
+    if not -(1 << 63) <= value < 1 << 63:
+        raise TypeError("a whole number of more than eight bytes cannot travel")
+    return value
+
+
+def _tensor_name(value: Tensor) -> str:
+    if value.layout is not torch.strided or value.is_meta or value.dtype not in _NAMES:
+        kind = "meta" if value.is_meta else str(value.dtype if value.layout is torch.strided else value.layout)
+        raise TypeError(
+            f"a tensor of {kind.removeprefix('torch.')} cannot travel: use dense ones of {', '.join(DTYPES)}"
+        )
+    return _NAMES[value.dtype]
+
+
+def _array_name(value: np.ndarray) -> str:
+    if value.dtype.name not in DTYPES:
+        raise TypeError(f"an array of {value.dtype.name} cannot travel: use {', '.join(DTYPES)}")
+    return value.dtype.name
 
 
 def _key(key: Any) -> str:
@@ -127,8 +158,15 @@ def _text(text: str) -> str:
 
 
 def size(value: Any) -> tuple[int, int]:
-    """(length of the head, length of the data) that :func:`encode` would give, from structure and shapes alone."""
-    return _sizer(type(value))(value)  # type: ignore[arg-type]
+    """(length of the head, length of the data) that :func:`encode` would give, from structure and shapes alone.
+
+    Raises:
+        TypeError: something in it cannot travel.
+    """
+    try:
+        return _sizer(type(value))(value)  # type: ignore[arg-type]
+    except RecursionError:
+        raise _too_deep() from None
 
 
 @functools.lru_cache(maxsize=512)
@@ -145,11 +183,16 @@ def _sizer(kind: type) -> Callable[[Any], tuple[int, int]]:
     raise _cannot_travel(kind)
 
 
+def _size_of_int(value: int) -> tuple[int, int]:
+    _eight_bytes(value)
+    return 3, 8
+
+
 def _size_of_items(items: Iterable[tuple[Any, Any]]) -> tuple[int, int]:
     head, data, count = 8, 0, 0
     for k, v in items:
         h, d = size(v)
-        head, data, count = head + len(_text(k)) + 1 + h, data + d, count + 1
+        head, data, count = head + len(_text(_key(k))) + 1 + h, data + d, count + 1
     return head + max(count - 1, 0), data
 
 
@@ -164,11 +207,12 @@ def _size_of_array(dtype: str, value: Any) -> tuple[int, int]:
 
 _SIZERS: tuple[tuple[type | tuple[type, ...], Callable[[Any], tuple[int, int]]], ...] = (
     (bool, lambda value: (4 if value else 5, 0)),
-    ((int, float), lambda value: (3, 8)),
+    (int, _size_of_int),
+    (float, lambda value: (3, 8)),
     (str, lambda value: (6 + len(_text(value)), 0)),
     (Params, lambda value: (6 + len(_entries(value.layout)), value.layout.nbytes)),
-    (Tensor, lambda value: _size_of_array(_NAMES[value.dtype], value)),
-    (np.ndarray, lambda value: _size_of_array(value.dtype.name, value)),
+    (Tensor, lambda value: _size_of_array(_tensor_name(value), value)),
+    (np.ndarray, lambda value: _size_of_array(_array_name(value), value)),
     (np.generic, lambda value: size(value.item())),
     (Mapping, lambda value: _size_of_items(value.items())),
     ((list, tuple), _size_of_list),
@@ -198,7 +242,6 @@ def decode(head: str, data: bytes | memoryview | np.ndarray, hint: Any = Any, *,
 
 
 Read = Callable[[Any], Any]  # from the data of a message: a memoryview, or an array of which tensors are views
-_FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
 
 
 def _compiled(head: str) -> tuple[Read, int]:
@@ -287,4 +330,6 @@ def _dtype(name: Any) -> torch.dtype:
 def _shape(shape: Any) -> tuple[int, ...]:
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape) or len(shape) > 16:
         raise ClientFault(E_FORMAT, f"{str(shape)[:60]} is not a shape")
+    if math.prod(max(n, 1) for n in shape) >= 1 << 62:  # with a 0 beside them, they are no entries, and yet no tensor
+        raise ClientFault(E_FORMAT, f"{str(shape)[:60]} is not the shape of a tensor")
     return tuple(shape)

@@ -5,12 +5,13 @@ import signal
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
 from fedfm.engines.local import Interrupted, LocalLink, processes
 from fedfm.errors import InputError, RunError
-from fedfm.federation import Aggregator, Federation, Update, each, on_client
+from fedfm.federation import Aggregator, Federation, Request, Update, each, on_client
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
 from fedfm.params import Params
@@ -77,6 +78,77 @@ def test_a_bad_client_is_named_and_the_round_goes_on(tmp_path, workers, name, co
     assert [e.client for e in fed.excluded] == [name, name]
     assert all(e.code.startswith(code) for e in fed.excluded)
     fed._link.close()
+
+
+def _in_itself():
+    inner = []
+    inner.append(inner)
+    return inner
+
+
+UNTRAVELLED = {
+    "complex": lambda: torch.zeros(1, dtype=torch.complex64),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "uint16": lambda: np.zeros(1, np.uint16),
+    "integer": lambda: 1 << 63,
+    "number key": lambda: {1: 2.0},
+    "itself": _in_itself,
+}
+
+
+@dataclass(frozen=True)
+class Untravelled(FedAvg):
+    """One client's metrics hold what has no place in the wire format."""
+
+    @on_client
+    def train(self, client, w: Params) -> Update:
+        one = Params({"w": torch.tensor([1.0])})
+        return Update(one, 1, {"loss": UNTRAVELLED[client.id]() if client.id in UNTRAVELLED else 1.0})
+
+
+@pytest.mark.parametrize("link", LINKS, ids=str)
+@pytest.mark.parametrize("name", UNTRAVELLED)
+def test_what_cannot_travel_costs_its_client_the_round_on_every_link(tmp_path, link, name):
+    fed = federation(Untravelled(), {"a": [0.0], name: [0.0]}, tmp_path, **link)
+    states = run(Untravelled(), fed, 1)
+    assert float(states[-1]["w"]) == 2.0
+    assert [(e.client, e.code) for e in fed.excluded] == [(name, "E_EXCEPTION")]
+    assert "cannot travel" in fed.excluded[0].reason or "text keys" in fed.excluded[0].reason
+
+
+def test_a_worker_that_dies_between_two_rounds_is_replaced_and_no_client_is_blamed(tmp_path):
+    method, found = FedAvg(local=SGD()), []
+    for killed in (False, True):
+        fed = federation(method, ROWS, tmp_path / str(killed), workers=2)
+        state = method.init(fed)
+        for t in (1, 2):
+            fed.begin(t)
+            state = method.step(fed, state, t)
+            if killed and t == 1:
+                pid = fed._link._pool._workers[0].pid
+                os.kill(pid, signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert fed.excluded == []
+        found.append(state["w"].item())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("letters", [1, 600], ids=["payloads", "names"])
+def test_a_chunk_is_cut_where_a_control_message_ends(tmp_path, letters):
+    """256 payloads, more descriptors than the system sends at once; and names of 150 kB together."""
+    method, rows = FedAvg(local=SGD()), {f"{i:03}" + "n" * letters: [float(i)] for i in range(256)}
+    silos = Silos(method, Aggregator(), Toys(rows), memory=tmp_path)
+    link = LocalLink(silos, workers=2, timeout=1.0)
+    w = silos.population.model.params()
+    requests = [Request(c, "train.FedAvg_train", {"w": w * i}, 1, 1) for i, c in enumerate(rows)]
+    pids = set()
+    replies = []
+    for reply in link._pool.exchange(requests, lambda: False, width=256):
+        pids |= {worker.pid for worker in link._pool._workers}
+        replies.append(reply)
+    link.close()
+    assert {r.client: r.fault for r in replies} == dict.fromkeys(rows)
+    assert len(pids) == 2  # nobody died of it
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -176,6 +176,13 @@ def test_a_bomb_is_refused_before_memory_is_taken():
         wire.decode(head, b"\0" * 100, Update)
 
 
+@pytest.mark.parametrize("node", ['{{"t":["float32",{0}]}}', '{{"p":[["w","float32",{0}]]}}'])
+@pytest.mark.parametrize("shape", [[0, (1 << 40) - 1, (1 << 40) - 1], [1 << 31, 1 << 31, 0]])
+def test_a_shape_without_entries_that_no_tensor_has_is_refused(node, shape):
+    with pytest.raises(ClientFault, match="E_FORMAT"):
+        wire.decode(node.format(shape), b"")
+
+
 def test_deep_nesting_is_refused():
     for depth in (40, 100_000):
         with pytest.raises(ClientFault):

@@ -55,13 +55,22 @@ def over_the_wire(silos: Silos, requests: Sequence[Request]) -> list[Any]:
         body = codec.from_record(record, None)["body"]
         payload = silos.conform(request.handler, body)
         delivered.append(Request(request.client, request.handler, payload, request.round, request.call))
-    values = silos.answer(delivered)
-    return [
-        v
-        if isinstance(v, ClientFault)
-        else codec.from_record(round_trip(codec.to_record(codec.envelope(r.round, r.call, v))), None)["body"]
-        for r, v in zip(requests, values, strict=True)
-    ]
+    return [_returned(r, v) for r, v in zip(requests, silos.answer(delivered), strict=True)]
+
+
+def _returned(request: Request, value: Any) -> Any:
+    """A reply's value as the server gets it; of one that cannot travel, a fault."""
+    from fedfm import codec
+
+    if isinstance(value, ClientFault):
+        return value
+    try:
+        record = codec.to_record(codec.envelope(request.round, request.call, value))
+        return codec.from_record(round_trip(record), None)["body"]
+    except ClientFault as fault:
+        return fault
+    except TypeError as error:
+        return ClientFault(E_EXCEPTION, str(error))
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedfm.rundir import Run
 
 JUDGE = "server.judge"
-_PIECES = 256  # requests at a time: they have to fit into one control message
+_PIECES = 256  # requests at a time
 
 
 class Interrupted(KeyboardInterrupt):
@@ -111,7 +111,8 @@ class LocalLink:
             return {}
         self._judged += 1  # with a round below any other, so that workers know the payload as new
         pieces = self._silos.population.pieces  # type: ignore[attr-defined]
-        requests = [Request(name, JUDGE, {"w": w}, -1 - self._judged, 0) for name in pieces]
+        payload = {"w": w}  # one for all: it is encoded once
+        requests = [Request(name, JUDGE, payload, -1 - self._judged, 0) for name in pieces]
         # Large chunks, so that nobody takes over a piece that is kept elsewhere.
         replies = list(self._pool.exchange(requests, self._stop, width=_PIECES))
         if self._stop():

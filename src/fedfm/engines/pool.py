@@ -30,6 +30,7 @@ from fedfm.federation import ClientId, Reply, Request
 from fedfm.silo import Silos
 
 _LIMIT = 1 << 16  # bytes of a control message
+_FDS = 64  # descriptors that go with one; Linux takes 253
 _BOX = (
     1 << 23
 )  # bytes of replies up to which a worker keeps a file: new pages cost ten times what writing to old ones does
@@ -81,7 +82,7 @@ class Pool:
                 while True:
                     for slot, worker in enumerate(self._workers):
                         if not worker.requests and waiting and not stop():
-                            self._send(slot, worker, _take(waiting, slot, self._home), payloads)
+                            self._send(slot, selector, waiting, payloads)
                     busy = [w for w in self._workers if w.requests]
                     if not busy:
                         break
@@ -90,7 +91,8 @@ class Pool:
                     for key, _ in ready:
                         slot = key.data
                         worker = self._workers[slot]
-                        if not worker.requests:
+                        if not worker.requests:  # it says nothing unasked: it is gone
+                            self._replace(slot, selector)
                             continue
                         answer = _received(worker)
                         if answer is None:
@@ -98,7 +100,7 @@ class Pool:
                             continue
                         answered, worker.requests = worker.requests, []
                         if waiting and not stop():  # it goes on while its replies are read
-                            self._send(slot, worker, _take(waiting, slot, self._home), payloads)
+                            self._send(slot, selector, waiting, payloads)
                         yield from _replies(answered, worker.boxes, *answer, payloads)
                     for slot, worker in enumerate(self._workers):
                         if worker.requests and time.monotonic() > worker.deadline:
@@ -106,36 +108,67 @@ class Pool:
         finally:
             payloads.close()
 
-    def _send(self, slot: int, worker: _Worker, chunk: list[Request], payloads: _Payloads) -> None:
+    def _send(
+        self, slot: int, selector: selectors.BaseSelector, waiting: list[list[Request]], payloads: _Payloads
+    ) -> None:
+        """Hand the slot's worker its next chunk, or as much of it as one control message holds."""
+        chunk = _take(waiting, slot, self._home)
+        if not self._deliver(self._workers[slot], chunk, waiting, payloads):
+            # It died while it had nothing to do: no client's doing. What is put back goes to the new one.
+            self._replace(slot, selector)
+            self._deliver(self._workers[slot], _take(waiting, slot, self._home), waiting, payloads)
+        for request in self._workers[slot].requests:
+            self._home[request.client] = slot
+
+    def _deliver(
+        self, worker: _Worker, chunk: list[Request], waiting: list[list[Request]], payloads: _Payloads
+    ) -> bool:
+        """Send the chunk; what does not fit, or all of it if the worker is gone (False), waits again."""
         fds: list[int] = []
-        tasks = []
+        texts: list[str] = []
+        new, length = set[int](), 2
         for request in chunk:
             number = payloads.number(request)
-            fd = -1
-            if number not in worker.known:
-                worker.known.add(number)
-                fd = len(fds)
-                fds.append(payloads.files[number])
+            fd = -1 if number in worker.known or number in new else len(fds)
             head, once = payloads.heads[number], payloads.once(request)
-            tasks.append([request.client, request.handler, request.round, request.call, number, fd, head, once])
-            self._home[request.client] = slot
-        message = json.dumps(tasks).encode()
-        worker.requests, worker.deadline = chunk, time.monotonic() + self._timeout * len(chunk)
-        with contextlib.suppress(OSError):  # a worker that is gone shows as an end of file when we listen
-            socket.send_fds(worker.socket, [message], fds)
+            text = json.dumps([request.client, request.handler, request.round, request.call, number, fd, head, once])
+            if texts and (length + len(text) + 2 > _LIMIT or fd == _FDS):
+                break
+            if fd >= 0:
+                new.add(number)
+                fds.append(payloads.files[number])
+            texts.append(text)
+            length += len(text) + 2
+        taken, rest = chunk[: len(texts)], chunk[len(texts) :]
+        try:
+            socket.send_fds(worker.socket, [f"[{', '.join(texts)}]".encode()], fds)
+        except (BrokenPipeError, ConnectionResetError):
+            waiting.insert(0, chunk)
+            return False
+        if rest:
+            waiting.insert(0, rest)
+        worker.known |= new
+        worker.requests, worker.deadline = taken, time.monotonic() + self._timeout * len(taken)
+        return True
+
+    def _replace(self, slot: int, selector: selectors.BaseSelector) -> int:
+        """A new worker in the place of one that is gone or has been ended; returns the old one's status."""
+        worker = self._workers[slot]
+        selector.unregister(worker.socket)
+        worker.socket.close()
+        _, status = os.waitpid(worker.pid, 0)
+        self._workers[slot] = self._fork()
+        selector.register(self._workers[slot].socket, selectors.EVENT_READ, slot)
+        return status
 
     def _lost(
         self, slot: int, selector: selectors.BaseSelector, waiting: list[list[Request]], timeout: float | None
     ) -> Iterator[Reply]:
         """A worker died, or has to: replace it, and find out which client of its chunk it was."""
         worker = self._workers[slot]
-        selector.unregister(worker.socket)
-        worker.socket.close()
         if timeout is not None:
             os.kill(worker.pid, signal.SIGKILL)
-        _, status = os.waitpid(worker.pid, 0)
-        self._workers[slot] = self._fork()
-        selector.register(self._workers[slot].socket, selectors.EVENT_READ, slot)
+        status = self._replace(slot, selector)
         if len(worker.requests) > 1:
             waiting.extend([request] for request in worker.requests)
             return
@@ -361,7 +394,7 @@ def _work(silos: Silos, link: socket.socket) -> None:
     payloads: dict[int, Any] = {}
     exchange, outbox = (-1, -1), _Outbox()
     while True:
-        message, fds, _, _ = socket.recv_fds(link, _LIMIT, 64)
+        message, fds, _, _ = socket.recv_fds(link, _LIMIT, _FDS)
         if not message:
             return
         tasks = json.loads(message)

@@ -54,7 +54,9 @@ def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -
 
 def plain(name: str) -> str:
     """A file name for a text that others chose; ``store.safe_name`` does the same where torch is loaded."""
-    return quote(name, safe="") if name.strip(".") else quote(name, safe="").replace(".", "%2E")
+    text = quote(name, safe="", errors="surrogatepass")
+    text = text if name.strip(".") else text.replace(".", "%2E")
+    return text if len(text) <= 255 else f"{text[:160]}+{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:

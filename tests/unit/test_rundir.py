@@ -1,0 +1,183 @@
+"""Run directories that were stopped anywhere, damaged, filled up or named badly."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedfm
+from fedfm import store
+from fedfm.engines.stub import plain
+from fedfm.errors import InputError
+from fedfm.population import record_error
+from fedfm.progress import Progress
+from small import experiment
+
+
+class _Stop(Progress):
+    """Stops the run when a round has been judged."""
+
+    def __init__(self, after):
+        self._after = after
+
+    def round(self, line):
+        if line["round"] == self._after:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A run of four rounds that was stopped after the second."""
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(experiment(tmp_path), tmp_path / "run", progress=_Stop(2))
+    return tmp_path / "run"
+
+
+def _lines(run, name="messages.jsonl"):
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def test_every_crossing_is_written_down_those_after_the_last_commit_too(tmp_path):
+    """The last scores, and the models that clients keep, which are asked for at the end."""
+    keeping = {"name": "ditto", "learning_rate": 0.2, "batch_size": 16}
+    method = {"name": "fedbip", "rounds": 2, "fraction": 1.0, "local": keeping}
+    fedfm.run(experiment(tmp_path, method=method), tmp_path / "run")
+    clients = set(fedfm.load_run(tmp_path / "run").manifest["clients"])
+    sent = {(m["from"], m["handler"].rpartition("_")[2]) for m in _lines(tmp_path / "run") if m["round"] == 2}
+    for handler in ("train", "evaluate", "reveal"):
+        assert {who for who, what in sent if what == handler} == clients | {"server"}
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_run_that_was_stopped_after_scores_has_the_messages_of_one_that_was_not(stopped, tmp_path, torn):
+    fedfm.run(experiment(tmp_path), tmp_path / "straight")
+    if torn:  # and killed while it wrote the messages of round 3
+        with open(stopped / "messages.jsonl", "a") as file:
+            file.write(json.dumps(_lines(stopped)[-1] | {"round": 3}) + '\n{"round": 2, "fr')
+    fedfm.resume(stopped)
+    assert (stopped / "messages.jsonl").read_text() == (tmp_path / "straight/messages.jsonl").read_text()
+
+
+def test_scores_that_were_asked_for_again_are_written_down_once(stopped, tmp_path):
+    """Killed between the messages and the line of metrics."""
+    fedfm.run(experiment(tmp_path), tmp_path / "straight")
+    path = stopped / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    fedfm.resume(stopped)
+    assert (stopped / "messages.jsonl").read_text() == (tmp_path / "straight/messages.jsonl").read_text()
+
+
+@pytest.mark.parametrize("line", ['{"round": 1, "sec', "[1]", "{}", "\x00"])
+def test_a_damaged_line_of_metrics_is_named(stopped, line):
+    path = stopped / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], line, *lines[2:]]) + "\n")
+    with pytest.raises(InputError, match=r"metrics.jsonl, line 2 is damaged"):
+        fedfm.resume(stopped)
+    path.write_text("\n".join([lines[0], *lines[2:]]) + "\n")
+    assert fedfm.resume(stopped)["rounds"] == 4
+
+
+@pytest.mark.parametrize("key", ["experiment", "result", "notices", "fingerprints"])
+def test_a_manifest_without_what_a_run_needs_is_refused(stopped, key):
+    manifest = json.loads((stopped / "manifest.json").read_text())
+    (stopped / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != key}))
+    with pytest.raises(InputError, match=f'"{key}" is missing'):
+        fedfm.resume(stopped)
+
+
+def test_a_run_without_its_memories_does_not_go_on(stopped):
+    (stopped / "private/lock").unlink()
+    (stopped / "private").rmdir()
+    with pytest.raises(InputError, match="private is missing"):
+        fedfm.resume(stopped)
+
+
+def test_what_a_killed_process_left_half_written_goes(stopped):
+    parts = [stopped / ".manifest.json.x1", stopped / "checkpoint/.round-000003.safetensors.x2"]
+    for part in parts:
+        part.write_bytes(b"half")
+    fedfm.resume(stopped)
+    assert not any(part.exists() for part in parts)
+
+
+_FULL = """
+import resource, sys, fedfm
+from pathlib import Path
+from fedfm.errors import RunError
+from fedfm.models import export
+
+save = export.save
+
+def late(*args):  # the disk is full when the models are written
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+    save(*args)
+
+if sys.argv[2] == "full":
+    export.save = late
+import json, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+try:
+    print(fedfm.resume(sys.argv[1])["params_sha256"])
+except RunError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_is_full_when_the_models_are_written_is_said_and_nothing_is_lost(stopped, tmp_path):
+    straight = fedfm.run(experiment(tmp_path), tmp_path / "straight")["params_sha256"]
+
+    def go(how):
+        command = [sys.executable, "-c", _FULL, str(stopped), how]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        return done.stdout.strip()
+
+    assert "the disk is full; what was committed before is kept" in go("full")
+    assert go("free") == straight
+
+
+def test_names_that_are_too_long_for_a_file_get_one_of_their_own():
+    names = [
+        "\N{CJK UNIFIED IDEOGRAPH-5317}" * 60,
+        "\N{CJK UNIFIED IDEOGRAPH-5317}" * 60 + "x",
+        "x" * 300,
+        "\ud800",
+        "x",
+    ]
+    found = [store.safe_name(name) for name in names]
+    assert found == [plain(name) for name in names]
+    assert len(set(found)) == len(names)
+    assert max(map(len, found)) <= 255
+    assert store.safe_name("x" * 255) == "x" * 255
+    assert "+" not in store.safe_name("a+" * 100)[:100]  # no name of a client's own reads like a shortened one
+
+
+def test_a_client_with_a_very_long_name_keeps_its_model_and_its_memory(tmp_path):
+    tables = experiment(tmp_path, method={"name": "fedbip", "rounds": 2})
+    rows = dict(np.load(tmp_path / "rows.npz"))
+    rows["domain"] = np.where(rows["domain"] == "n", "\N{CYRILLIC SMALL LETTER ES}" * 70, rows["domain"])
+    np.savez(tmp_path / "rows.npz", **rows)
+    tables["data"]["partition"] = {"name": "by_column", "column": "domain"}
+    fedfm.run(tables, tmp_path / "run")
+    assert len(list((tmp_path / "run/clients").glob("*/adapter"))) == 3
+
+
+def test_text_that_is_no_unicode_is_logged_as_an_escape(tmp_path, stopped):
+    """As the name of a file that is not UTF-8, in an exception's text."""
+    name = os.fsdecode(b"/data/\xff.csv")
+    record_error(stopped, "north", f"no such file: {name}")
+    assert "udcff" in (stopped / "private/errors.log").read_text()
+    run = fedfm.load_run(stopped)
+    run.log({"round": 2, "excluded": [{"reason": name}]})
+    assert run.metrics()[-1]["excluded"] == [{"reason": name}]
+    run.manifest["notices"] = [name]
+    run.write_manifest()
+    assert fedfm.load_run(stopped).manifest["notices"] == [name]
+
+
+def test_private_is_its_owners_alone(stopped):
+    assert Path(stopped / "private").stat().st_mode & 0o077 == 0
