@@ -354,6 +354,8 @@ def test_settings_that_make_no_sense_are_refused(file, wrong, said):
         ({}, {"components": 3, "relation": "replace", "calibration": "paper"}, "calibration"),
         ({}, PRIVATE | {"topology": "chain"}, "topology"),
         ({}, PRIVATE | {"verify": True}, "verify"),
+        ({}, PRIVATE | {"shuffle": True}, "shuffle"),
+        ({}, PRIVATE | {"counts": "withheld", "samples": 50}, "counts"),
         ({"mechanism": "dp_sgd"}, PRIVATE, "mechanism"),
     ],
 )
