@@ -77,5 +77,7 @@ def plan_of(m: Any, privacy: Any) -> Plan:
     if m.components == 1 and m.shuffle:
         raise InputError("method.shuffle: noisy sums come with their sender; under [privacy] drop it")
     if m.counts == "withheld":
-        raise InputError('method.counts = "withheld": under [privacy] each class has its count, noisy but for "replace"')
+        raise InputError(
+            'method.counts = "withheld": under [privacy] each class has its count, noisy but for "replace"'
+        )
     return Plan(m.relation, m.covariance, privacy.target_epsilon, privacy.delta, m.calibration)

@@ -180,7 +180,9 @@ class FedPFT(Method[State]):
             told |= {"components_used": {}, "withheld": {}}
         w = self._head(fed, received)
         if self.bound:
-            told["bound"] = bounded(fed, lambda rows: self.logits(fed.model, w, rows), replies, received)
+            told["bound"] = bounded(
+                fed, lambda rows: self.logits(fed.model, w, rows), replies, received, self.min_count
+            )
         return State(w, {}, told)
 
     def _head(self, fed: Federation, received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]]) -> Params:
