@@ -112,7 +112,8 @@ def unpack(packed: Packed) -> list[Mixture]:
 
     Raises:
         ClientFault: E_FIELD, a field of the wrong type, or a covariance that there is not; E_SIZE, no or too many
-            dimensions or components, or numbers without a mixture; E_DTYPE; E_SHAPE, not as many numbers as the fields say; E_NONFINITE; E_WEIGHT,
+            dimensions or components, or numbers without a mixture;
+            E_DTYPE; E_SHAPE, not as many numbers as the fields say; E_NONFINITE; E_WEIGHT,
             weights not on the simplex, or a scale or standard deviation that is not positive.
     """
     components, d, scale, values = _fields(packed)
