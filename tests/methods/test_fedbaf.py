@@ -283,6 +283,18 @@ class TestHardened:
             fed, _ = federation(again, [3.0] * 200, {"a": [[4.0] * 200]}, tmp_path, [0.0] * 200)
             assert torch.equal(again.w_pre(fed, 0)["w"].tensor, first)  # the key decides
 
+    def test_noise_once_is_each_runs_own_where_one_method_serves_several(self, tmp_path):
+        def method():
+            return FedBaF(harden="noise_once", foundation="x", local=STEP)
+
+        def drawn(by, key):
+            fed, _ = federation(by, [3.0] * 20, {"a": [[4.0] * 20]}, tmp_path / key.hex(), [0.0] * 20, key)
+            return by.w_pre(fed, 0)["w"].tensor
+
+        shared, one, two = method(), b"1" * 32, b"2" * 32
+        assert not torch.equal(drawn(shared, one), drawn(shared, two))
+        assert torch.equal(drawn(shared, two), drawn(method(), two))  # as after a resume
+
     def test_another_key_draws_another_alpha(self, tmp_path):
         a = [self.pulls("none", tmp_path / str(i), key=bytes([i]) * 32)[0] for i in range(6)]
         assert len({round(float(x), 5) for x in a}) == 6

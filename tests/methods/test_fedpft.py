@@ -108,6 +108,20 @@ def test_small_classes_are_withheld_and_k_is_what_they_carry(file, tmp_path):
 
 
 @pytest.mark.parametrize("topology", ["star", "chain"])
+def test_a_client_without_a_large_class_sends_no_mixture_and_is_not_left_out(file, tmp_path, topology):
+    rows = dict(np.load(file))
+    few = np.sort(np.concatenate([np.flatnonzero(rows["y"] == c)[:3] for c in range(CLASSES)]))
+    rows["domain"][few] = "aa"  # first of a chain: its successor is handed nothing
+    np.savez(file, **rows)
+    result = fedfm.run(tables(file, BY_DOMAIN, components=2, topology=topology), tmp_path / "run")
+    told = result["details"]
+    assert result["excluded"] == []
+    assert told["components_used"]["aa"] == {}
+    assert told["withheld"]["aa"]  # a class each, but for those whose rows are test rows
+    assert result["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("topology", ["star", "chain"])
 def test_an_outlier_of_a_class_is_no_component(file, tmp_path, topology):
     """The class has rows enough for four components, and one row far from all others: EM alone gives it one."""
     rows = dict(np.load(file))
@@ -212,6 +226,11 @@ def test_private_em_pays_for_every_iteration(file, tmp_path):
     assert result["accuracy"] > 0.6
     entry = fedfm.load_run(tmp_path / "run").manifest["ledger"]["entries"][-1]
     assert "3 adaptive iterations" in entry["composition"]
+
+
+def test_private_em_that_finds_nothing_is_no_fault_of_the_clients(file, tmp_path):
+    with pytest.raises(RunError, match="no class stands out of the noise"):
+        fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 0.05}, components=2), tmp_path / "run")
 
 
 def test_one_noisy_sum_over_the_federation_needs_only_a_mean(file, tmp_path, monkeypatch):
@@ -335,6 +354,8 @@ def test_settings_that_make_no_sense_are_refused(file, wrong, said):
         ({}, {"components": 3, "relation": "replace", "calibration": "paper"}, "calibration"),
         ({}, PRIVATE | {"topology": "chain"}, "topology"),
         ({}, PRIVATE | {"verify": True}, "verify"),
+        ({}, PRIVATE | {"shuffle": True}, "shuffle"),
+        ({}, PRIVATE | {"counts": "withheld", "samples": 50}, "counts"),
         ({"mechanism": "dp_sgd"}, PRIVATE, "mechanism"),
     ],
 )

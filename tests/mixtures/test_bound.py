@@ -16,6 +16,13 @@ def test_the_numbers_worked_by_hand():
     assert not found.vacuous
 
 
+def test_rows_that_nobody_sent_count_as_errors():
+    cells = [[Divergence(2 * 0.2**2, 0.2)], [Divergence(2 * 0.1**2, 0.1)]]
+    found = assemble(0.03, [[60], [40]], cells, withheld=25)
+    assert found.ours == pytest.approx((100 * 0.19 + 25) / 125)
+    assert found.printed == pytest.approx(0.36)  # the paper sends every class
+
+
 def test_the_loss_is_an_upper_limit():
     cells = [[Divergence(0.0, 0.0)]]
     assert bound(3, 100, [[10]], cells).synthetic_loss == pytest.approx(beta.ppf(0.95, 4, 97))

@@ -50,12 +50,17 @@ def bounded(
     logits: Callable[[Rows], Tensor],
     replies: Mapping[ClientId, Summary],
     received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]],
+    min_count: int,
 ) -> dict[str, Any]:
-    """Theorem 4.2 as it holds and as it is printed, with the head's errors on fresh draws."""
+    """Theorem 4.2 as it holds and as it is printed, with the head's errors on fresh draws.
+
+    A class that was withheld has fewer than ``min_count`` rows, on all of which the head may err.
+    """
     errors = draws = 0
     for c, found in sorted(received.items()):
         for x, y in Synthetic(found, 0, fed.seed_for("bound", c))():
             errors += int((logits(Rows({"features": x})).argmax(1) != y).sum())
             draws += len(y)
     cells = [[Divergence(*d) for d in zip(s.kl, s.tv, strict=True)] for s in replies.values()]
-    return asdict(bound(errors, draws, [s.counts for s in replies.values()], cells))
+    withheld = (min_count - 1) * sum(len(s.withheld) for s in replies.values())
+    return asdict(bound(errors, draws, [s.counts for s in replies.values()], cells, withheld))

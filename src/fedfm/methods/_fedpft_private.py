@@ -18,7 +18,7 @@ from fedfm.federation import Client, ClientId, Federation, Update
 from fedfm.methods._one_shot import rows_of
 from fedfm.mixtures import Mixture
 from fedfm.mixtures.summary import MOST, Summary, from_variances, gaussian
-from fedfm.mixtures.transport import pack
+from fedfm.mixtures.transport import nothing, pack
 from fedfm.params import Params, layout_of
 from fedfm.privacy.em import plan_for, release_mixture
 from fedfm.privacy.gaussian import paper_sigma
@@ -78,7 +78,8 @@ def noisy_mixtures(client: Client, plan: Plan, components: int, iterations: int)
     sent = {c: m for c, m in found.items() if m is not None}
     mixtures = [from_variances(m.weights, m.means, m.variances) for m in sent.values()]
     counts = [_drawable(m.count) for m in sent.values()]
-    return Summary(list(sent), counts, pack(mixtures, "float32"), [])
+    packed = pack(mixtures, "float32") if mixtures else nothing(plan.covariance, x.shape[1], "float32")
+    return Summary(list(sent), counts, packed, [])
 
 
 def exact_sums(client: Client, plan: Plan) -> Update:

@@ -74,4 +74,10 @@ def plan_of(m: Any, privacy: Any) -> Plan:
         raise InputError(f'method.calibration = "{m.calibration}": private EM has "analytic"')
     if m.bound or m.verify:
         raise InputError("method.bound and method.verify tell what is not accounted for: drop them under [privacy]")
+    if m.components == 1 and m.shuffle:
+        raise InputError("method.shuffle: noisy sums come with their sender; under [privacy] drop it")
+    if m.counts == "withheld":
+        raise InputError(
+            'method.counts = "withheld": under [privacy] each class has its count, noisy but for "replace"'
+        )
     return Plan(m.relation, m.covariance, privacy.target_epsilon, privacy.delta, m.calibration)

@@ -11,6 +11,7 @@ import hmac
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -123,19 +124,25 @@ class FedBaF(Around):
         pieces = self.matching(fed).pieces
         if self.harden not in ("noise_once", "noise_afresh"):
             return pieces
-        if self.harden == "noise_once" and "noised" in self.__dict__:
-            return self.__dict__["noised"]  # type: ignore[no-any-return]
+        key = fed.secret("alpha")
+        if self.harden == "noise_once" and key in self._noised:
+            return self._noised[key]
         from fedfm.privacy.noise import gaussian
 
-        key, sigma = fed.secret("alpha"), self.sigma(fed)
+        sigma = self.sigma(fed)
         purpose = "noise_once" if self.harden == "noise_once" else f"noise_afresh/{t}"
         noised = {}
         for name, (region, p) in pieces.items():
             z = torch.from_numpy(gaussian(key, f"{purpose}/{name}", region))
             noised[name] = Piece(region, (p.double() + sigma * z).to(p.dtype))
         if self.harden == "noise_once":
-            self.__dict__["noised"] = noised
+            self._noised[key] = noised
         return noised
+
+    @cached_property
+    def _noised(self) -> dict[bytes, Mapping[str, Piece]]:
+        """By the key of the run: one method may serve several runs."""
+        return {}
 
     def sigma(self, fed: Federation) -> float:
         """Standard deviation of the noise on every entry of w_pre: from w_0, which is public, never from w_pre."""

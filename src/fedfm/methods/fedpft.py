@@ -30,7 +30,7 @@ from fedfm.methods._one_shot import head_of, need_head, rows_of
 from fedfm.methods._topology import Handed, Passed, carry, parents_of
 from fedfm.mixtures import Mixture, capacity, fit_without_singles
 from fedfm.mixtures.summary import Summary, Synthetic, checker, opened
-from fedfm.mixtures.transport import pack, unpack
+from fedfm.mixtures.transport import nothing, pack, unpack
 from fedfm.params import Params
 from fedfm.privacy.moments import Plan
 from fedfm.rows import Rows
@@ -105,7 +105,8 @@ class FedPFT(Method[State]):
             device=device if device.type == "cuda" else None,
         )
         withheld = [int(c) for c in np.unique(y[own]) if c not in labels]
-        packed = pack([f.mixture for f in fits], self.transport)
+        mixtures = [f.mixture for f in fits]
+        packed = pack(mixtures, self.transport) if fits else nothing(self.covariance, x.shape[1], self.transport)
         sent = dict(zip(labels, unpack(packed), strict=True))
         apart = divergences(client, x[own], y[own], sent, self.smoothing) if self.bound else []
         sizes = [counts[c] if self.counts == "exact" else self.samples for c in labels]
@@ -179,7 +180,9 @@ class FedPFT(Method[State]):
             told |= {"components_used": {}, "withheld": {}}
         w = self._head(fed, received)
         if self.bound:
-            told["bound"] = bounded(fed, lambda rows: self.logits(fed.model, w, rows), replies, received)
+            told["bound"] = bounded(
+                fed, lambda rows: self.logits(fed.model, w, rows), replies, received, self.min_count
+            )
         return State(w, {}, told)
 
     def _head(self, fed: Federation, received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]]) -> Params:

@@ -59,20 +59,25 @@ def _smoothed_log_density(z: np.ndarray, x: np.ndarray, width: float) -> np.ndar
 class Bound:
     """On the 0-1 loss of the head on the clients' smoothed training features."""
 
-    ours: float  # loss~ + sum_i (n_i/n) sum_c (n_ic/n_i) TV_ic
+    ours: float  # loss~ + sum_i (n_i/n) sum_c (n_ic/n_i) TV_ic; rows without a mixture count as errors
     printed: float  # 2 loss~ + sum_i mean_c sqrt(KL_ic / 2)
     synthetic_loss: float  # loss~ on fresh draws, its upper 95 % confidence limit
     vacuous: bool  # ours says nothing: it is not below 1
 
 
 def bound(
-    errors: int, draws: int, counts: Sequence[Sequence[int]], divergences: Sequence[Sequence[Divergence]]
+    errors: int,
+    draws: int,
+    counts: Sequence[Sequence[int]],
+    divergences: Sequence[Sequence[Divergence]],
+    withheld: int = 0,
 ) -> Bound:
     """From the head's errors on fresh synthetic draws, and each client's classes.
 
     Args:
         counts: n_ic by client and class.
         divergences: of the same cells.
+        withheld: rows, at most, whose classes were not sent.
 
     Raises:
         ValueError: no draws, or no cells.
@@ -82,10 +87,12 @@ def bound(
     if draws < 1 or not any(map(len, counts)):
         raise ValueError("a bound needs draws and cells")
     limit = 1.0 if errors >= draws else float(beta.ppf(0.95, errors + 1, draws - errors))  # Clopper-Pearson
-    return assemble(limit, counts, divergences)
+    return assemble(limit, counts, divergences, withheld)
 
 
-def assemble(loss: float, counts: Sequence[Sequence[int]], divergences: Sequence[Sequence[Divergence]]) -> Bound:
+def assemble(
+    loss: float, counts: Sequence[Sequence[int]], divergences: Sequence[Sequence[Divergence]], withheld: int = 0
+) -> Bound:
     """Both bounds from a synthetic loss; see :func:`bound`."""
     total = sum(map(sum, counts))
     ours, printed = loss, 2 * loss
@@ -94,4 +101,5 @@ def assemble(loss: float, counts: Sequence[Sequence[int]], divergences: Sequence
         printed += sum(
             n_ic / max(sum(n), 1) * np.sqrt(max(cell.kl, 0.0) / 2) for n_ic, cell in zip(n, cells, strict=True)
         )
+    ours = max(ours, (total * ours + withheld) / (total + withheld))  # of fewer such rows it would be less
     return Bound(float(ours), float(printed), loss, bool(ours >= 1))

@@ -94,12 +94,26 @@ def pack(mixtures: Sequence[Mixture], dtype: str) -> Packed:
     return Packed([m.components for m in mixtures], covariance, d, scale, numbers)
 
 
+def nothing(covariance: str, d: int, dtype: str) -> Packed:
+    """No mixture at all, as it travels: of a client none of whose classes may be sent.
+
+    Args:
+        covariance, d, dtype: as of the mixtures that others send.
+
+    Example:
+        >>> unpack(nothing("diag", 4, "float16"))
+        []
+    """
+    return Packed([], covariance, d, 1.0, torch.empty(0, dtype=DTYPES[dtype]))
+
+
 def unpack(packed: Packed) -> list[Mixture]:
     """The mixtures that a client sent, checked; their weights add up to 1 again.
 
     Raises:
         ClientFault: E_FIELD, a field of the wrong type, or a covariance that there is not; E_SIZE, no or too many
-            dimensions or components; E_DTYPE; E_SHAPE, not as many numbers as the fields say; E_NONFINITE; E_WEIGHT,
+            dimensions or components, or numbers without a mixture;
+            E_DTYPE; E_SHAPE, not as many numbers as the fields say; E_NONFINITE; E_WEIGHT,
             weights not on the simplex, or a scale or standard deviation that is not positive.
     """
     components, d, scale, values = _fields(packed)
@@ -153,9 +167,9 @@ def _fields(packed: Any) -> tuple[list[int], int, float, Array]:
         raise ClientFault(E_DTYPE, f"numbers are {numbers.dtype}, expected float16 or float32")
     if numbers.layout is not torch.strided or numbers.device.type != "cpu" or numbers.ndim != 1:
         raise ClientFault(E_SHAPE, "numbers is not a plain tensor of one dimension")
-    if not packed.components or not 1 <= d <= MAX_DIM:
+    if (numbers.numel() and not packed.components) or not 1 <= d <= MAX_DIM:
         raise ClientFault(E_SIZE, f"{len(packed.components)} mixtures in {_short(d)} dimensions")
-    if min(packed.components) < 1 or max(packed.components) > numbers.numel():
+    if min(packed.components, default=1) < 1 or max(packed.components, default=0) > numbers.numel():
         raise ClientFault(E_SIZE, "a mixture of less than one component, or of more than there are numbers")
     expected = sum(formula_numbers(packed.covariance, d, k) for k in packed.components)
     if numbers.numel() != expected:
