@@ -163,7 +163,11 @@ class Server:
     def _own(
         self, models: Mapping[ClientId, Params], part: str, handler: Callable[..., Any] | None = None
     ) -> dict[ClientId, dict[str, Any]]:
-        """Metrics of each client's model on its own rows; {} where it did not answer."""
+        """Metrics of each client's model on its own rows; {} where it did not answer, and under [privacy], where exact
+        scores and numbers of rows would leave beside what the ledger accounts for.
+        """
+        if self.run.experiment.privacy is not None:
+            return {client: {} for client in self.fed.clients}
         first = next(iter(models.values()))
         payload: Any = first if all(w is first for w in models.values()) else each(models)
         replies = self._aside(handler or self.method.evaluate, w=payload, part=part)

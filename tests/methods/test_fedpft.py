@@ -1,5 +1,6 @@
 """FedPFT: what is sent, what the server makes of it, and what it refuses."""
 
+import json
 import sys
 from dataclasses import replace
 
@@ -212,6 +213,16 @@ def test_private_runs_state_their_epsilon_and_use_fresh_noise(file, tmp_path, co
     assert same[0]["params_sha256"] == same[1]["params_sha256"]
 
 
+def test_under_privacy_nothing_leaves_but_the_release(file, tmp_path):
+    result = fedfm.run(tables(file, privacy=RECORD, **PRIVATE), tmp_path / "run")
+    lines = (tmp_path / "run" / "messages.jsonl").read_text().splitlines()
+    assert {json.loads(line)["handler"] for line in lines} == {"query.FedPFT_release"}
+    assert set(result["client_accuracy"].values()) == {None}
+    assert result["local_accuracy"] is None
+    assert result["accuracy"] == result["global_accuracy"]
+    assert "no client is asked for scores" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_a_large_epsilon_is_nearly_no_noise(file, tmp_path):
     strong = RECORD | {"target_epsilon": 1000.0}
     noisy = fedfm.run(tables(file, privacy=strong, **PRIVATE), tmp_path / "noisy")
@@ -228,7 +239,8 @@ def test_private_em_pays_for_every_iteration(file, tmp_path):
     assert "3 adaptive iterations" in entry["composition"]
 
 
-def test_private_em_that_finds_nothing_is_no_fault_of_the_clients(file, tmp_path):
+def test_private_em_that_finds_nothing_is_no_fault_of_the_clients(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "entropy", lambda n: bytes(n))  # fresh noise finds a class now and then
     with pytest.raises(RunError, match="no class stands out of the noise"):
         fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 0.05}, components=2), tmp_path / "run")
 

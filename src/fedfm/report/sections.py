@@ -91,6 +91,8 @@ def clients(run: RunFiles) -> str:
     final = run.client_accuracy
     if not final:
         return note("No accuracy per client was measured.")
+    if run.experiment.get("privacy") and not run.measured:
+        return note("Under [privacy] no client is asked for scores: the ledger does not cover them.")
     order = sorted(final, key=lambda c: (-sound(final[c], -2.0), c))
     rows = [Bar(c, final[c], "no test rows" if final[c] is None else percent(final[c])) for c in order]
     silent = sum(1 for v in final.values() if v is None)
