@@ -73,7 +73,7 @@ def drive(
 ) -> dict[str, Any]:
     """Run or go on to the end, on the experiment's engine; ``population`` gives data and model that are in memory."""
     if run.manifest["result"] is not None:
-        return dict(run.manifest["result"])
+        return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved
     try:
         with run.lock(), _stop_flag() as stop:
             result = start(run, stop, progress, population)

@@ -106,6 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise  # not about a file: a fault of ours, or the network's
+        print(f"fedfm: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -170,8 +175,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="membership, epsilon, reconstruction, single_holder, inversion, extraction, task_vector "
-        "[all cheap ones that fit the run]",
+        help="membership, epsilon, reconstruction, single_holder, inversion; extraction (fedbaf); "
+        "task_vector (fedbip, fedamp, fedawa) [all cheap ones that fit the run]",
     )
     audit.add_argument(
         "--pictures", type=Path, metavar="FILE", help="inversion: the attacker's own pictures [the run's test rows]"
@@ -407,7 +412,10 @@ def _show(args: Any) -> int:
 
 
 def _check(args: Any) -> int:
+    from fedfm.data.load import check_files
+
     experiment = _experiment(args)
+    check_files(experiment.data)
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = experiment.to_toml().rstrip()
     if args.matching:

@@ -200,11 +200,13 @@ class Experiment:
             raise InputError(f'aggregation.name = "{name}": [privacy] is accounted for the mean; drop one of the two')
 
     def enough(self, clients: int) -> None:
-        """Refuse an aggregation for which rounds of a federation of so many clients are too small.
+        """Refuse ``run.min_clients`` and an aggregation for which a federation of so many clients is too small.
 
         Raises:
             InputError: with the number of clients that it needs.
         """
+        if self.run.min_clients > clients and not getattr(self.method, "pools", False):
+            raise InputError(f"run.min_clients = {self.run.min_clients}: the federation has {clients} clients")
         fraction = getattr(self.method, "fraction", 1.0)
         cohort, least = max(math.floor(fraction * clients + 1e-9), 1), self.aggregation.least()
         if cohort < least:

@@ -135,8 +135,8 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
     folder = (out.parent / f"{out.name}-tune") if out else _stamp(f"{experiment.name}-tune")
     best: tuple[float, float] | None = None
     trials = []
-    for rate in rates:
-        trial = _at(experiment, method__local__learning_rate=rate)
+    # All are made before the first is run, so that a wrong rate costs no run.
+    for rate, trial in [(rate, _at(experiment, method__local__learning_rate=rate)) for rate in rates]:
         result = _finished(trial, folder / f"rate-{rate:g}", progress)
         losses = [m["val_loss"] for m in Run.open(folder / f"rate-{rate:g}").metrics() if m.get("val_loss") is not None]
         loss = losses[-1] if losses else math.inf

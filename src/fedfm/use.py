@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedfm.errors import InputError
+from fedfm.errors import InputError, RunError
 from fedfm.params import Params
 from fedfm.rundir import Run
 from fedfm.training.pair import is_pair
@@ -70,7 +70,12 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
 
     run, model, w = load(path, client)
     with single_thread():
-        table = read_inputs(Path(file), run.experiment.data, kind=run.manifest["model"]["kind"])
+        shape = run.manifest["model"]
+        table = read_inputs(Path(file), run.experiment.data, kind=shape["kind"])
+        if shape["feature_dim"] and table.inputs.shape[1] != shape["feature_dim"]:
+            raise InputError(
+                f"{file} holds vectors of {table.inputs.shape[1]} numbers; the model takes {shape['feature_dim']}"
+            )
         rows = model.encode(model.prepare(table, range(len(table))))
         if model.is_language_model:
             scored = run.experiment.method.scores(model, w, rows)
@@ -86,7 +91,9 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
 
 
 def export(path: str | Path, to: Target, out: Path, client: str | None = None) -> str:
-    """Write the run's model for other libraries; returns a line that says how to load it."""
+    """Write the run's model for other libraries; returns the folder."""
+    from safetensors import SafetensorError
+
     from fedfm.models.export import export as write
 
     if out.exists() and any(out.iterdir()):
@@ -99,4 +106,7 @@ def export(path: str | Path, to: Target, out: Path, client: str | None = None) -
         )
     if set(w) != set(model.names):
         raise InputError(f"{path}: a {run.experiment.method_name} is not one model's parameters: it cannot be exported")
-    return str(write(model, w, to, out))
+    try:
+        return str(write(model, w, to, out))
+    except SafetensorError as error:  # of weights that do not fit on the disk
+        raise RunError(f"{out}: cannot be written: {error}") from None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +138,15 @@ def test_resume_of_a_finished_run_prints_its_result_again(finished, capsys):
     code, out, _ = call(capsys, "resume", finished, "--format", "json")
     assert code == 0
     assert json.loads(out) == json.loads((finished / "manifest.json").read_text())["result"]
+
+
+def test_a_moved_run_says_where_it_is_now(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path / "moved")
+    code, out, _ = call(capsys, "resume", tmp_path / "moved", "--format", "json")
+    assert code == 0
+    assert json.loads(out)["run"] == str(tmp_path / "moved")
+    code, out, _ = call(capsys, "resume", tmp_path / "moved")
+    assert f"report: {tmp_path / 'moved' / 'report.html'}" in out
 
 
 def test_kill_at_any_moment_and_resume_gives_the_same_bits(tmp_path, capsys):
@@ -283,6 +293,21 @@ def test_predict_and_export(finished, tmp_path, capsys):
     assert "not empty" in err
 
 
+def test_vectors_of_another_width_are_refused_with_both_widths(finished, tmp_path, capsys):
+    np.savez(tmp_path / "narrow.npz", x=np.zeros((5, 3), np.float32))
+    code, _, err = call(capsys, "predict", finished, tmp_path / "narrow.npz")
+    assert code == 2
+    assert "vectors of 3 numbers; the model takes 8" in err
+
+
+def test_a_place_that_cannot_be_written_is_named_without_a_traceback(finished, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for words in (("export", finished, "--to", "torch", "--out", tmp_path / "file/e"), ("app", tmp_path / "file/a")):
+        code, _, err = call(capsys, *words)
+        assert code == 1
+        assert err == f"fedfm: {words[-1]}: Not a directory\n"
+
+
 def test_predict_with_a_model_per_client(tmp_path, capsys):
     code, _, _ = call(capsys, "run", toml(tmp_path, method={"name": "local"}), "--out", tmp_path / "r")
     assert code == 0
@@ -332,6 +357,11 @@ def test_tune_chooses_by_validation_rows(tmp_path, capsys):
     code, _, err = call(capsys, "run", toml(tmp_path), "--tune", "0.1,0.2")
     assert code == 2
     assert "val_fraction" in err
+    exp = toml(tmp_path, data={"val_fraction": 0.25})
+    code, _, err = call(capsys, "run", exp, "--tune", "0.1,-3", "--out", tmp_path / "wrong")
+    assert code == 2
+    assert "method.local.learning_rate = -3.0" in err
+    assert not (tmp_path / "wrong-tune").exists()  # told before the first rate was tried
 
 
 def test_early_stopping_by_validation_rows(tmp_path, capsys):
@@ -355,6 +385,44 @@ def test_check_prints_every_default(tmp_path, capsys):
     import tomllib
 
     assert tomllib.loads(out)["run"]["seed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("data.path=no.npz", 'data.path: there is no "no.npz"'),
+        ("data.partition.name=dirichle", 'did you mean "dirichlet"'),
+        ("data.partition.alpha=-1", "data.partition.alpha: -1.0"),
+        ("data.partition.clients=0", "data.partition.clients: 0"),
+        ("data.test_fraction=1.5", "data.test_fraction: 1.5"),
+    ],
+)
+def test_check_refuses_what_a_run_would(tmp_path, capsys, change, words):
+    code, _, err = call(capsys, "check", toml(tmp_path), "--set", change)
+    assert code == 2
+    assert words in err
+
+
+def test_check_names_the_client_whose_file_is_missing(tmp_path, capsys):
+    (tmp_path / "exp.toml").write_text(
+        '[data]\nclients = { north = "no.csv" }\n[model]\nname = "features"\n[method]\nname = "fedavg"\n'
+    )
+    code, _, err = call(capsys, "check", tmp_path / "exp.toml")
+    assert code == 2
+    assert 'data.clients.north: there is no "no.csv"' in err
+
+
+def test_more_clients_than_there_are_cannot_be_required(tmp_path, capsys):
+    code, _, err = call(capsys, "run", toml(tmp_path, run={"min_clients": 6}), "--out", tmp_path / "r")
+    assert code == 2
+    assert "run.min_clients = 6: the federation has 5 clients" in err
+    assert not (tmp_path / "r").exists()
+
+
+def test_python_m_is_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "fedfm", "list", "attacks"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "sign_flip" in done.stdout
 
 
 BASE = '[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "fedavg"\n'

@@ -135,6 +135,15 @@ def check(spec: DataSpec) -> None:
     check_partition(spec)
 
 
+def check_files(spec: DataSpec) -> None:
+    """Refuse what is wrong with a [data] table, and files that are not there; none is read."""
+    check(spec)
+    if spec.path is not None:
+        existing(spec.path)
+    for name, path in (spec.clients or {}).items():
+        existing(path, f"data.clients.{name}")
+
+
 def chosen(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
     """The rows whose value in every column of ``where`` is among those that it lists.
 

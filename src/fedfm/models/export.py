@@ -118,7 +118,12 @@ def export(model: Model, w: Params, to: Target, out: Path | str) -> Path:
         raise InputError(f"--to: unknown {to!r}, expected peft, hf or torch")
     if to == "peft":
         if not _is_lora(model):
-            raise InputError(f"--to peft: adaptation {model.adaptation!r} makes no PEFT adapter: use hf or torch")
+            other = "hf or torch" if hasattr(model.module, "save_pretrained") else "torch"
+            raise InputError(f"--to peft: adaptation {model.adaptation!r} makes no PEFT adapter: use {other}")
+        if model.spec.weights == "random":
+            raise InputError(
+                "--to peft: the adapter is for the run's own random weights, which no file holds: use hf or torch"
+            )
         save_adapter(model, w, out)
     elif to == "hf":
         module = merged(model, w)
