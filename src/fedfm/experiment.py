@@ -205,10 +205,11 @@ class Experiment:
         Raises:
             InputError: with the number of clients that it needs.
         """
-        if self.run.min_clients > clients and not getattr(self.method, "pools", False):
-            raise InputError(f"run.min_clients = {self.run.min_clients}: the federation has {clients} clients")
         fraction = getattr(self.method, "fraction", 1.0)
         cohort, least = max(math.floor(fraction * clients + 1e-9), 1), self.aggregation.least()
+        if self.run.min_clients > cohort and not getattr(self.method, "pools", False):
+            asks = f"a round asks {cohort} of {clients} clients" if cohort < clients else f"there are {clients} clients"
+            raise InputError(f"run.min_clients = {self.run.min_clients}: {asks}")
         if cohort < least:
             raise InputError(
                 f'aggregation.name = "{name_of("aggregation", self.aggregation)}": it needs {least} updates a round, '
