@@ -415,7 +415,7 @@ def test_check_names_the_client_whose_file_is_missing(tmp_path, capsys):
 def test_more_clients_than_there_are_cannot_be_required(tmp_path, capsys):
     code, _, err = call(capsys, "run", toml(tmp_path, run={"min_clients": 6}), "--out", tmp_path / "r")
     assert code == 2
-    assert "run.min_clients = 6: the federation has 5 clients" in err
+    assert "run.min_clients = 6: there are 5 clients" in err
     assert not (tmp_path / "r").exists()
 
 
