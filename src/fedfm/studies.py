@@ -48,7 +48,8 @@ def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progre
     """Run each seed in a folder of its own; those that are finished are not run again.
 
     Returns:
-        The runs' results, and mean and 95 % interval of every figure.
+        The runs' results, mean and 95 % interval of every figure, and the epsilon of all of them together: each is a
+        release of its own, and basic composition adds them.
     """
     if len(set(which)) != len(which):
         raise InputError(f"--seeds {','.join(map(str, which))}: a seed occurs twice")
@@ -62,7 +63,9 @@ def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progre
             figures[key] = {"mean": mean, "low": mean - half, "high": mean + half, "values": values}
             if len(values) == 1:
                 figures[key] |= {"low": None, "high": None}
-    return {"runs": results, "seeds": list(which), "figures": figures} | {k: v["mean"] for k, v in figures.items()}
+    spent = [r["epsilon"] for r in results if r.get("epsilon") is not None]
+    means = {key: figure["mean"] for key, figure in figures.items()} | {"epsilon": sum(spent) if spent else None}
+    return {"runs": results, "seeds": list(which), "figures": figures} | means
 
 
 def _finished(experiment: Experiment, folder: Path, progress: api.Progress) -> dict[str, Any]:
@@ -83,6 +86,8 @@ def seeds_text(result: dict[str, Any]) -> str:
             lines.append(f"{key:<18} {figure['mean']:.4f}")
         else:
             lines.append(f"{key:<18} {figure['mean']:.4f}  95 % interval {figure['low']:.4f} to {figure['high']:.4f}")
+    if result["epsilon"] is not None:
+        lines.append(f"{'epsilon':<18} {result['epsilon']:g}  together: each seed releases anew from the same rows")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedfm
-from fedfm import memory
+from fedfm import memory, studies
 from fedfm.audits.audit import perform
 from fedfm.errors import InputError, RunError
 from fedfm.experiment import Experiment
@@ -17,6 +17,7 @@ from fedfm.federation import Client, on_client
 from fedfm.methods._topology import topological
 from fedfm.methods.fedpft import FedPFT, Handed, Passed, Summary
 from fedfm.mixtures.transport import pack, unpack
+from fedfm.progress import Progress
 
 D, CLASSES = 6, 4
 
@@ -221,6 +222,13 @@ def test_under_privacy_nothing_leaves_but_the_release(file, tmp_path):
     assert result["local_accuracy"] is None
     assert result["accuracy"] == result["global_accuracy"]
     assert "no client is asked for scores" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_every_seed_of_a_private_study_is_paid_for(file, tmp_path):
+    experiment = Experiment.from_dict(tables(file, privacy=RECORD, **PRIVATE))
+    found = studies.seeds(experiment, [0, 1, 2], tmp_path / "s", Progress())
+    assert found["epsilon"] == pytest.approx(3 * 4.0)
+    assert "12  together: each seed releases anew" in studies.seeds_text(found)
 
 
 def test_a_large_epsilon_is_nearly_no_noise(file, tmp_path):
