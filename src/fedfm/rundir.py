@@ -81,7 +81,7 @@ class Run:
             out = Path("runs") / f"{experiment.name}-{stamp}"
         if (out / "manifest.json").exists():
             raise InputError(f"{out} holds a run already: `fedfm resume {out}` goes on with it, or give another --out")
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if not store.free(out, "manifest.json", ("checkpoint", "private")):
             raise InputError(f"{out} is there and is not an empty folder; give another --out")
         try:
             for folder in ("checkpoint", "private"):

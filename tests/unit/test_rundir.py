@@ -222,3 +222,15 @@ def test_a_report_is_not_written_through_a_link(stopped, tmp_path):
 
 def test_private_is_its_owners_alone(stopped):
     assert Path(stopped / "private").stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_of_a_run_that_was_killed_as_it_began_is_free(tmp_path):
+    for name in ("checkpoint", "private"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run/.manifest.json.x1").write_text("{")
+    assert fedfm.run(experiment(tmp_path), tmp_path / "run")["rounds"] == 4
+    assert not (tmp_path / "run/.manifest.json.x1").exists()
+    (tmp_path / "other/private").mkdir(parents=True)
+    (tmp_path / "other/private/diary").write_text("mine")
+    with pytest.raises(InputError, match="is not an empty folder"):
+        fedfm.run(experiment(tmp_path), tmp_path / "other")
