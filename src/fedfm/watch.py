@@ -57,8 +57,7 @@ class Bar(Progress):
             return
         self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
         self._bar.set_postfix(self._figures, refresh=False)
-        if line["round"]:
-            self._bar.update(1)
+        self._bar.update(line["round"] - self._bar.n)  # a resumed run may judge the round again that it goes on from
 
     def excluded(self, excluded: Excluded) -> None:
         """Say who, what and why."""

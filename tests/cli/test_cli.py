@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedfm import load_run
 from fedfm.cli import main
 from fedfm.federation import Excluded
 from fedfm.tables import to_toml
@@ -581,3 +582,12 @@ def test_what_names_do_to_a_terminal_errors_and_notices_do_not(tmp_path, capsys)
     assert not unseen(err)
     Bar().excluded(Excluded(1, "north", "client_error", "no\x1b[2J way\nreally"))
     assert "fedfm: round 1: north left out, client_error: no\\u001b[2J way\nreally" in capsys.readouterr().err
+
+
+def test_the_bar_of_a_resumed_run_counts_a_round_once_that_is_judged_again(finished, capsys):
+    bar = Bar()
+    bar.started(load_run(finished), 4, 2)
+    for t in (2, 3, 4):  # killed between the commit of round 2 and its line
+        bar.round({"round": t, "accuracy": 0.5})
+    bar.finished()
+    assert "4/4" in capsys.readouterr().err
