@@ -95,10 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.command(args) or 0)
     except InputError as error:
-        print(f"fedfm: {error}", file=sys.stderr)
+        _complain(error)
         return 2
     except FedfmError as error:
-        print(f"fedfm: {error}", file=sys.stderr)
+        _complain(error)
         return 1
     except KeyboardInterrupt:
         print("fedfm: stopped", file=sys.stderr)
@@ -111,6 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # not about a file: a fault of ours, or the network's
         print(f"fedfm: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _complain(text: object) -> None:
+    """Say it on stderr; what it names comes from files and from other organisations."""
+    from fedfm.report.text import plain
+
+    print(f"fedfm: {plain(text)}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -306,7 +313,7 @@ def _guarded(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any
         raise
     except (KeyboardInterrupt, Exception):
         if progress.path is not None:
-            print(f"fedfm: what was committed is kept; go on with: fedfm resume {progress.path}", file=sys.stderr)
+            _complain(f"what was committed is kept; go on with: fedfm resume {progress.path}")
         raise
 
 
@@ -317,10 +324,12 @@ def _watch() -> Any:
 
 
 def _say(args: Any, result: dict[str, Any], text: str) -> int:
+    from fedfm.report.text import plain
+
     if args.format == "json":
         print(json.dumps(result), flush=True)
     else:
-        print(text)
+        print(plain(text))
     return 0
 
 
@@ -372,11 +381,12 @@ def _demo(args: Any) -> int:
 
 
 def _predict(args: Any) -> int:
+    from fedfm.report.text import visible
     from fedfm.use import predict
 
     result = predict(args.run, args.file, args.client)
-    rows = zip(result["predictions"], result["probabilities"], strict=True)
-    return _say(args, result, "\n".join(f"{label}\t{max(p):.3f}" if p else str(label) for label, p in rows))
+    rows = zip(map(visible, result["predictions"]), result["probabilities"], strict=True)
+    return _say(args, result, "\n".join(f"{label}\t{max(p):.3f}" if p else label for label, p in rows))
 
 
 def _export(args: Any) -> int:

@@ -198,24 +198,26 @@ def _claim(folder: Path, what: Pretraining) -> Iterator[_Work]:
         if not same:
             raise InputError(f"{folder} holds another pretraining (see {ABOUT}); give another --out")
     else:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not store.free(folder, ABOUT):
             raise InputError(f"{folder} is there and is not an empty folder; give another --out")
         threads = what.spec.threads or os.cpu_count() or 1
         state = {"fedfm": __version__, "pretraining": what.to_dict(), "threads": threads, "fingerprints": {}}
         state |= {"history": [], "result": None}
         try:
-            (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
         _write(about, state)
     if state["result"] is not None:
         yield _Work(folder, what, state)
         return
+    (folder / "checkpoint").mkdir(exist_ok=True)
     with open(folder / "checkpoint" / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InputError(f"{folder}: another process is pretraining here") from None
+        store.sweep(folder, ABOUT)
         yield _Work(folder, what, state)
 
 

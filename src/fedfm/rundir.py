@@ -36,6 +36,7 @@ _NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices"
 _PARTS = (
     ".manifest.json.*",
     ".metrics.jsonl.*",
+    ".*.npz.*",
     "checkpoint/.*",
     "arrays/.*",
     "private/server/.*",
@@ -80,7 +81,7 @@ class Run:
             out = Path("runs") / f"{experiment.name}-{stamp}"
         if (out / "manifest.json").exists():
             raise InputError(f"{out} holds a run already: `fedfm resume {out}` goes on with it, or give another --out")
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if not store.free(out, "manifest.json", ("checkpoint", "private")):
             raise InputError(f"{out} is there and is not an empty folder; give another --out")
         try:
             for folder in ("checkpoint", "private"):
@@ -118,8 +119,10 @@ class Run:
         """Two processes never write one run. The lock goes with the process, however that ends.
 
         Raises:
-            InputError: another process has it, or an unfinished run has lost what its clients and it keep.
+            InputError: another process has it, an unfinished run has lost what its clients and it keep, or one of
+                its files is a link to elsewhere.
         """
+        self.refuse_links()
         private = self.path / "private"
         if not private.is_dir() and self.manifest["result"] is None:
             raise InputError(f"{private} is missing: a run cannot go on without its clients' memories and its secrets")
@@ -130,6 +133,23 @@ class Run:
             except OSError:
                 raise InputError(f"{self.path}: another process is running this run") from None
             yield
+
+    def refuse_links(self) -> None:
+        """A run directory that comes from elsewhere does not say which of our other files are written.
+
+        Its own folders may lie on another disk, ``checkpoint`` for example.
+
+        Raises:
+            InputError: what is in it is a link.
+        """
+        for folder, folders, files in os.walk(self.path):
+            here = Path(folder)
+            below = folders if here != self.path else ()
+            for path in (here / name for name in (*below, *files)):
+                if path.is_symlink():
+                    raise InputError(
+                        f"{path} is a link: going on would write to {os.readlink(path)}; take the link out"
+                    )
 
     def adapter(self, client: str = "") -> Path:
         """Where the trained model is: a client's own, or the one for all under ""."""

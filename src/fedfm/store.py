@@ -77,6 +77,29 @@ def discard(folder: Path, names: Iterable[str]) -> None:
         folder.rmdir()
 
 
+def sweep(folder: Path, name: str) -> None:
+    """Remove what killed processes have left half-written of this file; nobody else may be writing it."""
+    for path in folder.glob(f".{name}.*"):
+        path.unlink(missing_ok=True)
+
+
+def free(folder: Path, first: str, folders: Iterable[str] = ()) -> bool:
+    """Whether a folder is absent or empty, or holds only what a process left that was killed as it began.
+
+    Args:
+        first: the file that is written first of all.
+        folders: those that are made before.
+    """
+    if not folder.exists():
+        return True
+    if not folder.is_dir():
+        return False
+    return all(
+        path.name.startswith(f".{first}.") or (path.name in folders and path.is_dir() and not any(path.iterdir()))
+        for path in folder.iterdir()
+    )
+
+
 def private(path: str, flags: int) -> int:
     """An opener: the file is its owner's alone."""
     return os.open(path, flags, 0o600)

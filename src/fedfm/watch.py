@@ -10,6 +10,7 @@ from typing import Any
 
 from fedfm.federation import Excluded
 from fedfm.progress import EpochProgress, Progress
+from fedfm.report.text import plain, visible
 from fedfm.rundir import Run
 
 
@@ -35,7 +36,7 @@ class Bar(Progress):
         self._bar = tqdm(
             total=rounds,
             initial=done,
-            desc=run.experiment.name,
+            desc=visible(run.experiment.name),
             unit="round",
             file=sys.stderr,
             dynamic_ncols=True,
@@ -56,8 +57,7 @@ class Bar(Progress):
             return
         self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
         self._bar.set_postfix(self._figures, refresh=False)
-        if line["round"]:
-            self._bar.update(1)
+        self._bar.update(line["round"] - self._bar.n)  # a resumed run may judge the round again that it goes on from
 
     def excluded(self, excluded: Excluded) -> None:
         """Say who, what and why."""
@@ -67,7 +67,7 @@ class Bar(Progress):
         """Print above the bar."""
         from tqdm import tqdm
 
-        tqdm.write(f"fedfm: {text}", file=sys.stderr)
+        tqdm.write(f"fedfm: {plain(text)}", file=sys.stderr)
 
     def finished(self) -> None:
         """Close the bar."""

@@ -7,14 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fedfm import load_run
 from fedfm.cli import main
+from fedfm.federation import Excluded
 from fedfm.tables import to_toml
 from fedfm.training import BY_NAME
+from fedfm.watch import Bar
 from small import experiment
 
 
@@ -604,3 +608,54 @@ class TestFoundationModels:
         path.write_text('[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "fedavg"\n')
         assert main(["run", str(path), "--yardsticks"]) == 2
         assert "names none" in capsys.readouterr().err
+
+
+ACTS = "\x1b[31mred\x07\N{RIGHT-TO-LEFT OVERRIDE}\nnext"
+
+
+def unseen(text):
+    """Characters that a terminal would act upon, but for line ends and tabs."""
+    return [c for c in text if unicodedata.category(c) in ("Cc", "Cf") and c not in "\n\r\t"]
+
+
+def rows_with(folder, **columns):
+    """The small experiment's file with other columns."""
+    rows = dict(np.load(folder / "rows.npz"))
+    np.savez(folder / "rows.npz", **rows | {name: np.array(values) for name, values in columns.items()})
+
+
+def test_what_names_do_to_a_terminal_they_do_not_do_here(tmp_path, capsys):
+    exp = toml(tmp_path)
+    exp.write_text('name = "mine \\u001b]0;title\\u0007"\n' + exp.read_text())
+    rows_with(tmp_path, classes=[ACTS, "bee", "cow", "dog"])
+    code, out, err = call(capsys, "run", exp, "--out", tmp_path / "r")
+    assert code == 0
+    assert "mine" in err
+    assert not unseen(out + err)
+    code, out, _ = call(capsys, "predict", tmp_path / "r", tmp_path / "rows.npz")
+    assert code == 0
+    assert not unseen(out)
+    assert len(out.splitlines()) == 240  # one a row, whatever is in a name
+    assert "\\u001b[31mred\\u0007\\u202e\\u000anext\t" in out
+    code, out, _ = call(capsys, "predict", tmp_path / "r", tmp_path / "rows.npz", "--format", "json")
+    assert ACTS in json.loads(out)["predictions"]
+
+
+def test_what_names_do_to_a_terminal_errors_and_notices_do_not(tmp_path, capsys):
+    exp = toml(tmp_path, data={"partition": {"name": "by_column", "column": "domain"}})
+    rows_with(tmp_path, domain=np.array(["\x1b[a", "\x1b]a"])[np.arange(240) % 2])
+    code, _, err = call(capsys, "run", exp, "--out", tmp_path / "r")
+    assert code == 2
+    assert '"\\u001b[a" and another value' in err
+    assert not unseen(err)
+    Bar().excluded(Excluded(1, "north", "client_error", "no\x1b[2J way\nreally"))
+    assert "fedfm: round 1: north left out, client_error: no\\u001b[2J way\nreally" in capsys.readouterr().err
+
+
+def test_the_bar_of_a_resumed_run_counts_a_round_once_that_is_judged_again(finished, capsys):
+    bar = Bar()
+    bar.started(load_run(finished), 4, 2)
+    for t in (2, 3, 4):  # killed between the commit of round 2 and its line
+        bar.round({"round": t, "accuracy": 0.5})
+    bar.finished()
+    assert "4/4" in capsys.readouterr().err

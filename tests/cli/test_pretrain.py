@@ -281,3 +281,14 @@ def test_tables_round_trip():
     assert Pretraining.from_dict(what.to_dict()) == what
     assert what.model.adaptation.name == "full"
     assert Path(what.model.name).name == "preact-resnet-small"
+
+
+def test_what_a_process_left_that_was_killed_as_it_began_does_not_stand_in_the_way(whole, tmp_path):
+    out = tmp_path / "net"
+    out.mkdir()
+    (out / ".pretrain.json.x1y2").write_text("{")
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(tables(), out, watcher=Lines(7))
+    (out / ".pretrain.json.a3b4").write_text("{")  # killed again, as an epoch was written down
+    assert pretrain(tables(), out)["params_sha256"] == whole[1]["params_sha256"]
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in whole[0].iterdir())

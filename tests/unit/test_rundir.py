@@ -15,6 +15,7 @@ from fedfm.engines.stub import plain
 from fedfm.errors import InputError
 from fedfm.population import record_error
 from fedfm.progress import Progress
+from fedfm.report import html
 from small import experiment
 
 
@@ -98,7 +99,8 @@ def test_a_run_without_its_memories_does_not_go_on(stopped):
 
 
 def test_what_a_killed_process_left_half_written_goes(stopped):
-    parts = [stopped / ".manifest.json.x1", stopped / "checkpoint/.round-000003.safetensors.x2"]
+    names = (".manifest.json.x1", "checkpoint/.round-000003.safetensors.x2", ".weights.npz.x3")
+    parts = [stopped / name for name in names]
     for part in parts:
         part.write_bytes(b"half")
     fedfm.resume(stopped)
@@ -179,5 +181,56 @@ def test_text_that_is_no_unicode_is_logged_as_an_escape(tmp_path, stopped):
     assert fedfm.load_run(stopped).manifest["notices"] == [name]
 
 
+LINKS = ("messages.jsonl", "metrics.jsonl", "private/lock", "private/errors.log", "adapter/model.safetensors")
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_nothing_is_written_through_a_link(stopped, tmp_path, name):
+    victim, path = tmp_path / "thesis.txt", stopped / name
+    victim.write_text("years of work\n" * 1000)  # longer than the logs: they are cut as well as written
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(victim)
+    with pytest.raises(InputError, match=f"{path.name} is a link: going on would write to"):
+        fedfm.resume(stopped)
+    assert victim.read_text() == "years of work\n" * 1000
+
+
+def test_a_client_s_folder_that_is_a_link_is_refused_and_checkpoints_may_lie_elsewhere(stopped, tmp_path):
+    straight = fedfm.run(experiment(tmp_path), tmp_path / "straight")["params_sha256"]
+    (tmp_path / "elsewhere").mkdir()
+    (stopped / "clients").mkdir()
+    (stopped / "clients/client-00").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="client-00 is a link"):
+        fedfm.resume(stopped)
+    assert not list((tmp_path / "elsewhere").iterdir())
+    (stopped / "clients/client-00").unlink()
+    (stopped / "checkpoint").rename(tmp_path / "disk")
+    (stopped / "checkpoint").symlink_to(tmp_path / "disk")
+    assert fedfm.resume(stopped)["params_sha256"] == straight
+
+
+def test_a_report_is_not_written_through_a_link(stopped, tmp_path):
+    fedfm.resume(stopped)
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for name in ("report.html", ".report.html.part"):
+        (stopped / name).unlink(missing_ok=True)
+        (stopped / name).symlink_to(tmp_path / "thesis.txt")
+    assert "<html" in html.write(stopped).read_text()
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
 def test_private_is_its_owners_alone(stopped):
     assert Path(stopped / "private").stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_of_a_run_that_was_killed_as_it_began_is_free(tmp_path):
+    for name in ("checkpoint", "private"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run/.manifest.json.x1").write_text("{")
+    assert fedfm.run(experiment(tmp_path), tmp_path / "run")["rounds"] == 4
+    assert not (tmp_path / "run/.manifest.json.x1").exists()
+    (tmp_path / "other/private").mkdir(parents=True)
+    (tmp_path / "other/private/diary").write_text("mine")
+    with pytest.raises(InputError, match="is not an empty folder"):
+        fedfm.run(experiment(tmp_path), tmp_path / "other")

@@ -148,7 +148,9 @@ def only_server(run: Run, patience: float = 30.0) -> Iterator[None]:
 
     Raises:
         RunError: another one does not end.
+        InputError: a file of the run is a link to elsewhere.
     """
+    run.refuse_links()
     with open(run.path / LOCK, "w", opener=store.private) as file:
         deadline = time.monotonic() + patience
         while True:

@@ -44,6 +44,7 @@ def save(text: str, path: Path) -> Path:
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)  # of a killed process; one that is a link would be written through
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:

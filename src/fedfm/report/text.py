@@ -26,6 +26,11 @@ def visible(text: object) -> str:
     )
 
 
+def plain(text: object) -> str:
+    """Lines for a terminal: as :func:`visible`, but for line ends and tabs."""
+    return "\n".join("\t".join(map(visible, line.split("\t"))) for line in str(text).split("\n"))
+
+
 def esc(text: object) -> str:
     """Safe as an element's text and inside a double-quoted attribute, in HTML and in XML."""
     return escape(visible(text), quote=True)
