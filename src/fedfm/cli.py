@@ -375,8 +375,17 @@ def _predict(args: Any) -> int:
     from fedfm.use import predict
 
     result = predict(args.run, args.file, args.client)
-    rows = zip(result["predictions"], result["probabilities"], strict=True)
-    return _say(args, result, "\n".join(f"{label}\t{max(p):.3f}" if p else str(label) for label, p in rows))
+    lines = [
+        f"{label}\t{max(p):.3f}" if p else str(label)
+        for label, p in zip(result["predictions"], result["probabilities"], strict=True)
+    ]
+    if "files" in result:
+        from fedfm.report.text import visible
+
+        lines = [f"{visible(name)}\t{line}" for name, line in zip(result["files"], lines, strict=True)]
+    if result.get("perplexity") is not None:
+        lines.append(f"perplexity {result['perplexity']:.6g}")
+    return _say(args, result, "\n".join(lines))
 
 
 def _export(args: Any) -> int:

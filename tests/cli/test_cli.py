@@ -15,7 +15,7 @@ import pytest
 from fedfm.cli import main
 from fedfm.tables import to_toml
 from fedfm.training import BY_NAME
-from small import experiment
+from small import experiment, pictures, tiny_vit
 
 
 def call(capsys, *args):
@@ -291,6 +291,35 @@ def test_predict_and_export(finished, tmp_path, capsys):
     code, _, err = call(capsys, "export", finished, "--to", "torch", "--out", tmp_path / "out")
     assert code == 2
     assert "not empty" in err
+
+
+def test_predictions_of_a_folder_of_pictures_say_whose_they_are(tmp_path, capsys):
+    from PIL import Image
+
+    exp = tmp_path / "exp.toml"
+    data = {"path": str(pictures(tmp_path)), "partition": {"name": "iid", "clients": 2}}
+    tables = {"data": data, "model": {"name": str(tiny_vit(tmp_path))}, "method": {"name": "fedavg", "rounds": 1}}
+    exp.write_text(to_toml(tables | {"run": {"workers": 1}}))
+    assert call(capsys, "run", exp, "--out", tmp_path / "r")[0] == 0
+    x = np.load(tmp_path / "pictures.npz")["x"]
+    names = ["b/late.png", "a/x.png", "a/early.png"]
+    for i, name in enumerate(names):
+        (tmp_path / "new" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(x[i]).save(tmp_path / "new" / name)
+    np.savez(tmp_path / "rows.npz", x=x[[2, 1, 0]])
+    _, out, _ = call(capsys, "predict", tmp_path / "r", tmp_path / "rows.npz", "--format", "json")
+    rows = json.loads(out)
+    assert "files" not in rows
+    _, out, _ = call(capsys, "predict", tmp_path / "r", tmp_path / "new", "--format", "json")
+    found = json.loads(out)
+    assert found["files"] == sorted(names)
+    assert {key: found[key] for key in ("predictions", "probabilities")} == {
+        key: rows[key] for key in ("predictions", "probabilities")
+    }
+    _, out, _ = call(capsys, "predict", tmp_path / "r", tmp_path / "new")
+    assert [line.split("\t")[:2] for line in out.splitlines()] == [
+        list(pair) for pair in zip(sorted(names), rows["predictions"], strict=True)
+    ]
 
 
 def test_vectors_of_another_width_are_refused_with_both_widths(finished, tmp_path, capsys):
