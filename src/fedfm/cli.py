@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedfm import __version__
+from fedfm import __version__, compiling
 from fedfm.errors import FedfmError, InputError
 
 INTERRUPTED = 130
+CLEARED = "\r\x1b[K"  # the line on which the cursor stands, on a terminal
 
 _RUN_EXAMPLES = """examples:
   fedfm run exp.toml                                   run an experiment; the report is in runs/<name>-<time>/
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 stopped by the user."""
     parser = _parser()
     args = parser.parse_args(argv)
+    compiling.tell(_compiling)
     try:
         return int(args.command(args) or 0)
     except InputError as error:
@@ -111,6 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # not about a file: a fault of ours, or the network's
         print(f"fedfm: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _compiling(text: str) -> None:
+    """Say so on a line of its own: a bar that stands there is drawn again."""
+    print(f"{CLEARED if sys.stderr.isatty() else ''}fedfm: {text}", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -358,8 +365,12 @@ def _report(args: Any) -> int:
 
 def _compare(args: Any) -> int:
     from fedfm.report import compare
+    from fedfm.report.read import read
+    from fedfm.report.text import visible
 
     print(compare.table(args.run).rstrip())
+    for notice in compare.other_data([read(path, messages=False) for path in args.run]):
+        print(f"fedfm: {visible(notice)}", file=sys.stderr)
     print(f"page: {compare.write(args.run, args.out)}")
     return 0
 

@@ -15,7 +15,7 @@ import pytest
 from fedfm.cli import main
 from fedfm.tables import to_toml
 from fedfm.training import BY_NAME
-from small import experiment, pictures, tiny_vit
+from small import experiment, features, pictures, tiny_vit
 
 
 def call(capsys, *args):
@@ -357,6 +357,19 @@ def test_compare(finished, tmp_path, capsys):
     assert (tmp_path / "page.html").read_text().lower().startswith("<!doctype html>")
 
 
+def test_compare_says_that_figures_are_of_different_data(finished, tmp_path, capsys):
+    other = toml(tmp_path, data={"path": str(features(tmp_path, seed=9))})
+    assert call(capsys, "run", other, "--out", tmp_path / "other")[0] == 0
+    page = tmp_path / "page.html"
+    code, out, err = call(capsys, "compare", finished, tmp_path / "other", "--out", page)
+    assert code == 0
+    assert err == "fedfm: The figures are of different data: the rows (fingerprint) of other are not run's.\n"
+    assert "different data" not in out
+    assert "The figures are of different data" in page.read_text()
+    assert call(capsys, "compare", finished, finished, "--out", page)[2] == ""
+    assert "different data" not in page.read_text()
+
+
 def test_seeds_give_mean_and_interval(tmp_path, capsys):
     args = ("run", toml(tmp_path), "--seeds", "0,1,2", "--out", tmp_path / "s", "--format", "json")
     code, out, _ = call(capsys, *args)
@@ -584,6 +597,38 @@ def test_the_light_commands_import_no_heavy_library():
         "heavy = {'torch', 'transformers', 'flwr', 'numpy', 'peft'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+_LOOPS = """
+import os, sys
+import numpy as np
+from fedfm.cli import main
+main(["list", "attacks"])
+from fedfm.passes import mix, squares
+x = np.ones(9, np.float32)
+if os.fork() == 0:
+    mix(x.copy(), x, x, 0.5, 0.5, np.empty(2048, np.float32))
+    os._exit(0)
+os.wait()
+squares(x, x, np.empty((1, 3)))
+"""
+
+
+def test_compiling_is_said_once_and_only_where_something_is_compiled(tmp_path):
+    """A worker and this process each compile a loop, and one of them speaks; the second time both find it on disk."""
+    heard = []
+    for _ in ("cold", "warm"):
+        ended = subprocess.run(
+            [sys.executable, "-c", _LOOPS],
+            env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "compiling" not in ended.stdout
+        heard.append(ended.stderr.count("fedfm: compiling loops"))
+    assert len(list(tmp_path.rglob("passes.*.nbc"))) == 2
+    assert heard == [1, 0]
 
 
 def test_doctor(capsys):
