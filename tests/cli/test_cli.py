@@ -248,7 +248,45 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     newest.write_bytes(data)
     again = fedfm.resume(tmp_path / "hurt")
     assert again["params_sha256"] == straight["params_sha256"]
-    assert any("damaged" in n for n in Run.open(tmp_path / "hurt").manifest["notices"])
+    notices = Run.open(tmp_path / "hurt").manifest["notices"]
+    assert f"{newest.name} was damaged: the run goes on after round 4" in notices
+
+
+def test_a_run_without_a_whole_checkpoint_says_that_it_starts_over(tmp_path, capsys):
+    from fedfm.rundir import Run
+
+    assert call(capsys, "run", toml(tmp_path), "--out", tmp_path / "r")[0] == 0
+    run = Run.open(tmp_path / "r")
+    result = run.manifest["result"]
+    both = sorted((tmp_path / "r/checkpoint").iterdir())
+    for path in both:
+        path.write_bytes(path.read_bytes()[:-40])
+    rows = tmp_path / "rows.npz"
+    code, _, err = call(capsys, "predict", tmp_path / "r", rows)
+    assert code == 2
+    assert "put back a copy of its files, or run the experiment again" in err
+    run.manifest["result"] = None
+    run.write_manifest()
+    code, _, err = call(capsys, "resume", tmp_path / "r")
+    assert code == 0
+    assert f"{both[1].name} and {both[0].name} were damaged: the run starts over" in err
+    assert "went back" not in err
+    assert Run.open(tmp_path / "r").manifest["result"]["params_sha256"] == result["params_sha256"]
+
+
+def test_data_of_one_class_are_said_to_be_no_task(tmp_path, capsys):
+    """One client of one class is legitimate: nothing is said of it."""
+    features(tmp_path, classes=1)
+    code, _, err = call(capsys, "run", toml(tmp_path), "--out", tmp_path / "one")
+    assert code == 0
+    assert err.count('all training rows are of one class, "ant"') == 1
+    two = tmp_path / "two"
+    two.mkdir()
+    features(two, classes=2)
+    shards = {"partition": {"name": "by_class", "clients": 2, "classes_per_client": 1}}
+    code, _, err = call(capsys, "run", toml(two, data=shards), "--out", two / "run")
+    assert code == 0
+    assert "one class" not in err
 
 
 def test_two_processes_never_write_one_run(tmp_path, capsys):
