@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,7 +93,7 @@ stand those of the start without that pass, and of as many passes alone.
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 stopped by the user."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(_whole(sys.argv[1:] if argv is None else argv))
     compiling.tell(_compiling)
     try:
         return int(args.command(args) or 0)
@@ -113,6 +114,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # not about a file: a fault of ours, or the network's
         print(f"fedfm: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _whole(argv: Sequence[str]) -> list[str]:
+    """A list that begins with a minus, which argparse takes for a flag, joined to the flag before it."""
+    out: list[str] = []
+    for word in argv:
+        if out and out[-1] in ("--seeds", "--tune") and re.match(r"-[\d.]", word):
+            out[-1] += f"={word}"
+        else:
+            out.append(word)
+    return out
 
 
 def _compiling(text: str) -> None:
@@ -265,17 +277,25 @@ def _run(args: Any) -> int:
         result = studies.beside(experiment, args.out, progress)
         return _say(args, result, studies.beside_text(result))
     if args.seeds:
-        result = studies.seeds(experiment, _numbers("--seeds", args.seeds, int), args.out, progress)
+        result = studies.seeds(experiment, _seeds(args.seeds), args.out, progress)
         return _say(args, result, studies.seeds_text(result))
     result = _guarded(lambda: api.run(experiment, args.out, progress=progress), progress)
     return _say(args, result, _summary(result))
+
+
+def _seeds(text: str) -> list[int]:
+    seeds: list[int] = _numbers("--seeds", text, int)
+    if min(seeds) < 0:
+        raise InputError(f"--seeds {text}: seeds are whole numbers of at least 0")
+    return seeds
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(f"{flag} {text}: expected numbers separated by commas") from None
+        what = "whole numbers of at least 0" if kind is int else "numbers"
+        raise InputError(f"{flag} {text}: expected {what} separated by commas") from None
 
 
 def _pretrain(args: Any) -> int:

@@ -669,6 +669,33 @@ def test_compiling_is_said_once_and_only_where_something_is_compiled(tmp_path):
     assert heard == [1, 0]
 
 
+@pytest.mark.parametrize("flag", [("--seeds", "-1,2"), ("--seeds=-1,2",), ("--seeds", "-1"), ("--seeds", "0.5")])
+def test_seeds_are_whole_numbers_of_at_least_0(tmp_path, capsys, flag):
+    code, _, err = call(capsys, "run", toml(tmp_path), *flag, "--out", tmp_path / "r")
+    assert code == 2
+    assert "whole numbers of at least 0" in err
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("name", ["rows.npz", "pictures", "notes.csv", "letter"])
+def test_data_where_an_experiment_is_expected(tmp_path, capsys, name):
+    features(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "notes.csv").write_text("text,label\n")
+    (tmp_path / "letter").write_bytes(b"\xff\xfe\x00")
+    code, _, err = call(capsys, "run", tmp_path / name)
+    assert code == 2
+    hint = f'an experiment in TOML, whose [data] says which: path = "{tmp_path / name}"'
+    assert ("not TOML" if name == "letter" else hint) in err
+    toml(tmp_path).rename(tmp_path / "exp.txt")  # a name proves nothing
+    assert call(capsys, "check", tmp_path / "exp.txt")[0] == 0
+
+
+def test_no_description_in_the_list_ends_in_mid_sentence(capsys):
+    _, out, _ = call(capsys, "list", "methods")
+    assert all(line.endswith((".", ":")) for line in out.splitlines())
+
+
 def test_doctor(capsys):
     code, out, _ = call(capsys, "doctor", "--format", "json")
     assert code == 0
