@@ -62,9 +62,11 @@ def _tree(module: str) -> ast.Module:
 
 
 def _headline(module: str) -> str:
-    """The first line of what a file says of itself; parsing whole files would take most of the command's time."""
-    first = _source(module.partition(":")[0]).partition("\n")[0]
-    return first.strip('"') if first.startswith('"""') else module
+    """The first paragraph of what a file says of itself; parsing files would take most of the command's time."""
+    begun, quotes, rest = _source(module.partition(":")[0]).partition('"""')
+    if begun or not quotes:
+        return module
+    return " ".join(rest.partition('"""')[0].partition("\n\n")[0].split())
 
 
 def method(name: str) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedfm import __version__
+from fedfm import __version__, compiling
 from fedfm.errors import FedfmError, InputError
 
 INTERRUPTED = 130
+CLEARED = "\r\x1b[K"  # the line on which the cursor stands, on a terminal
 
 _RUN_EXAMPLES = """examples:
   fedfm run exp.toml                                   run an experiment; the report is in runs/<name>-<time>/
@@ -91,7 +93,8 @@ stand those of the start without that pass, and of as many passes alone.
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 stopped by the user."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(_whole(sys.argv[1:] if argv is None else argv))
+    compiling.tell(_compiling)
     try:
         return int(args.command(args) or 0)
     except InputError as error:
@@ -118,6 +121,22 @@ def _complain(text: object) -> None:
     from fedfm.report.text import plain
 
     print(f"fedfm: {plain(text)}", file=sys.stderr)
+
+
+def _whole(argv: Sequence[str]) -> list[str]:
+    """A list that begins with a minus, which argparse takes for a flag, joined to the flag before it."""
+    out: list[str] = []
+    for word in argv:
+        if out and out[-1] in ("--seeds", "--tune") and re.match(r"-[\d.]", word):
+            out[-1] += f"={word}"
+        else:
+            out.append(word)
+    return out
+
+
+def _compiling(text: str) -> None:
+    """Say so on a line of its own: a bar that stands there is drawn again."""
+    print(f"{CLEARED if sys.stderr.isatty() else ''}fedfm: {text}", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -265,17 +284,25 @@ def _run(args: Any) -> int:
         result = studies.beside(experiment, args.out, progress)
         return _say(args, result, studies.beside_text(result))
     if args.seeds:
-        result = studies.seeds(experiment, _numbers("--seeds", args.seeds, int), args.out, progress)
+        result = studies.seeds(experiment, _seeds(args.seeds), args.out, progress)
         return _say(args, result, studies.seeds_text(result))
     result = _guarded(lambda: api.run(experiment, args.out, progress=progress), progress)
     return _say(args, result, _summary(result))
+
+
+def _seeds(text: str) -> list[int]:
+    seeds: list[int] = _numbers("--seeds", text, int)
+    if min(seeds) < 0:
+        raise InputError(f"--seeds {text}: seeds are whole numbers of at least 0")
+    return seeds
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(f"{flag} {text}: expected numbers separated by commas") from None
+        what = "whole numbers of at least 0" if kind is int else "numbers"
+        raise InputError(f"{flag} {text}: expected {what} separated by commas") from None
 
 
 def _pretrain(args: Any) -> int:
@@ -367,8 +394,12 @@ def _report(args: Any) -> int:
 
 def _compare(args: Any) -> int:
     from fedfm.report import compare
+    from fedfm.report.read import read
+    from fedfm.report.text import visible
 
     print(compare.table(args.run).rstrip())
+    for notice in compare.other_data([read(path, messages=False) for path in args.run]):
+        print(f"fedfm: {visible(notice)}", file=sys.stderr)
     print(f"page: {compare.write(args.run, args.out)}")
     return 0
 
@@ -385,8 +416,15 @@ def _predict(args: Any) -> int:
     from fedfm.use import predict
 
     result = predict(args.run, args.file, args.client)
-    rows = zip(map(visible, result["predictions"]), result["probabilities"], strict=True)
-    return _say(args, result, "\n".join(f"{label}\t{max(p):.3f}" if p else label for label, p in rows))
+    lines = [
+        f"{visible(label)}\t{max(p):.3f}" if p else visible(label)
+        for label, p in zip(result["predictions"], result["probabilities"], strict=True)
+    ]
+    if "files" in result:
+        lines = [f"{visible(name)}\t{line}" for name, line in zip(result["files"], lines, strict=True)]
+    if result.get("perplexity") is not None:
+        lines.append(f"perplexity {result['perplexity']:.6g}")
+    return _say(args, result, "\n".join(lines))
 
 
 def _export(args: Any) -> int:

@@ -8,6 +8,9 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.core import event
+
+from fedfm import compiling
 
 SLACK = np.float32(1 - 1e-4)  # of bounds of distances: far above what float32 rounds off
 SPAN = 256  # rows whose sums run in float32 before they move into float64
@@ -15,6 +18,20 @@ EXACT = {"reassoc", "contract", "nsz", "arcp"}  # sums in vector lanes; NaN and 
 MATHS = EXACT | {"nnan"}  # minima in vector lanes too, where no NaN can come
 INDEX = numba.uint64  # of which the compiler knows that it is not negative
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+
+class _Compiling(event.Listener):  # type: ignore[misc]
+    """Numba speaks of compiling only where it finds nothing on disk: the warm path does not pass here."""
+
+    def on_start(self, event: Any) -> None:
+        if event.data["dispatcher"].py_func.__module__.startswith("fedfm."):
+            compiling.begins()
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _Compiling())
 
 
 def compiled(function: Callable[..., Any], maths: set[str] = MATHS, signature: Any = None) -> Any:

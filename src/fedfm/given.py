@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedfm.data.dataset import DatasetRows, Joined, checked, class_labels, column
+from fedfm.data.dataset import DatasetRows, Joined, checked, column, read_once
 from fedfm.data.spec import IN_MEMORY
 from fedfm.data.table import Table
 from fedfm.errors import InputError
@@ -59,6 +59,8 @@ class Given:
         self._collate = collate or torch.utils.data.default_collate
         self._columns: set[str] | None = None
         self._listed = False  # batches are tuples
+        self._sets: list[tuple[str, str, Any]] = []  # (split, client or "", data set)
+        self._nan: int | None = None  # the first row that holds one
         self._alias = ""  # the key of the target, where it is not "labels"
         self.notices: tuple[str, ...] = ()
         if self.trainer is not None:
@@ -145,7 +147,7 @@ class Given:
 
     def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any, by: str | None) -> tuple[Table, Places]:
         """All rows one after the other, and which are whose; with the column ``by`` where a partition wants one."""
-        sets: list[tuple[str, str, Any]] = []
+        sets = self._sets
         if clients is not None:
             sets += [("train", c, checked(clients[c], f'clients["{c}"]')) for c in sorted(clients)]
         else:
@@ -165,7 +167,8 @@ class Given:
         columns = column([data for _, _, data in sets], by) if by and clients is None else {}
         table = Table("own", inputs, None, (), split, columns, "the data given to federate()", self.notices)
         self.rows = DatasetRows(table=table, index=np.arange(len(inputs)), collated=self.collated)
-        return replace(table, labels=class_labels(self.rows)), places
+        labels, self._nan = read_once(self.rows)
+        return replace(table, labels=labels), places
 
     def native(self, batch: Batch) -> Any:
         """The batch as the user's collate made it."""
@@ -237,13 +240,33 @@ class Given:
         except Exception as error:
             text = str(error).splitlines()[0][:300] if str(error) else ""
             alone = self.trainer is None and self._loss is None and self._objective is None
-            hint = "; without a loss of its own give loss=(output, target) -> scalar" if alone else ""
-            raise InputError(f"module and loss fail on the first rows: {type(error).__name__}: {text}{hint}") from error
+            what = "module and loss fail on the first rows"
+            if alone:
+                what = "give loss=(output, target) -> scalar; without it the module, called with all of a batch, fails"
+            raise InputError(f"{what}: {type(error).__name__}: {text}") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"the loss of a batch is {shape}: expected a scalar, the mean over the rows")
+        self._check_nan(model)
         fits = isinstance(logits, Tensor) and logits.dim() == 2 and logits.is_floating_point() and logits.shape[1] > 1
         return int(logits.shape[1]) if fits and table.labels is not None else 0
+
+    def _check_nan(self, model: WrappedModel) -> None:
+        """Refuse rows with a NaN, unless module and loss know what to do with one."""
+        if self._nan is None:
+            return
+        with torch.random.fork_rng(devices=[]), model.evaluating():
+            start = max(min(self._nan, len(self.rows) - _PROBE), 0)
+            batch = self.rows.batch(range(start, min(start + _PROBE, len(self.rows))))
+            batch = {k: x.to(model.device) for k, x in batch.items()}
+            if bool(torch.isfinite(self.outcome(self.module, batch)[0])):
+                return
+        row = self._nan
+        for split, client, data in self._sets:
+            if row < len(data):
+                where = f'{"clients" if split == "train" else split}["{client}"]' if client else split
+                raise InputError(f"{where}, row {row} holds NaN, and so does its loss: fill it, or leave the row out")
+            row -= len(data)
 
     def _scores(self, model: WrappedModel, rows: Rows, size: int, classifier: bool) -> dict[str, Any]:
         """As models.metrics.evaluate; the loss is the user's own, a mean over rows."""

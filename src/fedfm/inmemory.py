@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from fedfm.methods.centralised import POOLED
 from fedfm.models.wrap import WrappedModel
 from fedfm.params import Params
 from fedfm.population import Partitioned
+from fedfm.registry import resolve
 from fedfm.rundir import Run
 from fedfm.seeds import generator
 
@@ -108,6 +109,11 @@ def federate(
     given = Given(model, loss, objective, logits, collate, labels)
     if given.trainer is not None:
         train, test, local = given.data_and_optimiser(clients, train, test, local)
+    if "local" not in {f.name for f in fields(resolve("methods", method))}:
+        raise InputError(
+            f'method = "{method}": it has no client optimiser that trains a module; federate takes methods that have '
+            'one, such as "fedavg"; for the others write an experiment'
+        )
     device = next((p.device for p in given.module.parameters()), torch.device("cpu"))
     settings = {"seed": seed, **_on(device, dict(run or {}))}
     tables = {

@@ -180,7 +180,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     for name, value in prints.items():
         if before and before.get(name) != value:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
-    notices = list(population.federated.notices)
+    notices = [*population.federated.notices, *_no_task(population)]
     for notice in notices:
         progress.notice(notice)
     run.manifest |= {
@@ -200,6 +200,18 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     if (costs := operations(run.experiment.method, population)) is not None:
         run.manifest["ledger"]["operations"] = costs
     run.write_manifest()
+
+
+def _no_task(population: Partitioned) -> list[str]:
+    """A notice where all that is trained on has one label; a single client's rows may well."""
+    table, clients = population.federated.table, population.federated.clients.values()
+    if table.labels is None:
+        return []
+    found = np.unique(np.concatenate([table.labels[rows.train] for rows in clients]))
+    if len(found) != 1:
+        return []
+    name = table.classes[found[0]] if found[0] < len(table.classes) else found[0]
+    return [f'all training rows are of one class, "{name}": there is nothing to tell apart, accuracies say nothing']
 
 
 def _check_optimiser(method: Method[Any], model: Any) -> None:

@@ -190,25 +190,33 @@ class Run:
     def restore(self, state_type: Any) -> dict[str, Any] | None:
         """The newest checkpoint that is whole; None before the first commit. Later lines of the logs are cut off.
 
-        A damaged checkpoint is passed over for the one before, and the manifest says so. What a killed process has
-        left half-written goes.
+        A damaged checkpoint is passed over for the one before, and the manifest says where the run goes on. What a
+        killed process has left half-written goes.
         """
+        damaged = []
         for path in (path for pattern in _PARTS for path in self.path.glob(pattern)):
             path.unlink(missing_ok=True)
         for path in reversed(self._checkpoints()):
             record = store.load(path)
             if record is None:
-                self.manifest.setdefault("notices", []).append(f"{path.name} was damaged; went back one round")
+                damaged.append(path.name)
                 path.unlink(missing_ok=True)
                 continue
             record["state"] = conform(record["state"], state_type, "state")
+            self._went_back(damaged, f"goes on after round {record['round']}")
             self._keep_metrics(record["round"])
             judged = any(line["round"] == record["round"] for line in self.metrics())
             self._keep_messages(record["messages"], record["round"] if judged else None)
             return dict(record)
+        self._went_back(damaged, "starts over")
         self._keep_messages(0, None)
         self._keep_metrics(-1)
         return None
+
+    def _went_back(self, damaged: Sequence[str], how: str) -> None:
+        if damaged:
+            names = f"{' and '.join(damaged)} {'was' if len(damaged) == 1 else 'were'}"
+            self.manifest["notices"].append(f"{names} damaged: the run {how}")
 
     def state(self, state_type: Any) -> Any:
         """The server's state after the last committed round; nothing is changed.
@@ -219,7 +227,10 @@ class Run:
         for path in reversed(self._checkpoints()):
             if (record := store.load(path)) is not None:
                 return conform(record["state"], state_type, "state")
-        raise InputError(f"{self.path}: no checkpoint can be read")
+        raise InputError(
+            f"{self.path / 'checkpoint'}: no checkpoint can be read: put back a copy of its files, or run the "
+            "experiment again in another folder"
+        )
 
     def into(self, fed: Federation, record: Mapping[str, Any]) -> None:
         """Give a federation the counts of a restored checkpoint."""

@@ -48,7 +48,10 @@ class Server:
     def go(self) -> dict[str, Any]:
         """From the last commit to the result line."""
         run, fed, method = self.run, self.fed, self.method
+        known = len(run.manifest["notices"])
         record = run.restore(method.state_type)
+        for notice in run.manifest["notices"][known:]:
+            self._progress.notice(notice)
         if record is None:
             fed.begin(0)
             state, t = self._commit(0, method.init(fed)), 0

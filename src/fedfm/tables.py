@@ -13,6 +13,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.errors import InputError, close, listed
 
+_DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  # formats that data.path takes
+
 
 def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str, Any]:
     """The nested tables of a TOML file, with keys ``a.b.c`` set anew.
@@ -28,10 +30,14 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; {takes}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path}: not TOML: {error}") from None
+    except (IsADirectoryError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if path.is_dir() or path.name.lower().endswith(_DATA):
+            message = f'{path} looks like data; {takes}, whose [data] says which: path = "{path}"'
+        else:
+            message = f"{path}: not TOML: {error}"
+        raise InputError(message) from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     for key, value in overrides.items():
         put(table, key, value)
     return table
@@ -58,7 +64,8 @@ def build(cls: type, table: Any, path: str) -> Any:
     hints = get_type_hints(cls)
     known = {_key(f.name): f.name for f in fields(cls) if f.init}
     refuse_unknown(table, known, path)
-    return cls(**{known[key]: convert(value, hints[known[key]], f"{path}.{key}") for key, value in table.items()})
+    at = f"{path}." if path else ""
+    return cls(**{known[key]: convert(value, hints[known[key]], f"{at}{key}") for key, value in table.items()})
 
 
 def _key(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,10 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
 
     Args:
         file: any source that the run could have been trained on; labels are not needed and not used.
+
+    Returns:
+        ``predictions`` and ``probabilities`` in the order of the rows, ``classes``; of a folder of pictures also
+        ``files``: whose prediction each is, relative to the folder.
     """
     import torch
 
@@ -82,12 +87,16 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
             return {"run": str(path), "predictions": [], "probabilities": [], "perplexity": scored["perplexity"]}
         probabilities = torch.softmax(run.experiment.method.logits(model, w, rows), 1)
     best = probabilities.argmax(1).tolist()
-    return {
+    result = {
         "run": str(path),
         "classes": list(model.classes),
         "predictions": [model.classes[i] for i in best],
         "probabilities": [[round(p, 6) for p in row] for row in probabilities.tolist()],
     }
+    folder = Path(file).expanduser()
+    if folder.is_dir():
+        result["files"] = [os.path.relpath(picture, folder) for picture in table.inputs]
+    return result
 
 
 def export(path: str | Path, to: Target, out: Path, client: str | None = None) -> str:

@@ -19,7 +19,7 @@ from fedfm.federation import Excluded
 from fedfm.tables import to_toml
 from fedfm.training import BY_NAME
 from fedfm.watch import Bar
-from small import experiment
+from small import experiment, features, pictures, tiny_vit
 
 
 def call(capsys, *args):
@@ -252,7 +252,45 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     newest.write_bytes(data)
     again = fedfm.resume(tmp_path / "hurt")
     assert again["params_sha256"] == straight["params_sha256"]
-    assert any("damaged" in n for n in Run.open(tmp_path / "hurt").manifest["notices"])
+    notices = Run.open(tmp_path / "hurt").manifest["notices"]
+    assert f"{newest.name} was damaged: the run goes on after round 4" in notices
+
+
+def test_a_run_without_a_whole_checkpoint_says_that_it_starts_over(tmp_path, capsys):
+    from fedfm.rundir import Run
+
+    assert call(capsys, "run", toml(tmp_path), "--out", tmp_path / "r")[0] == 0
+    run = Run.open(tmp_path / "r")
+    result = run.manifest["result"]
+    both = sorted((tmp_path / "r/checkpoint").iterdir())
+    for path in both:
+        path.write_bytes(path.read_bytes()[:-40])
+    rows = tmp_path / "rows.npz"
+    code, _, err = call(capsys, "predict", tmp_path / "r", rows)
+    assert code == 2
+    assert "put back a copy of its files, or run the experiment again" in err
+    run.manifest["result"] = None
+    run.write_manifest()
+    code, _, err = call(capsys, "resume", tmp_path / "r")
+    assert code == 0
+    assert f"{both[1].name} and {both[0].name} were damaged: the run starts over" in err
+    assert "went back" not in err
+    assert Run.open(tmp_path / "r").manifest["result"]["params_sha256"] == result["params_sha256"]
+
+
+def test_data_of_one_class_are_said_to_be_no_task(tmp_path, capsys):
+    """One client of one class is legitimate: nothing is said of it."""
+    features(tmp_path, classes=1)
+    code, _, err = call(capsys, "run", toml(tmp_path), "--out", tmp_path / "one")
+    assert code == 0
+    assert err.count('all training rows are of one class, "ant"') == 1
+    two = tmp_path / "two"
+    two.mkdir()
+    features(two, classes=2)
+    shards = {"partition": {"name": "by_class", "clients": 2, "classes_per_client": 1}}
+    code, _, err = call(capsys, "run", toml(two, data=shards), "--out", two / "run")
+    assert code == 0
+    assert "one class" not in err
 
 
 def test_two_processes_never_write_one_run(tmp_path, capsys):
@@ -297,6 +335,35 @@ def test_predict_and_export(finished, tmp_path, capsys):
     assert "not empty" in err
 
 
+def test_predictions_of_a_folder_of_pictures_say_whose_they_are(tmp_path, capsys):
+    from PIL import Image
+
+    exp = tmp_path / "exp.toml"
+    data = {"path": str(pictures(tmp_path)), "partition": {"name": "iid", "clients": 2}}
+    tables = {"data": data, "model": {"name": str(tiny_vit(tmp_path))}, "method": {"name": "fedavg", "rounds": 1}}
+    exp.write_text(to_toml(tables | {"run": {"workers": 1}}))
+    assert call(capsys, "run", exp, "--out", tmp_path / "r")[0] == 0
+    x = np.load(tmp_path / "pictures.npz")["x"]
+    names = ["b/late.png", "a/x.png", "a/early.png"]
+    for i, name in enumerate(names):
+        (tmp_path / "new" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(x[i]).save(tmp_path / "new" / name)
+    np.savez(tmp_path / "rows.npz", x=x[[2, 1, 0]])
+    _, out, _ = call(capsys, "predict", tmp_path / "r", tmp_path / "rows.npz", "--format", "json")
+    rows = json.loads(out)
+    assert "files" not in rows
+    _, out, _ = call(capsys, "predict", tmp_path / "r", tmp_path / "new", "--format", "json")
+    found = json.loads(out)
+    assert found["files"] == sorted(names)
+    assert {key: found[key] for key in ("predictions", "probabilities")} == {
+        key: rows[key] for key in ("predictions", "probabilities")
+    }
+    _, out, _ = call(capsys, "predict", tmp_path / "r", tmp_path / "new")
+    assert [line.split("\t")[:2] for line in out.splitlines()] == [
+        list(pair) for pair in zip(sorted(names), rows["predictions"], strict=True)
+    ]
+
+
 def test_vectors_of_another_width_are_refused_with_both_widths(finished, tmp_path, capsys):
     np.savez(tmp_path / "narrow.npz", x=np.zeros((5, 3), np.float32))
     code, _, err = call(capsys, "predict", finished, tmp_path / "narrow.npz")
@@ -330,6 +397,19 @@ def test_compare(finished, tmp_path, capsys):
     assert code == 0
     assert "centralised" in out
     assert (tmp_path / "page.html").read_text().lower().startswith("<!doctype html>")
+
+
+def test_compare_says_that_figures_are_of_different_data(finished, tmp_path, capsys):
+    other = toml(tmp_path, data={"path": str(features(tmp_path, seed=9))})
+    assert call(capsys, "run", other, "--out", tmp_path / "other")[0] == 0
+    page = tmp_path / "page.html"
+    code, out, err = call(capsys, "compare", finished, tmp_path / "other", "--out", page)
+    assert code == 0
+    assert err == "fedfm: The figures are of different data: the rows (fingerprint) of other are not run's.\n"
+    assert "different data" not in out
+    assert "The figures are of different data" in page.read_text()
+    assert call(capsys, "compare", finished, finished, "--out", page)[2] == ""
+    assert "different data" not in page.read_text()
 
 
 def test_seeds_give_mean_and_interval(tmp_path, capsys):
@@ -419,7 +499,7 @@ def test_check_names_the_client_whose_file_is_missing(tmp_path, capsys):
 def test_more_clients_than_there_are_cannot_be_required(tmp_path, capsys):
     code, _, err = call(capsys, "run", toml(tmp_path, run={"min_clients": 6}), "--out", tmp_path / "r")
     assert code == 2
-    assert "run.min_clients = 6: there are 5 clients" in err
+    assert "run.min_clients = 6: a round asks 3 of 5 clients" in err
     assert not (tmp_path / "r").exists()
 
 
@@ -559,6 +639,65 @@ def test_the_light_commands_import_no_heavy_library():
         "heavy = {'torch', 'transformers', 'flwr', 'numpy', 'peft'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+_LOOPS = """
+import os, sys
+import numpy as np
+from fedfm.cli import main
+main(["list", "attacks"])
+from fedfm.passes import mix, squares
+x = np.ones(9, np.float32)
+if os.fork() == 0:
+    mix(x.copy(), x, x, 0.5, 0.5, np.empty(2048, np.float32))
+    os._exit(0)
+os.wait()
+squares(x, x, np.empty((1, 3)))
+"""
+
+
+def test_compiling_is_said_once_and_only_where_something_is_compiled(tmp_path):
+    """A worker and this process each compile a loop, and one of them speaks; the second time both find it on disk."""
+    heard = []
+    for _ in ("cold", "warm"):
+        ended = subprocess.run(
+            [sys.executable, "-c", _LOOPS],
+            env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "compiling" not in ended.stdout
+        heard.append(ended.stderr.count("fedfm: compiling loops"))
+    assert len(list(tmp_path.rglob("passes.*.nbc"))) == 2
+    assert heard == [1, 0]
+
+
+@pytest.mark.parametrize("flag", [("--seeds", "-1,2"), ("--seeds=-1,2",), ("--seeds", "-1"), ("--seeds", "0.5")])
+def test_seeds_are_whole_numbers_of_at_least_0(tmp_path, capsys, flag):
+    code, _, err = call(capsys, "run", toml(tmp_path), *flag, "--out", tmp_path / "r")
+    assert code == 2
+    assert "whole numbers of at least 0" in err
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("name", ["rows.npz", "pictures", "notes.csv", "letter"])
+def test_data_where_an_experiment_is_expected(tmp_path, capsys, name):
+    features(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "notes.csv").write_text("text,label\n")
+    (tmp_path / "letter").write_bytes(b"\xff\xfe\x00")
+    code, _, err = call(capsys, "run", tmp_path / name)
+    assert code == 2
+    hint = f'an experiment in TOML, whose [data] says which: path = "{tmp_path / name}"'
+    assert ("not TOML" if name == "letter" else hint) in err
+    toml(tmp_path).rename(tmp_path / "exp.txt")  # a name proves nothing
+    assert call(capsys, "check", tmp_path / "exp.txt")[0] == 0
+
+
+def test_no_description_in_the_list_ends_in_mid_sentence(capsys):
+    _, out, _ = call(capsys, "list", "methods")
+    assert all(line.endswith((".", ":")) for line in out.splitlines())
 
 
 def test_doctor(capsys):

@@ -94,6 +94,12 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "empty text": ("a.csv", b"text,label\n,a\n", r'a\.csv, row 2: column "text" is empty'),
     "twice": ("a.csv", b"text,label,text\nx,a,y\n", r'row 1: column "text" occurs 2 times'),
     "semicolons": ("a.csv", b"text;label\nx;a\n", r"row 1: fields seem to be separated by semicolons"),
+    "semicolons and quotes": (
+        "a.csv",
+        b'text;label\n"x, and ""y""";a\n',
+        r"row 1: fields seem to be separated by semicolons",
+    ),
+    "quoted names and semicolons": ("a.csv", b'"text";"label"\n"x";"a"\n', r"row 1: .* separated by semicolons"),
     "unknown split": (
         "a.csv",
         b"text,label,split\nx,a,train\ny,b,validation\n",

@@ -73,6 +73,19 @@ def test_a_table_of_language_models_has_perplexity(tmp_path):
     assert compare.table([run]).splitlines()[2].endswith("12.5")
 
 
+def test_the_table_marks_an_unfinished_run(tmp_path):
+    whole = runs.make(tmp_path / "a")
+    names = [f"c{i}" for i in range(6)]
+    part = runs.make(
+        tmp_path / "b", name="part", rounds=[runs.line(t, names) for t in range(4)], finished=None, result=None
+    )
+    lines = compare.table([whole, part]).splitlines()
+    assert lines[0].split()[-1] == "state"
+    assert lines[2].endswith("finished")
+    assert lines[3].endswith("unfinished: 3 of 12 rounds")
+    assert "state" not in compare.table([whole])
+
+
 def test_labels_tell_runs_apart(tmp_path):
     paths = [runs.make(tmp_path / n, name=m) for n, m in (("a", "x"), ("b", "y"), ("c", "y"))]
     assert compare.labels([read.read(p) for p in paths]) == ["a", "b", "c"]
@@ -84,7 +97,7 @@ def test_what_is_not_like_for_like_is_said(tmp_path):
         tmp_path / "b", name="other", n_rounds=3, fingerprints={"data": "0", "model": "e" * 64}, finished=None
     )
     said = " ".join(compare.differences([read.read(first), read.read(other)]))
-    assert "The data (fingerprint) of other is not that of fedavg-digits." in said
+    assert "different data: the rows (fingerprint) of other are not fedavg-digits's." in said
     assert "Unfinished: other." in said
     assert "number of rounds differs (12 for" in said
     assert "model" not in said

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 
 import numpy as np
@@ -305,7 +306,8 @@ def test_batch_norm_statistics_travel(tmp_path, method):
         ({"train": None, "partition": None, "clients": {"a": data(3), "b": []}}, 'clients\\["b"\\] has no rows'),
         ({"train": None, "partition": None, "clients": {"a": data(3), "": data(3)}}, "no name for a client"),
         ({"train": None, "partition": None, "clients": {"a": data(3)}, "test": {"c": data(3)}}, "are no clients"),
-        ({"loss": None}, "give loss=\\(output"),
+        ({"loss": None}, "^give loss=\\(output"),
+        ({"method": "fedpft"}, '^method = "fedpft": it has no client optimiser'),
         ({"objective": lambda m, b: m(b[0]).sum()}, "give one of the two"),
         ({"loss": lambda a, b: a}, "expected a scalar"),
         ({"train": TensorDataset(torch.randn(9, 7), torch.zeros(9).long())}, "fail on the first rows"),
@@ -329,6 +331,31 @@ def test_what_is_wrong_is_said_before_any_training(tmp_path, changes, words):
     with pytest.raises(InputError, match=words):
         federate(out=tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()
+
+
+def test_rows_with_nan_are_named(tmp_path):
+    x, y = torch.randn(600, 4), torch.arange(600) % 3
+    x[431, 2] = math.nan  # of b: row 131
+    halves = {"b": TensorDataset(x[300:], y[300:]), "a": TensorDataset(x[:300], y[:300])}
+    with pytest.raises(InputError, match=r'^clients\["b"\], row 131 holds NaN'):
+        federate(train=None, partition=None, clients=halves, out=tmp_path / "a")
+    targets = torch.randn(40, 3)
+    targets[39] = math.nan
+    with pytest.raises(InputError, match=r"^train, row 39 holds NaN"):
+        federate(train=TensorDataset(torch.randn(40, 4), targets), loss=nn.functional.mse_loss, out=tmp_path / "b")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_module_that_fills_nan_may_have_rows_with_it(tmp_path):
+    x = torch.randn(40, 4)
+    x[3, 1] = math.nan
+
+    def filled(module, batch):
+        return nn.functional.cross_entropy(module(batch[0].nan_to_num()), batch[1])
+
+    data = TensorDataset(x, torch.arange(40) % 3)
+    result = federate(train=data, loss=None, objective=filled, rounds=1, out=tmp_path / "run")
+    assert result["excluded"] == []
 
 
 def test_models_that_cannot_be_trained_are_refused(tmp_path):

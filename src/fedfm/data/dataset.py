@@ -66,16 +66,33 @@ def checked(data: Any, what: str, *, empty: bool = False) -> Any:
     return data
 
 
-def class_labels(rows: DatasetRows) -> np.ndarray | None:
-    """(n,) where every row has one whole number of at least 0 as its target; found by reading all rows once."""
-    found = []
+def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
+    """What one reading of the rows tells: (class labels (n,), the first row that holds a NaN).
+
+    Labels are None unless every row has one whole number of at least 0 as its target. Rows without labels and without
+    floating-point numbers are not read to their end.
+    """
+    found: list[np.ndarray] | None = []
+    first, at = None, 0
     with torch.random.fork_rng(devices=[]):
         for batch in rows.batches(_READ):
             y = batch.get("labels")
             if y is None or y.dim() != 1 or y.is_floating_point() or y.dtype == torch.bool or int(y.min()) < 0:
-                return None
-            found.append(y.cpu().numpy().astype(np.int64))
-    return np.concatenate(found)
+                found = None
+            if found is not None and y is not None:
+                found.append(y.cpu().numpy().astype(np.int64))
+            floats = [x for x in batch.values() if x.is_floating_point()]
+            if first is None:
+                # A sum is NaN where a number is, and fast; infinities of both signs make one too.
+                n = min(_READ, len(rows) - at)
+                rowwise = [x for x in floats if x.dim() and len(x) == n]  # a collate may pack rows otherwise
+                bad = next((x for x in rowwise if torch.isnan(x.sum()) and torch.isnan(x).any()), None)
+                if bad is not None:
+                    first = at + int(torch.isnan(bad).reshape(n, -1).any(1).nonzero()[0])
+            if found is None and (first is not None or not floats):
+                break
+            at += _READ
+    return None if found is None else np.concatenate(found), first
 
 
 def column(sets: Sequence[Any], name: str) -> dict[str, np.ndarray]:

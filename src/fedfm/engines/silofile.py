@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.data.sources._files import listing
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.errors import InputError
 from fedfm.experiment import Experiment
@@ -49,7 +50,10 @@ def load(path: Path) -> Silo:
         raise InputError(f"{path}: no such file; a silo's file has name, data and allow") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
-    silo: Silo = build(Silo, table, str(path))
+    try:
+        silo: Silo = build(Silo, table, "")
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
     if not re.fullmatch(r"[^\W_][\w.-]*", silo.name):
         raise InputError(f'{path}: name = "{silo.name}": letters, digits, "-", "_" and "." only, and not none')
     if not silo.data:
@@ -84,7 +88,10 @@ def populate(silo: Silo, experiment: Experiment, classes: Sequence[str] | None) 
     if classes is not None and tuple(classes) != table.classes and table.labels is not None:
         code = {name: index for index, name in enumerate(classes)}
         if unknown := [name for name in table.classes if name not in code]:
-            raise InputError(f"{silo.data}: the server knows no class {unknown[0]!r}; it has {len(code)}")
+            raise InputError(
+                f"{silo.data}: rows of class {listing(unknown, 8)}, which the federation does not know; "
+                f"it knows {listing(code, 20)}"
+            )
         labels = np.array([code[name] for name in table.classes], dtype=np.int64)[table.labels]
         table = replace(table, labels=labels, classes=tuple(classes))
         federated = replace(federated, table=table)

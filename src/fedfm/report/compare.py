@@ -22,7 +22,7 @@ def table(run_dirs: Sequence[Path]) -> str:
     """The runs as an aligned text table, one a line, in the order given.
 
     Accuracies are fractions, ``spread`` is the standard deviation over the clients' accuracies. Where an accuracy
-    is not defined (a language model) the column ``perplexity`` is added.
+    is not defined (a language model) the column ``perplexity`` is added, where a run is unfinished ``state``.
 
     Raises:
         InputError: no run is given, or a file is missing or not what it should be.
@@ -47,6 +47,9 @@ def table(run_dirs: Sequence[Path]) -> str:
     if any(run.value("accuracy") is None and run.value("perplexity") is not None for run in runs):
         head.append("perplexity")
         rows = [[*row, number(run.value("perplexity"))] for row, run in zip(rows, runs, strict=True)]
+    if not all(run.finished for run in runs):
+        head.append("state")
+        rows = [[*row, _state(run)] for row, run in zip(rows, runs, strict=True)]
     rows = [[shorten(cell, 40).replace(NBSP, " ") for cell in row] for row in [head, *rows]]
     widths = [max(width_of(row[j]) for row in rows) for j in range(len(head))]
     out = []
@@ -139,17 +142,14 @@ def labels(runs: Sequence[RunFiles]) -> list[str]:
 
 def differences(runs: Sequence[RunFiles]) -> list[str]:
     """In what the runs differ that makes their numbers hard to compare."""
-    first, out = runs[0], []
+    first, out = runs[0], other_data(runs)
     names = labels(runs)
 
     def unlike(what: str, of: list[object]) -> None:
-        keys = [json.dumps(v, sort_keys=True, default=str) for v in of]
-        others = [n for n, k in zip(names, keys, strict=True) if k != keys[0]]
-        if others:
+        if others := _unlike(names, of):
             out.append(f"{what} of {', '.join(others)} {'is' if len(others) == 1 else 'are'} not that of {names[0]}.")
 
-    for key, what in (("data", "The data (fingerprint)"), ("model", "The model (fingerprint)")):
-        unlike(what, [mapping(run.manifest.get("fingerprints")).get(key) for run in runs])
+    unlike("The model (fingerprint)", [mapping(run.manifest.get("fingerprints")).get("model") for run in runs])
     unlike("The split among clients", [mapping(run.manifest.get("split")).get("clients") for run in runs])
     unlike("The seed", [mapping(run.experiment.get("run")).get("seed") for run in runs])
     unlike("The attack", [run.experiment.get("attack") for run in runs])
@@ -160,6 +160,21 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
     if len({run.done_rounds for run in runs}) > 1:
         out.append(f"The number of rounds differs ({first.done_rounds} for {names[0]}).")
     return out
+
+
+def other_data(runs: Sequence[RunFiles]) -> list[str]:
+    """A sentence where the figures are not of the same data, by the fingerprints of all rows; else nothing."""
+    names = labels(runs)
+    others = _unlike(names, [mapping(run.manifest.get("fingerprints")).get("data") for run in runs])
+    if not others:
+        return []
+    return [f"The figures are of different data: the rows (fingerprint) of {', '.join(others)} are not {names[0]}'s."]
+
+
+def _unlike(names: Sequence[str], of: Sequence[object]) -> list[str]:
+    """Those whose value is not the first's."""
+    keys = [json.dumps(v, sort_keys=True, default=str) for v in of]
+    return [n for n, k in zip(names, keys, strict=True) if k != keys[0]]
 
 
 def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
@@ -221,7 +236,10 @@ def _seconds(value: float | None) -> str:
 
 
 def _state(run: RunFiles) -> str:
-    return "finished" if run.finished else f"unfinished, round {run.done_rounds}"
+    if run.finished:
+        return "finished"
+    of = "" if run.planned_rounds is None else f" of {run.planned_rounds}"
+    return f"unfinished: {run.done_rounds}{of} rounds"
 
 
 def _plain_seed(run: RunFiles) -> str:

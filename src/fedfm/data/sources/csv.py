@@ -37,6 +37,7 @@ def columns_of(path: Path) -> tuple[dict[str, list[str]], At]:
             rows.append(row)
             ends.append(reader.line_num)
     except csv.Error as error:
+        _check_commas(path, text.lstrip().partition("\n")[0])
         start = ends[-1] + 1 if ends else 1
         where = _where(path, len(rows) + 1, start)
         if "unexpected end of data" in str(error):
@@ -58,9 +59,7 @@ def columns_of(path: Path) -> tuple[dict[str, list[str]], At]:
         if name and names.count(name) > 1:
             raise InputError(f'{path}, row 1: column "{name}" occurs {names.count(name)} times: names must differ')
     if len(names) == 1:
-        for mark, word in ((";", "semicolons"), ("\t", "tabs")):
-            if mark in names[0]:
-                raise InputError(f"{path}, row 1: fields seem to be separated by {word}: save the file with commas")
+        _check_commas(path, names[0])
     if len(rows) == 1:
         raise InputError(f"{path} holds column names ({listing(names)}) and no rows")
     for index, row in enumerate(rows[1:], 2):
@@ -76,6 +75,13 @@ def columns_of(path: Path) -> tuple[dict[str, list[str]], At]:
         return _where(path, index + 2, ends[index] + 1)
 
     return {name: list(cells) for name, cells in zip(names, zip(*rows[1:], strict=True), strict=True)}, at
+
+
+def _check_commas(path: Path, head: str) -> None:
+    """Refuse column names between which there is another mark than commas."""
+    for mark, word in ((";", "semicolons"), ("\t", "tabs")):
+        if mark in head and "," not in head:
+            raise InputError(f"{path}, row 1: fields seem to be separated by {word}: save the file with commas")
 
 
 def _where(path: Path, row: int, line: int) -> str:
