@@ -44,6 +44,7 @@ E_TENSORS = "E_TENSORS"  # tensor names differ from those asked for
 E_SHAPE = "E_SHAPE"
 E_DTYPE = "E_DTYPE"
 E_NONFINITE = "E_NONFINITE"  # NaN or infinity
+E_NORM = "E_NORM"  # finite, and larger than anything that was computed from data
 E_WEIGHT = "E_WEIGHT"  # negative, zero, absurd
 E_SIZE = "E_SIZE"  # larger than the limit
 E_ROUND = "E_ROUND"  # a reply for another round
