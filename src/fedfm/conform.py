@@ -7,7 +7,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -205,6 +205,33 @@ def _dataclass(cls: Any, most: float) -> Check:
             raise ClientFault(E_FIELD, f"{path}: {error}") from None
 
     return check
+
+
+def nonfinite(value: Any, path: str = "") -> str | None:
+    """Where in a value that can be stored NaN or infinity is: the path of the first; None if nowhere."""
+    match value:
+        case Params():
+            finite = value.is_finite()
+        case Tensor():
+            finite = not value.dtype.is_floating_point or bool(torch.isfinite(value).all())
+        case np.ndarray() | np.floating():
+            finite = value.dtype.kind != "f" or bool(np.isfinite(value).all())
+        case float():
+            finite = math.isfinite(value)
+        case Mapping():
+            return _first(nonfinite(v, f"{path}.{k}") for k, v in value.items())
+        case list() | tuple():
+            return _first(nonfinite(v, f"{path}[{i}]") for i, v in enumerate(value))
+        case _ if dataclasses.is_dataclass(value):
+            fields = dataclasses.fields(value)
+            return _first(nonfinite(getattr(value, f.name), f"{path}.{f.name}") for f in fields)
+        case _:
+            return None
+    return None if finite else path
+
+
+def _first(paths: Iterable[str | None]) -> str | None:
+    return next((path for path in paths if path is not None), None)
 
 
 def match(value: Params, like: Layout, path: str = "reply") -> None:

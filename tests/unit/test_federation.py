@@ -5,10 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from fedfm.conform import nonfinite
 from fedfm.errors import ClientFault, RunError
 from fedfm.federation import Federation, Reply, Request, Update, each, on_client
 from fedfm.methods.fedavg import FedAvg
@@ -206,3 +208,14 @@ def test_no_client_that_is_heard_can_overflow_the_servers_sum_or_its_squares():
     assert not fed.excluded
     assert mean == pytest.approx(1e15, rel=1e-6)
     assert torch.isfinite(torch.tensor(mean).square())
+
+
+def test_where_a_state_is_not_finite_is_told_whatever_it_is_made_of():
+    inf, nan = float("inf"), float("nan")
+    sound = {"n": 3, "w": params(w=[3e38, -3e38]), "c": {"a": [np.ones(2), torch.arange(3)], "b": (None, "inf")}}
+    assert nonfinite(sound) is None
+    assert nonfinite(sound | {"w": params(w=[nan])}, "state") == "state.w"
+    assert nonfinite(sound | {"c": {"a": [1.0, np.array([1.0, inf])]}}, "state") == "state.c.a[1]"
+    assert nonfinite([1, torch.tensor(nan)], "state") == "state[1]"
+    assert nonfinite({"update": update(inf)}, "state") == "state.update.delta"
+    assert nonfinite({"x": np.float32(inf)}) == ".x"

@@ -4,15 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import fedfm
 from fedfm import store
 from fedfm.engines.stub import plain
-from fedfm.errors import InputError
+from fedfm.errors import InputError, RunError
+from fedfm.methods.fedavg import FedAvg
 from fedfm.population import record_error
 from fedfm.progress import Progress
 from small import experiment
@@ -107,6 +110,7 @@ def test_what_a_killed_process_left_half_written_goes(stopped):
 
 _FULL = """
 import resource, sys, fedfm
+from dataclasses import replace
 from pathlib import Path
 from fedfm.errors import RunError
 from fedfm.models import export
@@ -181,3 +185,43 @@ def test_text_that_is_no_unicode_is_logged_as_an_escape(tmp_path, stopped):
 
 def test_private_is_its_owners_alone(stopped):
     assert Path(stopped / "private").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_round_whose_state_is_not_finite_is_not_committed(tmp_path, monkeypatch, bad):
+    """The run stops and says which round; the round before stands, whole, and a resume goes on from it."""
+    straight = fedfm.run(experiment(tmp_path), tmp_path / "straight")["params_sha256"]
+    step = FedAvg.step
+
+    def broken(self, fed, w, t):
+        out = step(self, fed, w, t)
+        if t == 3:
+            name = list(out)[-1]
+            out = out.replace({name: out[name].index_fill(0, torch.tensor([1]), bad)})
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FedAvg, "step", broken)
+        with pytest.raises(RunError, match=r"round 3: the server's state .*; round 2 stands as it was committed"):
+            fedfm.run(experiment(tmp_path), tmp_path / "run")
+    assert sorted(p.name for p in (tmp_path / "run/checkpoint").iterdir())[-1] == "round-000002.safetensors"
+    assert fedfm.resume(tmp_path / "run")["params_sha256"] == straight
+    assert not any("damaged" in n for n in fedfm.load_run(tmp_path / "run").manifest["notices"])
+
+
+def test_one_client_of_finite_numbers_does_not_end_a_run(tmp_path, monkeypatch):
+    """Entries of 3e38 beside the largest weight: it is left out of every round, and the run ends as without it."""
+    train, bad = FedAvg.train, "client-02"
+
+    def absurd(self, client, w):
+        update = train(self, client, w)
+        if client.id == bad:
+            return replace(update, delta=update.delta.map(lambda x: torch.full_like(x, 3e38)), weight=1e9)
+        return update
+
+    absurd.on_client = True
+    monkeypatch.setattr(FedAvg, "train", absurd)
+    result = fedfm.run(experiment(tmp_path, method={"fraction": 1.0}), tmp_path / "run")
+    assert {(e["client"], e["code"]) for e in result["excluded"]} == {(bad, "E_NORM")}
+    assert len(result["excluded"]) == result["rounds"]
+    assert result["accuracy"] > 0.5
