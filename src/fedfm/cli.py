@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from fedfm import __version__
 from fedfm.errors import FedfmError, InputError
+from fedfm.writing import to_json
 
 INTERRUPTED = 130
 
@@ -313,7 +313,7 @@ def _watch() -> Any:
 
 def _say(args: Any, result: dict[str, Any], text: str) -> int:
     if args.format == "json":
-        print(json.dumps(result), flush=True)
+        print(to_json(result, ascii=True), flush=True)
     else:
         print(text)
     return 0

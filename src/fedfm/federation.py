@@ -489,5 +489,6 @@ class _Noted:
             self._sums[name] = self._sums.get(name, 0.0) + update.weight * value
 
     def means(self) -> dict[str, float]:
-        """By name."""
-        return {name: total / self._weight for name, total in self._sums.items()}
+        """By name; without those that overflowed: each value was finite, their weighted sum need not be."""
+        means = {name: total / self._weight for name, total in self._sums.items()}
+        return {name: mean for name, mean in means.items() if math.isfinite(mean)}

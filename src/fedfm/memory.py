@@ -71,7 +71,7 @@ class DiskMemory(MutableMapping[str, Any]):
         if self._values is None:
             self._values = {}
             for version in reversed([v for v in self._versions() if v < self._version]):
-                if (value := store.load(self._path(version))) is not None:
+                if (value := store.load(self._path(version), None)) is not None:
                     self._values = value
                     break
         return self._values

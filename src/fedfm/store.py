@@ -109,7 +109,8 @@ def save(path: Path, value: Any, mode: int = 0o644, sync: bool = True) -> None:
 
 
 def load(path: Path, hint: Any = Any) -> Any | None:
-    """The value, checked against ``hint``; None if the file is absent, truncated or altered.
+    """The value, checked against ``hint`` (Any: all numbers are finite; None: not at all); None if the file is absent,
+    truncated or altered.
 
     Of more bytes than :func:`fedfm.spill.limit` vectors and tensors stay in the file, mapped: the system reads them
     when they are used. Writing to them changes nothing on the disk.

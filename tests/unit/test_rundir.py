@@ -15,6 +15,7 @@ import fedfm
 from fedfm import store
 from fedfm.engines.stub import plain
 from fedfm.errors import InputError, RunError
+from fedfm.memory import DiskMemory
 from fedfm.methods.fedavg import FedAvg
 from fedfm.population import record_error
 from fedfm.progress import Progress
@@ -225,3 +226,39 @@ def test_one_client_of_finite_numbers_does_not_end_a_run(tmp_path, monkeypatch):
     assert {(e["client"], e["code"]) for e in result["excluded"]} == {(bad, "E_NORM")}
     assert len(result["excluded"]) == result["rounds"]
     assert result["accuracy"] > 0.5
+
+
+def test_metrics_that_overflow_are_null_in_strict_json_and_cost_no_checkpoint(tmp_path, monkeypatch):
+    """Two clients tell a loss of 1e308: each is a number, their sum is none."""
+    train = FedAvg.train
+
+    def loud(self, client, w):
+        update = train(self, client, w)
+        return replace(update, metrics=update.metrics | {"loss": 1e308})
+
+    loud.on_client = True
+    monkeypatch.setattr(FedAvg, "train", loud)
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(experiment(tmp_path), tmp_path / "run", progress=_Stop(2))
+    result = fedfm.resume(tmp_path / "run")
+    assert result["rounds"] == 4
+    assert not result["excluded"]
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    for name in ("manifest.json", "metrics.jsonl", "messages.jsonl"):
+        text = (tmp_path / "run" / name).read_text()
+        for line in [text] if name == "manifest.json" else text.splitlines():
+            json.loads(line, parse_constant=refuse)
+    assert [line["train_loss"] for line in _lines(tmp_path / "run", "metrics.jsonl")][1:] == [None] * 4
+    assert not any("damaged" in n for n in fedfm.load_run(tmp_path / "run").manifest["notices"])
+
+
+def test_a_clients_memory_keeps_numbers_that_are_not_finite(tmp_path):
+    """The best loss so far begins at infinity: the version that holds it is read again, not the one before."""
+    for t, best in ((1, 3.0), (2, float("inf"))):
+        memory = DiskMemory(tmp_path, "a", (t, 1))
+        memory["best"] = best
+        memory.commit()
+    assert DiskMemory(tmp_path, "a", (3, 1))["best"] == float("inf")
