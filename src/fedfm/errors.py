@@ -54,6 +54,16 @@ E_READONLY = "E_READONLY"  # the handler wrote into what it was sent: a defect o
 E_VERSION = "E_VERSION"  # the site runs another fedfm or another model
 
 
+def first_line(error: BaseException) -> str:
+    """Of an exception's text, at most 160 characters; of somebody else's code, so that even asking for it may fail."""
+    try:
+        return str(error).partition("\n")[0][:160]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:
+        return f"its text cannot be read ({type(failure).__name__})"
+
+
 def listed(options: Any) -> str:
     """Names in quotes, sorted."""
     return ", ".join(f'"{o}"' for o in sorted(options))
