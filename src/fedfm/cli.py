@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fedfm import __version__
 from fedfm.errors import FedfmError, InputError
-from fedfm.writing import to_json
+from fedfm.writing import to_json, visible, visible_lines
 
 INTERRUPTED = 130
 
@@ -95,10 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.command(args) or 0)
     except InputError as error:
-        print(f"fedfm: {error}", file=sys.stderr)
+        _tell(f"fedfm: {error}", sys.stderr)
         return 2
     except FedfmError as error:
-        print(f"fedfm: {error}", file=sys.stderr)
+        _tell(f"fedfm: {error}", sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("fedfm: stopped", file=sys.stderr)
@@ -301,7 +301,7 @@ def _guarded(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any
         raise
     except (KeyboardInterrupt, Exception):
         if progress.path is not None:
-            print(f"fedfm: what was committed is kept; go on with: fedfm resume {progress.path}", file=sys.stderr)
+            _tell(f"fedfm: what was committed is kept; go on with: fedfm resume {progress.path}", sys.stderr)
         raise
 
 
@@ -311,11 +311,16 @@ def _watch() -> Any:
     return Bar()
 
 
+def _tell(text: str, where: TextIO | None = None) -> None:
+    """For people. Names of clients and classes are others' choice: nothing of them acts on the terminal."""
+    print(visible_lines(text), file=where)
+
+
 def _say(args: Any, result: dict[str, Any], text: str) -> int:
     if args.format == "json":
         print(to_json(result, ascii=True), flush=True)
     else:
-        print(text)
+        _tell(text)
     return 0
 
 
@@ -344,18 +349,18 @@ def _report(args: Any) -> int:
     from fedfm.report import compare, html, weights
 
     path = html.write(args.run)
-    print(compare.table([args.run]).rstrip())
+    _tell(compare.table([args.run]).rstrip())
     if text := weights.words(args.run):
-        print(text)
-    print(f"report: {path}")
+        _tell(text)
+    _tell(f"report: {path}")
     return 0
 
 
 def _compare(args: Any) -> int:
     from fedfm.report import compare
 
-    print(compare.table(args.run).rstrip())
-    print(f"page: {compare.write(args.run, args.out)}")
+    _tell(compare.table(args.run).rstrip())
+    _tell(f"page: {compare.write(args.run, args.out)}")
     return 0
 
 
@@ -371,13 +376,15 @@ def _predict(args: Any) -> int:
 
     result = predict(args.run, args.file, args.client)
     rows = zip(result["predictions"], result["probabilities"], strict=True)
-    return _say(args, result, "\n".join(f"{label}\t{max(p):.3f}" if p else str(label) for label, p in rows))
+    return _say(
+        args, result, "\n".join(f"{visible(label)}\t{max(p):.3f}" if p else visible(label) for label, p in rows)
+    )
 
 
 def _export(args: Any) -> int:
     from fedfm.use import export
 
-    print(export(args.run, args.to, args.out, args.client))
+    _tell(export(args.run, args.to, args.out, args.client))
     return 0
 
 
@@ -388,8 +395,10 @@ def _join(args: Any) -> int:
     rows = [("its model", "accuracy"), ("before its last local pass", "start_accuracy"), ("alone", "alone_accuracy")]
     lines = [f"{what:<28}{'' if result[key] is None else format(result[key], '.3f')}" for what, key in rows]
     shares = sorted(result["weights"].items(), key=lambda item: -item[1])[:6]
-    lines += [f"made of {', '.join(f'{name} {p:.2f}' for name, p in shares)}"] if shares else []
-    return _say(args, result, "\n".join([f"{result['client']}, accuracy on its test rows:", *lines, result["adapter"]]))
+    lines += [f"made of {', '.join(f'{visible(name)} {p:.2f}' for name, p in shares)}"] if shares else []
+    return _say(
+        args, result, "\n".join([f"{visible(result['client'])}, accuracy on its test rows:", *lines, result["adapter"]])
+    )
 
 
 def _list(args: Any) -> int:
@@ -428,7 +437,7 @@ def _check(args: Any) -> int:
 def _app(args: Any) -> int:
     from fedfm.engines.app import write
 
-    print(write(args.folder, args.experiment))
+    _tell(write(args.folder, args.experiment))
     return 0
 
 

@@ -52,3 +52,8 @@ def visible(text: object) -> str:
     return "".join(
         f"\\u{ord(c):04x}" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp") else c for c in str(text)
     )
+
+
+def visible_lines(text: object) -> str:
+    """As :func:`visible`, of a text of several lines or columns: line feeds and tabs stay."""
+    return "".join(c if c in "\n\t" else visible(c) for c in str(text))
