@@ -262,3 +262,21 @@ def test_a_clients_memory_keeps_numbers_that_are_not_finite(tmp_path):
         memory["best"] = best
         memory.commit()
     assert DiskMemory(tmp_path, "a", (3, 1))["best"] == float("inf")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_users_umask_decides_who_reads_a_run(tmp_path, umask, mode):
+    """What is written atomically is as any other file; what is private is its owner's alone."""
+    before = os.umask(umask)
+    try:
+        fedfm.run(experiment(tmp_path, method={"name": "scaffold"}), tmp_path / "run")
+    finally:
+        os.umask(before)
+    files = [p for p in (tmp_path / "run").rglob("*") if p.is_file()]
+    private = {p for p in files if "private" in p.relative_to(tmp_path / "run").parts}
+    assert {p.stat().st_mode & 0o777 for p in private} == {0o600}
+    models = {p for p in files if p.name == "model.safetensors"}  # the library that writes them makes them 0600
+    assert {p.stat().st_mode & 0o777 for p in set(files) - private - models} == {mode}
+    names = {p.name for p in files}
+    assert {"manifest.json", "metrics.jsonl", "messages.jsonl", "round-000004.safetensors"} <= names
+    assert not [name for name in names if name.startswith(".")]
