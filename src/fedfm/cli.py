@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fedfm import __version__, compiling
 from fedfm.errors import FedfmError, InputError
+from fedfm.writing import to_json, visible, visible_lines
 
 INTERRUPTED = 130
 CLEARED = "\r\x1b[K"  # the line on which the cursor stands, on a terminal
@@ -98,10 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.command(args) or 0)
     except InputError as error:
-        _complain(error)
+        _tell(f"fedfm: {error}", sys.stderr)
         return 2
     except FedfmError as error:
-        _complain(error)
+        _tell(f"fedfm: {error}", sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("fedfm: stopped", file=sys.stderr)
@@ -114,13 +114,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # not about a file: a fault of ours, or the network's
         print(f"fedfm: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
-
-
-def _complain(text: object) -> None:
-    """Say it on stderr; what it names comes from files and from other organisations."""
-    from fedfm.report.text import plain
-
-    print(f"fedfm: {plain(text)}", file=sys.stderr)
 
 
 def _whole(argv: Sequence[str]) -> list[str]:
@@ -340,7 +333,7 @@ def _guarded(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any
         raise
     except (KeyboardInterrupt, Exception):
         if progress.path is not None:
-            _complain(f"what was committed is kept; go on with: fedfm resume {progress.path}")
+            _tell(f"fedfm: what was committed is kept; go on with: fedfm resume {progress.path}", sys.stderr)
         raise
 
 
@@ -350,13 +343,16 @@ def _watch() -> Any:
     return Bar()
 
 
-def _say(args: Any, result: dict[str, Any], text: str) -> int:
-    from fedfm.report.text import plain
+def _tell(text: str, where: TextIO | None = None) -> None:
+    """For people. Names of clients and classes are others' choice: nothing of them acts on the terminal."""
+    print(visible_lines(text), file=where)
 
+
+def _say(args: Any, result: dict[str, Any], text: str) -> int:
     if args.format == "json":
-        print(json.dumps(result), flush=True)
+        print(to_json(result, ascii=True), flush=True)
     else:
-        print(plain(text))
+        _tell(text)
     return 0
 
 
@@ -385,22 +381,21 @@ def _report(args: Any) -> int:
     from fedfm.report import compare, html, weights
 
     path = html.write(args.run)
-    print(compare.table([args.run]).rstrip())
+    _tell(compare.table([args.run]).rstrip())
     if text := weights.words(args.run):
-        print(text)
-    print(f"report: {path}")
+        _tell(text)
+    _tell(f"report: {path}")
     return 0
 
 
 def _compare(args: Any) -> int:
     from fedfm.report import compare
     from fedfm.report.read import read
-    from fedfm.report.text import visible
 
-    print(compare.table(args.run).rstrip())
+    _tell(compare.table(args.run).rstrip())
     for notice in compare.other_data([read(path, messages=False) for path in args.run]):
-        print(f"fedfm: {visible(notice)}", file=sys.stderr)
-    print(f"page: {compare.write(args.run, args.out)}")
+        _tell(f"fedfm: {visible(notice)}", sys.stderr)
+    _tell(f"page: {compare.write(args.run, args.out)}")
     return 0
 
 
@@ -412,7 +407,6 @@ def _demo(args: Any) -> int:
 
 
 def _predict(args: Any) -> int:
-    from fedfm.report.text import visible
     from fedfm.use import predict
 
     result = predict(args.run, args.file, args.client)
@@ -430,7 +424,7 @@ def _predict(args: Any) -> int:
 def _export(args: Any) -> int:
     from fedfm.use import export
 
-    print(export(args.run, args.to, args.out, args.client))
+    _tell(export(args.run, args.to, args.out, args.client))
     return 0
 
 
@@ -441,8 +435,10 @@ def _join(args: Any) -> int:
     rows = [("its model", "accuracy"), ("before its last local pass", "start_accuracy"), ("alone", "alone_accuracy")]
     lines = [f"{what:<28}{'' if result[key] is None else format(result[key], '.3f')}" for what, key in rows]
     shares = sorted(result["weights"].items(), key=lambda item: -item[1])[:6]
-    lines += [f"made of {', '.join(f'{name} {p:.2f}' for name, p in shares)}"] if shares else []
-    return _say(args, result, "\n".join([f"{result['client']}, accuracy on its test rows:", *lines, result["adapter"]]))
+    lines += [f"made of {', '.join(f'{visible(name)} {p:.2f}' for name, p in shares)}"] if shares else []
+    return _say(
+        args, result, "\n".join([f"{visible(result['client'])}, accuracy on its test rows:", *lines, result["adapter"]])
+    )
 
 
 def _list(args: Any) -> int:
@@ -484,7 +480,7 @@ def _check(args: Any) -> int:
 def _app(args: Any) -> int:
     from fedfm.engines.app import write
 
-    print(write(args.folder, args.experiment))
+    _tell(write(args.folder, args.experiment))
     return 0
 
 

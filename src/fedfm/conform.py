@@ -7,41 +7,44 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.errors import E_DTYPE, E_FIELD, E_NONFINITE, E_SHAPE, E_TENSORS, ClientFault
-from fedfm.params import Layout, Params
+from fedfm.errors import E_DTYPE, E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, E_TENSORS, ClientFault
+from fedfm.params import Layout, Params, squared
 
 
-def conform(value: Any, hint: Any, path: str = "reply") -> Any:
+def conform(value: Any, hint: Any, path: str = "reply", most: float = math.inf) -> Any:
     """``value`` as ``hint`` says: mappings become the dataclasses that ``hint`` names, everything is checked.
 
     A value that is passed by reference goes through the same checks as a decoded one. Floats and floating-point
     tensors must be finite.
 
+    Args:
+        most: the largest L2 norm of parameters, and of a floating-point tensor; below 1e19, or any.
+
     Raises:
         ClientFault: with the path of the first field that does not fit.
     """
-    return _checker(hint)(value, path)
+    return _checker(hint, most)(value, path)
 
 
 Check = Callable[[Any, str], Any]
 
 
 @functools.lru_cache(maxsize=1024)
-def _checker(hint: Any) -> Check:
+def _checker(hint: Any, most: float) -> Check:
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
-        return _any
+        return functools.partial(_any, most=most)
     if hint is Params:
-        return _params
+        return functools.partial(_params, most=most)
     if hint is Tensor or hint is np.ndarray:
-        return _tensor if hint is Tensor else _array
+        return functools.partial(_tensor if hint is Tensor else _array, most=most)
     if hint in (None, types.NoneType):
         return _exactly(types.NoneType)
     if hint is float:
@@ -49,13 +52,13 @@ def _checker(hint: Any) -> Check:
     if hint in (int, str, bool):
         return _exactly(hint)
     if origin in (typing.Union, types.UnionType):
-        return _union([_checker(a) for a in args], optional=types.NoneType in args)
+        return _union([_checker(a, most) for a in args], optional=types.NoneType in args)
     if origin in (list, tuple):
-        return _sequence(origin, args)
+        return _sequence(origin, args, most)
     if origin in (dict, Mapping, typing.Mapping) or hint is dict:
-        return _mapping(_checker(args[1] if args else Any))
+        return _mapping(_checker(args[1] if args else Any, most))
     if dataclasses.is_dataclass(hint):
-        return _dataclass(hint)
+        return _dataclass(hint, most)
     raise TypeError(f"a handler's annotation {hint!r} cannot be checked")
 
 
@@ -63,41 +66,53 @@ def _fail(path: str, expected: str, value: Any) -> ClientFault:
     return ClientFault(E_FIELD, f"{path}: expected {expected}, got {type(value).__name__}")
 
 
-def _any(value: Any, path: str) -> Any:
+def _any(value: Any, path: str, most: float) -> Any:
     if isinstance(value, float):
         return _float(value, path)
     if isinstance(value, Params):
-        return _params(value, path)
+        return _params(value, path, most)
     if isinstance(value, Tensor):
-        return _tensor(value, path)
+        return _tensor(value, path, most)
     if isinstance(value, Mapping):
-        return {k: _any(v, f"{path}.{k}") for k, v in value.items()}
+        return {k: _any(v, f"{path}.{k}", most) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_any(v, f"{path}[{i}]") for i, v in enumerate(value)]
+        return [_any(v, f"{path}[{i}]", most) for i, v in enumerate(value)]
     return value
 
 
-def _params(value: Any, path: str) -> Params:
+def _params(value: Any, path: str, most: float) -> Params:
     if not isinstance(value, Params):
         raise _fail(path, "parameters", value)
-    if not value.is_finite():
-        bad = next(n for n, t in value.items() if t.dtype.is_floating_point and not torch.isfinite(t).all())
-        raise ClientFault(E_NONFINITE, f"{path}: {bad} has NaN or infinity")
+    if not (value.is_finite() if most == math.inf else value.within(most)):
+        bad = (n for n, t in value.items() if t.dtype.is_floating_point and not torch.isfinite(t).all())
+        if (name := next(bad, None)) is not None:
+            raise ClientFault(E_NONFINITE, f"{path}: {name} has NaN or infinity")
+        raise _too_large(path, value.norm(), most)
     return value
 
 
-def _tensor(value: Any, path: str) -> Tensor:
+def _tensor(value: Any, path: str, most: float) -> Tensor:
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if not isinstance(value, Tensor):
         raise _fail(path, "a tensor", value)
-    if value.dtype.is_floating_point and not bool(torch.isfinite(value).all()):
+    if not value.dtype.is_floating_point:
+        return value
+    if most < math.inf and squared(value.reshape(-1)) <= most * most:
+        return value
+    if not bool(torch.isfinite(value).all()):
         raise ClientFault(E_NONFINITE, f"{path} has NaN or infinity")
+    if most < math.inf:
+        raise _too_large(path, float(torch.linalg.vector_norm(value.double())), most)
     return value
 
 
-def _array(value: Any, path: str) -> np.ndarray:
-    return _tensor(value, path).numpy()
+def _too_large(path: str, norm: float, most: float) -> ClientFault:
+    return ClientFault(E_NORM, f"{path}: L2 norm {norm:.3g} is above {most:g}")
+
+
+def _array(value: Any, path: str, most: float) -> np.ndarray:
+    return _tensor(value, path, most).numpy()
 
 
 def _float(value: Any, path: str) -> float:
@@ -133,10 +148,10 @@ def _union(checks: list[Check], optional: bool) -> Check:
     return check
 
 
-def _sequence(origin: type, args: tuple[Any, ...]) -> Check:
+def _sequence(origin: type, args: tuple[Any, ...], most: float) -> Check:
     variadic = origin is list or (len(args) == 2 and args[1] is Ellipsis) or not args
-    item = _checker(args[0]) if args else _any
-    items = [] if variadic else [_checker(a) for a in args]
+    item = _checker(args[0] if args else Any, most)
+    items = [] if variadic else [_checker(a, most) for a in args]
 
     def check(value: Any, path: str) -> Any:
         if not isinstance(value, (list, tuple)):
@@ -159,14 +174,14 @@ def _mapping(item: Check) -> Check:
     return check
 
 
-def _dataclass(cls: Any) -> Check:
+def _dataclass(cls: Any, most: float) -> Check:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     checks: dict[str, Check] = {}
 
     def check(value: Any, path: str) -> Any:
         if not checks:  # not before the first use: a module's annotations may name each other
             hints = get_type_hints(cls)
-            checks.update({name: _checker(hints[name]) for name in fields})
+            checks.update({name: _checker(hints[name], most) for name in fields})
         if isinstance(value, cls):
             for name, c in checks.items():
                 c(getattr(value, name), f"{path}.{name}")
@@ -190,6 +205,33 @@ def _dataclass(cls: Any) -> Check:
             raise ClientFault(E_FIELD, f"{path}: {error}") from None
 
     return check
+
+
+def nonfinite(value: Any, path: str = "") -> str | None:
+    """Where in a value that can be stored NaN or infinity is: the path of the first; None if nowhere."""
+    match value:
+        case Params():
+            finite = value.is_finite()
+        case Tensor():
+            finite = not value.dtype.is_floating_point or bool(torch.isfinite(value).all())
+        case np.ndarray() | np.floating():
+            finite = value.dtype.kind != "f" or bool(np.isfinite(value).all())
+        case float():
+            finite = math.isfinite(value)
+        case Mapping():
+            return _first(nonfinite(v, f"{path}.{k}") for k, v in value.items())
+        case list() | tuple():
+            return _first(nonfinite(v, f"{path}[{i}]") for i, v in enumerate(value))
+        case _ if dataclasses.is_dataclass(value):
+            fields = dataclasses.fields(value)
+            return _first(nonfinite(getattr(value, f.name), f"{path}.{f.name}") for f in fields)
+        case _:
+            return None
+    return None if finite else path
+
+
+def _first(paths: Iterable[str | None]) -> str | None:
+    return next((path for path in paths if path is not None), None)
 
 
 def match(value: Params, like: Layout, path: str = "reply") -> None:

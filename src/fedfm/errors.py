@@ -44,6 +44,7 @@ E_TENSORS = "E_TENSORS"  # tensor names differ from those asked for
 E_SHAPE = "E_SHAPE"
 E_DTYPE = "E_DTYPE"
 E_NONFINITE = "E_NONFINITE"  # NaN or infinity
+E_NORM = "E_NORM"  # finite, and larger than anything that was computed from data
 E_WEIGHT = "E_WEIGHT"  # negative, zero, absurd
 E_SIZE = "E_SIZE"  # larger than the limit
 E_ROUND = "E_ROUND"  # a reply for another round
@@ -51,6 +52,16 @@ E_DUPLICATE = "E_DUPLICATE"
 E_CLIENT = "E_CLIENT"  # a reply from somebody who was not asked
 E_READONLY = "E_READONLY"  # the handler wrote into what it was sent: a defect of the method, which stops the run
 E_VERSION = "E_VERSION"  # the site runs another fedfm or another model
+
+
+def first_line(error: BaseException) -> str:
+    """Of an exception's text, at most 160 characters; of somebody else's code, so that even asking for it may fail."""
+    try:
+        return str(error).partition("\n")[0][:160]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:
+        return f"its text cannot be read ({type(failure).__name__})"
 
 
 def listed(options: Any) -> str:

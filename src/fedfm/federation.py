@@ -31,6 +31,10 @@ from fedfm.transcript import Crossing, Transcript
 ClientId = str  # the name a silo gives itself, e.g. "hospital-a"
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 MAX_WEIGHT = 1e9  # nobody has more rows: a larger weight would let one client replace the mean
+# Of a reply's parameters, and of any floating-point tensor in it. Honest updates have norms of some thousands, and sums
+# of squares over 10^9 rows of norm 1,000 just reach it. Below it nothing overflows float32: 10^14 terms of this norm
+# and MAX_WEIGHT add up to 1e38, and a square, as of a server's Adam, is 1e30.
+MAX_NORM = 1e15
 
 
 class Model(Protocol):
@@ -366,7 +370,7 @@ class Federation:
             try:
                 if reply.fault is not None:
                     raise reply.fault
-                value = conform(reply.value, hint)
+                value = conform(reply.value, hint, most=MAX_NORM)
                 check(reply.client, value)
             except ClientFault as fault:
                 if fault.code == E_READONLY:  # later clients, and the server, may have seen the changed tensor
@@ -485,5 +489,6 @@ class _Noted:
             self._sums[name] = self._sums.get(name, 0.0) + update.weight * value
 
     def means(self) -> dict[str, float]:
-        """By name."""
-        return {name: total / self._weight for name, total in self._sums.items()}
+        """By name; without those that overflowed: each value was finite, their weighted sum need not be."""
+        means = {name: total / self._weight for name, total in self._sums.items()}
+        return {name: mean for name, mean in means.items() if math.isfinite(mean)}

@@ -16,7 +16,7 @@ from typing import Any
 from fedfm import store
 
 _NAME = re.compile(r"r(\d{7})c(\d{5})\.safetensors")
-KEEP = 3  # versions; two rounds back covers a checkpoint that fell back by one
+BACK = 2  # rounds: the newest checkpoint is of the round before, and if it is damaged the one before is gone on from
 
 
 entropy = os.urandom  # tests put something else here
@@ -71,7 +71,7 @@ class DiskMemory(MutableMapping[str, Any]):
         if self._values is None:
             self._values = {}
             for version in reversed([v for v in self._versions() if v < self._version]):
-                if (value := store.load(self._path(version))) is not None:
+                if (value := store.load(self._path(version), None)) is not None:
                     self._values = value
                     break
         return self._values
@@ -83,9 +83,19 @@ class DiskMemory(MutableMapping[str, Any]):
         self._folder.mkdir(parents=True, exist_ok=True)
         store.save(self._path(self._version), self._values, 0o600, sync=False)
         versions = self._versions()
-        older = [v for v in versions if v <= self._version]
-        for version in older[:-KEEP] + [v for v in versions if v > self._version]:
+        for version in set(versions) - self._needed(versions):
             self._path(version).unlink(missing_ok=True)
+
+    def _needed(self, versions: list[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Versions that a request may read again: those of this round, since one of it may be repeated, and what the
+        first request after each of the last rounds finds.
+        """
+        t = self._version[0]
+        past = [v for v in versions if v <= self._version]
+        found = {version for version in past if version[0] == t}
+        for last in range(t - BACK, t):
+            found.update([v for v in past if v[0] <= last][-1:])
+        return found
 
     def __getitem__(self, key: str) -> Any:
         return self._load()[key]

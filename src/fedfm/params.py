@@ -220,6 +220,10 @@ class Params(Mapping[str, Tensor]):
             if dtype.is_floating_point
         )
 
+    def within(self, most: float) -> bool:
+        """No entry is NaN or infinite, and the L2 norm of the floating-point ones is at most ``most`` (below 1e19)."""
+        return sum(squared(flat) for d, flat in self._flats.items() if d.is_floating_point) <= most * most
+
     def only(self, names: Iterable[str]) -> Params:
         """The sub-vector with these names, in this order."""
         return Params({name: self[name] for name in names})
@@ -258,6 +262,20 @@ class Params(Mapping[str, Tensor]):
     def state(self) -> dict[str, Tensor]:
         """A plain dict of copies, as ``load_state_dict`` and ``save_file`` take it."""
         return {name: tensor.clone() for name, tensor in self.items()}
+
+
+def squared(flat: Tensor) -> float:
+    """The squared L2 norm of a vector (P,) to a few digits, in one pass; NaN or infinite if an entry is, or is above
+    1e19.
+
+    Its product with itself takes no longer than its sum, which says nothing of the size.
+    """
+    if flat.dtype in (torch.float32, torch.float64) and flat.device.type == "cpu":
+        entries = flat.detach().numpy()
+        with np.errstate(all="ignore"):
+            return float(np.dot(entries, entries))
+    norm = float(torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32)))
+    return norm * norm
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

@@ -40,6 +40,7 @@ from fedfm.tables import build, plain, read, refuse_unknown
 from fedfm.training import SGD, Local, Proximal
 from fedfm.training.loop import Flat, flat_of
 from fedfm.training.rules import Rule
+from fedfm.writing import to_json
 
 ABOUT = "pretrain.json"
 KEEP = 2  # checkpoints: the newest, and one to fall back on
@@ -222,7 +223,7 @@ def _claim(folder: Path, what: Pretraining) -> Iterator[_Work]:
 
 
 def _write(path: Path, state: Mapping[str, Any]) -> None:
-    store.write_atomic(path, json.dumps(state, indent=1, ensure_ascii=False).encode() + b"\n")
+    store.write_atomic(path, to_json(state, indent=1).encode() + b"\n")
 
 
 class _Work:

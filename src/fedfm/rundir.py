@@ -13,7 +13,6 @@ import datetime
 import fcntl
 import io
 import json
-import math
 import os
 import platform
 import sys
@@ -29,6 +28,7 @@ from fedfm.conform import conform
 from fedfm.errors import InputError
 from fedfm.experiment import Experiment
 from fedfm.federation import Excluded, Federation
+from fedfm.writing import to_json
 
 SCHEMA = 1
 _NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices", "result", "split"}  # of a manifest
@@ -157,7 +157,7 @@ class Run:
 
     def write_manifest(self) -> None:
         """Replace ``manifest.json``."""
-        text = json.dumps(self.manifest, indent=1, ensure_ascii=False, default=_number)
+        text = to_json(self.manifest, indent=1)
         store.write_atomic(self.path / "manifest.json", _bytes(text + "\n"))
 
     # --- commits -----------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class Run:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""
-        self._append("metrics.jsonl", json.dumps(line, ensure_ascii=False, default=_number) + "\n")
+        self._append("metrics.jsonl", to_json(line) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``; a torn last line is left out.
@@ -318,7 +318,7 @@ class Run:
         path = self.path / "metrics.jsonl"
         if path.exists():
             kept = [m for m in self.metrics() if m["round"] <= last]
-            text = "".join(json.dumps(m, ensure_ascii=False) + "\n" for m in kept)
+            text = "".join(to_json(m) + "\n" for m in kept)
             if _bytes(text) != path.read_bytes():
                 store.write_atomic(path, _bytes(text))
 
@@ -368,11 +368,3 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def _number(value: Any) -> Any:
-    """What json does not know: NumPy's and torch's scalars, and NaN as null."""
-    if hasattr(value, "item"):
-        value = value.item()
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-    raise TypeError(f"{type(value).__name__} in a log")

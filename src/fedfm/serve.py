@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedfm import store, wire
+from fedfm.conform import nonfinite
 from fedfm.errors import RunError
 from fedfm.federation import ClientId, Federation, each
 from fedfm.method import Method
@@ -70,7 +71,14 @@ class Server:
         return self._finish(t, state)
 
     def _commit(self, t: int, state: Any) -> Any:
-        """Round t is done; the state to go on with. A large one is that of the checkpoint, mapped from its file."""
+        """Round t is done; the state to go on with. A large one is that of the checkpoint, mapped from its file.
+
+        Raises:
+            RunError: the state holds NaN or infinity, from which no run goes on; the last commit stands.
+        """
+        if (where := nonfinite(state, "state")) is not None:
+            kept = f"round {t - 1} stands as it was committed" if t else "nothing is committed"
+            raise RunError(f"round {t}: the server's {where} has NaN or infinity; {kept}")
         self.fed.commit()
         if t:
             self.run.keep_arrays(t, self.method.arrays(state))

@@ -18,7 +18,7 @@ from typing import Any, Protocol, get_type_hints
 
 from fedfm import seeds
 from fedfm.conform import conform
-from fedfm.errors import E_EXCEPTION, E_FIELD, E_READONLY, E_REFUSED, ClientFault
+from fedfm.errors import E_EXCEPTION, E_FIELD, E_READONLY, E_REFUSED, ClientFault, first_line
 from fedfm.federation import Aggregator, Client, ClientData, ClientId, Request, Update, action
 from fedfm.memory import DiskMemory, secret
 from fedfm.method import Method
@@ -101,7 +101,7 @@ class Silos:
         calls = [partial(self._answer, request) for request in requests]
         results = cohort.run_chunk(calls, together=len(calls) > 1 and cohort.batched(self.population.model))
         return [
-            r if isinstance(r, ClientFault) else self._fault(request.client, r) if isinstance(r, Exception) else r
+            r if isinstance(r, ClientFault) else self._fault(request.client, r) if isinstance(r, BaseException) else r
             for request, r in zip(requests, results, strict=True)
         ]
 
@@ -119,9 +119,9 @@ class Silos:
             raise ClientFault(E_FIELD, f"{name} takes no {sorted(unknown)}")
         return {key: conform(value, hints[key], key) for key, value in payload.items()}
 
-    def _fault(self, client: ClientId, error: Exception) -> ClientFault:
+    def _fault(self, client: ClientId, error: BaseException) -> ClientFault:
         self._on_error(client, "".join(traceback.format_exception(error)))
-        text = str(error).partition("\n")[0][:160] if self._reveal else "see the site's errors.log"
+        text = first_line(error) if self._reveal else "see the site's errors.log"
         return ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
     def _answer(self, request: Request) -> Any:

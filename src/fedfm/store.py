@@ -12,7 +12,6 @@ import hashlib
 import json
 import mmap
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,29 +36,28 @@ def safe_name(client: str) -> str:
     return name if len(name) <= _LONGEST else f"{name[:160]}+{hashlib.sha256(name.encode()).hexdigest()}"
 
 
-def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o644, sync: bool = True) -> None:
+def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666, sync: bool = True) -> None:
     """Replace ``path`` by ``data``: readers see the old file or the new one, whatever is killed when.
 
     Args:
         data: as one piece or as several, one after the other.
+        mode: the user's umask takes from it, as from every new file's.
         sync: also survive a power cut, not only a killed process.
 
     Raises:
         RunError: the disk is full or not writable; the old file is untouched.
     """
-    temporary = ""
+    temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
-        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise not_written(path, error) from error
 
 
@@ -117,7 +115,7 @@ def not_written(path: Path, error: Exception) -> RunError:
     return RunError(f"cannot write {path}: {what}; what was committed before is kept")
 
 
-def save(path: Path, value: Any, mode: int = 0o644, sync: bool = True) -> None:
+def save(path: Path, value: Any, mode: int = 0o666, sync: bool = True) -> None:
     """Write ``value`` (Params, tensors, numbers, text, lists, dicts, dataclasses of them), from where it lies."""
     head, pieces = wire.encode(value)
     digest, size = hashlib.sha256(head.encode()), 0
@@ -132,7 +130,8 @@ def save(path: Path, value: Any, mode: int = 0o644, sync: bool = True) -> None:
 
 
 def load(path: Path, hint: Any = Any) -> Any | None:
-    """The value, checked against ``hint``; None if the file is absent, truncated or altered.
+    """The value, checked against ``hint`` (Any: all numbers are finite; None: not at all); None if the file is absent,
+    truncated or altered.
 
     Of more bytes than :func:`fedfm.spill.limit` vectors and tensors stay in the file, mapped: the system reads them
     when they are used. Writing to them changes nothing on the disk.

@@ -10,8 +10,8 @@ from typing import Any
 
 from fedfm.federation import Excluded
 from fedfm.progress import EpochProgress, Progress
-from fedfm.report.text import plain, visible
 from fedfm.rundir import Run
+from fedfm.writing import visible
 
 
 class Bar(Progress):
@@ -64,10 +64,10 @@ class Bar(Progress):
         self.notice(f"round {excluded.round}: {excluded.client} left out, {excluded.code}: {excluded.reason}")
 
     def notice(self, text: str) -> None:
-        """Print above the bar."""
+        """Print above the bar, on one line: who gives a client its name cannot have it look like one of ours."""
         from tqdm import tqdm
 
-        tqdm.write(f"fedfm: {plain(text)}", file=sys.stderr)
+        tqdm.write(f"fedfm: {visible(text)}", file=sys.stderr)
 
     def finished(self) -> None:
         """Close the bar."""

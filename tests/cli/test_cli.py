@@ -788,7 +788,7 @@ def test_what_names_do_to_a_terminal_errors_and_notices_do_not(tmp_path, capsys)
     assert '"\\u001b[a" and another value' in err
     assert not unseen(err)
     Bar().excluded(Excluded(1, "north", "client_error", "no\x1b[2J way\nreally"))
-    assert "fedfm: round 1: north left out, client_error: no\\u001b[2J way\nreally" in capsys.readouterr().err
+    assert "fedfm: round 1: north left out, client_error: no\\u001b[2J way\\u000areally" in capsys.readouterr().err
 
 
 def test_the_bar_of_a_resumed_run_counts_a_round_once_that_is_judged_again(finished, capsys):
@@ -798,3 +798,31 @@ def test_the_bar_of_a_resumed_run_counts_a_round_once_that_is_judged_again(finis
         bar.round({"round": t, "accuracy": 0.5})
     bar.finished()
     assert "4/4" in capsys.readouterr().err
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2Jn"  # sets a terminal's title and clears its screen
+
+
+def test_names_of_clients_and_classes_do_nothing_to_a_terminal(tmp_path, capsys):
+    """In notices, the bar, summaries, predictions, comparisons and errors; JSON says what they are."""
+    exp = toml(tmp_path, method={"name": "fedbip", "rounds": 1})
+    rows = dict(np.load(tmp_path / "rows.npz"))
+    rows["classes"] = np.array([ESCAPE, "bee\nant\t1.000", "cow", "dog"])
+    np.savez(tmp_path / "rows.npz", **rows)
+    run, data = tmp_path / "r", tmp_path / "rows.npz"
+    texts = [call(capsys, "run", exp, "--out", run), call(capsys, "predict", run, data, "--client", "client-00")]
+    texts += [call(capsys, "join", run, data, "--client", ESCAPE), call(capsys, "predict", run, data)]
+    texts += [call(capsys, "report", run), call(capsys, "compare", run, "--out", tmp_path / "page.html")]
+    assert [code for code, _, _ in texts] == [0, 0, 2, 2, 0, 0], texts
+    progress = Bar()
+    progress.excluded(Excluded(1, ESCAPE, "E_EXCEPTION", "no\nfedfm: all is well"))
+    texts.append((0, *capsys.readouterr()))
+    for _, out, err in texts:
+        assert not set(out + err) & {"\x1b", "\x07"}
+    assert "\\u001b]0;owned\\u0007\\u001b[2Jn left out, E_EXCEPTION: no\\u000afedfm: all is well\n" in texts[-1][2]
+    assert all(line.count("\t") == 1 for line in texts[1][1].splitlines())  # one row a row, whatever its class
+    assert "\\u001b]0;owned" in texts[1][1]
+    assert '"\\u001b]0;owned' in texts[2][2]
+    _, out, _ = call(capsys, "predict", run, data, "--client", "client-00", "--format", "json")
+    assert json.loads(out)["classes"][0] == ESCAPE
+    assert "\x1b" not in out

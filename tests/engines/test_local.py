@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fedfm.methods.scaffold import Scaffold
 from fedfm.params import Params
 from fedfm.silo import Silos
 from fedfm.training import SGD
+from fedfm.training.cohort import run_chunk
 from toy import Toys, federation, run
 
 ROWS = {f"c{i}": [float(i), float(i * i), 1.0][: 1 + i % 3] for i in range(9)}
@@ -78,6 +80,77 @@ def test_a_bad_client_is_named_and_the_round_goes_on(tmp_path, workers, name, co
     assert [e.client for e in fed.excluded] == [name, name]
     assert all(e.code.startswith(code) for e in fed.excluded)
     fed._link.close()
+
+
+class Unspeakable(Exception):
+    """Of a library that never tested it."""
+
+    def __str__(self):
+        raise SystemExit(7)
+
+
+class OfNoKind(BaseException):
+    """No Exception, and no interruption."""
+
+
+RAISED = {
+    "exits": (lambda: SystemExit(3), "SystemExit: 3"),
+    "unspeakable": (Unspeakable, "Unspeakable: its text cannot be read (SystemExit)"),
+    "of no kind": (lambda: OfNoKind("x"), "OfNoKind: x"),
+}
+
+
+@dataclass(frozen=True)
+class Raising(FedAvg):
+    """Clients raise what their names say, before or after local training."""
+
+    late: bool = False
+
+    @on_client
+    def train(self, client, w: Params) -> Update:
+        if self.late:
+            self.local(client, w)
+        if client.id in RAISED:
+            raise RAISED[client.id][0]()
+        return Update(Params({"w": torch.tensor([1.0])}), 1)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("link", LINKS, ids=str)
+def test_whatever_a_client_half_raises_costs_its_client_the_round(tmp_path, link, late):
+    """The same code and text in the server's process and in a worker's: nothing of it ends either."""
+    rows = {name: [0.0] for name in ["a", *RAISED, "z"]}
+    fed = federation(Raising(late=late), rows, tmp_path, **link)
+    states = run(Raising(late=late), fed, 2)
+    assert float(states[-1]["w"]) == pytest.approx(3.0)
+    told = {(e.client, e.code, e.reason) for e in fed.excluded}
+    assert told == {(name, "E_EXCEPTION", text) for name, (_, text) in RAISED.items()}
+    assert len(fed.excluded) == 2 * len(RAISED)
+    fed._link.close()
+
+
+def test_what_is_raised_beside_others_in_one_batch_is_its_clients_alone():
+    """Clients of a chunk that is trained as one computation take turns in one thread."""
+
+    def call(name):
+        if name in RAISED:
+            raise RAISED[name][0]()
+        return name
+
+    for together in (False, True):
+        found = run_chunk([partial(call, name) for name in ["a", *RAISED, "z"]], together=together)
+        assert found[0] == "a"
+        assert found[-1] == "z"
+        assert [type(e) for e in found[1:-1]] == [SystemExit, Unspeakable, OfNoKind]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_interruption_in_a_client_half_stays_one(together):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_chunk([interrupted, interrupted], together=together)
 
 
 def _in_itself():

@@ -1,12 +1,18 @@
 """The server's view: who is left out and why, whatever a link delivers; sums in order of names, whatever the timing."""
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from fedfm.conform import nonfinite
 from fedfm.errors import ClientFault, RunError
-from fedfm.federation import Federation, Reply, Request, Update, each
+from fedfm.federation import Federation, Reply, Request, Update, each, on_client
 from fedfm.methods.fedavg import FedAvg
 from fedfm.params import Params
 from toy import Quadratic
@@ -65,6 +71,7 @@ BAD = {
     "E_SHAPE": raw("b", Update(params(w=[[1.0]]), 1.0)),
     "E_DTYPE": raw("b", Update(Params({"w": torch.ones(1, dtype=torch.float64)}), 1.0)),
     "E_NONFINITE": raw("b", Update(params(w=[float("nan")]), 1.0)),
+    "E_NORM": raw("b", Update(params(w=[3e38]), 1e9)),
     "E_FIELD": raw("b", {"delta": params(w=[1.0])}),
     "E_WEIGHT": raw("b", {"delta": params(w=[1.0]), "weight": -1.0}),
     "E_TIMEOUT": lambda r, c: Reply("zz", None, r, c),
@@ -145,3 +152,70 @@ def test_ask_shows_single_replies_and_mean_does_not_say_so():
     fed.mean(FedAvg().train, w=fed.initial)
     assert {r.handler for r in link.requests} == {"train.FedAvg_train"}
     assert {c.form for c in fed.transcript.pending} == {"plain"}
+
+
+@dataclass(frozen=True)
+class Sums(FedAvg):
+    """A client half that tells numbers of every kind."""
+
+    @on_client
+    def tell(self, client, w: Params) -> dict[str, Any]: ...
+
+    @on_client
+    def show(self, client, w: Params) -> list[Tensor]: ...
+
+
+ABSURD = {
+    "float32": torch.tensor([3e38, -3e38]),  # whose sum is finite
+    "float64": torch.tensor([1e30], dtype=torch.float64),
+    "far beyond float32": torch.tensor([1e200], dtype=torch.float64),
+    "bfloat16": torch.tensor([1e30], dtype=torch.bfloat16),
+    "many": torch.full((100, 100), 1.1e13),
+}
+HONEST = {
+    "counts": torch.tensor([1 << 62]),  # whole numbers are as large as they like
+    "sums": torch.full((1000,), 9e14 / math.sqrt(1000), dtype=torch.float64),
+    "a transposed matrix": torch.full((3, 2), 1e14).T,
+    "nothing": torch.zeros(0),
+    "float16": torch.full((8,), 65504.0, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize(("handler", "as_params"), [("tell", True), ("tell", False), ("show", False)])
+@pytest.mark.parametrize("name", ABSURD)
+def test_a_finite_number_that_no_data_gives_leaves_its_client_out(handler, name, as_params):
+    """Whatever the place, the dtype and the sign."""
+    values = list(HONEST.values())
+
+    def reply(tensors):
+        named = {str(i): Params({"w": t}) if as_params else t for i, t in enumerate(tensors)}
+        return named if handler == "tell" else tensors
+
+    link = Script([raw("a", reply([*values, ABSURD[name]])), raw("b", reply(values)), fault("c")])
+    fed = Federation(link, model=Quadratic())
+    fed.begin(1)
+    found = fed.ask(getattr(Sums(), handler), w=fed.initial)
+    assert set(found) == {"b"}
+    (left_out,) = [e for e in fed.excluded if e.client == "a"]
+    assert left_out.code == "E_NORM"
+    assert "is above 1e+15" in left_out.reason
+
+
+def test_no_client_that_is_heard_can_overflow_the_servers_sum_or_its_squares():
+    """All of them at both limits, in float32."""
+    worst = [ok(c, sign * 1e15, 1e9) for c, sign in (("a", 1), ("b", 1), ("c", 1))]
+    fed, mean = mean_of(worst)
+    assert not fed.excluded
+    assert mean == pytest.approx(1e15, rel=1e-6)
+    assert torch.isfinite(torch.tensor(mean).square())
+
+
+def test_where_a_state_is_not_finite_is_told_whatever_it_is_made_of():
+    inf, nan = float("inf"), float("nan")
+    sound = {"n": 3, "w": params(w=[3e38, -3e38]), "c": {"a": [np.ones(2), torch.arange(3)], "b": (None, "inf")}}
+    assert nonfinite(sound) is None
+    assert nonfinite(sound | {"w": params(w=[nan])}, "state") == "state.w"
+    assert nonfinite(sound | {"c": {"a": [1.0, np.array([1.0, inf])]}}, "state") == "state.c.a[1]"
+    assert nonfinite([1, torch.tensor(nan)], "state") == "state[1]"
+    assert nonfinite({"update": update(inf)}, "state") == "state.update.delta"
+    assert nonfinite({"x": np.float32(inf)}) == ".x"

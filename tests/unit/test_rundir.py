@@ -4,15 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import fedfm
 from fedfm import store
 from fedfm.engines.stub import plain
-from fedfm.errors import InputError
+from fedfm.errors import InputError, RunError
+from fedfm.memory import DiskMemory
+from fedfm.methods.fedavg import FedAvg
 from fedfm.population import record_error
 from fedfm.progress import Progress
 from fedfm.report import html
@@ -109,6 +113,7 @@ def test_what_a_killed_process_left_half_written_goes(stopped):
 
 _FULL = """
 import resource, sys, fedfm
+from dataclasses import replace
 from pathlib import Path
 from fedfm.errors import RunError
 from fedfm.models import export
@@ -234,3 +239,97 @@ def test_a_folder_of_a_run_that_was_killed_as_it_began_is_free(tmp_path):
     (tmp_path / "other/private/diary").write_text("mine")
     with pytest.raises(InputError, match="is not an empty folder"):
         fedfm.run(experiment(tmp_path), tmp_path / "other")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_round_whose_state_is_not_finite_is_not_committed(tmp_path, monkeypatch, bad):
+    """The run stops and says which round; the round before stands, whole, and a resume goes on from it."""
+    straight = fedfm.run(experiment(tmp_path), tmp_path / "straight")["params_sha256"]
+    step = FedAvg.step
+
+    def broken(self, fed, w, t):
+        out = step(self, fed, w, t)
+        if t == 3:
+            name = list(out)[-1]
+            out = out.replace({name: out[name].index_fill(0, torch.tensor([1]), bad)})
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FedAvg, "step", broken)
+        with pytest.raises(RunError, match=r"round 3: the server's state .*; round 2 stands as it was committed"):
+            fedfm.run(experiment(tmp_path), tmp_path / "run")
+    assert sorted(p.name for p in (tmp_path / "run/checkpoint").iterdir())[-1] == "round-000002.safetensors"
+    assert fedfm.resume(tmp_path / "run")["params_sha256"] == straight
+    assert not any("damaged" in n for n in fedfm.load_run(tmp_path / "run").manifest["notices"])
+
+
+def test_one_client_of_finite_numbers_does_not_end_a_run(tmp_path, monkeypatch):
+    """Entries of 3e38 beside the largest weight: it is left out of every round, and the run ends as without it."""
+    train, bad = FedAvg.train, "client-02"
+
+    def absurd(self, client, w):
+        update = train(self, client, w)
+        if client.id == bad:
+            return replace(update, delta=update.delta.map(lambda x: torch.full_like(x, 3e38)), weight=1e9)
+        return update
+
+    absurd.on_client = True
+    monkeypatch.setattr(FedAvg, "train", absurd)
+    result = fedfm.run(experiment(tmp_path, method={"fraction": 1.0}), tmp_path / "run")
+    assert {(e["client"], e["code"]) for e in result["excluded"]} == {(bad, "E_NORM")}
+    assert len(result["excluded"]) == result["rounds"]
+    assert result["accuracy"] > 0.5
+
+
+def test_metrics_that_overflow_are_null_in_strict_json_and_cost_no_checkpoint(tmp_path, monkeypatch):
+    """Two clients tell a loss of 1e308: each is a number, their sum is none."""
+    train = FedAvg.train
+
+    def loud(self, client, w):
+        update = train(self, client, w)
+        return replace(update, metrics=update.metrics | {"loss": 1e308})
+
+    loud.on_client = True
+    monkeypatch.setattr(FedAvg, "train", loud)
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(experiment(tmp_path), tmp_path / "run", progress=_Stop(2))
+    result = fedfm.resume(tmp_path / "run")
+    assert result["rounds"] == 4
+    assert not result["excluded"]
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    for name in ("manifest.json", "metrics.jsonl", "messages.jsonl"):
+        text = (tmp_path / "run" / name).read_text()
+        for line in [text] if name == "manifest.json" else text.splitlines():
+            json.loads(line, parse_constant=refuse)
+    assert [line["train_loss"] for line in _lines(tmp_path / "run", "metrics.jsonl")][1:] == [None] * 4
+    assert not any("damaged" in n for n in fedfm.load_run(tmp_path / "run").manifest["notices"])
+
+
+def test_a_clients_memory_keeps_numbers_that_are_not_finite(tmp_path):
+    """The best loss so far begins at infinity: the version that holds it is read again, not the one before."""
+    for t, best in ((1, 3.0), (2, float("inf"))):
+        memory = DiskMemory(tmp_path, "a", (t, 1))
+        memory["best"] = best
+        memory.commit()
+    assert DiskMemory(tmp_path, "a", (3, 1))["best"] == float("inf")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_users_umask_decides_who_reads_a_run(tmp_path, umask, mode):
+    """What is written atomically is as any other file; what is private is its owner's alone."""
+    before = os.umask(umask)
+    try:
+        fedfm.run(experiment(tmp_path, method={"name": "scaffold"}), tmp_path / "run")
+    finally:
+        os.umask(before)
+    files = [p for p in (tmp_path / "run").rglob("*") if p.is_file()]
+    private = {p for p in files if "private" in p.relative_to(tmp_path / "run").parts}
+    assert {p.stat().st_mode & 0o777 for p in private} == {0o600}
+    models = {p for p in files if p.name == "model.safetensors"}  # the library that writes them makes them 0600
+    assert {p.stat().st_mode & 0o777 for p in set(files) - private - models} == {mode}
+    names = {p.name for p in files}
+    assert {"manifest.json", "metrics.jsonl", "messages.jsonl", "round-000004.safetensors"} <= names
+    assert not [name for name in names if name.startswith(".")]

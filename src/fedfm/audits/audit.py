@@ -15,6 +15,7 @@ from fedfm.audits.replay import Replay, Watch, finished, replay
 from fedfm.errors import InputError, close, listed
 from fedfm.registry import available
 from fedfm.rundir import Run
+from fedfm.writing import to_json
 
 FILE = "audit.json"
 Notice = Callable[[str], None]
@@ -107,7 +108,7 @@ def perform(
         found += audit.findings(again, notice, **options)
     fresh = {f.name for f in found}
     kept = [f for f in earlier(run.path) if f["name"] not in fresh]
-    text = json.dumps({"run": str(run.path), "findings": kept + [f.to_dict() for f in found]}, indent=1)
+    text = to_json({"run": str(run.path), "findings": kept + [f.to_dict() for f in found]}, indent=1, ascii=True)
     store.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
     return found
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from fedfm.writing import finite
 
 Verdict = Literal["holds", "leaks", "inconclusive"]
 
@@ -41,7 +42,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """As it is written: what is not a finite number is null."""
-        return {key: _plain(value) for key, value in asdict(self).items()}
+        return {key: finite(value) for key, value in asdict(self).items()}
 
 
 def nothing(name: str, question: str, why: str) -> Finding:
@@ -78,15 +79,3 @@ def cells(finding: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else ""
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value

@@ -17,7 +17,7 @@ from typing import Any
 from fedfm import __version__, codec, records, store, wire
 from fedfm.conform import conform
 from fedfm.engines.link import HELLO
-from fedfm.errors import E_EXCEPTION, E_FORMAT, ClientFault, InputError
+from fedfm.errors import E_EXCEPTION, E_FORMAT, ClientFault, InputError, first_line
 from fedfm.experiment import Experiment
 from fedfm.federation import ClientId, Request
 from fedfm.population import Partitioned, populate, record_error
@@ -110,10 +110,10 @@ class Site:
             return _halves(codec.envelope(round, call, value))
         except ClientFault as bad:
             fault = bad
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._on_error(name, "".join(traceback.format_exception(error)))
             # A silo's own paths and values are in the text: the server is told the kind only.
-            text = "see the site's errors.log" if self._own else str(error).partition("\n")[0][:160]
+            text = "see the site's errors.log" if self._own else first_line(error)
             fault = ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}")
         told = {"code": fault.code, "reason": fault.reason[:400]}
         return _halves({"round": round, "call": call, "fault": told})

@@ -18,6 +18,7 @@ from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 from fedfm.params import Params
 from fedfm.training.pair import GLOBAL, LOCAL, MIX, is_pair
+from fedfm.writing import to_json
 
 Target = Literal["peft", "hf", "torch"]
 ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fedfm.json"
@@ -207,7 +208,7 @@ def _about(model: Model, folder: Path) -> None:
         "fingerprint": model.fingerprint,
         "names": list(model.names),
     }
-    (folder / ABOUT).write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / ABOUT).write_text(to_json(about, indent=2) + "\n", encoding="utf-8")
 
 
 def _save_tools(model: Model, folder: Path) -> None:

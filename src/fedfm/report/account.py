@@ -10,6 +10,7 @@ from fedfm.report import weights
 from fedfm.report.page import code, details, note, table
 from fedfm.report.read import RunFiles, Traffic, mapping, numeric, sequence
 from fedfm.report.text import count, esc, number, plural, size, toml
+from fedfm.writing import finite, to_json
 
 _WAY = {"up": "client to server", "down": "server to client", "across": "client to client"}
 _SEEN = {
@@ -141,7 +142,7 @@ def result(run: RunFiles) -> str:
     known = {*shown, "details", "client_accuracy", "excluded", "method", "rounds", "seconds", "epsilon", "accuracy"}
     known |= {"global_accuracy", "local_accuracy", "bytes_up", "bytes_down"}
     rows += [[k, _plain(v)] for k, v in run.result.items() if k not in known]
-    line = code(json.dumps(run.result, indent=2, ensure_ascii=False, sort_keys=True), "Result line as JSON")
+    line = code(json.dumps(finite(run.result), indent=2, ensure_ascii=False, sort_keys=True), "Result line as JSON")
     return table(["field", "value"], rows, "Fields of the result", words=(1,)) + details(
         "The whole result as JSON", line
     )
@@ -166,6 +167,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, float):
         return number(value)
     if isinstance(value, Mapping | list):
-        text = json.dumps(value, ensure_ascii=False)
+        text = to_json(value)
         return text if len(text) < 4000 else text[:4000] + " … (whole in manifest.json)"
     return str(value)

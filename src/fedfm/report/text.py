@@ -14,21 +14,11 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
+from fedfm.writing import visible
+
 NBSP = "\N{NO-BREAK SPACE}"
 NONE = "\N{EN DASH}"  # what stands where there is no value
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-
-
-def visible(text: object) -> str:
-    """The text with every character that could act unseen (control, bidirectional, surrogate) written as its code."""
-    return "".join(
-        f"\\u{ord(c):04x}" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp") else c for c in str(text)
-    )
-
-
-def plain(text: object) -> str:
-    """Lines for a terminal: as :func:`visible`, but for line ends and tabs."""
-    return "\n".join("\t".join(map(visible, line.split("\t"))) for line in str(text).split("\n"))
 
 
 def esc(text: object) -> str:

@@ -13,7 +13,8 @@ import numpy as np
 from fedfm.report.page import details, figure, grid, legend, note, table
 from fedfm.report.read import RunFiles
 from fedfm.report.svg import COLOURS, Series, lines, matrix
-from fedfm.report.text import count, esc, percent, plural, shorten, visible
+from fedfm.report.text import count, esc, percent, plural, shorten
+from fedfm.writing import visible
 
 FILE = "weights.npz"
 MOST_CLIENTS = 60  # rows of a map; more are gathered

@@ -80,7 +80,7 @@ def batched(model: Any) -> bool:
 
 def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list[Any]:
     """Run handlers side by side, their local training batched, or one after the other; a handler's exception takes its
-    result's place.
+    result's place: also ``SystemExit`` and the like, which would end the server, and all but the user's interruption.
     """
     if not together or len(calls) == 1:
         return [_alone(call) for call in calls]
@@ -90,7 +90,9 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list
     def advance(i: int, run: _Chunk, *value: Any, error: BaseException | None = None) -> None:
         try:
             out = run.throw(error) if error is not None else run.switch(*value)
-        except Exception as failure:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as failure:
             results[i] = failure
             return
         if run.dead:
@@ -111,10 +113,12 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list
             jobs = [job for _, _, job in items]
             try:
                 trained: list[Any] = trainer_for(jobs[0].client.model, jobs[0].local, jobs[0].only)(jobs)
-            except Exception:
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
                 trained = [_alone(partial(_train_alone, job)) for job in jobs]
             for (i, run, _), out in zip(items, trained, strict=True):
-                if isinstance(out, Exception):
+                if isinstance(out, BaseException):
                     advance(i, run, error=out)
                 else:
                     advance(i, run, out)
@@ -128,5 +132,7 @@ def _train_alone(job: Job) -> Params:
 def _alone(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except Exception as failure:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:
         return failure
