@@ -2,10 +2,14 @@
 
 import os
 import signal
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from processes import begin, experiment, fedfm, mentioning, rounds, same, until
+
+from fedfm.engines.reaper import marked
 
 pytestmark = pytest.mark.simulation
 SCAFFOLD = 'name = "scaffold"\nrounds = 2\nlocal = { learning_rate = 0.03, epochs = 2 }'
@@ -61,3 +65,18 @@ def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp
     assert "round 2: client-01" not in error  # its actor came back
     assert "ValueError: as ordered" in (out / "private" / "errors.log").read_text()
     assert not mentioning(out)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process has started is found in Linux's /proc")
+def test_what_a_killed_run_had_started_ends_too_and_it_resumes_to_the_same_bits(tmp_path):
+    exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 12')
+    out = tmp_path / "run"
+    running = begin("run", exp, "--out", out, "--engine", "simulation")
+    until(lambda: rounds(out) >= 3 or running.poll() is not None)
+    (folder,) = Path(tempfile.gettempdir()).glob(f"fedfm-ray{running.pid}-*")
+    assert len(marked(str(folder))) > 3  # Ray's own and the clients'
+    running.kill()
+    running.communicate()
+    until(lambda: not marked(str(folder)) and not folder.exists(), 20)
+    assert 3 <= rounds(out) < 12
+    same(fedfm("resume", out), fedfm("run", exp, "--out", tmp_path / "local"))

@@ -28,6 +28,7 @@ from fedfm import records
 from fedfm.engines import site
 from fedfm.engines.flower import quiet, simulate
 from fedfm.engines.host import host
+from fedfm.engines.reaper import reaping
 from fedfm.errors import ClientFault, MissingExtra
 from fedfm.experiment import Experiment
 from fedfm.population import populate
@@ -177,7 +178,7 @@ def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
         ray = _import_ray()
         from fedfm.engines.flower import kill_ray
 
-        with _our_signals() as again, quiet(log):
+        with reaping(folder), _our_signals() as again, quiet(log):
             try:
                 ray.init(
                     num_cpus=workers,
