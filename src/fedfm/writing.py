@@ -47,11 +47,13 @@ def _scalar(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_UNSEEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")  # control, bidirectional, surrogate, unassigned, separators of lines
+_BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"  # by category letters, marks or symbols, and yet nothing
+
+
 def visible(text: object) -> str:
-    """The text with every character that could act unseen (control, bidirectional, surrogate) written as its code."""
-    return "".join(
-        f"\\u{ord(c):04x}" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp") else c for c in str(text)
-    )
+    """The text with every character that could act unseen, or shows nothing though no space, written as its code."""
+    return "".join(f"\\u{ord(c):04x}" if c in _BLANK or unicodedata.category(c) in _UNSEEN else c for c in str(text))
 
 
 def visible_lines(text: object) -> str:

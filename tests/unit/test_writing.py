@@ -51,6 +51,7 @@ def test_scalars_of_numpy_and_torch_are_numbers():
 
 
 def test_escapes_and_controls_are_seen_and_do_nothing():
+    assert visible("a\N{HANGUL FILLER}\N{BRAILLE PATTERN BLANK} b") == "a\\u3164\\u2800 b"
     assert visible("\x1b[2Jc1\r\n\u202e\x9b") == "\\u001b[2Jc1\\u000d\\u000a\\u202e\\u009b"
     assert visible("H\N{LATIN SMALL LETTER O WITH DIAERESIS}pital \N{CJK UNIFIED IDEOGRAPH-5317} 1") == (
         "H\N{LATIN SMALL LETTER O WITH DIAERESIS}pital \N{CJK UNIFIED IDEOGRAPH-5317} 1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -59,21 +60,22 @@ class Around(Method[Any]):
 
     def matching(self, fed: Federation) -> Matching:
         """What of the foundation model mixes with what; read once."""
-        if id(fed.model) not in self._matchings:
-            self._matchings[id(fed.model)] = match(fed.model, self.foundation, self.identical)
-        return self._matchings[id(fed.model)]
+        if not self._matched or self._matched[0]() is not fed.model:
+            self._matched[:] = [weakref.ref(fed.model), match(fed.model, self.foundation, self.identical)]
+        return self._matched[1]  # type: ignore[no-any-return]
 
     @cached_property
-    def _matchings(self) -> dict[int, Matching]:
-        return {}
+    def _matched(self) -> list[Any]:
+        """The model that was matched last, and how."""
+        return []
 
     def params_for(self, state: Any, client: ClientId) -> Any:
         return self.base.params_for(state, client)
 
     def details(self, state: Any, judge: Judge | None) -> dict[str, Any]:
         found = self.base.details(state, judge)
-        for matching in self._matchings.values():
-            found["matching"] = matching.summary()
+        if self._matched:
+            found["matching"] = self._matched[1].summary()
         return found
 
     def validate(self) -> None:
