@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -85,7 +86,8 @@ def federation(method, w, rows, folder, pre, key=b"k" * 32):
     link = LocalLink(Silos(method, Aggregator(), silo, memory=folder))
     fed = Federation(link, model=silo.model, secret=lambda name: key)
     line = Match("w", (len(w),), (len(w),), (len(w),), "same shape")
-    method._matchings[id(silo.model)] = Matching((line,), {"w": Piece((len(w),), torch.tensor(pre))})
+    matching = Matching((line,), {"w": Piece((len(w),), torch.tensor(pre))})
+    method._matched[:] = [weakref.ref(silo.model), matching]
     return fed, silo
 
 
