@@ -21,7 +21,10 @@ def section(run: RunFiles) -> str:
 
 def _bytes(run: RunFiles, told: Any) -> str:
     rows = [
-        ["by equations (10) to (12)", size(numeric(told.get("formula_bytes")))],
+        [
+            "by equations (10) to (12)" if "components_used" in told else "sums of every class, without headers",
+            size(numeric(told.get("formula_bytes"))),
+        ],
         ["really sent up, with headers", size(run.traffic_total("up"))],
     ]
     if "raw_feature_bytes" in told:
@@ -83,11 +86,10 @@ def _noise(told: Any) -> str:
         return ""
     rows = [
         ["standard deviation of the noise on each sum", number(numeric(told.get("noise_std_of_sums")))],
-        [
-            "cells (client and class) that stand out of the noise",
-            f"{count(told['cells_kept'])} of {count(told['cells'])}",
-        ],
     ]
+    if "cells" in told:
+        cells = f"{count(told['cells_kept'])} of {count(told['cells'])}"
+        rows.append(["cells (client and class) that stand out of the noise", cells])
     if told.get("times_paper_noise") is not None:
         rows.append(["the paper's own noise is larger by a factor of", number(numeric(told["times_paper_noise"]))])
     return "<h3>Noise</h3>" + table(["private release", "value"], rows, "Noise")
