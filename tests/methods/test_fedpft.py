@@ -397,6 +397,19 @@ def messages(run):
     return [line for line in (run / "messages.jsonl").read_text().splitlines() if '"counted": true' in line]
 
 
+def test_the_report_says_for_which_neighbours_and_against_whom(file, tmp_path):
+    fedfm.run(tables(file, privacy=RECORD, pooled=True, **PRIVATE), tmp_path / "pooled")
+    report = (tmp_path / "pooled" / "report.html").read_text()
+    assert "Neighbours: data sets that differ by one row more or less." in report
+    assert "Mind: against who sees the head, not against the server, which adds the noise." in report
+    assert "Ledger: 1\N{NO-BREAK SPACE}entry<" in report
+    fedfm.run(tables(file, privacy=RECORD, relation="replace", **PRIVATE), tmp_path / "replace")
+    report = (tmp_path / "replace" / "report.html").read_text()
+    assert "its label kept; the counts of classes are public" in report
+    assert "sums of every class, without headers" in report
+    assert "by equations (10) to (12)" not in report
+
+
 def test_the_papers_noise_is_larger_and_refused_where_it_fails(file, tmp_path):
     paper = PRIVATE | {"relation": "replace", "calibration": "paper"}
     result = fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 1.0}, **paper), tmp_path / "paper")
@@ -510,6 +523,8 @@ def test_settings_that_make_no_sense_are_refused(file, wrong, said):
         ({}, PRIVATE | {"shuffle": True}, "shuffle"),
         ({}, PRIVATE | {"counts": "withheld", "samples": 50}, "counts"),
         ({"mechanism": "dp_sgd"}, PRIVATE, "mechanism"),
+        ({"aggregator": "secagg"}, PRIVATE, r"looks at single replies \(release\)"),
+        ({"aggregator": "secagg"}, PRIVATE | {"pooled": True}, "secure aggregation is not in this release"),
     ],
 )
 def test_promises_that_cannot_be_kept_are_refused(file, privacy, method, said):

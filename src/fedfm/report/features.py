@@ -25,7 +25,12 @@ def _bytes(run: RunFiles, told: Any) -> str:
             "by equations (10) to (12)" if "components_used" in told else "sums of every class, without headers",
             size(numeric(told.get("formula_bytes"))),
         ],
-        ["really sent up, with headers", size(run.traffic_total("up"))],
+        [
+            "really sent up: also headers, labels and counts"
+            + (", and every client's head" if "chain_accuracy" in told else "")
+            + (", and what the bound or a count of errors takes" if {"bound", "verified_error"} & told.keys() else ""),
+            size(run.traffic_total("up")),
+        ],
     ]
     if "raw_feature_bytes" in told:
         rows.append(["the raw features would be", size(numeric(told.get("raw_feature_bytes")))])
@@ -50,11 +55,11 @@ def _bound(run: RunFiles, told: Any) -> str:
     if found:
         rows = [
             [
-                "our bound on the 0-1 loss (Theorem 4.2, corrected; smoothed features)",
+                "our bound on the 0-1 loss (Theorem 4.2, corrected; smoothed features, 95 % confidence)",
                 number(numeric(found.get("ours"))),
             ],
             ["the bound as printed", number(numeric(found.get("printed")))],
-            ["loss on fresh synthetic draws, 95 % upper limit", percent(numeric(found.get("synthetic_loss")))],
+            ["loss on fresh synthetic draws, 97.5 % upper limit", percent(numeric(found.get("synthetic_loss")))],
         ]
     if verified is not None:
         rows.append(["counted by the clients on their own training rows", percent(verified)])
