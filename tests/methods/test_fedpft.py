@@ -20,7 +20,7 @@ from fedfm.methods._topology import topological
 from fedfm.methods.fedpft import FedPFT, Handed, Passed, Summary
 from fedfm.mixtures.transport import pack, unpack
 from fedfm.params import Params
-from fedfm.privacy.gaussian import sigma_for
+from fedfm.privacy.gaussian import paper_sigma, sigma_for
 from fedfm.progress import Progress
 
 D, CLASSES = 6, 4
@@ -418,6 +418,25 @@ def test_the_papers_noise_is_larger_and_refused_where_it_fails(file, tmp_path):
     full = paper | {"covariance": "full"}
     with pytest.raises(InputError, match="not"):
         fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 600.0}, **full), tmp_path / "fails")
+
+
+def test_the_papers_other_reading_is_told_as_it_is(file, tmp_path):
+    """Theorem 4.1 with the client's 200 rows for n: a class of 50 has a quarter of the noise."""
+    even = np.load(file)
+    order = np.concatenate([np.flatnonzero(even["y"] == c)[:150] for c in range(CLASSES)])
+    np.savez(tmp_path / "even.npz", x=even["x"][order], y=even["y"][order], split=np.array(["train"] * len(order)))
+    other = PRIVATE | {"relation": "replace", "calibration": "paper_client"}
+    iid = {"name": "iid", "clients": 2}
+    result = fedfm.run(tables(tmp_path / "even.npz", iid, privacy=RECORD, **other), tmp_path / "run")
+    rows = sum(result_rows(tmp_path / "run"))
+    by_class = paper_sigma(4.0, 1e-5, rows / 2) * rows / 2 / CLASSES
+    assert result["details"]["noise_std_of_sums"] == pytest.approx(by_class, rel=0.05)
+    assert result["details"]["times_paper_noise"] == pytest.approx(CLASSES, rel=0.05)
+    assert result["epsilon"] is None
+
+
+def result_rows(run):
+    return [c["train"]["rows"] for c in fedfm.load_run(run).manifest["split"]["clients"].values()]
 
 
 def test_the_bound_is_printed_and_vacuous_and_errors_can_be_counted(file, tmp_path):

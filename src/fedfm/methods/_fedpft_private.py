@@ -121,14 +121,15 @@ def asked(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, A
     replies = fed.ask(handler, check=check)
     received = {client: _normals(reply, plan, classes, dim) for client, reply in replies.items()}
     typical = max(1, round(sum(n for found in received.values() for _, n, _ in found) / (classes * len(replies))))
-    exact = plan.sum_sigma(typical, client_rows=typical)
+    rows = max(typical, round(sum(reply.rows for reply in replies.values()) / len(replies)))  # 0 but for paper_client
+    exact = plan.sum_sigma(typical, client_rows=rows)
     return received, {
         "formula_bytes": 4 * classes * (1 + dim + plan.seconds(dim)) * len(replies),
         "cells_kept": sum(map(len, received.values())),
         "cells": classes * len(replies),
         "noise_std_of_sums": exact,
         "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / exact,
-        "warnings": [text for text in [too_noisy(plan, dim, typical, client_rows=typical)] if text],
+        "warnings": [text for text in [too_noisy(plan, dim, typical, client_rows=rows)] if text],
     }
 
 
