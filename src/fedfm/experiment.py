@@ -4,6 +4,7 @@ place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -242,10 +243,14 @@ class Experiment:
         if not isinstance(self.aggregation, Mean):
             name = name_of("aggregation", self.aggregation)
             return f'a robust rule compares single updates, secure aggregation hides them; drop it or "{name}"'
-        if self.method.asks:
-            seen = " and ".join(self.method.asks)
+        method, privacy = self.method, self.privacy
+        if privacy is not None and None not in (privacy.target_epsilon, privacy.delta):
+            with contextlib.suppress(InputError):
+                method = method.protected(privacy)  # it may need only a mean
+        if method.asks:
+            seen = " and ".join(method.asks)
             return f'the server of method "{self.method_name}" looks at single replies ({seen}); expected "plain"'
-        if not self.method.means:
+        if not method.means:
             return f'method "{self.method_name}" sends no update that could be hidden; drop [privacy]'
         return 'secure aggregation is not in this release, the server sees each update; expected "plain"'
 

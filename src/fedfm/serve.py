@@ -62,6 +62,8 @@ class Server:
         self._progress.started(run, method.rounds, t)
         if t not in {line["round"] for line in run.metrics()}:
             self._evaluate(t, state, last=t == method.rounds)
+        if t < method.rounds:
+            self._enter(method.spent())
         while t < method.rounds and not self._stop_early():
             t += 1
             fed.begin(t)
@@ -248,14 +250,22 @@ class Server:
             for key in (BEFORE, LOSS_BEFORE):
                 result["details"][key] = next((m[key] for m in reversed(lines) if m.get(key) is not None), None)
         self._count(lines)
-        run.manifest["ledger"]["entries"] += spent
-        run.manifest["ledger"]["epsilon"] = result["epsilon"]
+        self._enter(spent)
         self._write_models(models)
         run.note_messages(fed)  # of asking for the final models
         run.manifest["result"] = result
         run.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         run.write_manifest()
         return result
+
+    def _enter(self, spent: Sequence[dict[str, Any]]) -> None:
+        """What the rounds spend of privacy, on the ledger before they are asked: a run that ends early has spent it."""
+        ledger = self.run.manifest["ledger"]
+        missing = [entry for entry in spent if entry not in ledger["entries"]]
+        if missing:
+            ledger["entries"] += missing
+            ledger["epsilon"] = max(entry["epsilon"] for entry in spent)
+            self.run.write_manifest()
 
     def _count(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Complete the ledger's multiply-accumulates: what training has cost, and until the target was reached."""
@@ -286,7 +296,7 @@ class Server:
 
         for client, w in models.items():
             try:
-                save(self.fed.model, w, self.run.adapter(client))
+                save(self.fed.model, w, self.run.adapter(client), self.method.head_takes)
             except (OSError, SafetensorError) as error:
                 raise store.not_written(self.run.adapter(client), error) from error
 
