@@ -141,8 +141,8 @@ class _Stop(Progress):
 
 @pytest.mark.parametrize("base", ["fedavg", "fedadam", "fedyogi", "fedavgm", "scaffold"])
 def test_no_file_outside_private_tells_the_aggregate(base, tmp_path, monkeypatch):
-    """Moments and control variates give w' away, and w' with w_{t+1} a line through w_pre. A run that was stopped goes on
-    from private/ with the same bits.
+    """Moments and control variates give w' away, and w' with w_{t+1} a line through w_pre. A run that was stopped goes
+    on from private/ with the same bits.
     """
     monkeypatch.setattr("fedfm.memory.entropy", lambda n: b"k" * n)
     asked, run = tables(tmp_path), tmp_path / "run"

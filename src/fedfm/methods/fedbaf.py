@@ -155,10 +155,10 @@ class FedBaF(Around):
 
     def validate(self) -> None:
         super().validate()
-        if not self.psi >= 0:
-            raise InputError(f"method.psi = {self.psi}: expected a number of at least 0")
-        if not self.noise > 0:
-            raise InputError(f"method.noise = {self.noise}: expected a number above 0")
+        if not 0 <= self.psi < math.inf:
+            raise InputError(f"method.psi = {self.psi}: expected a finite number of at least 0")
+        if not 0 < self.noise < math.inf:
+            raise InputError(f"method.noise = {self.noise}: expected a finite number above 0")
         one_of("method.cap", self.cap, ("reference", "none"))
         one_of("method.harden", self.harden, HARDENED)
 
