@@ -302,6 +302,17 @@ def test_hardened_variants(folder, harden, low, high):
     assert low <= everyone(run(folder, harden, harden=harden))[0] <= high
 
 
+@pytest.mark.parametrize("harden", sorted(set(fedbaf.HARDENED) - {"none"}))
+def test_every_variant_is_audited_to_the_end(folder, harden):
+    path = run(folder, f"whole-{harden}", {"evaluate_every": 1}, harden=harden, rounds=2)
+    found = {f.name: f for f in perform(path)}
+    assert {"extraction.all_colluding", "extraction.one_client", "extraction.active_client"} <= found.keys()
+    active = found["extraction.active_client"]
+    assert (active.estimate is None) == (harden == "first_round")
+    if harden == "first_round":
+        assert "whatever is uploaded" in active.says
+
+
 def test_noise_drawn_once_is_a_floor(folder):
     """However many rounds: what all clients compute is the noised model, exactly."""
     error, rounds, again = everyone(run(folder, "once", harden="noise_once", noise=0.5, rounds=5))

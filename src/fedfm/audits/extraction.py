@@ -210,6 +210,9 @@ class _Attack:
     def active(self) -> Finding:
         """One upload turned around: with both caps, and with a norm check at the server."""
         name, chosen = "extraction.active_client", self._when()
+        if self.method.harden == "first_round":
+            says = "The one round that mixes has a_t = psi U, whatever is uploaded, and no later one meets the model."
+            return nothing(name, ACTIVE, says)
         if chosen is None:
             return nothing(name, ACTIVE, "No client took part in two rounds and saw the model after the second.")
         client, t, share = chosen
@@ -271,9 +274,11 @@ class _Attack:
         guess = replace(sent, value=replace(sent.value, delta=share * upload + (1 - share) * honest.value.delta))
         mean, _ = base.step(replace(turns[-1], seen=[guess]), own, {client})
         l_t = pull(mean, w, t)[1]
-        low, high = extraction.place(*(b * l_t for b in (LOG_RANGE if method.harden == "log_uniform" else (1.0, 2.0))))
         v, truth = self.target.of(self.rounds.model(after)), self.target.truth
-        x = extraction.one_round(self.target.of(mean), v, low, high) if l_t else v.astype(np.float64)
+        x = v.astype(np.float64)
+        if l_t:
+            least, most = LOG_RANGE if method.harden == "log_uniform" else (1.0, 2.0)
+            x = extraction.one_round(self.target.of(mean), v, *extraction.place(least * l_t, most * l_t))
         return x, {
             "error": extraction.relative_error(x, truth),
             "as_sent": extraction.relative_error(v, truth),
