@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import fedfm
 from fedfm.audits.replay import finished, replay
+from fedfm.errors import RunError
 from fedfm.progress import Progress
 from small import experiment
 
@@ -162,3 +163,15 @@ def test_no_file_outside_private_tells_the_aggregate(base, tmp_path, monkeypatch
     assert any(v in p.read_bytes() for p in files for v in secret) == bool(secret)  # the search finds what is there
     assert not [p for p in set(files) - set(open_to_all) if p.stat().st_mode & 0o077]
     assert fedfm.resume(run)["params_sha256"] == fedfm.run(asked, tmp_path / "whole")["params_sha256"]
+
+
+def test_a_run_that_lost_its_key_does_not_go_on_with_another(tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(tables(tmp_path), run, progress=_Stop())
+    key = (run / "private/server/alpha.secret").read_bytes()
+    (run / "private/server/alpha.secret").unlink()
+    with pytest.raises(RunError, match="a second time: put the file back"):
+        fedfm.resume(run)
+    (run / "private/server/alpha.secret").write_bytes(key)
+    assert fedfm.resume(run)["rounds"] == 3
