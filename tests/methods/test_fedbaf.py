@@ -17,6 +17,8 @@ from fedfm.errors import InputError, RunError
 from fedfm.federation import Aggregator, ClientData, Federation
 from fedfm.method import with_model
 from fedfm.methods import fedbaf
+from fedfm.methods.centralised import Centralised
+from fedfm.methods.ditto import Ditto
 from fedfm.methods.fedadam import FedAdam
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedavgm import FedAvgM
@@ -309,6 +311,13 @@ class TestSettings:
             ({}, "method.foundation is missing"),
             ({"foundation": "x", "psi": -1.0}, "method.psi"),
             ({"foundation": "x", "psi": math.nan}, "method.psi"),
+            ({"foundation": "x", "psi": math.inf}, "method.psi"),
+            ({"foundation": "x", "noise": math.inf}, "method.noise"),
+            ({"foundation": "x", "base": Centralised()}, r"method\.base\.name: it trains on all rows in one place"),
+            ({"foundation": "x", "base": Ditto()}, r"method\.base\.name: its clients have a model each"),
+            ({"foundation": "x", "base": FedProx(mu=-1.0)}, r"method\.base\.mu = -1"),
+            ({"foundation": "x", "base": FedAdam(tau=0.0)}, r"method\.base\.tau = 0"),
+            ({"foundation": "x", "rounds": -1}, r"method\.rounds = -1"),
             ({"foundation": "x", "cap": "None"}, 'did you mean "none"'),
             ({"foundation": "x", "harden": "per_tenser"}, 'did you mean "per_tensor"'),
             ({"foundation": "x", "noise": 0.0}, "method.noise"),

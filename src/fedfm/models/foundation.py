@@ -8,6 +8,7 @@ leading slice of every dimension.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -92,10 +93,14 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
     """
     tensors = {n: t for n, t in _tensors(model, foundation).items() if t.is_floating_point()}
     roles = _roles(model)
-    table, pieces = [], {}
-    for name, own in model.live().items():
-        line = _match(name, tuple(own.shape), tensors.get(_bare(name)), roles.get(name, "body"), identical)
-        table.append(line)
+    live = model.live()
+    lines = {
+        name: _match(name, tuple(own.shape), tensors.get(_bare(name)), roles.get(name, "body"), identical)
+        for name, own in live.items()
+    }
+    table, pieces = _whole_layers(lines, roles), {}
+    for line in table:
+        name, own = line.name, live[line.name]
         if line.region is not None:
             part = tensors[_bare(name)][tuple(slice(length) for length in line.region)]
             pieces[name] = Piece(line.region, part.to("cpu", own.dtype).contiguous())
@@ -126,6 +131,27 @@ def _match(name: str, shape: tuple[int, ...], source: Tensor | None, role: str, 
         return Match(name, shape, there, None, "fused projections of another width: a slice would mix q, k and v")
     region = tuple(min(a, b) for a, b in zip(shape, there, strict=True))
     return Match(name, shape, there, region, "leading slice")
+
+
+def _whole_layers(lines: Mapping[str, Match], roles: Mapping[str, str]) -> list[Match]:
+    """First and last layers mix as a whole or not at all: the bias of a layer that differs fits other weights."""
+    differ = {
+        (_layer(name), role): name
+        for name, line in lines.items()
+        if (role := roles.get(name, "body")) != "body" and line.source not in (None, line.shape)
+    }
+    table = []
+    for name, line in lines.items():
+        other = differ.get((_layer(name), roles.get(name, "body")))
+        if line.region is not None and other is not None:
+            why = f"of a layer whose {_bare(other).rpartition('.')[2]} has another shape: left out with it"
+            line = dataclasses.replace(line, region=None, why=why)
+        table.append(line)
+    return table
+
+
+def _layer(name: str) -> str:
+    return _bare(name).rpartition(".")[0]
 
 
 def _roles(model: Model) -> dict[str, str]:
