@@ -254,6 +254,9 @@ def test_a_language_model_for_each_client_shows_its_losses(tmp_path):
     assert "loss, mean of the clients on their own test rows 3.5" in text
     assert "north 2.5 2.25" in text
     assert "3 without test rows" not in text
+    many = {"client_loss": {f"c{i}": float(i) for i in range(60)}}
+    changed = runs.make(tmp_path / "many", names=list(many["client_loss"]), result=result | {"details": many})
+    assert "gathered into groups" in words(document(changed))
     unfinished = words(document(runs.make(tmp_path / "broken", names=names, rounds=rounds, result=None)))
     assert "mean loss 2.875" in unfinished
 

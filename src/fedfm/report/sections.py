@@ -112,7 +112,7 @@ def clients(run: RunFiles) -> str:
     if silent:
         said += f". {count(silent)} without test rows, left out of means"
     drawn = rows if len(rows) <= MOST_BARS else _grouped([r for r in rows if finite(r.value)])
-    many = "Sorted and gathered into groups of neighbours; a bar is a group's mean." if drawn is not rows else ""
+    many = _GATHERED if drawn is not rows else ""
     line = (mean, f"mean {percent(mean)}") if mean is not None else None
     body = figure(lambda w: bars(w, drawn, f"Bars. {said}.", 1.0, line))
     listing = table(["client", "accuracy"], [[r.label, r.text] for r in rows], "Accuracy per client")
@@ -130,7 +130,7 @@ def _losses(run: RunFiles, final: Mapping[str, float | None]) -> str:
     )
     said += f"mean loss {number(mean)}, worst {number(max(seen))}, best {number(min(seen))}; less is better"
     said += f". {count(silent)} without test rows, left out of means" if silent else ""
-    drawn = [r for r in rows if finite(r.value)][:MOST_BARS]
+    drawn = rows if len(rows) <= MOST_BARS else _grouped([r for r in rows if finite(r.value)], number)
     body = figure(lambda w: bars(w, drawn, f"Bars. {said}.", max(seen), (mean, f"mean {number(mean)}")))
     body += details("All clients", table(["client", "loss"], [[r.label, r.text] for r in rows], "Loss per client"))
     told = mapping(mapping(run.result.get("details")).get("server_client_loss"))
@@ -142,9 +142,10 @@ def _losses(run: RunFiles, final: Mapping[str, float | None]) -> str:
         both = table(head, [[c, number(a), number(b)] for c, a, b in pairs], "Losses before and after")
         moved = f"the mean loss by {statistics.fmean(gains):+.3f}" if gains else ""
         body += _ABOUT_BOTH + note(esc(_said_of_both(moved))) + both
-    return note(f"{esc(said)}.") + body
+    return note(f"{esc(said)}. {_GATHERED if drawn is not rows else ''}") + body
 
 
+_GATHERED = "Sorted and gathered into groups of neighbours; a bar is a group's mean."
 _ABOUT_BOTH = "<h3>Before and after the last local pass</h3>"
 
 
@@ -172,12 +173,12 @@ def _before_and_after(run: RunFiles, order: Sequence[str]) -> str:
     return _ABOUT_BOTH + note(esc(_said_of_both(moved))) + table(head, rows, "Before and after")
 
 
-def _grouped(rows: list[Bar]) -> list[Bar]:
+def _grouped(rows: list[Bar], form: Format = percent) -> list[Bar]:
     parts = _chunks(rows, 25)
     means = [statistics.fmean(r.value or 0.0 for r in part) for part in parts]
     names = [f"{a + 1} to {a + len(p)}" for a, p in zip(_starts(parts), parts, strict=True)]
     return [
-        Bar(n, m, percent(m), f"Places {n}: {percent(p[-1].value)} to {percent(p[0].value)}")
+        Bar(n, m, form(m), f"Places {n}: {form(p[-1].value)} to {form(p[0].value)}")
         for n, m, p in zip(names, means, parts, strict=True)
     ]
 
