@@ -185,11 +185,18 @@ class Experiment:
     def _validate_adaptation(self) -> None:
         adaptation, local = self.model.adaptation, getattr(self.method, "local", None)
         takers = {f'method "{self.method_name}"': self.method.adaptations}
+        if getattr(self.method, "space", "") == "product":
+            takers['method.space = "product"'] = ("lora",)
         if isinstance(local, Local):
             takers["this client optimiser"] = local.adaptations
         for who, takes in takers.items():
             if takes and adaptation is not None and adaptation.name not in takes:
                 raise InputError(f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only')
+        if adaptation is not None and max(ranks := getattr(self.method, "ranks", ()), default=0) > adaptation.rank:
+            raise InputError(
+                f"method.ranks = {list(ranks)}: {max(ranks)} is above model.adaptation.rank = {adaptation.rank}, the "
+                "largest that the model has room for; raise that one, and set alpha"
+            )
 
     def _validate_aggregation(self, method: Any) -> None:
         if isinstance(self.aggregation, Mean):

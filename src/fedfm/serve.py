@@ -145,6 +145,8 @@ class Server:
         local = _mean(own.values())
         line: dict[str, Any] = {"client_accuracy": own, "local_accuracy": local}
         line["local_loss"] = _mean(m.get("loss") for m in judged_own.values())
+        if local is None and line["local_loss"] is not None:  # of language models nothing else tells clients apart
+            line["client_loss"] = {c: m.get("loss") for c, m in judged_own.items()}
         if any("rouge_1" in m for m in judged_own.values()):
             line["local_rouge_1"] = _mean(m.get("rouge_1") for m in judged_own.values())
         if self._validates:
@@ -164,6 +166,8 @@ class Server:
             before = {c: m.get("accuracy") for c, m in found.items()}
             line |= {"server_accuracy": _mean(before.values()), "server_client_accuracy": before}
             line["server_loss"] = _mean(m.get("loss") for m in found.values())
+            if "client_loss" in line:
+                line["server_client_loss"] = {c: m.get("loss") for c, m in found.items()}
         line["accuracy"] = local if self.method.personal else line.get("global_accuracy", local)
         return line
 
@@ -242,7 +246,8 @@ class Server:
         }
         if self.method.kept:
             result["server_sha256"] = sha256_of(self.models(state))
-        beside = ("server_accuracy", "server_client_accuracy", "server_loss", "rouge_1", "local_rouge_1")
+        beside = ["server_accuracy", "server_client_accuracy", "server_loss", "rouge_1", "local_rouge_1"]
+        beside += ["client_loss", "server_client_loss"]
         result["details"] |= {key: last[key] for key in beside if key in last}
         result["details"] |= run.join_arrays(fed.clients)
         lines = run.metrics()

@@ -73,6 +73,13 @@ def test_a_table_of_language_models_has_perplexity(tmp_path):
     assert compare.table([run]).splitlines()[2].endswith("12.5")
 
 
+def test_a_table_of_language_models_has_the_clients_loss(tmp_path):
+    run = change(runs.make(tmp_path / "a"), accuracy=None, perplexity=12.5, local_loss=2.25)
+    head, _, row = compare.table([run]).splitlines()
+    assert head.split()[-3:] == ["perplexity", "local", "loss"]
+    assert row.split()[-2:] == ["12.5", "2.25"]
+
+
 def test_the_table_marks_an_unfinished_run(tmp_path):
     whole = runs.make(tmp_path / "a")
     names = [f"c{i}" for i in range(6)]

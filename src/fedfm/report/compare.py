@@ -12,7 +12,7 @@ from fedfm.report import frontier
 from fedfm.report.page import figure, legend, note, page, save
 from fedfm.report.page import table as html_table
 from fedfm.report.read import RunFiles, mapping, read
-from fedfm.report.svg import COLOURS, Bar, Format, Series, bars, lines
+from fedfm.report.svg import COLOURS, Bar, Series, bars, lines
 from fedfm.report.text import NBSP, NONE, duration, esc, finite, number, percent, plural, shorten, size, width_of
 
 _HEAD = ("run", "method", "accuracy", "global", "local", "worst client", "spread", "up", "down", "seconds")
@@ -22,7 +22,8 @@ def table(run_dirs: Sequence[Path]) -> str:
     """The runs as an aligned text table, one a line, in the order given.
 
     Accuracies are fractions, ``spread`` is the standard deviation over the clients' accuracies. Where an accuracy
-    is not defined (a language model) the column ``perplexity`` is added, where a run is unfinished ``state``.
+    is not defined (a language model) the columns ``perplexity`` and ``local loss`` (mean of the clients on their own
+    test rows) are added, where a run is unfinished ``state``.
 
     Raises:
         InputError: no run is given, or a file is missing or not what it should be.
@@ -47,6 +48,9 @@ def table(run_dirs: Sequence[Path]) -> str:
     if any(run.value("accuracy") is None and run.value("perplexity") is not None for run in runs):
         head.append("perplexity")
         rows = [[*row, number(run.value("perplexity"))] for row, run in zip(rows, runs, strict=True)]
+        if any(run.value("local_loss") is not None for run in runs):
+            head.append("local loss")
+            rows = [[*row, number(run.value("local_loss"))] for row, run in zip(rows, runs, strict=True)]
     if not all(run.finished for run in runs):
         head.append("state")
         rows = [[*row, _state(run)] for row, run in zip(rows, runs, strict=True)]
@@ -179,8 +183,9 @@ def _unlike(names: Sequence[str], of: Sequence[object]) -> list[str]:
 
 def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
     defined = any(r.values.get("accuracy") is not None for run in runs for r in run.rounds)
-    key, form = ("accuracy", percent) if defined else ("perplexity", number)
-    shown: Format = form
+    # Clients' own models are judged on the global test rows at the end alone: their perplexity is no line.
+    judged = any(r.values.get("local_loss") is not None for run in runs for r in run.rounds)
+    key, shown = ("accuracy", percent) if defined else ("local_loss" if judged else "perplexity", number)
     series = [
         Series(name, [(float(r.number), r.values.get(key)) for r in run.rounds], i % COLOURS + 1)
         for i, (run, name) in enumerate(zip(runs, names, strict=True))
@@ -190,13 +195,13 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
         return ""
     ends = [shown(s.points[-1][1]) for s in series]
     label = (
-        f"Lines of {key} per round. Last: "
+        f"Lines of {key.replace('_', ' ')} per round. Last: "
         + "; ".join(f"{s.name} {e}" for s, e in zip(series, ends, strict=True))
         + "."
     )
     within = (0.0, 1.0) if defined else None
     draw = figure(lambda w: lines(w, series, label, shown, within=within))
-    return f"<h3>{key.capitalize()} by round</h3>" + legend(series, ends) + draw
+    return f"<h3>{key.replace('_', ' ').capitalize()} by round</h3>" + legend(series, ends) + draw
 
 
 def _ranges(runs: Sequence[RunFiles], names: list[str]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedfm.report import account, audit, compare, features, sections, weights
 from fedfm.report.page import page, save
 from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
-from fedfm.report.text import NONE, count, duration, esc, number, percent, plural, size
+from fedfm.report.text import NONE, count, duration, esc, number, numbers, percent, plural, size
 
 
 def write(run_dir: Path, baselines: Sequence[Path] = ()) -> Path:
@@ -111,5 +112,10 @@ def _tiles(run: RunFiles) -> str:
     ]
     if run.value("accuracy") is None and run.value("perplexity") is not None:
         tiles[0] = ("Perplexity", number(run.value("perplexity")), "on the global test rows")
+    if losses := numbers(run.client_loss.values()):
+        worst = next(c for c, v in run.client_loss.items() if v == max(losses))
+        tiles[1] = ("Local loss", number(statistics.fmean(losses)), "mean of the clients")
+        tiles[2] = ("Worst client", number(max(losses)), worst)
+        tiles[3] = ("Spread", number(statistics.pstdev(losses)), "of the loss, standard deviation over clients")
     cells = "".join(f"<div><dt>{esc(a)}</dt><dd>{esc(b)}</dd><dd>{esc(c)}</dd></div>" for a, b, c in tiles)
     return f'<dl class="tiles">{cells}</dl>'
