@@ -107,6 +107,10 @@ def check(spec: DataSpec) -> None:
     if len(given) != 1:
         what = f"{' and '.join(given)} are given" if given else "none is given"
         raise InputError(f"data: {what}; exactly one of name, path, hub, clients is needed")
+    places = {"path": spec.path, "hub": spec.hub} | {f"clients.{n}": path for n, path in (spec.clients or {}).items()}
+    for key, place in places.items():
+        if place is not None and not place.strip():
+            raise InputError(f'data.{key}: "{place}" names nothing; expected a file, a folder or an id')
     if spec.name is not None and spec.name not in BUILT_IN:
         file = Path(spec.name).suffix in _SUFFIXES or "/" in spec.name
         hint = "; a file or folder is data.path" if file else close(spec.name, BUILT_IN)
