@@ -203,6 +203,8 @@ def _read(spec: DataSpec, task: str | None) -> Table:
 def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Table:
     if path.is_dir():
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+            if not labelled:
+                raise InputError(f"{path} is a folder written by save_to_disk; expected {FORMATS}")
             raise InputError(f'{path} is a folder written by save_to_disk: give it as data.hub = "{path}"')
         module = "images"
     else:
