@@ -21,8 +21,8 @@ _HEAD = ("run", "method", "accuracy", "global", "local", "worst client", "spread
 def table(run_dirs: Sequence[Path]) -> str:
     """The runs as an aligned text table, one a line, in the order given.
 
-    Accuracies are fractions, ``spread`` is the standard deviation over the clients' accuracies. Where an accuracy
-    is not defined (a language model) the column ``perplexity`` is added, where a run is unfinished ``state``.
+    Accuracies are fractions, ``spread`` is the standard deviation over the clients' accuracies. Where one is
+    of a language model the column ``perplexity`` is added, where a run is unfinished ``state``.
 
     Raises:
         InputError: no run is given, or a file is missing or not what it should be.
@@ -44,7 +44,7 @@ def table(run_dirs: Sequence[Path]) -> str:
         for label, run, v in zip(labels(runs), runs, values, strict=True)
     ]
     head = list(_HEAD)
-    if any(run.value("accuracy") is None and run.value("perplexity") is not None for run in runs):
+    if any(run.value("perplexity") is not None for run in runs):
         head.append("perplexity")
         rows = [[*row, number(run.value("perplexity"))] for row, run in zip(rows, runs, strict=True)]
     if not all(run.finished for run in runs):
@@ -178,8 +178,8 @@ def _unlike(names: Sequence[str], of: Sequence[object]) -> list[str]:
 
 
 def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
-    defined = any(r.values.get("accuracy") is not None for run in runs for r in run.rounds)
-    key, form = ("accuracy", percent) if defined else ("perplexity", number)
+    language = all(any(r.values.get("perplexity") is not None for r in run.rounds) for run in runs)
+    key, form = ("perplexity", number) if language else ("accuracy", percent)
     shown: Format = form
     series = [
         Series(name, [(float(r.number), r.values.get(key)) for r in run.rounds], i % COLOURS + 1)
@@ -194,7 +194,7 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
         + "; ".join(f"{s.name} {e}" for s, e in zip(series, ends, strict=True))
         + "."
     )
-    within = (0.0, 1.0) if defined else None
+    within = None if language else (0.0, 1.0)
     draw = figure(lambda w: lines(w, series, label, shown, within=within))
     return f"<h3>{key.capitalize()} by round</h3>" + legend(series, ends) + draw
 

@@ -60,10 +60,11 @@ def _sentence(run: RunFiles) -> str:
     model = mapping(run.experiment.get("model")).get("name") or "a model"
     clients = len(run.client_accuracy) or len(run.manifest.get("clients") or ())
     said = f"<strong>{esc(run.method)}</strong> on {esc(model)} with {esc(_data(run))} at {plural(clients, 'client')}: "
-    if run.value("accuracy") is not None or run.value("perplexity") is None:
-        said += f"accuracy {percent(run.value('accuracy'))}"
-    else:
-        said += f"perplexity {number(run.value('perplexity'))}"
+    perplexity, accuracy = run.value("perplexity"), run.value("accuracy")
+    figures = [f"perplexity {number(perplexity)}"] if perplexity is not None else []
+    if accuracy is not None or perplexity is None:
+        figures.append(f"accuracy {percent(accuracy)}")
+    said += ", ".join(figures)
     if attackers := sequence(run.manifest.get("attackers")):
         attack = mapping(run.experiment.get("attack")).get("name")
         said += f" under attack ({esc(attack)}) by {esc(', '.join(map(str, attackers[:20])))}"
@@ -109,7 +110,7 @@ def _tiles(run: RunFiles) -> str:
         ("Sent", f"{size(run.traffic_total('up'))}", f"up; {size(run.traffic_total('down'))} down"),
         ("Epsilon", number(epsilon), "nothing is claimed" if epsilon is None else ""),
     ]
-    if run.value("accuracy") is None and run.value("perplexity") is not None:
-        tiles[0] = ("Perplexity", number(run.value("perplexity")), "on the global test rows")
+    if run.value("perplexity") is not None:  # what a language model is judged by first
+        tiles = [("Perplexity", number(run.value("perplexity")), "on the global test rows"), *tiles[:3], *tiles[4:]]
     cells = "".join(f"<div><dt>{esc(a)}</dt><dd>{esc(b)}</dd><dd>{esc(c)}</dd></div>" for a, b, c in tiles)
     return f'<dl class="tiles">{cells}</dl>'
