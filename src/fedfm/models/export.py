@@ -129,6 +129,9 @@ def export(model: Model, w: Params, to: Target, out: Path | str) -> Path:
     elif to == "hf":
         module = merged(model, w)
         if not hasattr(module, "save_pretrained"):
+            if model.task == "zero_shot":
+                other = "peft, whose adapter goes onto the CLIPModel, or torch" if _is_lora(model) else "torch"
+                raise InputError(f"--to hf: a zero-shot classifier is no class of transformers: use {other}")
             raise InputError(f"--to hf: {model.spec.name!r} is no transformers model: use torch")
         with quiet():
             module.save_pretrained(str(_folder(out)))
