@@ -37,7 +37,7 @@ def check(spec: AdaptationSpec) -> AdaptationSpec:
         raise InputError(f"model.adaptation.name: unknown {spec.name!r}{hint}")
     if spec.name in LORA:
         if not 1 <= spec.rank <= MOST:
-            raise InputError(f"model.adaptation.rank: {spec.rank}, expected an integer of at least 1 and at most {MOST}")
+            raise InputError(f"model.adaptation.rank: {spec.rank}, expected an integer, at least 1, at most {MOST}")
         if spec.alpha is not None and not 0 < spec.alpha < math.inf:
             raise InputError(f"model.adaptation.alpha: {spec.alpha}, expected a positive, finite number")
         if not 0 <= spec.dropout < 1:
