@@ -174,7 +174,9 @@ class Server:
     @property
     def _validates(self) -> bool:
         """Clients hold validation rows."""
-        split = self.run.manifest["split"] or {"clients": {}}
+        split = self.run.manifest["split"]
+        if split is None:  # silos with files of their own: only they know, and who has none says so
+            return self.run.experiment.data.val_fraction > 0
         return any(counts["val"]["rows"] for counts in split["clients"].values())
 
     def _own(

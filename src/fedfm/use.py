@@ -105,6 +105,8 @@ def export(path: str | Path, to: Target, out: Path, client: str | None = None) -
 
     from fedfm.models.export import export as write
 
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; give another --out")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; give another --out")
     run, model, w = load(path, client)

@@ -12,6 +12,8 @@ import pytest
 
 from fedfm.errors import InputError
 from fedfm.report import html, read, sections
+from fedfm.report.svg import domain, ticks
+from fedfm.report.text import percent
 from report import runs
 
 SECTIONS = ("rounds", "clients", "split", "messages", "privacy", "time", "excluded", "result", "manifest")
@@ -259,6 +261,20 @@ def test_a_language_model_for_each_client_shows_its_losses(tmp_path):
     assert "gathered into groups" in words(document(changed))
     unfinished = words(document(runs.make(tmp_path / "broken", names=names, rounds=rounds, result=None)))
     assert "mean loss 2.875" in unfinished
+
+
+def test_a_language_model_with_accuracies_shows_its_perplexity_first(tmp_path):
+    rounds = [runs.line(t, ["c0"], perplexity=90.0 - t) for t in range(4)]
+    result = {"method": "fedavg", "accuracy": 0.25, "global_accuracy": 0.25, "perplexity": 87.0, "seconds": 3.0}
+    text = words(document(runs.make(tmp_path / "run", names=["c0"], rounds=rounds, result=result)))
+    assert "perplexity 87, accuracy 25.0" in text
+    assert text.index("Perplexity 87") < text.index("Global accuracy")
+
+
+def test_accuracies_of_zero_have_an_axis_with_different_labels():
+    low, high = domain([0.0, 0.0], within=(0.0, 1.0))
+    labels = [percent(tick) for tick in ticks(low, high)]
+    assert len(set(labels)) == len(labels) > 1
 
 
 @pytest.mark.parametrize(("n_clients", "n_classes"), [(1, 1), (40, 8), (41, 8), (300, 31), (60, 1000)])

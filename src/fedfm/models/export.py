@@ -130,6 +130,9 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
     elif to == "hf":
         module = merged(model, w)
         if not hasattr(module, "save_pretrained"):
+            if model.task == "zero_shot":
+                other = "peft, whose adapter goes onto the CLIPModel, or torch" if _is_lora(model) else "torch"
+                raise InputError(f"--to hf: a zero-shot classifier is no class of transformers: use {other}")
             raise InputError(f"--to hf: {model.spec.name!r} is no transformers model: use torch")
         if head_takes is not None:  # a folder that loads and predicts something else
             raise InputError(
