@@ -128,6 +128,22 @@ class TestByHand:
         mixed, _ = go(FedBaF(base=base, foundation="x", local=STEP), (5.0, 0.0), ROUNDS[:1], tmp_path, (-3.0, 6.0))
         torch.testing.assert_close(mixed[1], (alone[1] + torch.tensor([-3.0, 6.0])) / 2)  # a_0 = psi U = 1
 
+    @pytest.mark.parametrize(
+        ("term", "weighting", "expected"),
+        [
+            ("none", "size", (3.0, 4.0)),
+            ("inside", "size", (3.2, 3.6)),  # .9 (3, 4) + .1 (5, 0)
+            ("inside", "uniform", (4.1, 3.6)),
+            ("literal", "uniform", (4.2, 3.2)),  # (4, 4) - .1 ((1, 4) + (-3, 4))
+        ],
+    )
+    def test_the_readings_of_fedproxs_line_8(self, tmp_path, term, weighting, expected):
+        base = FedProx(mu=0.1, server_term=term, weighting=weighting)
+        w, _ = go(FedBaF(base=base, psi=0.0, foundation="x", local=STEP), (5.0, 0.0), ROUNDS[:1], tmp_path, (0, 0))
+        torch.testing.assert_close(w[1], torch.tensor(expected))
+        with pytest.raises(InputError, match=r"literal.*expected method.weighting"):
+            FedProx(server_term="literal").validate()
+
     def test_fedadams_moments_never_see_the_mixture(self, tmp_path):
         base = FedAdam(server_learning_rate=0.1)
         states = []
