@@ -533,6 +533,8 @@ def test_check_prints_every_default(tmp_path, capsys):
         ("data.partition.alpha=-1", "data.partition.alpha: -1.0"),
         ("data.partition.clients=0", "data.partition.clients: 0"),
         ("data.test_fraction=1.5", "data.test_fraction: 1.5"),
+        ("model.name=./nowhere", "model.name: no folder ./nowhere"),
+        ('method={ name = "fedbaf", foundation = "./nowhere" }', "method.foundation: no folder ./nowhere"),
     ],
 )
 def test_check_refuses_what_a_run_would(tmp_path, capsys, change, words):

@@ -8,9 +8,10 @@ leading slice of every dimension.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,31 @@ def _bare(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default", "")
 
 
+def check_place(foundation: str) -> None:
+    """Refuse what names no foundation model, before anything is loaded.
+
+    Raises:
+        InputError: no built-in name, no folder of a model, an adapter or a trained head, and no hub id.
+    """
+    folder = Path(foundation).expanduser()
+    trained = folder / "fedfm.json", folder / "model.safetensors"
+    if not (folder / "adapter_config.json").is_file() and not all(path.is_file() for path in trained):
+        from fedfm.models.load import locate
+
+        with _as_foundation():
+            locate(foundation)
+
+
+@contextlib.contextmanager
+def _as_foundation() -> Iterator[None]:
+    """What is said of model.name is said of the foundation model."""
+    try:
+        yield
+    except InputError as error:
+        text = str(error).replace("model.name: ", "", 1)
+        raise InputError(f"method.foundation: {text}") from None
+
+
 def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
     """The foundation model's tensors under the names that the federation's model has for them."""
     folder = Path(foundation).expanduser()
@@ -210,11 +236,8 @@ def _whole(model: Model, foundation: str) -> Mapping[str, Tensor]:
             f'method.foundation = "{foundation}": a head on feature vectors takes the folder of a trained head '
             "(fedfm.json and model.safetensors, as a run's adapter/)"
         )
-    try:
+    with _as_foundation():
         module, model_type = as_saved(foundation, kind or ("image" if model.tools.image else "text"), model.task)
-    except InputError as error:
-        text = str(error).replace("model.name: ", "", 1)
-        raise InputError(f"method.foundation: {text}") from None
     mine = getattr(getattr(own, "config", None), "model_type", "")
     if mine != model_type and (mine not in FAMILIES or FAMILIES.get(mine) is not FAMILIES.get(model_type)):
         raise InputError(
