@@ -1,6 +1,7 @@
 """Runs side by side, in the terminal and on a page."""
 
 import json
+import re
 
 import pytest
 
@@ -71,15 +72,20 @@ def test_the_table_is_safe_for_a_terminal(tmp_path):
 def test_a_table_of_language_models_has_perplexity(tmp_path, accuracy):
     """Also where the next tokens are counted, as ``evaluate`` does."""
     run = change(runs.make(tmp_path / "a"), accuracy=accuracy, perplexity=12.5)
-    assert compare.table([run]).splitlines()[0].endswith("perplexity")
-    assert compare.table([run]).splitlines()[2].endswith("12.5")
+    head, _, row = compare.table([run]).splitlines()
+    assert head.split()[:3] == ["run", "method", "perplexity"]
+    assert row.split()[2] == "12.5"
+    assert ("accuracy" in head.split()) == (accuracy is not None)
 
 
 def test_a_table_of_language_models_has_the_clients_loss(tmp_path):
     run = change(runs.make(tmp_path / "a"), accuracy=None, perplexity=12.5, local_loss=2.25)
     head, _, row = compare.table([run]).splitlines()
-    assert head.split()[-3:] == ["perplexity", "local", "loss"]
-    assert row.split()[-2:] == ["12.5", "2.25"]
+    assert head.split()[2:5] == ["perplexity", "local", "loss"]
+    assert row.split()[2:4] == ["12.5", "2.25"]
+    shown = " ".join(re.sub("<[^>]+>", " ", compare.write([run], tmp_path / "page.html").read_text()).split())
+    assert "perplexity local loss" in shown
+    assert "12.5 2.25" in shown
 
 
 def test_the_table_marks_an_unfinished_run(tmp_path):

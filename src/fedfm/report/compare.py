@@ -15,42 +15,31 @@ from fedfm.report.read import RunFiles, mapping, read
 from fedfm.report.svg import COLOURS, Bar, Format, Series, bars, lines
 from fedfm.report.text import NBSP, NONE, duration, esc, finite, number, percent, plural, shorten, size, width_of
 
-_HEAD = ("run", "method", "accuracy", "global", "local", "worst client", "spread", "up", "down", "seconds")
-
 
 def table(run_dirs: Sequence[Path]) -> str:
     """The runs as an aligned text table, one a line, in the order given.
 
-    Accuracies are fractions, ``spread`` is the standard deviation over the clients' accuracies. Where one is
-    of a language model the column ``perplexity`` is added, where clients have losses alone ``local loss`` (their mean
-    on the clients' own test rows), where a run is unfinished ``state``.
+    Accuracies are fractions, ``spread`` is the standard deviation over the clients' accuracies. Language models have
+    ``perplexity`` and, where their clients are judged by it, ``local loss`` (their mean on the clients' own test rows)
+    in the place of what no run has; where a run is unfinished, ``state`` is added.
 
     Raises:
         InputError: no run is given, or a file is missing or not what it should be.
     """
     runs = _read(run_dirs)
-    values = [
-        [run.value("accuracy"), run.value("global_accuracy"), run.value("local_accuracy"), run.worst, run.spread]
-        for run in runs
-    ]
+    figures = _figures(runs)
+    head = ["run", "method", *figures, "up", "down", "seconds"]
     rows = [
         [
             label,
             shorten(run.method, 24),
-            *map(_fraction, v),
+            *(number(v[i]) if name in _PLAIN else _fraction(v[i]) for name, v in figures.items()),
             size(run.traffic_total("up")),
             size(run.traffic_total("down")),
             _seconds(run.seconds),
         ]
-        for label, run, v in zip(labels(runs), runs, values, strict=True)
+        for i, (label, run) in enumerate(zip(labels(runs), runs, strict=True))
     ]
-    head = list(_HEAD)
-    if any(run.value("perplexity") is not None for run in runs):
-        head.append("perplexity")
-        rows = [[*row, number(run.value("perplexity"))] for row, run in zip(rows, runs, strict=True)]
-        if any(run.value("local_loss") is not None for run in runs):
-            head.append("local loss")
-            rows = [[*row, number(run.value("local_loss"))] for row, run in zip(rows, runs, strict=True)]
     if not all(run.finished for run in runs):
         head.append("state")
         rows = [[*row, _state(run)] for row, run in zip(rows, runs, strict=True)]
@@ -65,6 +54,25 @@ def table(run_dirs: Sequence[Path]) -> str:
         if i == 0:
             out.append("  ".join("-" * w for w in widths))
     return "\n".join(out) + "\n"
+
+
+_PLAIN = ("perplexity", "local loss")  # numbers that are no shares
+
+
+def _figures(runs: Sequence[RunFiles]) -> dict[str, list[float | None]]:
+    """What the runs are judged by: column -> a value a run; of language models without what none of them has."""
+    shares = {
+        "accuracy": [run.value("accuracy") for run in runs],
+        "global": [run.value("global_accuracy") for run in runs],
+        "local": [run.value("local_accuracy") for run in runs],
+        "worst client": [run.worst for run in runs],
+        "spread": [run.spread for run in runs],
+    }
+    plain = {"perplexity": [run.value("perplexity") for run in runs]}
+    if not any(v is not None for v in plain["perplexity"]):
+        return shares
+    plain["local loss"] = [run.value("local_loss") for run in runs]
+    return {name: v for name, v in (plain | shares).items() if any(x is not None for x in v)}
 
 
 def write(run_dirs: Sequence[Path], out: Path) -> Path:
@@ -96,43 +104,41 @@ def section(runs: Sequence[RunFiles]) -> str:
     if alike:
         items = "".join(f"<li>{esc(d)}</li>" for d in alike)
         warning = f'<aside aria-label="Not like for like"><strong>Not like for like</strong><ul>{items}</ul></aside>'
+    figures = _figures(runs)
     rows = [
         [
             name,
-            *(percent(run.value(k), 2) for k in ("accuracy", "global_accuracy", "local_accuracy")),
-            percent(run.worst, 2),
-            NONE if run.spread is None else f"{100 * run.spread:.2f}",
+            *(_said(column, v[i]) for column, v in figures.items()),
             size(run.traffic_total("up")),
             size(run.traffic_total("down")),
             duration(run.seconds),
             _state(run),
         ]
-        for name, run in zip(names, runs, strict=True)
+        for i, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
-    head = [
-        "run",
-        "accuracy",
-        "global",
-        "local",
-        "worst client",
-        "spread",
-        "up",
-        "down",
-        "time",
-        "state",
-    ]
-    meaning = note(
-        "Global: mean over the models on the global test rows. Local: mean of the clients on their own test rows. "
-        "Spread: standard deviation over the clients, in points."
-    )
+    head = ["run", *figures, "up", "down", "time", "state"]
+    meanings = {
+        "perplexity": "Perplexity: on the global test rows.",
+        "local loss": "Local loss: mean of the clients on their own test rows.",
+        "global": "Global: mean over the models on the global test rows.",
+        "local": "Local: mean of the clients on their own test rows.",
+        "spread": "Spread: standard deviation over the clients, in points.",
+    }
+    meaning = note(" ".join(text for column, text in meanings.items() if column in figures))
     return (
         warning
-        + html_table(head, rows, "Runs compared", words=(9,))
+        + html_table(head, rows, "Runs compared", words=(len(head) - 1,))
         + meaning
         + frontier.section(runs, names)
         + _curves(runs, names)
         + _ranges(runs, names)
     )
+
+
+def _said(column: str, value: float | None) -> str:
+    if column in _PLAIN or value is None:
+        return number(value)
+    return f"{100 * value:.2f}" if column == "spread" else percent(value, 2)
 
 
 def labels(runs: Sequence[RunFiles]) -> list[str]:

@@ -26,7 +26,11 @@ def curves(run: RunFiles) -> str:
     out = []
     if _any(rounds, "global_accuracy") or _any(rounds, "local_accuracy") or _any(rounds, "accuracy"):
         out.append(_accuracy(rounds))
-    if _any(rounds, "perplexity"):
+    judged = [r for r in rounds if r.values.get("perplexity") is not None]
+    if len(judged) == 1 and len(rounds) > 1:  # a model a client: they are judged on the global test rows at the end
+        told = number(judged[0].values["perplexity"])
+        out.append(note(f"Perplexity on the global test rows: {told}, judged in round {judged[0].number} alone."))
+    elif judged:
         out.append(
             "<h3>Perplexity</h3>" * bool(out) + _plot(rounds, {"perplexity": "perplexity, global test rows"}, number)
         )
