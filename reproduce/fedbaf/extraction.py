@@ -1,6 +1,7 @@
 """What is left of FedBaF's leak under each hardened variant, and its cost: docs/results/fedbaf-secrecy.md.
 
     python reproduce/fedbaf/extraction.py            # a quarter of an hour on two cores
+    python reproduce/fedbaf/extraction.py --only "as printed" "the same on SCAFFOLD"    # the others keep their figures
     python reproduce/fedbaf/extraction.py --quick    # one seed, two variants, no file
 
 Digits as 64 features; an MLP 64-96-64-10 of 13 k parameters; the secret model is the same MLP, trained on shifted
@@ -33,6 +34,7 @@ from fedfm.data.partition import deal
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedbaf import FedBaF
+from fedfm.methods.scaffold import Scaffold
 from fedfm.methods.weight_init import WeightInit
 from fedfm.models.wrap import wrap
 from fedfm.population import Partitioned
@@ -46,6 +48,7 @@ LOCAL = SGD(learning_rate=0.15, epochs=5, batch_size=10)
 PARTITIONS = {"IID": {"name": "iid"}, "two classes a client": {"name": "by_class", "classes_per_client": 2}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "as printed": {},
+    "the same on SCAFFOLD": {"base": Scaffold()},
     "psi = 0.1": {"psi": 0.1},
     "alpha per tensor": {"harden": "per_tensor"},
     "alpha per coordinate": {"harden": "per_coordinate"},
@@ -143,17 +146,18 @@ def measure(folder: Path, method: Any, partition: dict[str, Any], seed: int, dat
         return found
     target = keep.target
 
-    def judged(members: Any, exact: bool) -> tuple[float, float]:
-        x, _ = recover(keep.lines(members), method, target.groups, exact=exact)
+    def judged(members: Any) -> tuple[float, float]:
+        lines = keep.lines(members)
+        x, _ = recover(lines, method, target.groups, exact=lines.exact)
         return relative_error(x, target.truth), own_accuracy(dict(target.into(w, x)), data)
 
     alone = []
     for client in people.clients:
         try:
-            alone.append(judged({client}, exact=False))
+            alone.append(judged({client}))
         except NoIntersectionError:  # never sampled
             continue
-    everyone = judged(set(people.clients), exact=True)
+    everyone = judged(set(people.clients))
     return found | {
         "all": everyone[0],
         "all_accuracy": everyone[1],
@@ -163,8 +167,8 @@ def measure(folder: Path, method: Any, partition: dict[str, Any], seed: int, dat
     }
 
 
-def table(quick: bool) -> dict[str, Any]:
-    """All runs."""
+def table(quick: bool, only: list[str] | None) -> dict[str, Any]:
+    """All runs, or these."""
     chosen = dict(list(VARIANTS.items())[:2]) if quick else VARIANTS
     out: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, single_thread():
@@ -179,6 +183,8 @@ def table(quick: bool) -> dict[str, Any]:
             methods["weight initialisation"] = WeightInit(**common, **kept)
             methods |= {label: FedBaF(**common, **kept, **keys) for label, keys in chosen.items()}
             for label, method in methods.items():
+                if only is not None and label not in only:
+                    continue
                 for part, partition in PARTITIONS.items():
                     found = measure(folder, dataclasses.replace(method), partition, seed, data)
                     print(seed, label, part, json.dumps(found), flush=True)
@@ -218,12 +224,20 @@ def main() -> None:
     """Run, print, and write the page's table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, two variants, no file")
-    quick = parser.parse_args().quick
-    out = table(quick)
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="these rows of the table; the others keep theirs")
+    options = parser.parse_args()
+    quick, store = options.quick, PAGE.with_suffix(".json")
+    if unknown := set(options.only or ()) - {"no foundation model", "weight initialisation", *VARIANTS}:
+        parser.error(f"no such row: {', '.join(sorted(unknown))}")
+    out = table(quick, options.only)
+    if options.only is not None and not quick:
+        known = json.loads(store.read_text()) | out
+        order = ["secret", "no foundation model", "weight initialisation", *VARIANTS]
+        out = {label: known[label] for label in order if label in known}
     text = page(out)
     print(text)
     if not quick:
-        PAGE.with_suffix(".json").write_text(json.dumps(out, indent=1) + "\n")
+        store.write_text(json.dumps(out, indent=1) + "\n")
         before, _, rest = PAGE.read_text().partition("<!-- table -->\n")
         _, _, after = rest.partition("<!-- end -->")
         PAGE.write_text(f"{before}<!-- table -->\n{text}\n<!-- end -->{after}")

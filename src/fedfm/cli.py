@@ -460,6 +460,7 @@ def _check(args: Any) -> int:
 
     experiment = _experiment(args)
     check_files(experiment.data)
+    _check_models(experiment)
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = experiment.to_toml().rstrip()
     if args.matching:
@@ -475,6 +476,19 @@ def _check(args: Any) -> int:
         result["matching"] = [asdict(line) for line in found.table]
         text += f"\n\n# tensor, its shape, the foundation model's, what mixes, why\n{found}"
     return _say(args, result, text)
+
+
+def _check_models(experiment: Any) -> None:
+    """Refuse models that are not there; a SuperLink's machine has its own."""
+    from fedfm.models.foundation import check_place
+    from fedfm.models.load import locate
+
+    if experiment.run.superlink:
+        return
+    if experiment.model.name != "features":
+        locate(experiment.model.name)
+    if hasattr(experiment.method, "foundation"):
+        check_place(experiment.method.foundation)
 
 
 def _app(args: Any) -> int:

@@ -4,6 +4,7 @@ place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from fedfm.attacks.attack import Attack
 from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.errors import InputError, listed, one_of
 from fedfm.federation import Aggregator
+from fedfm.models.adaptation import check as check_adaptation
+from fedfm.models.load import TASKS
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.registry import available, name_of, resolve
 from fedfm.tables import build, plain, read, refuse_unknown, to_toml
@@ -123,9 +126,9 @@ class Experiment:
             model = dataclasses.replace(
                 model, adaptation=AdaptationSpec(name="head" if model.name == "features" else type(method).adaptation)
             )
-        name = table.get("name") or f"{method_name}-{_data_name(data)}"
-        if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\\\0"):
-            raise InputError(f"name = {name!r}: expected a text without slashes")
+        name = table.get("name", f"{method_name}-{_data_name(data)}")
+        if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\\\0") or len(name) > 200:
+            raise InputError(f"name = {name!r:.80}: expected a text of at most 200 characters, without slashes")
         experiment = cls(name, data, model, method, method_name, privacy, attack, run, aggregation)
         experiment._validate()
         return experiment if privacy is None else dataclasses.replace(experiment, method=method.protected(privacy))
@@ -141,6 +144,10 @@ class Experiment:
             raise InputError(f'"{IN_MEMORY}": data and model are given by fedfm.federate(...), both or neither')
         if self.in_memory and self.run.engine != "local":
             raise InputError(f'run.engine = "{self.run.engine}": data and model in memory run on engine = "local" only')
+        if self.model.task is not None:
+            one_of("model.task", self.model.task, TASKS)
+        if self.model.adaptation is not None:
+            check_adaptation(self.model.adaptation)
         one_of("model.weights", self.model.weights, ("pretrained", "random"))
         one_of("model.dtype", self.model.dtype, ("float32", "bfloat16", "float16"))
         one_of("model.device", self.model.device.partition(":")[0], ("auto", "cpu", "cuda", "mps"))
@@ -170,6 +177,12 @@ class Experiment:
             raise InputError("run.local_scores: accuracies of single clients are covered by no [privacy]; drop one")
         if run.patience and not self.data.val_fraction:
             raise InputError("run.patience: early stopping judges validation rows; set data.val_fraction, e.g. 0.1")
+        if run.patience and not run.evaluate_every:
+            raise InputError(
+                "run.patience: early stopping judges while the run goes on; run.evaluate_every = 0 never does"
+            )
+        if run.patience and self.privacy is not None:
+            raise InputError("run.patience: validation losses of single clients are covered by no [privacy]; drop one")
         self.aggregation.validate()
         method = self.method
         if self.privacy is not None:
@@ -184,11 +197,18 @@ class Experiment:
     def _validate_adaptation(self) -> None:
         adaptation, local = self.model.adaptation, getattr(self.method, "local", None)
         takers = {f'method "{self.method_name}"': self.method.adaptations}
+        if getattr(self.method, "space", "") == "product":
+            takers['method.space = "product"'] = ("lora",)
         if isinstance(local, Local):
             takers["this client optimiser"] = local.adaptations
         for who, takes in takers.items():
             if takes and adaptation is not None and adaptation.name not in takes:
                 raise InputError(f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only')
+        if adaptation is not None and max(ranks := getattr(self.method, "ranks", ()), default=0) > adaptation.rank:
+            raise InputError(
+                f"method.ranks = {list(ranks)}: {max(ranks)} is above model.adaptation.rank = {adaptation.rank}, the "
+                "largest that the model has room for; raise that one, and set alpha"
+            )
 
     def _validate_aggregation(self, method: Any) -> None:
         if isinstance(self.aggregation, Mean):
@@ -242,10 +262,14 @@ class Experiment:
         if not isinstance(self.aggregation, Mean):
             name = name_of("aggregation", self.aggregation)
             return f'a robust rule compares single updates, secure aggregation hides them; drop it or "{name}"'
-        if self.method.asks:
-            seen = " and ".join(self.method.asks)
+        method, privacy = self.method, self.privacy
+        if privacy is not None and None not in (privacy.target_epsilon, privacy.delta):
+            with contextlib.suppress(InputError):
+                method = method.protected(privacy)  # it may need only a mean
+        if method.asks:
+            seen = " and ".join(method.asks)
             return f'the server of method "{self.method_name}" looks at single replies ({seen}); expected "plain"'
-        if not self.method.means:
+        if not method.means:
             return f'method "{self.method_name}" sends no update that could be hidden; drop [privacy]'
         return 'secure aggregation is not in this release, the server sees each update; expected "plain"'
 

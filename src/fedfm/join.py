@@ -9,7 +9,9 @@ from typing import Any
 
 from fedfm.engines.silofile import Silo, populate
 from fedfm.errors import InputError
+from fedfm.experiment import Experiment
 from fedfm.federation import Aggregator, Request
+from fedfm.models import lora
 from fedfm.models.export import save_adapter
 from fedfm.params import Params
 from fedfm.population import Partitioned
@@ -53,10 +55,10 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         if not len(rows.train):
             raise InputError(f"{data}: no training rows")
         w_0: Params = model.params()
-        adapt, own = _passes(method, population, Path(memory) / "with", name, experiment.run.seed, method.rounds)
+        adapt, own = _passes(experiment, population, Path(memory) / "with", name, w_0)
         start, weights = method.newcomer(model, run.state(method.state_type), w_0, name, adapt)
         w = own(adapt(start))
-        alone, own_alone = _passes(method, population, Path(memory) / "alone", name, experiment.run.seed, method.rounds)
+        alone, own_alone = _passes(experiment, population, Path(memory) / "alone", name, w_0)
         found = {
             key: method.scores(model, value, rows.test)["accuracy"] if len(rows.test) else None
             for key, value in (
@@ -92,24 +94,25 @@ def _same(run: Run, population: Partitioned, data: str | Path) -> None:
 
 
 def _passes(
-    method: Any, population: Partitioned, memory: Path, name: str, seed: int, rounds: int
+    experiment: Experiment, population: Partitioned, memory: Path, name: str, w_0: Params
 ) -> tuple[Callable[[Params], Params], Callable[[Params], Params]]:
     """The client's local pass, with a stream of its own each time, as in rounds after the last; and its own model,
     where that is not what it sends.
     """
-    silos = Silos(method, Aggregator(), population, memory=memory, seed=seed)
+    method: Any = experiment.method
+    silos = Silos(method, Aggregator(), population, memory=memory, seed=experiment.run.seed)
     count = 0
 
     def adapt(w: Params) -> Params:
         nonlocal count
         count += 1
-        client = silos.client(Request(name, "", {}, rounds + count, 1))
-        trained: Params = method.local(client, w)
+        client = silos.client(Request(name, "", {}, method.rounds + count, 1))
+        trained = lora.go_on(method.local, client, w, w_0)
         client.memory.commit()  # type: ignore[attr-defined]
         return trained
 
     def own(w: Params) -> Params:
-        found: Params = method.own(silos.client(Request(name, "", {}, rounds + count, 2)), w)
+        found: Params = method.own(silos.client(Request(name, "", {}, method.rounds + count, 2)), w)
         return found
 
     return adapt, own

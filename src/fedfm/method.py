@@ -168,6 +168,11 @@ class Method(ABC, Generic[S]):
         """The ledger's lines: what a finished run has spent of privacy; empty where nothing is claimed."""
         return []
 
+    @property
+    def head_takes(self) -> str | None:
+        """What is done to features before the head that is no part of the model's own parameters; None: nothing."""
+        return None
+
     def validate(self) -> None:
         """Refuse hyper-parameters that make no sense. Here: those that most methods have.
 

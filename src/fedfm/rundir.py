@@ -28,6 +28,7 @@ from fedfm.conform import conform
 from fedfm.errors import InputError
 from fedfm.experiment import Experiment
 from fedfm.federation import Excluded, Federation
+from fedfm.params import Params
 from fedfm.writing import to_json
 
 SCHEMA = 1
@@ -38,6 +39,7 @@ _PARTS = (
     ".metrics.jsonl.*",
     ".*.npz.*",
     "checkpoint/.*",
+    "private/checkpoint/.*",
     "arrays/.*",
     "private/server/.*",
     "private/memory/*/.*",
@@ -49,7 +51,8 @@ DO_NOT_SHARE = (
     "checkpoint/, adapter/ and metrics.jsonl tell about the clients' data as far as the trained model and the "
     "per-client accuracies do; what the ledger promises covers the method's own messages, not the scores and not "
     "the split in this manifest.",
-    "audit.json names single training rows.",
+    "audit.json names single training rows, and says how far a foundation model that the server keeps is from what was "
+    "sent; of the latter report.html tells, too, once the run was audited.",
     "weights.npz, arrays/ and the map in report.html, where a method weighs clients against each other, say whose rows "
     "resemble whose.",
 )
@@ -179,7 +182,8 @@ class Run:
             "metrics": dict(fed.metrics),
             "extra": dict(extra or {}),
         }
-        store.save(self._checkpoint(t), record)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        store.save(self._checkpoint(t), record, 0o600 if self._folder.parent != self.path else 0o666)
         for path in self._checkpoints()[:-KEEP]:
             path.unlink(missing_ok=True)
 
@@ -228,7 +232,7 @@ class Run:
             if (record := store.load(path)) is not None:
                 return conform(record["state"], state_type, "state")
         raise InputError(
-            f"{self.path / 'checkpoint'}: no checkpoint can be read: put back a copy of its files, or run the "
+            f"{self._folder}: no checkpoint can be read: put back a copy of its files, or run the "
             "experiment again in another folder"
         )
 
@@ -286,11 +290,20 @@ class Run:
                 raise InputError(f"{path}, line {number} is damaged: take it out, and the run can go on without it")
         return [json.loads(line) for line in lines[:-1] if line]
 
+    @property
+    def _folder(self) -> Path:
+        """Of the checkpoints. Moments and control variates give the aggregate away, and with it a foundation model that
+        the server mixes in and keeps: such a state is as secret as the key.
+        """
+        method = self.experiment.method
+        more_than_the_model = method.keeps_foundation and method.state_type is not Params
+        return self.path / ("private/checkpoint" if more_than_the_model else "checkpoint")
+
     def _checkpoint(self, t: int) -> Path:
-        return self.path / "checkpoint" / f"round-{t:06d}.safetensors"
+        return self._folder / f"round-{t:06d}.safetensors"
 
     def _checkpoints(self) -> list[Path]:
-        return sorted((self.path / "checkpoint").glob("round-*.safetensors"))
+        return sorted(self._folder.glob("round-*.safetensors"))
 
     def _append(self, name: str, text: str) -> int:
         path = self.path / name

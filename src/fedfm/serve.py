@@ -62,6 +62,8 @@ class Server:
         self._progress.started(run, method.rounds, t)
         if t not in {line["round"] for line in run.metrics()}:
             self._evaluate(t, state, last=t == method.rounds)
+        if t < method.rounds:
+            self._enter(method.spent())
         while t < method.rounds and not self._stop_early():
             t += 1
             fed.begin(t)
@@ -143,6 +145,8 @@ class Server:
         local = _mean(own.values())
         line: dict[str, Any] = {"client_accuracy": own, "local_accuracy": local}
         line["local_loss"] = _mean(m.get("loss") for m in judged_own.values())
+        if local is None and line["local_loss"] is not None:  # of language models nothing else tells clients apart
+            line["client_loss"] = {c: m.get("loss") for c, m in judged_own.items()}
         if any("rouge_1" in m for m in judged_own.values()):
             line["local_rouge_1"] = _mean(m.get("rouge_1") for m in judged_own.values())
         if self._validates:
@@ -162,13 +166,17 @@ class Server:
             before = {c: m.get("accuracy") for c, m in found.items()}
             line |= {"server_accuracy": _mean(before.values()), "server_client_accuracy": before}
             line["server_loss"] = _mean(m.get("loss") for m in found.values())
+            if "client_loss" in line:
+                line["server_client_loss"] = {c: m.get("loss") for c, m in found.items()}
         line["accuracy"] = local if self.method.personal else line.get("global_accuracy", local)
         return line
 
     @property
     def _validates(self) -> bool:
         """Clients hold validation rows."""
-        split = self.run.manifest["split"] or {"clients": {}}
+        split = self.run.manifest["split"]
+        if split is None:  # silos with files of their own: only they know, and who has none says so
+            return self.run.experiment.data.val_fraction > 0
         return any(counts["val"]["rows"] for counts in split["clients"].values())
 
     def _own(
@@ -240,7 +248,8 @@ class Server:
         }
         if self.method.kept:
             result["server_sha256"] = sha256_of(self.models(state))
-        beside = ("server_accuracy", "server_client_accuracy", "server_loss", "rouge_1", "local_rouge_1")
+        beside = ["server_accuracy", "server_client_accuracy", "server_loss", "rouge_1", "local_rouge_1"]
+        beside += ["client_loss", "server_client_loss"]
         result["details"] |= {key: last[key] for key in beside if key in last}
         result["details"] |= run.join_arrays(fed.clients)
         lines = run.metrics()
@@ -248,14 +257,22 @@ class Server:
             for key in (BEFORE, LOSS_BEFORE):
                 result["details"][key] = next((m[key] for m in reversed(lines) if m.get(key) is not None), None)
         self._count(lines)
-        run.manifest["ledger"]["entries"] += spent
-        run.manifest["ledger"]["epsilon"] = result["epsilon"]
+        self._enter(spent)
         self._write_models(models)
         run.note_messages(fed)  # of asking for the final models
         run.manifest["result"] = result
         run.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         run.write_manifest()
         return result
+
+    def _enter(self, spent: Sequence[dict[str, Any]]) -> None:
+        """What the rounds spend of privacy, on the ledger before they are asked: a run that ends early has spent it."""
+        ledger = self.run.manifest["ledger"]
+        missing = [entry for entry in spent if entry not in ledger["entries"]]
+        if missing:
+            ledger["entries"] += missing
+            ledger["epsilon"] = max(entry["epsilon"] for entry in spent)
+            self.run.write_manifest()
 
     def _count(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Complete the ledger's multiply-accumulates: what training has cost, and until the target was reached."""
@@ -286,7 +303,7 @@ class Server:
 
         for client, w in models.items():
             try:
-                save(self.fed.model, w, self.run.adapter(client))
+                save(self.fed.model, w, self.run.adapter(client), self.method.head_takes)
             except (OSError, SafetensorError) as error:
                 raise store.not_written(self.run.adapter(client), error) from error
 

@@ -6,12 +6,12 @@ import dataclasses
 import datetime
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedfm import api
-from fedfm.errors import InputError
+from fedfm.errors import InputError, RunError
 from fedfm.experiment import Experiment
 from fedfm.rundir import Run
 
@@ -128,10 +128,12 @@ def beside_text(result: dict[str, Any]) -> str:
 def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progress: api.Progress) -> Experiment:
     """The experiment with the learning rate of the lowest validation loss; never test rows decide.
 
-    What the search cost in bytes and seconds goes on the chosen run's ledger.
+    What the search cost in bytes and seconds goes on the chosen run's ledger. A rate whose run fails, as one that makes
+    every client's weights overflow does, is left out and stands there with the reason.
 
     Raises:
         InputError: there are no validation rows.
+        RunError: no rate gave a validation loss.
     """
     if not experiment.data.val_fraction:
         raise InputError(
@@ -142,16 +144,23 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
     trials = []
     # All are made before the first is run, so that a wrong rate costs no run.
     for rate, trial in [(rate, _at(experiment, method__local__learning_rate=rate)) for rate in rates]:
-        result = _finished(trial, folder / f"rate-{rate:g}", progress)
-        losses = [m["val_loss"] for m in Run.open(folder / f"rate-{rate:g}").metrics() if m.get("val_loss") is not None]
-        loss = losses[-1] if losses else math.inf
-        trials.append(
-            {"learning_rate": rate, "val_loss": loss, **{k: result[k] for k in ("bytes_up", "bytes_down", "seconds")}}
-        )
-        progress.notice(f"learning rate {rate:g}: validation loss {loss:.4f}")
-        if best is None or loss < best[0]:
+        place = folder / f"rate-{rate:g}"
+        try:
+            cost: Mapping[str, Any] = _finished(trial, place, progress)
+            failed = {}
+        except RunError as error:  # a rate at which training diverges: the search goes on without it
+            cost = next(reversed(Run.open(place).metrics()), {})
+            failed = {"failed": str(error)}
+        lines = [] if failed else Run.open(place).metrics()
+        loss = next((m["val_loss"] for m in reversed(lines) if m.get("val_loss") is not None), None)
+        spent = {key: cost.get(key, 0) for key in ("bytes_up", "bytes_down", "seconds")}
+        trials.append({"learning_rate": rate, "val_loss": loss} | spent | failed)
+        said = failed.get("failed") or ("no validation loss" if loss is None else f"validation loss {loss:.4f}")
+        progress.notice(f"learning rate {rate:g}: {said}")
+        if loss is not None and (best is None or loss < best[0]):
             best = (loss, rate)
-    assert best is not None  # noqa: S101 - rates has at least one element: the command line splits a text
+    if best is None:
+        raise RunError(f"--tune: no learning rate gave a validation loss; the runs are in {folder}")
     chosen = _at(experiment, method__local__learning_rate=best[1])
     return dataclasses.replace(chosen, tuning=tuple(trials))
 

@@ -115,8 +115,9 @@ def build_local(table: Any, path: str) -> Any:
         raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ learning_rate = 0.1 }}")
     table = dict(table)
     name = table.pop("name", "sgd")
-    if name not in BY_NAME:
-        raise InputError(f'{path}.name = "{name}": expected {listed(BY_NAME)}{close(name, BY_NAME)}')
+    if not isinstance(name, str) or name not in BY_NAME:
+        shown = json.dumps(name, default=str)
+        raise InputError(f"{path}.name = {shown}: expected {listed(BY_NAME)}{close(str(name), BY_NAME)}")
     return build(BY_NAME[name], table, path)
 
 

@@ -105,6 +105,8 @@ def export(path: str | Path, to: Target, out: Path, client: str | None = None) -
 
     from fedfm.models.export import export as write
 
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; give another --out")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; give another --out")
     run, model, w = load(path, client)
@@ -116,6 +118,6 @@ def export(path: str | Path, to: Target, out: Path, client: str | None = None) -
     if set(w) != set(model.names):
         raise InputError(f"{path}: a {run.experiment.method_name} is not one model's parameters: it cannot be exported")
     try:
-        return str(write(model, w, to, out))
+        return str(write(model, w, to, out, run.experiment.method.head_takes))
     except SafetensorError as error:  # of weights that do not fit on the disk
         raise RunError(f"{out}: cannot be written: {error}") from None

@@ -5,13 +5,14 @@ import hashlib
 import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fedfm import api, memory
 from fedfm.attacks import inverter
-from fedfm.audits import inversion
+from fedfm.audits import inversion, membership
 from fedfm.audits.audit import audits, choose, perform
 from fedfm.audits.finding import Finding, lines
 from fedfm.audits.replay import finished, replay
@@ -323,3 +324,20 @@ def test_a_finding_as_text_and_as_json():
     text = lines([f])
     assert "0.5123" in text
     assert "This refutes what the run claims." in text
+
+
+def test_a_handful_of_rows_has_no_say_in_the_sentence(monkeypatch):
+    """Three rows with AUC 1 beside sixty at chance: the sentence names the class that has a verdict."""
+    rng = np.random.default_rng(0)
+    run = SimpleNamespace(run=None)
+    view = SimpleNamespace(
+        rng=lambda *purpose: np.random.default_rng(0), held_out=lambda *cell: np.arange(50), replay=run
+    )
+    monkeypatch.setattr(membership, "claim", lambda run: None)
+    scored = [
+        membership._Scored(SimpleNamespace(client=name, label=0), members, rng.normal(size=50))
+        for name, members in (("few", np.full(3, 9.0)), ("many", rng.normal(size=60)))
+    ]
+    found = membership._auc(view, scored)
+    assert found.detail["by_rows_of_the_class"]["1 to 9"]["auc"] == 1.0
+    assert "for classes of 50 to 199 rows at a client" in found.says

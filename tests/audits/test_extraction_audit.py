@@ -213,6 +213,65 @@ def test_clients_compute_the_servers_own_aggregate(folder, base, monkeypatch):
     assert relative_error(x, truth) < 1e-3
 
 
+def test_scaffold_tells_every_client_the_aggregate(folder):
+    """Its control variates are sent to all: one client that watches has w' and, after two rounds, the model."""
+    path = run(folder, "controls", base={"name": "scaffold"})
+    found = {f.name: f for f in perform(path)}
+    one = found["extraction.one_client"]
+    assert one.high < 1e-4
+    assert "control variates" in one.says
+    rounds, again = watched(path)
+    lines = rounds.lines(again.population.clients[:1])
+    assert lines.rounds == (1, 2)  # of the last round's control variate nobody is told
+    for u, turn in zip(lines.u, rounds.turns, strict=False):
+        mean = sum(s.value.delta["y/" + rounds.target.names[0]] for s in turn.seen) / len(turn.seen)
+        w = turn.before.x[rounds.target.names[0]] + mean
+        assert np.allclose(u[: w.numel()], w.reshape(-1).numpy(), atol=1e-6)
+
+
+def test_scaffold_with_unequal_numbers_of_steps_leaves_an_estimate(folder):
+    path = run(folder, "unequal", base={"name": "scaffold"}, local={"learning_rate": 0.05, "batch_size": 3})
+    rounds, again = watched(path)
+    rows = again.population.federated.clients
+    rows["client-00"] = dataclasses.replace(rows["client-00"], train=rows["client-00"].train[:4])  # as if it had 4
+    lines = rounds.lines(["client-00"])
+    assert lines.controls
+    assert not lines.exact
+    assert rounds.lines(["client-01"]).exact
+
+
+def test_a_client_alone_in_its_cohort_knows_the_aggregate(folder):
+    path = run(folder, "alone", {"evaluate_every": 1}, fraction=0.17, rounds=12)
+    rounds, again = watched(path)
+    twice = [c for c in again.population.clients if sum(t.asked == [c] for t in rounds.turns) > 1]
+    assert twice
+    for client in twice:
+        lines = rounds.lines([client])
+        assert lines.exact
+        x, how = recover(lines, rounds.method, rounds.target.groups, exact=lines.exact)
+        assert how == "intersection of lines"
+        assert relative_error(x, rounds.target.truth) < 1e-4
+    active = {f.name: f for f in perform(path)}["extraction.active_client"].detail["variants"]
+    # The median of one norm is that norm: such a check does nothing, and the client knows it.
+    assert active["cap = reference and a norm check at the server"] == active["cap = reference"]
+
+
+def test_no_finding_tells_a_draw_of_alpha(default, folder):
+    """a_t of each round, and U of it, as nobody but the server can compute them."""
+    path, found = default
+    rounds, again = watched(path)
+    lines, truth = rounds.lines(again.population.clients), rounds.target.truth
+    a = np.linalg.norm(lines.v - lines.u, axis=1) / np.linalg.norm(truth - lines.v, axis=1)
+    told = {m["pull"] for m in found["extraction.active_client"].detail["variants"].values()}
+    told |= {r["pull"] for r in found["extraction.all_colluding"].detail["curve"]}
+    for secret in (*a, *(a / lines.guess)):
+        assert all(abs(x - secret) > 1e-6 * secret for x in told)
+        assert f"{secret:.3g})" not in found["extraction.active_client"].says
+    t = found["extraction.active_client"].detail["round"]
+    watching = found["extraction.active_client"].detail["variants"]["had it only watched this round"]
+    assert watching["pull"] == pytest.approx(lines.guess[t - 1], rel=1e-6)
+
+
 def test_who_is_not_asked_again_does_not_see_the_model(folder):
     path = run(folder, "sampled", fraction=0.34, rounds=4)
     rounds, again = watched(path)
@@ -241,6 +300,17 @@ def test_who_is_not_asked_again_does_not_see_the_model(folder):
 )
 def test_hardened_variants(folder, harden, low, high):
     assert low <= everyone(run(folder, harden, harden=harden))[0] <= high
+
+
+@pytest.mark.parametrize("harden", sorted(set(fedbaf.HARDENED) - {"none"}))
+def test_every_variant_is_audited_to_the_end(folder, harden):
+    path = run(folder, f"whole-{harden}", {"evaluate_every": 1}, harden=harden, rounds=2)
+    found = {f.name: f for f in perform(path)}
+    assert {"extraction.all_colluding", "extraction.one_client", "extraction.active_client"} <= found.keys()
+    active = found["extraction.active_client"]
+    assert (active.estimate is None) == (harden == "first_round")
+    if harden == "first_round":
+        assert "whatever is uploaded" in active.says
 
 
 def test_noise_drawn_once_is_a_floor(folder):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tiny_text
 from fedfm import api
 from fedfm.attacks import task_vector
 from fedfm.audits import task_vector as audit
@@ -17,7 +18,8 @@ from fedfm.audits.replay import finished
 from fedfm.cli import main
 from fedfm.errors import InputError
 from fedfm.models.load import load_model
-from fedfm.models.spec import ModelSpec
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.params import Params
 from fedfm.rows import Rows
 from models import tiny_models
 from small import features
@@ -292,9 +294,37 @@ def test_a_client_that_sends_anothers_vector_is_replayed(tmp_path):
     assert set(by_name(perform(tmp_path / "run"))) == NAMES  # raises where the replay ends elsewhere
 
 
+@pytest.mark.parametrize("keys", [{"transport": "bfloat16"}, {"space": "product", "ranks": [1, 2, 4]}])
+def test_vectors_of_another_dtype_or_rank_are_read(tmp_path, keys):
+    tables = tiny_text.tables(tiny_text.save_all(tmp_path), "fedbip", local={"name": "sgd"}, **keys)
+    api.run(tables, tmp_path / "run")
+    found = by_name(perform(tmp_path / "run"))
+    assert set(found) == NAMES
+    assert found["membership"].detail["clients"] == 3
+    assert found["shares"].detail["clients"] == 3  # of each the first vector, whatever its rank
+    assert (found["colluders"].estimate is None) is ("space" in keys)
+
+
+def test_an_adapter_of_a_smaller_rank_is_judged_at_its_own_scale(tmp_path):
+    table = tiny_models.prose(6)
+    tiny_models.save("llama", tmp_path / "model")
+    wide, narrow = (
+        tiny_models.load(
+            tmp_path / "model", table, AdaptationSpec("lora", rank=rank, alpha=6.0), task="language_modelling"
+        )
+        for rank in (3, 1)
+    )
+    rng = torch.Generator().manual_seed(0)
+    start, tau = (Params({n: torch.randn(t.shape, generator=rng) for n, t in narrow.params().items()}) for _ in "ab")
+    rows = narrow.prepare(table, range(6))
+    expected = audit.alignments(narrow, rows, start, tau)
+    with audit.at_rank(wide, start, tau) as both:
+        np.testing.assert_allclose(audit.alignments(wide, wide.prepare(table, range(6)), *both), expected, atol=1e-6)
+
+
 def test_a_run_without_rounds_is_refused(tmp_path):
     path = run(tmp_path, rounds=0)
-    with pytest.raises(InputError, match="no audit fits"):
+    with pytest.raises(InputError, match=r"no audit fits this run: no round was run, so that no task vector was sent$"):
         choose(finished(path))
 
 

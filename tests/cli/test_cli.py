@@ -448,6 +448,60 @@ def test_tune_chooses_by_validation_rows(tmp_path, capsys):
     assert not (tmp_path / "wrong-tune").exists()  # told before the first rate was tried
 
 
+def test_tune_goes_on_without_a_rate_that_diverges(tmp_path, capsys):
+    exp = toml(tmp_path, data={"val_fraction": 0.25})
+    code, _, err = call(capsys, "run", exp, "--tune", "1e30,0.2", "--out", tmp_path / "t", "--format", "json")
+    assert code == 0
+    assert "learning rate 1e+30: round 1: 0 of" in err
+    manifest = json.loads((tmp_path / "t/manifest.json").read_text())
+    assert manifest["experiment"]["method"]["local"]["learning_rate"] == 0.2
+    first, second = manifest["ledger"]["entries"]
+    assert first["val_loss"] is None
+    assert "valid reply" in first["failed"]
+    assert second["val_loss"] > 0
+    code, _, err = call(capsys, "run", exp, "--tune", "1e30", "--out", tmp_path / "u")
+    assert code == 1
+    assert "no learning rate gave a validation loss" in err
+
+
+def test_early_stopping_that_could_never_stop_is_refused(tmp_path, capsys):
+    tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2, "evaluate_every": 0}}
+    code, _, err = call(capsys, "run", toml(tmp_path, **tables), "--out", tmp_path / "r")
+    assert code == 2
+    assert "run.evaluate_every = 0" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ('method.local={ name = ["sgd"] }', 'method.local.name = ["sgd"]: expected "adam'),
+        ("method.local.learning_rate=inf", "method.local.learning_rate = inf: expected a finite number above 0"),
+        ("method.local.weight_decay=inf", "method.local.weight_decay = inf"),
+        ('model.adaptation={ name = "lora", rank = 0 }', "model.adaptation.rank: 0"),
+        ('model.adaptation={ name = "lora", alpha = inf }', "model.adaptation.alpha: inf"),
+        ('model.adaptation={ name = "lora", dropout = 1.5 }', "model.adaptation.dropout: 1.5"),
+        ('model.adaptation={ name = "loar" }', "did you mean 'lora'"),
+        ("model.task=clasification", 'model.task = "clasification"'),
+        ("name=0", "name = 0"),
+        ('name=""', "name = ''"),
+        ('data.path=""', 'data.path: "" names nothing'),
+    ],
+)
+def test_check_refuses_what_run_would_refuse(tmp_path, capsys, change, said):
+    code, _, err = call(capsys, "check", toml(tmp_path), "--set", change)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_outputs_into_a_file_are_refused(finished, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    code, _, err = call(capsys, "export", finished, "--to", "torch", "--out", tmp_path / "file")
+    assert (code, "is a file" in err) == (2, True)
+    code, _, err = call(capsys, "app", tmp_path / "file")
+    assert (code, "is a file" in err) == (2, True)
+
+
 def test_early_stopping_by_validation_rows(tmp_path, capsys):
     tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2}, "method": {"rounds": 200}}
     tables["method"]["local"] = {"learning_rate": 5.0, "batch_size": 4}
@@ -479,6 +533,8 @@ def test_check_prints_every_default(tmp_path, capsys):
         ("data.partition.alpha=-1", "data.partition.alpha: -1.0"),
         ("data.partition.clients=0", "data.partition.clients: 0"),
         ("data.test_fraction=1.5", "data.test_fraction: 1.5"),
+        ("model.name=./nowhere", "model.name: no folder ./nowhere"),
+        ('method={ name = "fedbaf", foundation = "./nowhere" }', "method.foundation: no folder ./nowhere"),
     ],
 )
 def test_check_refuses_what_a_run_would(tmp_path, capsys, change, words):

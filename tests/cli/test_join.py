@@ -4,13 +4,17 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import fedfm
+import tiny_text
 from fedfm.cli import main
 from fedfm.join import join
+from fedfm.models import lora
 from fedfm.params import Params
 from fedfm.rundir import Run
 from fedfm.tables import to_toml
+from fedfm.use import load
 from small import experiment, features
 
 
@@ -78,6 +82,20 @@ def test_with_one_model_for_all_a_newcomer_adapts_it(tmp_path, capsys):
     assert code == 0
     assert result["weights"] == {}
     assert call(capsys, "predict", run, features(tmp_path), "--client", "north")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["flora", "fedex_lora"])
+def test_what_was_merged_into_the_weights_stays_while_a_newcomer_adapts_it(name, tmp_path):
+    tables = tiny_text.tables(tiny_text.save_all(tmp_path), name, lora={"rank": 2})
+    fedfm.run(tables, tmp_path / "run")
+    _, _, w = load(tmp_path / "run")
+    merged = lora.factors(w, 4.0)
+    assert lora.rank_of(w) > 2
+    assert join(tmp_path / "run", tmp_path / "rows.jsonl", "north")["accuracy"] is not None
+    _, _, adapted = load(tmp_path / "run", "north")
+    for path, (u, v) in lora.factors(adapted, 4.0).items():
+        p, q = merged[path]
+        assert 1 <= torch.linalg.matrix_rank(u @ v - p @ q, atol=1e-5) <= 2  # an adapter of the run's rank beside it
 
 
 def test_what_cannot_join_is_refused(bip, tmp_path, capsys):

@@ -475,6 +475,28 @@ def test_hub_splits_and_class_labels(tmp_path: Path) -> None:
         load_table(DataSpec(hub=str(tmp_path / "plain")), seed=0)
 
 
+@pytest.mark.parametrize("bits", [np.uint16, np.int32, np.float32])
+def test_a_picture_wider_than_8_bits_is_refused(tmp_path: Path, bits: Any) -> None:
+    """Pillow turns it into RGB by cutting at 255: a scan of 12 or 16 bits would be all white."""
+    from PIL import Image
+
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(png())
+    Image.fromarray(np.full((4, 4), 3000, dtype=bits)).save(tmp_path / "dog" / "1.tif")
+    for read in (
+        lambda: load_table(DataSpec(path=str(tmp_path)), seed=0),
+        lambda: read_inputs(tmp_path, DataSpec(), kind="image"),
+    ):
+        with pytest.raises(InputError, match=r"dog/1\.tif: its pixels are wider than 8 bits.*save it with 8 bits"):
+            read()
+
+
+def test_a_hub_id_that_no_file_system_takes(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_table(DataSpec(hub="a" * 300), seed=0)
+
+
 def test_hub_pictures(tmp_path: Path) -> None:
     from datasets import ClassLabel, Features, Image
 

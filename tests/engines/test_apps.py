@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -22,7 +23,7 @@ from fedfm.engines.simulation import reply
 from fedfm.engines.site import Site
 from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.experiment import Experiment
-from fedfm.federation import Aggregator, Client, Federation, Update, on_client
+from fedfm.federation import Aggregator, Client, Federation, Update, each, on_client
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
 from fedfm.params import Params
@@ -86,6 +87,25 @@ def test_same_bits_and_bytes_as_the_local_engine(tmp_path, method):
     assert local.transcript.bytes_down == sum(
         serialised_nbytes(m.content) for m in grid.sent if m.metadata.message_type != HELLO
     )
+
+
+@dataclass(frozen=True)
+class Hearing(FedAvg):
+    """Every client is told something else."""
+
+    @on_client
+    def hear(self, client: Client, word: str) -> Update:
+        return Update(Params({"w": torch.tensor([float(len(word))])}), 1.0, {})
+
+
+def test_messages_of_different_lengths_are_counted_one_by_one(tmp_path):
+    method, words = Hearing(), each({c: "x" * 10**i for i, c in enumerate(sorted(ROWS))})
+    local, (ours, _) = federation(method, ROWS, tmp_path / "local"), over_flower(method, tmp_path / "flower")
+    down = []
+    for fed in (local, ours):
+        assert len(fed.ask(method.hear, word=words)) == len(ROWS)
+        down.append(fed.transcript.bytes_down)
+    assert down[0] == down[1] > 100
 
 
 def test_clients_are_ordered_by_name_and_a_broadcast_is_encoded_once(tmp_path):

@@ -255,6 +255,23 @@ def test_a_client_that_hangs_is_ended_after_its_time(tmp_path):
     fed._link.close()
 
 
+def test_a_client_that_takes_too_long_in_this_process_is_left_out_as_in_a_worker(tmp_path):
+    """Else the result would depend on the number of workers."""
+
+    class Slow(FedAvg):
+        @on_client
+        def train(self, client, w):
+            if client.id == "slow":
+                time.sleep(0.6)
+            return Update(w, 1)
+
+    method = Slow()
+    fed = federation(method, {"a": [0.0], "slow": [0.0], "z": [0.0]}, tmp_path, workers=1, timeout=0.5)
+    run(method, fed, 1)
+    assert [(e.client, e.code) for e in fed.excluded] == [("slow", "E_TIMEOUT")]
+    fed._link.close()
+
+
 def test_no_worker_is_left_behind(tmp_path):
     method = FedAvg()
     fed = federation(method, ROWS, tmp_path, workers=2)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fedfm.errors import InputError
 from fedfm.methods.fedadam import FedAdam
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedavgm import FedAvgM
@@ -114,6 +115,16 @@ def test_adaptive(tmp_path, kind):
     method = kind(local=JUMP, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)
     state = run(method, federation(method, ROWS, tmp_path), 1)[1]
     assert scalar(state.x) == pytest.approx(1.0980392, abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "x"), [(FedAdam, 1.0445018), (FedYogi, 1.0443249)])
+def test_adaptive_from_another_start_of_the_second_moment(tmp_path, kind, x):
+    # v_0 = .01: Adam v = .99 * .01 + .0025 = .0124, 1 + .005 / (.1113553 + .001); Yogi v = .01 + .0025 = .0125.
+    method = kind(local=JUMP, server_learning_rate=0.1, v_0=0.01)
+    state = run(method, federation(method, ROWS, tmp_path), 1)[1]
+    assert scalar(state.x) == pytest.approx(x, abs=1e-6)
+    with pytest.raises(InputError, match=r"method\.v_0"):
+        kind(v_0=-1.0).validate()
 
 
 def test_adam_and_yogi_part_in_the_second_round(tmp_path):

@@ -413,3 +413,15 @@ def test_ranks_that_make_no_sense_are_refused(folder, tmp_path):
         Experiment.from_dict(tables(folder, "fedex_lora", ranks=[2, 4]))
     with pytest.raises(InputError, match="rounds"):
         FedExLoRA(rounds=-1).validate()
+
+
+def test_a_cut_of_less_rank_leaves_the_other_rows_free_to_move():
+    rng = torch.Generator().manual_seed(0)
+    names = ("q.lora_A.default.weight", "q.lora_B.default.weight")
+    like = Params(dict(zip(names, (torch.randn(3, 5, generator=rng), torch.randn(4, 3, generator=rng)), strict=True)))
+    dw = torch.randn(4, 1, generator=rng).double(), torch.randn(1, 5, generator=rng).double()
+    found, _ = flexlora.cut({"q": dw}, like, 6.0)
+    a, b = (found[name].double() for name in names)
+    torch.testing.assert_close(2 * b @ a, dw[0] @ dw[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(a @ a.T, torch.eye(3, dtype=torch.float64), rtol=0, atol=1e-6)
+    assert not b[:, 1:].any()

@@ -17,6 +17,8 @@ from fedfm.errors import InputError, RunError
 from fedfm.federation import Aggregator, ClientData, Federation
 from fedfm.method import with_model
 from fedfm.methods import fedbaf
+from fedfm.methods.centralised import Centralised
+from fedfm.methods.ditto import Ditto
 from fedfm.methods.fedadam import FedAdam
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedavgm import FedAvgM
@@ -125,6 +127,22 @@ class TestByHand:
         torch.testing.assert_close(alone[1], torch.tensor([4.9004975, 0.0997506]), atol=1e-6, rtol=0)
         mixed, _ = go(FedBaF(base=base, foundation="x", local=STEP), (5.0, 0.0), ROUNDS[:1], tmp_path, (-3.0, 6.0))
         torch.testing.assert_close(mixed[1], (alone[1] + torch.tensor([-3.0, 6.0])) / 2)  # a_0 = psi U = 1
+
+    @pytest.mark.parametrize(
+        ("term", "weighting", "expected"),
+        [
+            ("none", "size", (3.0, 4.0)),
+            ("inside", "size", (3.2, 3.6)),  # .9 (3, 4) + .1 (5, 0)
+            ("inside", "uniform", (4.1, 3.6)),
+            ("literal", "uniform", (4.2, 3.2)),  # (4, 4) - .1 ((1, 4) + (-3, 4))
+        ],
+    )
+    def test_the_readings_of_fedproxs_line_8(self, tmp_path, term, weighting, expected):
+        base = FedProx(mu=0.1, server_term=term, weighting=weighting)
+        w, _ = go(FedBaF(base=base, psi=0.0, foundation="x", local=STEP), (5.0, 0.0), ROUNDS[:1], tmp_path, (0, 0))
+        torch.testing.assert_close(w[1], torch.tensor(expected))
+        with pytest.raises(InputError, match=r"literal.*expected method.weighting"):
+            FedProx(server_term="literal").validate()
 
     def test_fedadams_moments_never_see_the_mixture(self, tmp_path):
         base = FedAdam(server_learning_rate=0.1)
@@ -309,6 +327,13 @@ class TestSettings:
             ({}, "method.foundation is missing"),
             ({"foundation": "x", "psi": -1.0}, "method.psi"),
             ({"foundation": "x", "psi": math.nan}, "method.psi"),
+            ({"foundation": "x", "psi": math.inf}, "method.psi"),
+            ({"foundation": "x", "noise": math.inf}, "method.noise"),
+            ({"foundation": "x", "base": Centralised()}, r"method\.base\.name: it trains on all rows in one place"),
+            ({"foundation": "x", "base": Ditto()}, r"method\.base\.name: its clients have a model each"),
+            ({"foundation": "x", "base": FedProx(mu=-1.0)}, r"method\.base\.mu = -1"),
+            ({"foundation": "x", "base": FedAdam(tau=0.0)}, r"method\.base\.tau = 0"),
+            ({"foundation": "x", "rounds": -1}, r"method\.rounds = -1"),
             ({"foundation": "x", "cap": "None"}, 'did you mean "none"'),
             ({"foundation": "x", "harden": "per_tenser"}, 'did you mean "per_tensor"'),
             ({"foundation": "x", "noise": 0.0}, "method.noise"),

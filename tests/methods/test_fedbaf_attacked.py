@@ -2,6 +2,7 @@
 NumPy.
 """
 
+import dataclasses
 import hashlib
 import hmac
 import json
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import fedfm
 from fedfm.audits.replay import finished, replay
+from fedfm.errors import RunError
+from fedfm.progress import Progress
 from small import experiment
 
 TRIM, PSI = 0.3, 0.5
@@ -127,3 +130,48 @@ def test_any_base_runs_and_the_same_bits_come_from_workers_and_wire(base, tmp_pa
         results.append(fedfm.run(found, tmp_path / str(i)))
     assert results[0]["params_sha256"] == results[1]["params_sha256"]
     assert len(results[0]["attackers"]) == 2
+
+
+class _Stop(Progress):
+    """Stops the run when its second round has been judged."""
+
+    def round(self, line):
+        if line["round"] == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("base", ["fedavg", "fedadam", "fedyogi", "fedavgm", "scaffold"])
+def test_no_file_outside_private_tells_the_aggregate(base, tmp_path, monkeypatch):
+    """Moments and control variates give w' away, and w' with w_{t+1} a line through w_pre. A run that was stopped goes
+    on from private/ with the same bits.
+    """
+    monkeypatch.setattr("fedfm.memory.entropy", lambda n: b"k" * n)
+    asked, run = tables(tmp_path), tmp_path / "run"
+    asked["method"]["base"] = {"name": base}
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(asked, run, progress=_Stop())
+    method = fedfm.load_run(run).experiment.method
+    state = fedfm.load_run(run).state(method.state_type)
+    w = method.params_for(state, "")
+    more = [getattr(state, f.name) for f in dataclasses.fields(state)] if base != "fedavg" else []
+    secret = [v.flats[torch.float32].numpy().tobytes() for v in more if v is not w]
+    assert len(secret) == {"fedavg": 0, "fedavgm": 1, "scaffold": 1}.get(base, 2)
+    files = [p for p in run.rglob("*") if p.is_file()]
+    open_to_all = [p for p in files if "private" not in p.relative_to(run).parts]
+    assert {"manifest.json", "metrics.jsonl", "messages.jsonl"} <= {p.name for p in open_to_all}
+    assert not [p for p in open_to_all for v in secret if v in p.read_bytes()]
+    assert any(v in p.read_bytes() for p in files for v in secret) == bool(secret)  # the search finds what is there
+    assert not [p for p in set(files) - set(open_to_all) if p.stat().st_mode & 0o077]
+    assert fedfm.resume(run)["params_sha256"] == fedfm.run(asked, tmp_path / "whole")["params_sha256"]
+
+
+def test_a_run_that_lost_its_key_does_not_go_on_with_another(tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(tables(tmp_path), run, progress=_Stop())
+    key = (run / "private/server/alpha.secret").read_bytes()
+    (run / "private/server/alpha.secret").unlink()
+    with pytest.raises(RunError, match="a second time: put the file back"):
+        fedfm.resume(run)
+    (run / "private/server/alpha.secret").write_bytes(key)
+    assert fedfm.resume(run)["rounds"] == 3

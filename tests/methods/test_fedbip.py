@@ -12,9 +12,11 @@ import fedfm
 import tiny_text
 from fedfm import use
 from fedfm.errors import InputError, RunError
+from fedfm.experiment import Experiment
 from fedfm.federation import Update
 from fedfm.methods._task_vectors import Change, Entries, Products
 from fedfm.methods.fedbip import FedBip, Personal, capped, copies, shares, similarities
+from fedfm.models import lora
 from fedfm.pairwise import gram, mix
 from fedfm.params import Params
 from fedfm.spill import shelved, stored
@@ -194,6 +196,24 @@ def test_a_newcomer_by_hand():
         FedBip(negative="raw").newcomer(Quadratic(), opposed, w(0.0), "new", lambda start: start + w(1.0))
 
 
+def test_the_raw_sums_of_an_absent_client_stop_nothing(tmp_path):
+    # The cached vectors of a and b cancel: their own sums are small, but they are only heard of.
+    method = FedBip(negative="raw")
+    now, tau = ["c"], {k: Params({"x": torch.tensor(v)}) for k, v in (("a", [1.0, 0.0]), ("b", [-1.0, 0.0]))}
+    tau["c"] = Params({"x": torch.tensor([1.0, 2.0])})
+    fed = SimpleNamespace(round=2, model=SimpleNamespace(names=("x",), live=lambda: {"x": 0}))
+    p = method.weights(fed, gram(list(tau.values())), tau, now)
+    np.testing.assert_allclose(p, [[[5**-0.5, -(5**-0.5), 1]]], atol=1e-7)
+
+
+def test_of_two_equal_vectors_the_later_is_the_copy(tmp_path):
+    told, tau = [], {k: Params({"w": torch.tensor([v])}) for k, v in (("a", 2.0), ("b", 2.0), ("c", 1.0))}
+    fed = SimpleNamespace(round=2, exclude=lambda *of: told.append(of))
+    p = FedBip().weights(fed, gram(list(tau.values())), tau, ["a", "c"])  # b's was there before, a's is sent now
+    assert [(client, code) for client, code, _ in told] == [("a", "E_DUPLICATE")]
+    np.testing.assert_allclose(p, np.tile([0, 0.5, 0.5], (1, 2, 1)), atol=1e-7)
+
+
 # --- what LoRA adds: the space of products ---------------------------------------------------------------------------
 class Lora:
     """Two adapted maps, 5 to 6 and 6 to 4, and a head, of rank 3 and alpha 6."""
@@ -292,6 +312,22 @@ def test_products_of_vectors_in_files_have_the_same_bits(monkeypatch, whole):
     assert [w.sha256() for w in onto] == before  # the starts are the next round's, too
 
 
+def test_a_newcomer_hears_of_clients_of_every_rank():
+    model, method = Lora(), FedBip(space="product", ranks=(1, 3, 2))
+    w_0 = model.w.replace({n: 0 * t for n, t in model.w.items() if "lora_B" in n})
+    bars = {k: lora.first(w_0, r) + 0.3 * draw(60 + r, r) for k, r in (("a", 1), ("b", 3), ("c", 2))}
+    own = 0.3 * draw(70, 3)
+    found, weights = method.newcomer(model, Personal(bars, bars, {}, w_0, ("model",)), w_0, "new", lambda w: w + own)
+    v = np.stack([dense(w) - dense(w_0) for w in (w_0 + own, *bars.values())])
+    g = np.maximum(v @ v[0] / np.linalg.norm(v, axis=1) / np.linalg.norm(v[0]), 0)
+    np.testing.assert_allclose([weights[k] for k in ("new", "a", "b", "c")], g / g.sum(), atol=1e-6)
+    assert min(g) > 0.01
+    exact = dense(w_0) + g @ v / g.sum()
+    u, s, vt = np.linalg.svd(exact[:30].reshape(6, 5))
+    np.testing.assert_allclose(dense(found)[:30].reshape(6, 5), (u[:, :3] * s[:3]) @ vt[:3], atol=1e-5)
+    np.testing.assert_allclose(dense(found)[54:], exact[54:], atol=1e-6)
+
+
 def test_clients_of_different_ranks_in_a_run(tmp_path):
     tiny_text.save_bert(tmp_path / "bert")
     tiny_text.texts(tmp_path / "rows.jsonl")
@@ -307,6 +343,17 @@ def test_clients_of_different_ranks_in_a_run(tmp_path):
     assert ranks == [1, 4, 1]
     with pytest.raises(InputError, match="above"):
         fedfm.run(tables | {"method": tables["method"] | {"ranks": [8]}}, tmp_path / "wide")
+
+
+@pytest.mark.parametrize(
+    ("adaptation", "ranks", "says"),
+    [("full", [], 'space = "product" takes "lora" only'), ("lora", [9], "9 is above model.adaptation.rank = 4")],
+)
+def test_what_the_space_of_products_lacks_is_said_before_rows_are_read(adaptation, ranks, says):
+    model = {"name": "nano-vit", "adaptation": {"name": adaptation, "rank": 4}}
+    method = {"name": "fedbip", "space": "product", "ranks": ranks}
+    with pytest.raises(InputError, match=says):
+        Experiment.from_dict({"data": {"name": "digits"}, "model": model, "method": method})
 
 
 # --- clients that lie or fail ----------------------------------------------------------------------------------------

@@ -9,14 +9,18 @@ import pytest
 import torch
 
 import fedfm
-from fedfm import memory, studies
+from fedfm import memory, studies, use
 from fedfm.audits.audit import perform
 from fedfm.errors import InputError, RunError
-from fedfm.experiment import Experiment
+from fedfm.experiment import Experiment, PrivacySpec
 from fedfm.federation import Client, on_client
+from fedfm.methods import _fedpft_private as private
+from fedfm.methods._fedpft_settings import plan_of
 from fedfm.methods._topology import topological
 from fedfm.methods.fedpft import FedPFT, Handed, Passed, Summary
 from fedfm.mixtures.transport import pack, unpack
+from fedfm.params import Params
+from fedfm.privacy.gaussian import paper_sigma, sigma_for
 from fedfm.progress import Progress
 
 D, CLASSES = 6, 4
@@ -144,6 +148,48 @@ def test_counts_can_be_withheld(file, tmp_path):
         Experiment.from_dict(tables(file, counts="withheld"))
 
 
+def test_withheld_counts_do_not_make_up_raw_bytes(file, tmp_path):
+    result = fedfm.run(tables(file, counts="withheld", samples=5, components=3), tmp_path / "run")
+    assert "raw_feature_bytes" not in result["details"]
+    assert not result["details"]["warnings"]
+
+
+def test_a_budget_of_nobody_is_refused(file, tmp_path):
+    with pytest.raises(InputError, match=r'method.budgets: "south" is none of the clients client-00, '):
+        fedfm.run(tables(file, budgets={"south": 2}), tmp_path / "run")
+
+
+class Miscounting(FedPFT):
+    """A client counts fewer errors than none; another sends a divergence that is no number."""
+
+    @on_client
+    def summarise(self, client: Client) -> Summary:
+        honest = super().summarise(client)
+        return replace(honest, kl=[float("inf")] * len(honest.kl)) if client.id == "client-02" else honest
+
+    @on_client
+    def count_errors(self, client: Client, w: Params) -> dict[str, int]:
+        match client.id:
+            case "client-00":
+                return {"errors": -1000, "rows": 10}
+            case "client-01":
+                return {"rows": 10}
+        return super().count_errors(client, w)
+
+
+def test_false_counts_of_errors_are_left_out(file, tmp_path):
+    changed = tables(file, {"name": "iid", "clients": 5}, run={"seed": 1})
+    changed["method"] = {"name": "tests_fedpft_lying:Miscounting", "components": 1, "verify": True, "bound": True}
+    sys.modules["tests_fedpft_lying"] = sys.modules[__name__]
+    try:
+        result = fedfm.run(changed, tmp_path / "run")
+    finally:
+        del sys.modules["tests_fedpft_lying"]
+    assert sorted(e["client"] for e in result["excluded"]) == ["client-00", "client-01", "client-02"]
+    assert 0 <= result["details"]["verified_error"] <= 1
+    assert np.isfinite(result["details"]["bound"]["printed"])
+
+
 def test_a_shuffler_forgets_who_sent_what(file, tmp_path):
     result = fedfm.run(tables(file, components=2, shuffle=True), tmp_path / "run")
     assert result["details"]["components_used"] == {}
@@ -231,6 +277,77 @@ def test_every_seed_of_a_private_study_is_paid_for(file, tmp_path):
     assert "12  together: each seed releases anew" in studies.seeds_text(found)
 
 
+@pytest.mark.parametrize(
+    "topology",
+    [{"topology": "chain"}, {"topology": "dag", "edges": [["client-00", "client-01"], ["client-00", "client-02"]]}],
+)
+def test_along_a_private_line_only_the_release_reads_rows(file, tmp_path, topology, monkeypatch):
+    """Other rows behind the same noisy sums give the same head: refits and heads spend nothing."""
+    released = {}
+
+    def once(client, plan):
+        return released.setdefault(client.id, original(client, plan))
+
+    original = private.noisy_sums
+    monkeypatch.setattr(private, "noisy_sums", once)
+    method = {"components": 3, "covariance": "diag", **topology}
+    first = fedfm.run(tables(file, privacy=RECORD, **method), tmp_path / "a")
+    assert len(released) == 4
+    data = dict(np.load(file))
+    np.savez(tmp_path / "other.npz", **data | {"x": np.roll(data["x"], 7, axis=0)})
+    other = fedfm.run(tables(tmp_path / "other.npz", privacy=RECORD, **method), tmp_path / "b")
+    assert other["params_sha256"] == first["params_sha256"]
+    assert first["epsilon"] == pytest.approx(4.0)
+    (entry,) = fedfm.load_run(tmp_path / "a").manifest["ledger"]["entries"]
+    one = plan_of(FedPFT(components=1), PrivacySpec(**RECORD))
+    assert entry["sigma"] == pytest.approx(one.sum_sigma(1))  # K = 3 is of the refits
+    assert {json.loads(line)["handler"] for line in messages(tmp_path / "a")} == {"query.FedPFT_pass_noisy"}
+    assert set(first["client_accuracy"].values()) == {None}
+
+
+def test_a_private_line_learns_and_bears_a_client_that_has_nothing_to_tell(file, tmp_path, monkeypatch):
+    strong = RECORD | {"target_epsilon": 1000.0}
+    noisy = fedfm.run(tables(file, privacy=strong, components=3, topology="chain"), tmp_path / "strong")
+    assert noisy["accuracy"] > fedfm.run(tables(file, topology="chain"), tmp_path / "plain")["accuracy"] - 0.05
+    monkeypatch.setattr(memory, "entropy", lambda n: bytes(n))
+    weak = RECORD | {"target_epsilon": 0.01}
+    nothing = fedfm.run(tables(file, privacy=weak, components=3, topology="chain"), tmp_path / "weak")
+    assert not nothing["excluded"]
+    findings = perform(tmp_path / "strong", ["membership"])
+    assert {f.name for f in findings} == {"membership", "membership_tpr"}
+
+
+def test_what_a_run_spends_is_on_the_ledger_before_it_is_sent(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(private, "to_gaussian", lambda *args, **options: None)  # as where no class stands out
+    with pytest.raises(RunError, match="no class stands out"):
+        fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 1e-6}, **PRIVATE), tmp_path / "failed")
+    ledger = fedfm.load_run(tmp_path / "failed").manifest["ledger"]
+    assert ledger["epsilon"] == pytest.approx(1e-6)
+    assert len(ledger["entries"]) == 1
+    with pytest.raises(RunError, match="no class stands out"):
+        fedfm.resume(tmp_path / "failed")
+    assert fedfm.load_run(tmp_path / "failed").manifest["ledger"] == ledger  # the same release, not another
+    start = fedfm.run(tables(file, privacy=RECORD, rounds=0, **PRIVATE), tmp_path / "start")
+    assert start["epsilon"] is None
+    assert not fedfm.load_run(tmp_path / "start").manifest["ledger"]["entries"]
+
+
+def test_an_export_of_a_private_head_says_what_it_takes(tmp_path):
+    table = tables("") | {"data": {"name": "digits", "limit": 300, "partition": {"name": "iid", "clients": 2}}}
+    table |= {"model": {"name": "nano-vit"}, "method": {"name": "fedpft", **PRIVATE}}
+    fedfm.run(table | {"privacy": RECORD | {"target_epsilon": 50.0}}, tmp_path / "run")
+    with pytest.raises(InputError, match="divided by their Euclidean norm"):
+        use.export(tmp_path / "run", "hf", tmp_path / "hf")
+    use.export(tmp_path / "run", "torch", tmp_path / "torch")
+    for folder in (tmp_path / "torch", tmp_path / "run" / "adapter"):
+        assert (
+            json.loads((folder / "fedfm.json").read_text())["head_takes"] == "features divided by their Euclidean norm"
+        )
+    fedfm.run(table, tmp_path / "plain")
+    use.export(tmp_path / "plain", "hf", tmp_path / "plain-hf")
+    assert "head_takes" not in json.loads((tmp_path / "plain" / "adapter" / "fedfm.json").read_text())
+
+
 def test_a_large_epsilon_is_nearly_no_noise(file, tmp_path):
     strong = RECORD | {"target_epsilon": 1000.0}
     noisy = fedfm.run(tables(file, privacy=strong, **PRIVATE), tmp_path / "noisy")
@@ -245,6 +362,17 @@ def test_private_em_pays_for_every_iteration(file, tmp_path):
     assert result["accuracy"] > 0.6
     entry = fedfm.load_run(tmp_path / "run").manifest["ledger"]["entries"][-1]
     assert "3 adaptive iterations" in entry["composition"]
+
+
+def test_private_em_says_how_much_more_noise_it_has(file, tmp_path):
+    method = {"covariance": "diag", "components": 2, "iterations": 4}
+    result = fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 50.0}, **method), tmp_path / "run")
+    times = 2 * np.sqrt((0.25**2 + 2) / (0.25**2 + 1))  # sqrt(J), and second moments beside the means
+    (warning,) = result["details"]["warnings"]
+    assert f"{times:.2g} times the noise" in warning
+    assert result["details"]["noise_std_of_sums"] == pytest.approx(
+        np.sqrt(4 * (0.25**2 + 2)) * sigma_for(50.0, 1e-5), rel=1e-9
+    )
 
 
 def test_private_em_that_finds_nothing_is_no_fault_of_the_clients(file, tmp_path, monkeypatch):
@@ -270,6 +398,19 @@ def messages(run):
     return [line for line in (run / "messages.jsonl").read_text().splitlines() if '"counted": true' in line]
 
 
+def test_the_report_says_for_which_neighbours_and_against_whom(file, tmp_path):
+    fedfm.run(tables(file, privacy=RECORD, pooled=True, **PRIVATE), tmp_path / "pooled")
+    report = (tmp_path / "pooled" / "report.html").read_text()
+    assert "Neighbours: data sets that differ by one row more or less." in report
+    assert "Mind: against who sees the head, not against the server, which adds the noise." in report
+    assert "Ledger: 1\N{NO-BREAK SPACE}entry<" in report
+    fedfm.run(tables(file, privacy=RECORD, relation="replace", **PRIVATE), tmp_path / "replace")
+    report = (tmp_path / "replace" / "report.html").read_text()
+    assert "its label kept; the counts of classes are public" in report
+    assert "sums of every class, without headers" in report
+    assert "by equations (10) to (12)" not in report
+
+
 def test_the_papers_noise_is_larger_and_refused_where_it_fails(file, tmp_path):
     paper = PRIVATE | {"relation": "replace", "calibration": "paper"}
     result = fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 1.0}, **paper), tmp_path / "paper")
@@ -278,6 +419,25 @@ def test_the_papers_noise_is_larger_and_refused_where_it_fails(file, tmp_path):
     full = paper | {"covariance": "full"}
     with pytest.raises(InputError, match="not"):
         fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 600.0}, **full), tmp_path / "fails")
+
+
+def test_the_papers_other_reading_is_told_as_it_is(file, tmp_path):
+    """Theorem 4.1 with the client's 200 rows for n: a class of 50 has a quarter of the noise."""
+    even = np.load(file)
+    order = np.concatenate([np.flatnonzero(even["y"] == c)[:150] for c in range(CLASSES)])
+    np.savez(tmp_path / "even.npz", x=even["x"][order], y=even["y"][order], split=np.array(["train"] * len(order)))
+    other = PRIVATE | {"relation": "replace", "calibration": "paper_client"}
+    iid = {"name": "iid", "clients": 2}
+    result = fedfm.run(tables(tmp_path / "even.npz", iid, privacy=RECORD, **other), tmp_path / "run")
+    rows = sum(result_rows(tmp_path / "run"))
+    by_class = paper_sigma(4.0, 1e-5, rows / 2) * rows / 2 / CLASSES
+    assert result["details"]["noise_std_of_sums"] == pytest.approx(by_class, rel=0.05)
+    assert result["details"]["times_paper_noise"] == pytest.approx(CLASSES, rel=0.05)
+    assert result["epsilon"] is None
+
+
+def result_rows(run):
+    return [c["train"]["rows"] for c in fedfm.load_run(run).manifest["split"]["clients"].values()]
 
 
 def test_the_bound_is_printed_and_vacuous_and_errors_can_be_counted(file, tmp_path):
@@ -357,6 +517,10 @@ def test_lying_clients_are_left_out_and_nothing_is_lost(file, tmp_path):
         ({"budgets": {"client-00": 0}}, "client-00"),
         ({"head": {"l2": -1.0}}, "method.head.l2"),
         ({"transport": "float8"}, "transport"),
+        ({"smoothing": float("inf")}, "method.smoothing"),
+        ({"samples": 2**20 + 1}, "method.samples"),
+        ({"head": {"l2": float("inf")}}, "method.head.l2"),
+        ({"head": {"learning_rate": float("inf")}}, "method.head.learning_rate"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(file, wrong, said):
@@ -372,11 +536,15 @@ def test_settings_that_make_no_sense_are_refused(file, wrong, said):
         ({"unit": "client"}, PRIVATE, "record"),
         ({}, {"components": 3, "pooled": True}, "components"),
         ({}, {"components": 3, "relation": "replace", "calibration": "paper"}, "calibration"),
-        ({}, PRIVATE | {"topology": "chain"}, "topology"),
+        ({}, PRIVATE | {"topology": "chain", "pooled": True}, "pooled"),
+        ({}, PRIVATE | {"topology": "chain", "calibration": "paper_client", "relation": "replace"}, "calibration"),
+        ({}, PRIVATE | {"pooled": True, "calibration": "paper", "relation": "replace"}, "calibration"),
         ({}, PRIVATE | {"verify": True}, "verify"),
         ({}, PRIVATE | {"shuffle": True}, "shuffle"),
         ({}, PRIVATE | {"counts": "withheld", "samples": 50}, "counts"),
         ({"mechanism": "dp_sgd"}, PRIVATE, "mechanism"),
+        ({"aggregator": "secagg"}, PRIVATE, r"looks at single replies \(release\)"),
+        ({"aggregator": "secagg"}, PRIVATE | {"pooled": True}, "secure aggregation is not in this release"),
     ],
 )
 def test_promises_that_cannot_be_kept_are_refused(file, privacy, method, said):

@@ -25,10 +25,24 @@ def test_rows_that_nobody_sent_count_as_errors():
 
 def test_the_loss_is_an_upper_limit():
     cells = [[Divergence(0.0, 0.0)]]
-    assert bound(3, 100, [[10]], cells).synthetic_loss == pytest.approx(beta.ppf(0.95, 4, 97))
+    assert bound(3, 100, [[10]], cells).synthetic_loss == pytest.approx(beta.ppf(0.975, 4, 97))
     assert bound(100, 100, [[10]], cells).vacuous
     with pytest.raises(ValueError, match="draws"):
         bound(0, 0, [[10]], cells)
+
+
+def test_the_divergences_are_measured_and_have_a_margin():
+    """400 draws of a coin of chance TV a cell: ours is below loss~ + TV in at most 2.5 % of all cases."""
+    rng, counts, true = np.random.default_rng(0), [[300, 50], [50]], 0.3
+    weights = np.array([0.75, 0.125, 0.125])
+    assert bound(0, 10**9, counts, [[Divergence(0, 0.3)] * 2, [Divergence(0, 0.3)]]).ours == pytest.approx(
+        0.3 + np.sqrt(np.log(40) * (weights**2).sum() / 800), abs=1e-6
+    )
+    below = 0
+    for _ in range(400):
+        a, b, c = (Divergence(0.0, tv) for tv in rng.binomial(400, true, 3) / 400)
+        below += bound(0, 10**9, counts, [[a, b], [c]]).ours < true
+    assert below <= 10
 
 
 def test_divergences_from_one_normal_to_another():

@@ -171,3 +171,25 @@ def test_what_does_not_go_is_refused(folder, tmp_path):
         export(adapted, adapted.params(), "peft", tmp_path)
     with pytest.raises(KeyError):
         save_adapter(model, linear.params(), tmp_path)
+
+
+@pytest.mark.parametrize("adaptation", ["lora", "head"])
+def test_a_distilled_deit_has_one_head_which_is_exported(tmp_path, adaptation):
+    """Its checkpoint names the class with two heads, whose answer is the mean of both: only one would be trained."""
+    from transformers import AutoModelForImageClassification, DeiTConfig, DeiTForImageClassificationWithTeacher
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    with quiet():
+        two = DeiTForImageClassificationWithTeacher(DeiTConfig(**shape, image_size=16, patch_size=8))
+        two.save_pretrained(tmp_path / "deit")
+    model = load(tmp_path / "deit", images(), adaptation)
+    w, rows = trained(model), model.prepare(images(), range(5))
+    export(model, w, "hf", tmp_path / "out")
+    with quiet():
+        theirs = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        logits = theirs(**arguments(model, rows)).logits
+    torch.testing.assert_close(logits, expected(model, w, rows), rtol=1e-4, atol=1e-5)
+    model.load(w)
+    features = model.features(rows)
+    torch.testing.assert_close(features @ model.head.weight.T + model.head.bias, logits, rtol=1e-4, atol=1e-5)

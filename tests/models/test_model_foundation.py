@@ -126,6 +126,17 @@ class TestOtherWidths:
             assert m.region == m.source
             assert all(r <= s for r, s in zip(m.region, m.shape, strict=True))
 
+    def test_a_first_or_last_layer_that_differs_is_left_out_with_its_bias(self, tmp_path):
+        """The bias has the same shape, and fits other weights."""
+        model = ours(tmp_path / "a")
+        left = reasons(match(model, str(vit(tmp_path / "b", patch_size=4)), ("labels",)))
+        assert left["vit.embeddings.patch_embeddings.projection.bias"].startswith("of a layer whose weight has another")
+        assert "classifier.bias" not in left
+        wide = vit(tmp_path / "c", hidden_size=32, num_attention_heads=4, intermediate_size=64)
+        left = reasons(match(model, str(wide), ("labels",)))
+        assert left["classifier.weight"] == "labels of another shape: never sliced"
+        assert left["classifier.bias"].startswith("of a layer whose weight has another shape")
+
     def test_another_resolution_leaves_the_position_table(self, tmp_path):
         found = match(ours(tmp_path / "a"), str(vit(tmp_path / "b", image_size=32)))
         assert reasons(found)["vit.embeddings.position_embeddings"] == "position table of another shape: never sliced"

@@ -67,10 +67,19 @@ def test_the_table_is_safe_for_a_terminal(tmp_path):
     assert not set(compare.table([run])) & {"\x1b", "\u202e"}
 
 
-def test_a_table_of_language_models_has_perplexity(tmp_path):
-    run = change(runs.make(tmp_path / "a"), accuracy=None, perplexity=12.5)
+@pytest.mark.parametrize("accuracy", [None, 0.31])
+def test_a_table_of_language_models_has_perplexity(tmp_path, accuracy):
+    """Also where the next tokens are counted, as ``evaluate`` does."""
+    run = change(runs.make(tmp_path / "a"), accuracy=accuracy, perplexity=12.5)
     assert compare.table([run]).splitlines()[0].endswith("perplexity")
     assert compare.table([run]).splitlines()[2].endswith("12.5")
+
+
+def test_a_table_of_language_models_has_the_clients_loss(tmp_path):
+    run = change(runs.make(tmp_path / "a"), accuracy=None, perplexity=12.5, local_loss=2.25)
+    head, _, row = compare.table([run]).splitlines()
+    assert head.split()[-3:] == ["perplexity", "local", "loss"]
+    assert row.split()[-2:] == ["12.5", "2.25"]
 
 
 def test_the_table_marks_an_unfinished_run(tmp_path):

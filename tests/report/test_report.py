@@ -12,6 +12,8 @@ import pytest
 
 from fedfm.errors import InputError
 from fedfm.report import html, read, sections
+from fedfm.report.svg import domain, ticks
+from fedfm.report.text import percent
 from report import runs
 
 SECTIONS = ("rounds", "clients", "split", "messages", "privacy", "time", "excluded", "result", "manifest")
@@ -234,6 +236,45 @@ def test_a_language_model_shows_its_perplexity(tmp_path):
     assert "perplexity 87 after 3 rounds" in text
     assert "No accuracy per client was measured." in text
     assert "70 training rows at 1 client" in text
+
+
+def test_a_language_model_for_each_client_shows_its_losses(tmp_path):
+    none = dict.fromkeys(("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1"))
+    names = ["north", "south", "east"]
+    own, before = {"north": 2.25, "south": 3.5, "east": None}, {"north": 2.5, "south": 3.25, "east": None}
+    silent = dict.fromkeys(names)
+    rounds = [
+        runs.line(t, names, **none, client_accuracy=silent, client_loss=own, local_loss=5.0 - t / 2, perplexity=None)
+        for t in range(4)
+    ]
+    details = {"client_loss": own, "server_client_loss": before, "server_client_accuracy": silent}
+    result = {"method": "fedbip", "accuracy": None, "perplexity": 90.0, "client_accuracy": silent, "details": details}
+    text = words(document(runs.make(tmp_path / "run", names=names, rounds=rounds, result=result)))
+    for said in ("mean loss 2.875, worst 3.5, best 2.25", "1 without test rows", "it moves the mean loss by +0.000"):
+        assert said in text
+    assert "Local loss 2.875 mean of the clients Worst client 3.5 south" in text
+    assert "loss, mean of the clients on their own test rows 3.5" in text
+    assert "north 2.5 2.25" in text
+    assert "3 without test rows" not in text
+    many = {"client_loss": {f"c{i}": float(i) for i in range(60)}}
+    changed = runs.make(tmp_path / "many", names=list(many["client_loss"]), result=result | {"details": many})
+    assert "gathered into groups" in words(document(changed))
+    unfinished = words(document(runs.make(tmp_path / "broken", names=names, rounds=rounds, result=None)))
+    assert "mean loss 2.875" in unfinished
+
+
+def test_a_language_model_with_accuracies_shows_its_perplexity_first(tmp_path):
+    rounds = [runs.line(t, ["c0"], perplexity=90.0 - t) for t in range(4)]
+    result = {"method": "fedavg", "accuracy": 0.25, "global_accuracy": 0.25, "perplexity": 87.0, "seconds": 3.0}
+    text = words(document(runs.make(tmp_path / "run", names=["c0"], rounds=rounds, result=result)))
+    assert "perplexity 87, accuracy 25.0" in text
+    assert text.index("Perplexity 87") < text.index("Global accuracy")
+
+
+def test_accuracies_of_zero_have_an_axis_with_different_labels():
+    low, high = domain([0.0, 0.0], within=(0.0, 1.0))
+    labels = [percent(tick) for tick in ticks(low, high)]
+    assert len(set(labels)) == len(labels) > 1
 
 
 @pytest.mark.parametrize(("n_clients", "n_classes"), [(1, 1), (40, 8), (41, 8), (300, 31), (60, 1000)])

@@ -69,16 +69,21 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
     if not known:
         methods = sorted({m for a in there.values() for m in a.methods})
         raise InputError(f"{run.path}: no audit reads the messages of {method}; there are audits of {listed(methods)}")
-    fitting = {name: a for name, a in known.items() if a.unfit(run) is None}
+    unfit = {name: a.unfit(run) for name, a in known.items()}
+    fitting = {name: a for name, a in known.items() if unfit[name] is None}
     for name in names:
         if name not in there:
             raise InputError(f"--attack {name}: expected {listed(fitting)}{close(name, fitting)}")
-        why = known[name].unfit(run) if name in known else f"it does not read the messages of {method}"
+        why = unfit.get(name) if name in known else f"it does not read the messages of {method}"
         if why is not None:
-            raise InputError(f"--attack {name}: {why}; this run can be asked for {listed(fitting)}")
+            instead = f"; this run can be asked for {listed(fitting)}" if fitting else ""
+            raise InputError(f"--attack {name}: {why}{instead}")
     if names:
         return {name: known[name] for name in dict.fromkeys(names)}
     chosen = {name: a for name, a in fitting.items() if a.by_default}
+    if not fitting:
+        whys = dict.fromkeys(str(why) for why in unfit.values())
+        raise InputError(f"{run.path}: no audit fits this run: {'; '.join(whys)}")
     if not chosen:
         raise InputError(f"{run.path}: no audit fits this run; name one of {listed(fitting)} with --attack")
     return chosen

@@ -190,9 +190,10 @@ class _Attack:
         for members in drawn:
             lines = self.rounds.lines(members)
             try:
-                x, how = recover(lines, self.method, self.target.groups, exact=False)
+                x, how = recover(lines, self.method, self.target.groups, exact=lines.exact)
             except NoIntersectionError:
                 continue
+            how += ", the aggregates read off SCAFFOLD's control variates" if lines.controls else ""
             found.append((extraction.relative_error(x, self.target.truth), members, x, lines, how))
         if not found:
             return nothing(name, question, f"{who}: took part in none of the first {len(self.rounds.turns)} rounds.")
@@ -209,6 +210,9 @@ class _Attack:
     def active(self) -> Finding:
         """One upload turned around: with both caps, and with a norm check at the server."""
         name, chosen = "extraction.active_client", self._when()
+        if self.method.harden == "first_round":
+            says = "The one round that mixes has a_t = psi U, whatever is uploaded, and no later one meets the model."
+            return nothing(name, ACTIVE, says)
         if chosen is None:
             return nothing(name, ACTIVE, "No client took part in two rounds and saw the model after the second.")
         client, t, share = chosen
@@ -227,7 +231,7 @@ class _Attack:
             f"model, corrected for the range of a_t. Errors before and after that correction: "
         )
         says += "; ".join(
-            f"{label}: {m['as_sent']:.3g} and {m['error']:.3g} (a_t = {m['pull']:.3g})"
+            f"{label}: {m['as_sent']:.3g} and {m['error']:.3g} (a_t / U = {m['pull']:.3g})"
             for label, (_, m) in found.items()
         )
         says += ". The client is taken to know its weight p."
@@ -255,24 +259,26 @@ class _Attack:
         honest = next(s for s in turns[-1].seen if s.client == client)
         sent = replace(honest, value=turned(honest.value, w, share, names)) if turn_around else honest
         turns[-1] = replace(turns[-1], seen=[sent if s is honest else s for s in turns[-1].seen])
-        after, u = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
+        after, pulled = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
 
         # What the client makes of it: the others are taken to do what it would have done, and a check to shorten its
-        # update to the length of an honest one.
+        # update to the median length, in a large cohort that of an honest one, in a cohort of one its own.
         base, pull, own = BaseStep(self.replay.population, method, self.seed), Pull(method, names), self.rounds.start
         for turn in turns[:-1]:
             if any(s.client == client for s in turn.seen):
                 mean, own = base.step(turn, own, {client})
                 pull(mean, self.rounds.model(turn.before), turn.round)
         long = sent.value.delta.norm() / honest.value.delta.norm()
-        upload = sent.value.delta / (1.0 if check is None else long)
+        median = float(np.median([long] + [1.0] * (len(turns[-1].seen) - 1)))
+        upload = sent.value.delta * (1.0 if check is None else min(1.0, median / long))
         guess = replace(sent, value=replace(sent.value, delta=share * upload + (1 - share) * honest.value.delta))
         mean, _ = base.step(replace(turns[-1], seen=[guess]), own, {client})
         l_t = pull(mean, w, t)[1]
-        low, high = extraction.place(*(b * l_t for b in (LOG_RANGE if method.harden == "log_uniform" else (1.0, 2.0))))
         v, truth = self.target.of(self.rounds.model(after)), self.target.truth
-        x = extraction.one_round(self.target.of(mean), v, low, high) if l_t else v.astype(np.float64)
-        pulled = float(np.linalg.norm(v - self.target.of(u)) / np.linalg.norm(truth - v))
+        x = v.astype(np.float64)
+        if l_t:
+            least, most = LOG_RANGE if method.harden == "log_uniform" else (1.0, 2.0)
+            x = extraction.one_round(self.target.of(mean), v, *extraction.place(least * l_t, most * l_t))
         return x, {
             "error": extraction.relative_error(x, truth),
             "as_sent": extraction.relative_error(v, truth),

@@ -132,9 +132,11 @@ def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
             worst = max(worst, group[1])
     detail: dict[str, Any] = {"by_rows_of_the_class": groups, "cells": len(scored), "members": int(weights.sum())}
     detail |= {"strangers": strangers, "shadow": "the same recipe on other rows of the class"}
-    top = max(groups, key=lambda k: groups[k]["auc"])
     says = f"A row that was in the fit scores above one that was not with chance {mean:.3f} [{low:.3f}, {high:.3f}], "
-    says += f"for classes of {top} rows at a client {groups[top]['auc']:.3f}; 0.5 is guessing"
+    # Of a handful of rows the largest figure is chance: they have no say here as they have none in the verdict.
+    told = {k: g["auc"] for k, g in groups.items() if g["rows"] >= LEAST} or {k: g["auc"] for k, g in groups.items()}
+    top = max(told, key=lambda k: told[k])
+    says += f"for classes of {top} rows at a client {told[top]:.3f}; 0.5 is guessing"
     verdict: Verdict = "leaks" if worst > NOTABLE else "holds" if high <= NOTABLE else "inconclusive"
     promise, contradicts = claim(view.replay.run), False
     if promise is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from fedfm.audits.finding import Finding, Verdict, nothing
 from fedfm.audits.replay import Replay, Turn
 from fedfm.federation import ClientId, Update
 from fedfm.methods.fedbip import FedBip
+from fedfm.models import lora
 from fedfm.models.model import IGNORE
 from fedfm.params import Params
 from fedfm.population import Partitioned
@@ -68,13 +70,15 @@ class Eye:
         if not turn.round:
             return
         method, model = self._run.experiment.method, population.model
-        sent = {s.client: s.value.delta for s in turn.seen if isinstance(s.value, Update)}
-        before = {c: _vector(turn.payloads[c]) for c in sent}
+        deltas = {s.client: s.value.delta for s in turn.seen if isinstance(s.value, Update)}
+        before = {c: _vector(turn.payloads[c]) for c in deltas}
+        sent = {c: tau.cast(before[c].layout) for c, tau in deltas.items()}  # 16-bit ones are widened
         self._first = self._first or next(iter(before.values()))
         names = head_names(model)
         if names is not None:
             kept = [n for n in names if n is not None]
-            fresh = {c: tau for c, tau in sent.items() if c not in self.heads and _same(before[c], self._first)}
+            first = self._first.only(kept)
+            fresh = {c: x for c, x in sent.items() if c not in self.heads and _same(before[c].only(kept), first)}
             if population.federated.table.labels is not None and len(population.test):
                 few = [c for c in sorted(fresh) if len(self.predicted) < CLIENTS]
                 self.predicted |= {c: _predicted(population, before[c], fresh[c]) for c in few}
@@ -102,12 +106,13 @@ class Eye:
         return seeds.generator(self._run.experiment.run.seed, "audit", NAME, *purpose)
 
     def _score(self, model: Any, s: _Scored, theta_bar: Params, tau: Params) -> None:
-        for i, rows in enumerate((s.members, s.strangers)):
-            model.load(theta_bar)
-            loss = row_losses(model, rows)
-            model.load(theta_bar + tau)
-            drop = loss - row_losses(model, rows)
-            s.drop[i] = s.drop[i] + drop if len(s.drop[i]) else drop
+        with at_rank(model, theta_bar, tau) as (start, change):
+            for i, rows in enumerate((s.members, s.strangers)):
+                model.load(start)
+                loss = row_losses(model, rows)
+                model.load(start + change)
+                drop = loss - row_losses(model, rows)
+                s.drop[i] = s.drop[i] + drop if len(s.drop[i]) else drop
         s.last = theta_bar, tau
 
 
@@ -168,6 +173,17 @@ def row_losses(model: Any, rows: Rows) -> Array:
     return torch.cat(found).numpy() if found else np.zeros(0)
 
 
+@contextmanager
+def at_rank(model: Any, theta_bar: Params, tau: Params) -> Iterator[tuple[Params, Params]]:
+    """Both in the model's shapes; within it the model has the scale of their rank, if that is another than its own."""
+    rank = lora.rank_of(theta_bar)
+    if theta_bar.layout is model.layout or rank is None:
+        yield theta_bar, tau
+    else:
+        with lora.scaled(model, rank):
+            yield lora.filled(theta_bar, model.layout), lora.filled(tau, model.layout)
+
+
 def alignments(model: Any, rows: Rows, theta_bar: Params, tau: Params) -> Array:
     """(n,) cosine of tau with the descent direction of each row's loss at theta_bar."""
     model.load(theta_bar)
@@ -204,11 +220,11 @@ def _predicted(population: Partitioned, theta_bar: Params, tau: Params) -> Array
     q, counts = np.zeros((classes, classes)), np.zeros(classes)
     assert rows.labels is not None  # noqa: S101 - a classifier's rows have labels
     labels = rows.labels.numpy()
-    for share in WAY:
-        model.load(theta_bar + share * tau)
-        with torch.no_grad():
+    with at_rank(model, theta_bar, tau) as (start, change), torch.no_grad():
+        for share in WAY:
+            model.load(start + share * change)
             np.add.at(q, labels, torch.softmax(model.predict(rows).double(), 1).numpy())
-        counts += np.bincount(labels, minlength=classes)
+            counts += np.bincount(labels, minlength=classes)
     known = counts > 0
     q[known] /= counts[known, None]
     q[~known] = q[known].mean(0)
@@ -326,16 +342,18 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
         if s.last is None:
             continue
         few = _Scored(*_some(s, each, draw))
-        both = (alignments(replay.population.model, rows, *s.last) for rows in (few.members, few.strangers))
-        aligned += _cells(few, *both)
+        model = replay.population.model
+        with at_rank(model, *s.last) as last:
+            aligned += _cells(few, *(alignments(model, rows, *last) for rows in (few.members, few.strangers)))
     sizes = [len(s.strangers) for s in scored.values()]
     strangers = sum(sizes) if own else max(sizes)  # global test rows serve every client
     mean, low, high = _auc(drops, strangers, eye.rng("membership"))
     fewer = min(strangers, sum(len(b) for _, b in aligned))
     g_mean, g_low, g_high = _auc(aligned, fewer, eye.rng("alignment")) if aligned else (mean, low, high)
-    says = "By how far the loss fell over all rounds, a row that a client trained on scores above one of its classes "
-    says += f"that nobody did with chance {mean:.3f} [{low:.3f}, {high:.3f}]; by how its gradient is aligned with the "
-    says += f"client's last task vector {g_mean:.3f} [{g_low:.3f}, {g_high:.3f}]. 0.5 is guessing."
+    of = "of its classes that" if any(s.members.labels is not None for s in scored.values()) else "that"
+    says = f"By how far the loss fell over all rounds, a row that a client trained on scores above one {of} nobody did "
+    says += f"with chance {mean:.3f} [{low:.3f}, {high:.3f}]; by how its gradient is aligned with the client's last "
+    says += f"task vector {g_mean:.3f} [{g_low:.3f}, {g_high:.3f}]. 0.5 is guessing."
     detail: dict[str, Any] = {"clients": len(scored), "cells": len(drops)}
     detail |= {"members": sum(len(s.members) for s in scored.values()), "strangers": strangers}
     detail |= {"alignment": {"auc": g_mean, "low": g_low, "high": g_high}}

@@ -147,7 +147,10 @@ class View:
         size = len(rows) if self.method.counts == "withheld" else count
         # After an M step the mean of a mixture is that of its rows.
         total = size * (g.weights @ g.means.astype(np.float64))
-        sigma = plan_for(self.plan, self.method.iterations).sum_sigma(1) if self.plan is not None else 0.0
+        sigma = 0.0
+        if self.plan is not None:  # in a chain the release went before, with one component
+            star = self.method.topology == "star"
+            sigma = (plan_for(self.plan, self.method.iterations) if star else self.plan).sum_sigma(1)
         return Cell(client, label, count, size, g, total, sigma, rows)
 
     def _summed(self, client: ClientId, value: Any, label: int, rows: Array) -> Cell | None:

@@ -107,6 +107,10 @@ def check(spec: DataSpec) -> None:
     if len(given) != 1:
         what = f"{' and '.join(given)} are given" if given else "none is given"
         raise InputError(f"data: {what}; exactly one of name, path, hub, clients is needed")
+    places = {"path": spec.path, "hub": spec.hub} | {f"clients.{n}": path for n, path in (spec.clients or {}).items()}
+    for key, place in places.items():
+        if place is not None and not place.strip():
+            raise InputError(f'data.{key}: "{place}" names nothing; expected a file, a folder or an id')
     if spec.name is not None and spec.name not in BUILT_IN:
         file = Path(spec.name).suffix in _SUFFIXES or "/" in spec.name
         hint = "; a file or folder is data.path" if file else close(spec.name, BUILT_IN)
@@ -199,6 +203,8 @@ def _read(spec: DataSpec, task: str | None) -> Table:
 def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Table:
     if path.is_dir():
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+            if not labelled:
+                raise InputError(f"{path} is a folder written by save_to_disk; expected {FORMATS}")
             raise InputError(f'{path} is a folder written by save_to_disk: give it as data.hub = "{path}"')
         module = "images"
     else:

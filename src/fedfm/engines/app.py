@@ -28,6 +28,8 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     folder = Path(folder)
     if (folder / "pyproject.toml").exists():
         raise InputError(f"{folder} holds a pyproject.toml already; give a new folder")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; give a new folder")
     chosen = Experiment.load(experiment) if experiment else Experiment.from_dict(_DEMO)
     if getattr(chosen.method, "pools", False):
         raise InputError(f'method "{chosen.method_name}" pools all rows in one place: no federation runs it')

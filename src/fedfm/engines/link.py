@@ -114,15 +114,16 @@ class FlowerLink:
         waiting: dict[str, tuple[int, Request, int]] = {}
         record, payload, down = None, None, 0
         for start in range(0, len(sent), _BATCH):
-            messages = []
+            messages, downs = [], []
             for node, request in sent[start : start + _BATCH]:
                 if record is None or request.payload is not payload:  # a broadcast is encoded once
                     envelope = codec.envelope(request.round, request.call, request.payload)
                     record, payload, down = codec.to_record(envelope), request.payload, codec.nbytes(envelope)
                 ttl = self._patience(len(sent)) + 600
                 messages.append(Message(record, node, request.handler, ttl=ttl, group_id=str(request.round)))
+                downs.append(down)
             taken = set(self._grid.push_messages(messages))
-            for message, (node, request) in zip(messages, sent[start : start + _BATCH], strict=True):
+            for message, down, (node, request) in zip(messages, downs, sent[start : start + _BATCH], strict=True):
                 name = message.metadata.message_id
                 if name in taken:
                     waiting[name] = (node, request, down)

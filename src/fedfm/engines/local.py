@@ -7,6 +7,7 @@ that share the model and the data with this one. What a client computes does not
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fedfm import codec
 from fedfm.engines.pool import Pool
-from fedfm.errors import E_EXCEPTION, ClientFault, InputError
+from fedfm.errors import E_EXCEPTION, E_TIMEOUT, ClientFault, InputError
 from fedfm.federation import ClientId, Federation, Reply, Request
 from fedfm.memory import of_server, secret
 from fedfm.params import Params
@@ -73,7 +74,7 @@ class LocalLink:
     ) -> None:
         self._silos, self._wire, self._stop, self._progress = silos, wire, stop, progress
         self._pool = Pool(silos, workers, timeout) if workers > 1 else None
-        self._judged = 0
+        self._timeout, self._judged = timeout, 0
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -93,8 +94,14 @@ class LocalLink:
             width = self._silos.width
             for start in range(0, len(requests), width):
                 chunk = requests[start : start + width]
-                for request, value in zip(chunk, self._answer(chunk), strict=True):
+                began = time.monotonic()
+                values = self._answer(chunk)
+                # Nothing ends a call in this process; that it took too long counts as it does in a worker.
+                late = time.monotonic() - began > self._timeout * len(chunk)
+                for request, value in zip(chunk, values, strict=True):
                     self._progress()
+                    if late and not isinstance(value, ClientFault):
+                        value = ClientFault(E_TIMEOUT, f"it took more than {self._timeout:g} s")
                     yield weigh(request, value)
                 if self._stop():
                     raise Interrupted

@@ -35,10 +35,10 @@ class Around(Method[Any]):
     )
 
     def __post_init__(self) -> None:
-        plain = FedAvg()
+        plain, usual = FedAvg(), type(self.base)()
         for key in ("rounds", "fraction", "local"):
             theirs, ours = getattr(self.base, key), getattr(self, key)
-            if theirs not in (ours, getattr(plain, key)):
+            if theirs not in (ours, getattr(plain, key), getattr(usual, key)):
                 raise InputError(f"method.base.{key}: say it once, as method.{key}")
         settings: dict[str, Any] = {"rounds": self.rounds, "fraction": self.fraction, "local": self.local}
         object.__setattr__(self, "base", dataclasses.replace(self.base, **settings))
@@ -79,7 +79,18 @@ class Around(Method[Any]):
         return found
 
     def validate(self) -> None:
-        self.base.validate()
+        if getattr(self.base, "pools", False):
+            raise InputError(
+                "method.base.name: it trains on all rows in one place, and there is no aggregate to mix into; expected "
+                'e.g. "fedavg"'
+            )
+        try:
+            self.base.validate()
+        except InputError as error:
+            text = str(error)  # the base's own keys stand under [method.base]
+            own = [f.name for f in dataclasses.fields(self.base) if f.name not in ("rounds", "fraction", "local")]
+            moved = any(text.startswith(f"method.{key} ") for key in own)
+            raise InputError(text.replace("method.", "method.base.", 1) if moved else text) from None
         if type(self.base).own_models:
             raise InputError(
                 "method.base.name: its clients have a model each, and a foundation model is mixed into one for all; "

@@ -18,8 +18,13 @@ from fedfm.mixtures.transport import formula_numbers
 from fedfm.rows import Rows
 
 
-def communication(replies: Mapping[ClientId, Summary], dim: int, width: int, star: bool) -> dict[str, Any]:
-    """By equations (10) to (12), ``width`` bytes a number, and what was lowered or withheld."""
+def communication(
+    replies: Mapping[ClientId, Summary], dim: int, width: int, star: bool, counted: bool = True
+) -> dict[str, Any]:
+    """By equations (10) to (12), ``width`` bytes a number, and what was lowered or withheld.
+
+    Without ``counted`` nobody knows how many rows there are, nor how large their features would be.
+    """
     used = {c: dict(zip(map(str, s.labels), s.mixtures.components, strict=True)) for c, s in replies.items()}
     numbers = sum(
         formula_numbers(s.mixtures.covariance, dim, k) for s in replies.values() for k in s.mixtures.components
@@ -27,12 +32,12 @@ def communication(replies: Mapping[ClientId, Summary], dim: int, width: int, sta
     rows = sum(sum(s.counts) for s in replies.values())
     told: dict[str, Any] = {
         "formula_bytes": width * numbers,
-        "raw_feature_bytes": width * rows * dim,
+        **({"raw_feature_bytes": width * rows * dim} if counted else {}),
         "components_used": used,
         "withheld": {c: s.withheld for c, s in replies.items() if s.withheld},
         "warnings": [],
     }
-    if told["raw_feature_bytes"] < told["formula_bytes"] and star:
+    if star and counted and told["raw_feature_bytes"] < told["formula_bytes"]:
         told["warnings"].append("the raw features would be smaller than the mixtures: lower method.components")
     return told
 

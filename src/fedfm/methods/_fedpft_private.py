@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm import seeds
 from fedfm.errors import E_SHAPE, ClientFault
 from fedfm.federation import Client, ClientId, Federation, Update
 from fedfm.methods._one_shot import rows_of
 from fedfm.mixtures import Mixture
-from fedfm.mixtures.summary import MOST, Summary, from_variances, gaussian
+from fedfm.mixtures.summary import MOST, Summary, Synthetic, from_variances, gaussian
 from fedfm.mixtures.transport import nothing, pack
 from fedfm.params import Params, layout_of
 from fedfm.privacy.em import plan_for, release_mixture
@@ -82,6 +84,20 @@ def noisy_mixtures(client: Client, plan: Plan, components: int, iterations: int)
     return Summary(list(sent), counts, packed, [])
 
 
+def drawn(client: Client, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (n~, d) float32 and labels (n~,) from what the client's noisy sums describe, in the place of its own."""
+    dim = client.model.head.in_features
+    found = _normals(noisy_sums(client, plan), plan, len(client.model.classes), dim)
+    blocks = list(Synthetic(found, 0, seeds.derive(client.seed, "own"))())
+    x, y = [np.zeros((0, dim), np.float32)], [np.zeros(0, np.int64)]
+    return np.concatenate(x + [b.numpy() for b, _ in blocks]), np.concatenate(y + [b.numpy() for _, b in blocks])
+
+
+def no_head(classes: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Of a client that has nothing to train on: every class is as likely."""
+    return torch.zeros(classes, dim), torch.zeros(classes)
+
+
 def exact_sums(client: Client, plan: Plan) -> Update:
     """Of every class, for a mean: the noise is added to the sum over the federation."""
     x, y = (t.numpy() for t in rows_of(client))
@@ -105,14 +121,34 @@ def asked(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, A
     replies = fed.ask(handler, check=check)
     received = {client: _normals(reply, plan, classes, dim) for client, reply in replies.items()}
     typical = max(1, round(sum(n for found in received.values() for _, n, _ in found) / (classes * len(replies))))
-    exact = plan.sum_sigma(typical, client_rows=typical)
+    rows = max(typical, round(sum(reply.rows for reply in replies.values()) / len(replies)))  # 0 but for paper_client
+    exact = plan.sum_sigma(typical, client_rows=rows)
     return received, {
         "formula_bytes": 4 * classes * (1 + dim + plan.seconds(dim)) * len(replies),
         "cells_kept": sum(map(len, received.values())),
         "cells": classes * len(replies),
         "noise_std_of_sums": exact,
         "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / exact,
-        "warnings": [text for text in [too_noisy(plan, dim, typical, client_rows=typical)] if text],
+        "warnings": [text for text in [too_noisy(plan, dim, typical, client_rows=rows)] if text],
+    }
+
+
+def told_of_sums(plan: Plan) -> dict[str, Any]:
+    """What to tell of the noise of every client's own release, in a decentralised run."""
+    sigma = plan.sum_sigma(1, client_rows=1)
+    return {"noise_std_of_sums": sigma, "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / sigma}
+
+
+def told_of_mixtures(plan: Plan, components: int, iterations: int) -> dict[str, Any]:
+    """What to tell of private EM: its noise, and that one component has less."""
+    spent = plan_for(plan, iterations)
+    times = spent.sum_sigma(1) / replace(plan, covariance="spherical").sum_sigma(1)
+    return {
+        "noise_std_of_sums": spent.sum_sigma(1),
+        "warnings": [
+            f"private EM with up to {components} components has {times:.2g} times the noise of one component's mean, "
+            'which a class shares out among its components: covariance = "spherical", components = 1 mostly does better'
+        ],
     }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fedfm.errors import InputError
 from fedfm.methods._topology import topological
 from fedfm.mixtures import COVARIANCES
+from fedfm.mixtures.summary import MOST
 from fedfm.mixtures.transport import DTYPES
 from fedfm.privacy.moments import Plan
 
@@ -35,8 +37,8 @@ def refuse(m: Any) -> None:
     for key, value in (whole | m.budgets).items():
         if value < 1:
             raise InputError(f"method.{key} = {value}: expected a whole number of at least 1")
-    if m.samples < 0:
-        raise InputError(f"method.samples = {m.samples}: expected a whole number of at least 0")
+    if not 0 <= m.samples <= MOST:
+        raise InputError(f"method.samples = {m.samples}: expected a whole number from 0 to {MOST}")
     if m.counts == "withheld" and (not m.samples or m.topology != "star" or m.bound):
         raise InputError('method.samples: counts = "withheld" needs a number to draw, topology "star" and no bound')
     if (m.topology == "dag") != bool(m.edges):
@@ -45,8 +47,8 @@ def refuse(m: Any) -> None:
         raise InputError('method.shuffle: only with topology = "star" and without bound')
     if m.bound and m.topology != "star":
         raise InputError(f'method.bound: only with topology = "star", not "{m.topology}"')
-    if not m.smoothing > 0:
-        raise InputError(f"method.smoothing = {m.smoothing}: expected a number above 0")
+    if not 0 < m.smoothing < math.inf:
+        raise InputError(f"method.smoothing = {m.smoothing}: expected a finite number above 0")
     if any(len(edge) != 2 for edge in m.edges):
         raise InputError('method.edges: expected pairs of names, e.g. [["a", "b"]]')
     names = {name for edge in m.edges for name in edge}
@@ -64,13 +66,18 @@ def plan_of(m: Any, privacy: Any) -> Plan:
         raise InputError(f'privacy.mechanism = "{privacy.mechanism}": fedpft has "gaussian"')
     if privacy.unit != "record":
         raise InputError(f'privacy.unit = "{privacy.unit}": fedpft protects a "record"')
-    if m.topology != "star":
-        raise InputError(f'method.topology = "{m.topology}": under [privacy] only "star"')
+    star = m.topology == "star"  # elsewhere each client's own release has one component, and refits cost nothing
+    if m.pooled and not star:
+        raise InputError(f'method.pooled: one sum over the federation needs topology "star", not "{m.topology}"')
+    if m.calibration == "paper_client" and not star:
+        raise InputError(f'method.calibration = "paper_client": only with topology "star", not "{m.topology}"')
+    if m.pooled and m.calibration != "analytic":
+        raise InputError(f'method.calibration = "{m.calibration}": one sum over the federation has "analytic"')
     if m.pooled and m.components != 1:
         raise InputError(f"method.components = {m.components}: one sum over the federation has 1 component")
-    if m.components == 1 and m.budgets:
+    if star and m.components == 1 and m.budgets:
         raise InputError("method.budgets: with method.components = 1 under [privacy] drop it")
-    if m.components > 1 and m.calibration != "analytic":
+    if star and m.components > 1 and m.calibration != "analytic":
         raise InputError(f'method.calibration = "{m.calibration}": private EM has "analytic"')
     if m.bound or m.verify:
         raise InputError("method.bound and method.verify tell what is not accounted for: drop them under [privacy]")

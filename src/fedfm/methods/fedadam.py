@@ -5,6 +5,7 @@ Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan. ICLR 2021. arXiv
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class FedAdam(FedAvg):
-    """Adam at the server on the mean update Delta_t; no bias correction, m_0 = v_0 = 0."""
+    """Adam at the server on the mean update Delta_t; no bias correction, m_0 = 0."""
 
     state_type: ClassVar[Any] = Moments
 
@@ -36,10 +37,12 @@ class FedAdam(FedAvg):
     beta_1: float = field(default=0.9, metadata={"help": "decay of the first moment"})
     beta_2: float = field(default=0.99, metadata={"help": "decay of the second moment"})
     tau: float = field(default=0.001, metadata={"help": "adaptivity: added to the root of the second moment"})
+    v_0: float = field(default=0.0, metadata={"help": "start of the second moment; Algorithm 2 has tau^2"})
 
     def init(self, fed: Federation) -> Moments:  # type: ignore[override]
         x = fed.initial
-        return Moments(x, 0.0 * x, 0.0 * x)
+        zero = 0.0 * x
+        return Moments(x, zero, zero.map(lambda v: v + self.v_0 if v.is_floating_point() else v))
 
     def step(self, fed: Federation, state: Moments, t: int) -> Moments:  # type: ignore[override]
         delta = fed.mean(self.train, of=fed.sample(self.fraction), w=state.x)
@@ -63,3 +66,5 @@ class FedAdam(FedAvg):
         for key, value in (("server_learning_rate", self.server_learning_rate), ("tau", self.tau)):
             if not value > 0:
                 raise InputError(f"method.{key} = {value}: expected a number above 0")
+        if not 0 <= self.v_0 < math.inf:
+            raise InputError(f"method.v_0 = {self.v_0}: expected a finite number of at least 0")

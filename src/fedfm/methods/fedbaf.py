@@ -102,7 +102,7 @@ class FedBaF(Around):
 
         The draw is a function of a key and of t: a resumed run repeats it, and gives no second release.
         """
-        key, scale = fed.secret("alpha"), self.psi * tau
+        key, scale = self.key(fed), self.psi * tau
         if self.harden == "per_tensor":
             return {name: scale * (1 + _uniform(key, t, name)) for name in pre}
         if self.harden == "half":
@@ -119,12 +119,27 @@ class FedBaF(Around):
             }
         return scale * (1 + _uniform(key, t, ""))
 
+    def key(self, fed: Federation) -> bytes:
+        """The server's, the same for the whole run.
+
+        Raises:
+            RunError: it was lost and another drawn, which would release the foundation model a second time.
+        """
+        key = fed.secret("alpha")
+        mark = hmac.new(key, b"mark", hashlib.sha256).hexdigest()
+        if fed.memory.setdefault("key", mark) != mark:
+            raise RunError(
+                f"round {fed.round}: private/server/alpha.secret is not the key that this run began with, and another "
+                "would release the foundation model a second time: put the file back"
+            )
+        return key
+
     def w_pre(self, fed: Federation, t: int) -> Mapping[str, Piece]:
         """The foundation model's matched entries; with noise if so asked, drawn once or at every round."""
         pieces = self.matching(fed).pieces
         if self.harden not in ("noise_once", "noise_afresh"):
             return pieces
-        key = fed.secret("alpha")
+        key = self.key(fed)
         if self.harden == "noise_once" and key in self._noised:
             return self._noised[key]
         from fedfm.privacy.noise import gaussian
@@ -155,10 +170,10 @@ class FedBaF(Around):
 
     def validate(self) -> None:
         super().validate()
-        if not self.psi >= 0:
-            raise InputError(f"method.psi = {self.psi}: expected a number of at least 0")
-        if not self.noise > 0:
-            raise InputError(f"method.noise = {self.noise}: expected a number above 0")
+        if not 0 <= self.psi < math.inf:
+            raise InputError(f"method.psi = {self.psi}: expected a finite number of at least 0")
+        if not 0 < self.noise < math.inf:
+            raise InputError(f"method.noise = {self.noise}: expected a finite number above 0")
         one_of("method.cap", self.cap, ("reference", "none"))
         one_of("method.harden", self.harden, HARDENED)
 

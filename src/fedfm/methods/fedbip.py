@@ -6,7 +6,7 @@ Yang, Long, Lu, Zhu, Jiang. 2025. arXiv:2509.12697, Algorithm 1: FedBip, and by 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -83,7 +83,10 @@ class FedBip(Method[Personal]):
         },
     )
     absent: str = field(
-        default="cached", metadata={"help": "of clients that a round does not ask: cached, their last tau, or left out"}
+        default="cached",
+        metadata={
+            "help": "whose tau count: cached, also the last ones of clients that a round does not ask; or present"
+        },
     )
     transport: str = field(
         default="float32", metadata={"help": "of task vectors: float32, or bfloat16 at half the bytes"}
@@ -106,7 +109,7 @@ class FedBip(Method[Personal]):
         pool = sorted(tau if self.absent == "cached" else now)  # from whom the clients of this round learn
         x = [Change(tau[k], theta[k]) for k in pool]
         G = self.gram(space, x)
-        p = self.weights(fed, G, {k: tau[k] for k in pool}, now)[:, [pool.index(i) for i in now]]  # (L, |now|, |pool|)
+        p = self.weights(fed, G, {k: tau[k] for k in pool}, list(now))  # (L, |now|, |pool|)
         start, whole = [theta_bar[i] for i in now], self.aggregate == "parameters"
         found, cut = space.aggregates(p * self.factors(space, x, G), x, start, whole)  # lines 11 and 17
         mixed = s.theta_bar | dict(zip(now, found, strict=True))
@@ -123,20 +126,22 @@ class FedBip(Method[Personal]):
         return in_dtype(layout, torch.bfloat16) if self.transport == "bfloat16" else layout
 
     def weights(
-        self, fed: Federation, G: np.ndarray, tau: Mapping[ClientId, Params], now: Container[ClientId]
+        self, fed: Federation, G: np.ndarray, tau: Mapping[ClientId, Params], now: Sequence[ClientId]
     ) -> np.ndarray:
-        """``p`` of equation 4, by layer equation 6: (L, K, K). Of vectors that are equal bit for bit one counts."""
+        """Rows of the clients ``now`` of the ``p`` of equation 4, by layer equation 6: (L, |now|, K). Of vectors that
+        are equal bit for bit one counts.
+        """
         clients = list(tau)
         g, counts = similarities(G, self.similarity)
-        for k, of in copies(tau):
+        for k, of in copies({k: tau[k] for k in sorted(tau, key=lambda k: k in now)}):  # what is cached came first
             counts[:, :, clients.index(k)] = False
             if k in now:
                 fed.exclude(k, E_DUPLICATE, f"its task vector is that of {of} bit for bit: the sums take it once")
-        p = shares(g, counts, self.negative, self.temperature)
+        p = shares(g, counts, self.negative, self.temperature)[:, [clients.index(i) for i in now]]
         if (bad := np.argwhere(~np.isfinite(p).all(2))).size:
             (at, i), layers = bad[0], list(self.space_of(fed.model).layers)
             raise RunError(
-                f"round {fed.round}: the similarities of {clients[i]} to all sum to less than {LEAST} in "
+                f"round {fed.round}: the similarities of {now[i]} to all sum to less than {LEAST} in "
                 f'{layers[at]}, and method.negative = "raw" divides by that sum: use "clip" or "softmax"'
             )
         return p
@@ -199,8 +204,9 @@ class FedBip(Method[Personal]):
     ) -> tuple[Params, dict[ClientId, float]]:
         """Equation 4 over its own vector and what every other client has got so far: vectors of one round fail."""
         theta = adapt(w_0)
-        sigma = Vectors({k: bar for k, bar in s.theta_bar.items() if bar.layout is w_0.layout})
-        x = [Change(theta - w_0, theta), *map(Change, sigma.less(w_0).values(), sigma.values())]
+        begun = {k: lora.first(w_0, lora.rank_of(bar)) if self.ranks else w_0 for k, bar in s.theta_bar.items()}
+        sigma = Vectors(s.theta_bar) - begun
+        x = [Change(theta - w_0, theta), *map(Change, sigma.values(), (s.theta_bar[k] for k in sigma))]
         space = self.space_of(model)
         G = self.gram(space, x)
         g, counts = similarities(G, self.similarity)

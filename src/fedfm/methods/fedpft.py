@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
-from fedfm.errors import RunError
+from fedfm.errors import E_FIELD, ClientFault, InputError, RunError
 from fedfm.federation import Client, ClientId, Federation, Update, on_client
 from fedfm.method import Judge, Method
 from fedfm.methods import _fedpft_private as private
@@ -29,7 +29,7 @@ from fedfm.methods._fedpft_settings import plan_of, refuse
 from fedfm.methods._one_shot import head_of, need_head, rows_of
 from fedfm.methods._topology import Handed, Passed, carry, parents_of
 from fedfm.mixtures import Mixture, capacity, fit_without_singles
-from fedfm.mixtures.summary import Summary, Synthetic, checker, opened
+from fedfm.mixtures.summary import MOST, Summary, Synthetic, checker, opened
 from fedfm.mixtures.transport import nothing, pack, unpack
 from fedfm.params import Params
 from fedfm.privacy.moments import Plan
@@ -115,12 +115,21 @@ class FedPFT(Method[State]):
     @on_client
     def pass_on(self, client: Client, received: list[Handed]) -> Passed:
         """Section 4.2: EM on F^{i,c} and the samples of what was received; a head on the same rows."""
-        x, y = (t.numpy() for t in rows_of(client))
+        return self._passed(client, received, *(t.numpy() for t in rows_of(client)))
+
+    @on_client
+    def pass_noisy(self, client: Client, received: list[Handed]) -> Passed:
+        """The same on draws from the client's noisy release instead of its rows: all that follows costs nothing."""
+        return self._passed(client, received, *private.drawn(client, self._plan))
+
+    def _passed(self, client: Client, received: list[Handed], x: np.ndarray, y: np.ndarray) -> Passed:
         drawn = Synthetic(opened([h.summary for h in received]), self.samples, client.seed)
         blocks = [(x, y), *((a.numpy(), b.numpy()) for a, b in drawn())]
         everything, labels = (np.concatenate([block[i] for block in blocks]) for i in (0, 1))
         own = np.arange(len(labels)) < len(y)
         summary = self._summary(client, everything, labels, own)
+        if not len(labels):  # nothing stands out of the noise, and nobody went before
+            return Passed(summary, head_of(client.model, *private.no_head(*_shape(client.model))))
         w, b = softmax.fit_rows(
             torch.from_numpy(everything), torch.from_numpy(labels), len(client.model.classes), self.head, client.seed
         )
@@ -153,6 +162,8 @@ class FedPFT(Method[State]):
 
     def init(self, fed: Federation) -> State:
         need_head(fed.model)
+        if strangers := sorted(set(self.budgets) - set(fed.clients)):
+            raise InputError(f'method.budgets: "{strangers[0]}" is none of the clients {", ".join(fed.clients)}')
         return State(fed.initial, {}, {})
 
     def step(self, fed: Federation, state: State, t: int) -> State:
@@ -164,8 +175,12 @@ class FedPFT(Method[State]):
             state = State(self._head(fed, received), {}, told)
         else:
             state = self._star(fed, self.summarise if self.privacy is None else self.release_mixtures)
+            if self.privacy is not None:
+                told = private.told_of_mixtures(self.privacy, self.components, self.iterations)
+                state.told["warnings"] += told.pop("warnings")
+                state.told.update(told)
         if self.verify:
-            counts = fed.ask(self.count_errors, w=state.w)
+            counts = fed.ask(self.count_errors, check=_counted, w=state.w)
             rows = sum(c["rows"] for c in counts.values())
             state.told["verified_error"] = sum(c["errors"] for c in counts.values()) / max(rows, 1)
         return state
@@ -204,14 +219,19 @@ class FedPFT(Method[State]):
     def _decentralised(self, fed: Federation) -> State:
         """Section 4.2: the server only carries messages; the head of whom most clients' rows have reached is kept."""
         parents = parents_of(self.topology, self.edges, fed.clients)
-        sent, heads, dropped = carry(fed, self.pass_on, parents, checker(*_shape(fed.model)))
+        handler = self.pass_on if self.privacy is None else self.pass_noisy
+        sent, heads, dropped = carry(fed, handler, parents, checker(*_shape(fed.model)))
         last = max(sent, key=lambda c: (len(sent[c].origins), list(sent).index(c)))
         told = self._told(fed, {c: h.summary for c, h in sent.items()}) | {"order": list(heads), "dropped": dropped}
+        if self.privacy is not None:
+            told |= private.told_of_sums(self.privacy)
         return State(heads[last], heads, told)
 
     def _told(self, fed: Federation, replies: Mapping[ClientId, Summary]) -> dict[str, Any]:
-        width = 2 if self.transport == "float16" and self.privacy is None else 4
-        return communication(replies, fed.model.head.in_features, width, self.topology == "star")
+        narrow = self.privacy is None or self.topology != "star"
+        width = 2 if self.transport == "float16" and narrow else 4
+        counted = self.counts == "exact"
+        return communication(replies, fed.model.head.in_features, width, self.topology == "star", counted)
 
     def params_for(self, state: State, client: ClientId) -> Params:
         return state.w
@@ -221,6 +241,10 @@ class FedPFT(Method[State]):
             model.load(w)
             rows = Rows({"features": private.as_trained(model.features(rows))})
         return super().logits(model, w, rows)
+
+    @property
+    def head_takes(self) -> str | None:
+        return None if self.privacy is None else "features divided by their Euclidean norm"
 
     def details(self, state: State, judge: Judge | None) -> dict[str, Any]:
         found = dict(state.told)
@@ -238,6 +262,8 @@ class FedPFT(Method[State]):
         """What each client's mixtures travel by; with ``verify`` a second message."""
         if self.means:
             return ()
+        if self.privacy is not None and self.topology != "star":
+            return ("pass_noisy",)
         if self.privacy is not None:
             return ("release" if self.components == 1 else "release_mixtures",)
         sent = "summarise" if self.topology == "star" else "pass_on"
@@ -254,7 +280,10 @@ class FedPFT(Method[State]):
         return method
 
     def spent(self) -> list[dict[str, Any]]:
-        return private.ledger(self.privacy, self.components, self.iterations, self.pooled) if self.privacy else []
+        if self.privacy is None or not self.rounds:
+            return []
+        released = self.components if self.topology == "star" else 1
+        return private.ledger(self.privacy, released, self.iterations, self.pooled)
 
     @property
     def _plan(self) -> Plan:
@@ -276,6 +305,12 @@ def _shuffled(
     """
     everything = [mixture for found in received.values() for mixture in found]
     return [everything[i] for i in rng.permutation(len(everything))]
+
+
+def _counted(reply: dict[str, int]) -> None:
+    """Refuse what counts no errors among rows."""
+    if reply.keys() != {"errors", "rows"} or not 0 <= reply["errors"] <= reply["rows"] <= MOST:
+        raise ClientFault(E_FIELD, "errors that do not go with the rows")
 
 
 def _shape(model: Any) -> tuple[int, int]:

@@ -5,19 +5,35 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. MLSys 2020. arXiv:1812.06127, Algor
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
-from fedfm.errors import InputError
-from fedfm.federation import Client, Update, on_client
+from fedfm.errors import InputError, one_of
+from fedfm.federation import Client, Federation, Update, on_client
+from fedfm.methods._statistics import averaged
 from fedfm.methods.fedavg import FedAvg
 from fedfm.params import Params
 
 
 @dataclass(frozen=True)
 class FedProx(FedAvg):
-    """FedAvg whose clients minimise h_k(v; w^t) = F_k(v) + mu/2 ||v - w^t||^2 (eq. 2), the norm squared."""
+    """FedAvg whose clients minimise h_k(v; w^t) = F_k(v) + mu/2 ||v - w^t||^2 (eq. 2), the norm squared.
+
+    ``server_term`` is of FedBaF's paper (arXiv:2410.18352, Algorithm 1, line 8), which prints
+    sum_k p_k w^k - mu (w^k - w_t) without brackets: read with the second term inside the sum or, literally, after it.
+    """
 
     mu: float = field(default=0.01, metadata={"help": "weight of the proximal term"})
+    server_term: str = field(
+        default="none", metadata={"help": "a pull at the server, too: none; inside, literal (FedBaF's line 8)"}
+    )
+
+    def step(self, fed: Federation, w: Params, t: int) -> Params:
+        if self.server_term == "none":
+            return super().step(fed, w, t)
+        delta = fed.mean(self.train, of=fed.sample(self.fraction), w=w)  # sum_k p_k w^k - w_t
+        terms = fed.heard if self.server_term == "literal" else 1  # sum_k (w^k - w_t) = |S| delta where p_k = 1/|S|
+        return averaged(fed.model, w + (1 - self.mu * terms) * delta, w, delta)
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:
@@ -27,5 +43,11 @@ class FedProx(FedAvg):
 
     def validate(self) -> None:
         super().validate()
-        if self.mu < 0:
-            raise InputError(f"method.mu = {self.mu}: expected a number of at least 0")
+        if not 0 <= self.mu < math.inf:
+            raise InputError(f"method.mu = {self.mu}: expected a finite number of at least 0")
+        one_of("method.server_term", self.server_term, ("none", "inside", "literal"))
+        if self.server_term == "literal" and self.weighting != "uniform":
+            raise InputError(
+                'method.server_term = "literal": the server knows no sum of changes where their mean is weighted by '
+                'size; expected method.weighting = "uniform"'
+            )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fedfm import lowrank
@@ -78,6 +79,9 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
         r = len(like[a])
         x, values = lowrank.truncate(dW[path], r)
         u, v = lowrank.padded(x, r)
+        if (k := len(x[1])) < r:  # of a cohort of small ranks: rows as a full SVD has them, or they would never move
+            whole = torch.linalg.qr(torch.cat([x[1].T, like[a].double().T], 1)[:, :r])[0].T  # (min(r, d_in), d_in)
+            v[k : len(whole)] = whole[k:]
         tensors[a], tensors[b] = v.to(like[a].dtype), (u * (r / alpha)).to(like[b].dtype)
         sigma.append(values)
     return tensors, sigma

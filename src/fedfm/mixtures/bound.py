@@ -9,6 +9,7 @@ negative divergences, hence a bound of 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import numpy as np
 from fedfm.mixtures import Mixture
 
 DRAWS = 400  # of each smoothed class
+CONFIDENCE = 0.95  # of our bound: the loss and the divergences are measured on draws
 _BLOCK = 256  # draws whose distances to all rows are held at a time
 
 
@@ -57,11 +59,11 @@ def _smoothed_log_density(z: np.ndarray, x: np.ndarray, width: float) -> np.ndar
 
 @dataclass(frozen=True)
 class Bound:
-    """On the 0-1 loss of the head on the clients' smoothed training features."""
+    """On the 0-1 loss of the head on the clients' smoothed training features; ours holds at 95 % confidence."""
 
     ours: float  # loss~ + sum_i (n_i/n) sum_c (n_ic/n_i) TV_ic; rows without a mixture count as errors
     printed: float  # 2 loss~ + sum_i mean_c sqrt(KL_ic / 2)
-    synthetic_loss: float  # loss~ on fresh draws, its upper 95 % confidence limit
+    synthetic_loss: float  # loss~ on fresh draws, its upper 97.5 % confidence limit
     vacuous: bool  # ours says nothing: it is not below 1
 
 
@@ -84,16 +86,24 @@ def bound(
     """
     from scipy.stats import beta
 
+    miss = (1 - CONFIDENCE) / 2  # shared by the synthetic loss and the divergences
     if draws < 1 or not any(map(len, counts)):
         raise ValueError("a bound needs draws and cells")
-    limit = 1.0 if errors >= draws else float(beta.ppf(0.95, errors + 1, draws - errors))  # Clopper-Pearson
-    return assemble(limit, counts, divergences, withheld)
+    limit = 1.0 if errors >= draws else float(beta.ppf(1 - miss, errors + 1, draws - errors))  # Clopper-Pearson
+    n = np.concatenate([np.asarray(c, dtype=np.float64) for c in counts])
+    # Hoeffding: sum_ic (n_ic/n) TV_ic is a weighted mean of DRAWS numbers in [0, 1] a cell.
+    margin = math.sqrt(-math.log(miss) * float(((n / n.sum()) ** 2).sum()) / (2 * DRAWS))
+    return assemble(limit, counts, divergences, withheld, margin)
 
 
 def assemble(
-    loss: float, counts: Sequence[Sequence[int]], divergences: Sequence[Sequence[Divergence]], withheld: int = 0
+    loss: float,
+    counts: Sequence[Sequence[int]],
+    divergences: Sequence[Sequence[Divergence]],
+    withheld: int = 0,
+    margin: float = 0.0,
 ) -> Bound:
-    """Both bounds from a synthetic loss; see :func:`bound`."""
+    """Both bounds from a synthetic loss; see :func:`bound`. ``margin``: the mean divergence may be larger by it."""
     total = sum(map(sum, counts))
     ours, printed = loss, 2 * loss
     for n, cells in zip(counts, divergences, strict=True):
@@ -101,5 +111,6 @@ def assemble(
         printed += sum(
             n_ic / max(sum(n), 1) * np.sqrt(max(cell.kl, 0.0) / 2) for n_ic, cell in zip(n, cells, strict=True)
         )
+    ours += margin
     ours = max(ours, (total * ours + withheld) / (total + withheld))  # of fewer such rows it would be less
     return Bound(float(ours), float(printed), loss, bool(ours >= 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
-from fedfm.errors import E_FIELD, E_SHAPE, ClientFault
+from fedfm.errors import E_FIELD, E_NONFINITE, E_SHAPE, ClientFault
 from fedfm.mixtures.mixture import Mixture
 from fedfm.mixtures.transport import Packed, unpack
 
@@ -68,6 +69,8 @@ def checker(classes: int, dim: int, bounded: bool = False) -> Callable[[Summary]
             raise ClientFault(E_SHAPE, f"mixtures of {s.mixtures.dim} dimensions, features have {dim}")
         if {len(s.kl), len(s.tv)} != {len(s.labels) if bounded else 0} or not all(0 <= t <= 1 for t in s.tv):
             raise ClientFault(E_FIELD, "divergences that do not go with the labels")
+        if not all(map(math.isfinite, s.kl)):
+            raise ClientFault(E_NONFINITE, "a divergence is NaN or infinite")
         unpack(s.mixtures)
 
     return check

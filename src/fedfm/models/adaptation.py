@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fedfm.models.spec import AdaptationSpec
 
 NAMES = ("full", "head", "top_layers", "lora", "ffa_lora")
 LORA = ("lora", "ffa_lora")
+MOST = 65_536  # a rank; wider than any layer
 
 
 def check(spec: AdaptationSpec) -> AdaptationSpec:
@@ -34,10 +36,10 @@ def check(spec: AdaptationSpec) -> AdaptationSpec:
         hint = f": did you mean {close[0]!r}?" if close else f": expected one of {', '.join(NAMES)}"
         raise InputError(f"model.adaptation.name: unknown {spec.name!r}{hint}")
     if spec.name in LORA:
-        if spec.rank < 1:
-            raise InputError(f"model.adaptation.rank: {spec.rank}, expected an integer of at least 1")
-        if spec.alpha is not None and not spec.alpha > 0:
-            raise InputError(f"model.adaptation.alpha: {spec.alpha}, expected a positive number")
+        if not 1 <= spec.rank <= MOST:
+            raise InputError(f"model.adaptation.rank: {spec.rank}, expected an integer, at least 1, at most {MOST}")
+        if spec.alpha is not None and not 0 < spec.alpha < math.inf:
+            raise InputError(f"model.adaptation.alpha: {spec.alpha}, expected a positive, finite number")
         if not 0 <= spec.dropout < 1:
             raise InputError(f"model.adaptation.dropout: {spec.dropout}, expected at least 0 and below 1")
         spec = dataclasses.replace(spec, alpha=2.0 * spec.rank if spec.alpha is None else spec.alpha)

@@ -25,12 +25,12 @@ ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fed
 PAIRED = "mix.safetensors"
 
 
-def save_adapter(model: Model, w: Params, folder: Path | str) -> Path:
+def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
     """Write what was trained: ``adapter_config.json`` and ``adapter_model.safetensors`` where it is LoRA, else
     ``model.safetensors`` with the trainable tensors; ``fedfm.json`` beside them says of which model and which classes.
     LoRA may have another rank than the model's. Of a pair of adapters (``training.pair``) the one is both together, by
     their mean where rows have weights of their own; ``global/`` and ``local/`` are the two, ``mix.safetensors``
-    how they are weighed.
+    how they are weighed. ``head_takes``: what is done to features before the head (``Method.head_takes``).
 
     Raises:
         KeyError, ValueError: ``w`` is not of this model.
@@ -51,14 +51,14 @@ def save_adapter(model: Model, w: Params, folder: Path | str) -> Path:
     else:
         _check(model, w)
         _save(dict(w), folder / WEIGHTS)
-    _about(model, folder)
+    _about(model, folder, head_takes)
     return folder
 
 
-def save(model: Model, w: Params, folder: Path | str) -> Path:
+def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
     """Write what a method ended with: the model's own tensors or a pair of adapters, else plain parts."""
     own = set(w) == set(model.names) or is_pair(w)
-    return (save_adapter if own else save_parts)(model, w, folder)
+    return save_adapter(model, w, folder, head_takes) if own else save_parts(model, w, folder)
 
 
 def save_parts(model: Model, w: Params, folder: Path | str) -> Path:
@@ -102,7 +102,7 @@ def load_adapter(model: Model, folder: Path | str) -> Params:
     return Params({name: saved[short[name]].to(tensor.dtype) for name, tensor in state.items()})
 
 
-def export(model: Model, w: Params, to: Target, out: Path | str) -> Path:
+def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str | None = None) -> Path:
     """Write the model with weights ``w`` into the folder ``out``, with the names of the classes and what prepares rows.
 
     Args:
@@ -111,6 +111,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str) -> Path:
         to: ``peft``: an adapter for ``PeftModel.from_pretrained``; ``hf``: the whole model, the adapter merged into it,
             for ``AutoModelFor....from_pretrained(out)``; ``torch``: the same tensors as safetensors, and a json.
         out: made where it does not exist.
+        head_takes: what is done to features before the head (``Method.head_takes``); ``fedfm.json`` says so.
 
     Raises:
         InputError: the model does not go into this form.
@@ -129,12 +130,20 @@ def export(model: Model, w: Params, to: Target, out: Path | str) -> Path:
     elif to == "hf":
         module = merged(model, w)
         if not hasattr(module, "save_pretrained"):
+            if model.task == "zero_shot":
+                other = "peft, whose adapter goes onto the CLIPModel, or torch" if _is_lora(model) else "torch"
+                raise InputError(f"--to hf: a zero-shot classifier is no class of transformers: use {other}")
             raise InputError(f"--to hf: {model.spec.name!r} is no transformers model: use torch")
+        if head_takes is not None:  # a folder that loads and predicts something else
+            raise InputError(
+                f"--to hf: this head takes {head_takes}, which no transformers model does: use `fedfm predict`, or "
+                "torch and do it yourself"
+            )
         with quiet():
             module.save_pretrained(str(_folder(out)))
     else:
         _save(merged(model, w).state_dict(), _folder(out) / WEIGHTS)
-        _about(model, Path(out))
+        _about(model, Path(out), head_takes)
     _save_tools(model, Path(out))
     return Path(out)
 
@@ -199,7 +208,7 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file({k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}, path, {"format": "pt"})
 
 
-def _about(model: Model, folder: Path) -> None:
+def _about(model: Model, folder: Path, head_takes: str | None = None) -> None:
     about: dict[str, Any] = {
         "model": model.spec.name,
         "task": model.task,
@@ -208,6 +217,8 @@ def _about(model: Model, folder: Path) -> None:
         "fingerprint": model.fingerprint,
         "names": list(model.names),
     }
+    if head_takes is not None:
+        about["head_takes"] = head_takes
     (folder / ABOUT).write_text(to_json(about, indent=2) + "\n", encoding="utf-8")
 
 

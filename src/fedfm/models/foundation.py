@@ -8,8 +8,10 @@ leading slice of every dimension.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,10 +94,14 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
     """
     tensors = {n: t for n, t in _tensors(model, foundation).items() if t.is_floating_point()}
     roles = _roles(model)
-    table, pieces = [], {}
-    for name, own in model.live().items():
-        line = _match(name, tuple(own.shape), tensors.get(_bare(name)), roles.get(name, "body"), identical)
-        table.append(line)
+    live = model.live()
+    lines = {
+        name: _match(name, tuple(own.shape), tensors.get(_bare(name)), roles.get(name, "body"), identical)
+        for name, own in live.items()
+    }
+    table, pieces = _whole_layers(lines, roles), {}
+    for line in table:
+        name, own = line.name, live[line.name]
         if line.region is not None:
             part = tensors[_bare(name)][tuple(slice(length) for length in line.region)]
             pieces[name] = Piece(line.region, part.to("cpu", own.dtype).contiguous())
@@ -128,6 +134,27 @@ def _match(name: str, shape: tuple[int, ...], source: Tensor | None, role: str, 
     return Match(name, shape, there, region, "leading slice")
 
 
+def _whole_layers(lines: Mapping[str, Match], roles: Mapping[str, str]) -> list[Match]:
+    """First and last layers mix as a whole or not at all: the bias of a layer that differs fits other weights."""
+    differ = {
+        (_layer(name), role): name
+        for name, line in lines.items()
+        if (role := roles.get(name, "body")) != "body" and line.source not in (None, line.shape)
+    }
+    table = []
+    for name, line in lines.items():
+        other = differ.get((_layer(name), roles.get(name, "body")))
+        if line.region is not None and other is not None:
+            why = f"of a layer whose {_bare(other).rpartition('.')[2]} has another shape: left out with it"
+            line = dataclasses.replace(line, region=None, why=why)
+        table.append(line)
+    return table
+
+
+def _layer(name: str) -> str:
+    return _bare(name).rpartition(".")[0]
+
+
 def _roles(model: Model) -> dict[str, str]:
     """Which trainable tensors are no body: labels, vocabulary, positions, input."""
     root: Any = unwrapped(model.module)
@@ -158,6 +185,31 @@ def _bare(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default", "")
 
 
+def check_place(foundation: str) -> None:
+    """Refuse what names no foundation model, before anything is loaded.
+
+    Raises:
+        InputError: no built-in name, no folder of a model, an adapter or a trained head, and no hub id.
+    """
+    folder = Path(foundation).expanduser()
+    trained = folder / "fedfm.json", folder / "model.safetensors"
+    if not (folder / "adapter_config.json").is_file() and not all(path.is_file() for path in trained):
+        from fedfm.models.load import locate
+
+        with _as_foundation():
+            locate(foundation)
+
+
+@contextlib.contextmanager
+def _as_foundation() -> Iterator[None]:
+    """What is said of model.name is said of the foundation model."""
+    try:
+        yield
+    except InputError as error:
+        text = str(error).replace("model.name: ", "", 1)
+        raise InputError(f"method.foundation: {text}") from None
+
+
 def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
     """The foundation model's tensors under the names that the federation's model has for them."""
     folder = Path(foundation).expanduser()
@@ -184,11 +236,8 @@ def _whole(model: Model, foundation: str) -> Mapping[str, Tensor]:
             f'method.foundation = "{foundation}": a head on feature vectors takes the folder of a trained head '
             "(fedfm.json and model.safetensors, as a run's adapter/)"
         )
-    try:
+    with _as_foundation():
         module, model_type = as_saved(foundation, kind or ("image" if model.tools.image else "text"), model.task)
-    except InputError as error:
-        text = str(error).replace("model.name: ", "", 1)
-        raise InputError(f"method.foundation: {text}") from None
     mine = getattr(getattr(own, "config", None), "model_type", "")
     if mine != model_type and (mine not in FAMILIES or FAMILIES.get(mine) is not FAMILIES.get(model_type)):
         raise InputError(

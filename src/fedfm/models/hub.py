@@ -18,17 +18,33 @@ from fedfm.models.quiet import quiet
 from fedfm.models.spec import ModelSpec
 
 _Parts = tuple[nn.Module, str, dict[str, Any], list[str], Tools]  # the fields of load.Loaded
+_TWO_HEADS = ("deit",)  # saved with the head of distillation beside the classifier, and their mean as the answer
 PROMPT = "a photo of a {}."  # Learning Transferable Visual Models (CLIP), Radford et al., section 3.1.4
 
 
-def pretrained(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], kind: str, task: str, seed: int) -> _Parts:
-    """The model for the task, with a new head for ``classes`` unless it is a language model."""
+def pretrained(
+    path: Path | str,
+    spec: ModelSpec,
+    classes: tuple[str, ...],
+    kind: str,
+    task: str,
+    seed: int,
+    *,
+    as_saved: bool = False,
+) -> _Parts:
+    """The model for the task, with a new head for ``classes`` unless it is a language model.
+
+    Args:
+        as_saved: of the class that wrote it, also where that has two heads.
+    """
     import transformers
 
     from fedfm.models.load import DTYPES
 
     with quiet():
         config = _config(path, spec)
+        if config.model_type in _TWO_HEADS and not as_saved:
+            config.architectures = []  # the class with one head, the first of those that transformers knows
         labels: dict[str, Any] = {}
         if task == "classification":
             labels = {"id2label": dict(enumerate(classes)), "label2id": {c: i for i, c in enumerate(classes)}}

@@ -94,7 +94,8 @@ def _opened(pictures: Any) -> Iterator[list[Any]]:
                 with Image.open(io.BytesIO(x) if isinstance(x, bytes) else x) as picture:
                     chunk.append(picture.convert("RGB"))
             except (OSError, UnidentifiedImageError) as error:
-                raise InputError(f"{Path(x)}: not a readable picture ({error})") from None
+                where = "a picture of the data" if isinstance(x, bytes) else Path(x)
+                raise InputError(f"{where}: not readable as a picture ({error})") from None
         yield chunk
 
 

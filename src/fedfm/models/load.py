@@ -283,7 +283,7 @@ def as_saved(name: str, kind: str, task: str) -> tuple[nn.Module, str]:
     from fedfm.models import hub
 
     classes = hub.labels(path, name) if task == "classification" else ()
-    loaded = Loaded(*hub.pretrained(path, spec, classes, kind, task, seed=0))
+    loaded = Loaded(*hub.pretrained(path, spec, classes, kind, task, seed=0, as_saved=True))
     return loaded.module, loaded.model_type
 
 

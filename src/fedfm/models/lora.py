@@ -81,12 +81,12 @@ def merged(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) 
     return Params(out)
 
 
-def first(w: Params, rank: int) -> Params:
+def first(w: Params, rank: int | None) -> Params:
     """The adapter of the first ``rank`` rows of A and columns of B, which at its own scale alpha / rank adds what they
     add in w: B becomes (rank / r) B. All else stays.
     """
     r, out = rank_of(w), dict(w)
-    if r is None or rank > r:
+    if r is None or rank is None or rank > r:
         raise ValueError(f"no first {rank} of an adapter of rank {r}")
     if rank == r:
         return w
@@ -157,6 +157,18 @@ def fit(local: Local, client: Client, w: Params) -> Params:
         return local(client, w)
     with scaled(client.model, rank):
         return cut(local(client, filled(w, client.model.layout)), w.layout)
+
+
+def go_on(local: Local, client: Client, w: Params, fresh: Params) -> Params:
+    """Local training that goes on from ``w``, whose LoRA may be wider than the model's: then what it adds stays as it
+    is, an adapter like that of ``fresh`` is trained beside it, and both are returned as one.
+    """
+    if rank_of(w) in (None, rank_of(fresh)):
+        return local(client, w)
+    alpha = alpha_of(client.model)
+    shift = factors(w, alpha)
+    with shifted(client.model, shift):
+        return merged(local(client, fresh.replace(w.only(rest(w)))), shift, alpha)
 
 
 @contextmanager

@@ -33,6 +33,11 @@ _SEEN = {
         "encrypted",
     ): "Clients received {h} of other clients as ciphertext: only a holder of the secret key can read it.",
 }
+_NEIGHBOURS = {
+    "add_remove": "data sets that differ by one row more or less",
+    "replace": "data sets that differ in one row, its label kept; the counts of classes are public",
+    "replace_any": "data sets that differ in one row and its label",
+}
 _ASKED = "query."  # travels so when the server sees each reply by design; "train." when it needs only a mean
 
 
@@ -112,10 +117,14 @@ def privacy(run: RunFiles) -> str:
         said = f"Spent: epsilon = {number(epsilon)}" + (f" at delta = {number(delta)}" if delta is not None else "")
         said += f", unit: {unit}." if unit else "."
     entries = [mapping(e) for e in sequence(ledger.get("entries"))]
+    if epsilon is not None:
+        relations = dict.fromkeys(str(e["relation"]) for e in entries if e.get("relation") in _NEIGHBOURS)
+        said += "".join(f" Neighbours: {_NEIGHBOURS[r]}." for r in relations)
+        said += "".join(f" Mind: {note}." for note in dict.fromkeys(str(e["note"]) for e in entries if e.get("note")))
     keys = list(dict.fromkeys(k for e in entries for k in e))
     rows = [[str(i), *(_plain(e.get(k)) for k in keys)] for i, e in enumerate(entries, start=1)]
     listing = table(["entry", *map(str, keys)], rows, "Ledger", words=range(1, len(keys) + 1)) if rows and keys else ""
-    return note(esc(said)) + (details(f"Ledger: {len(rows)} entries", listing) if listing else "")
+    return note(esc(said)) + (details(f"Ledger: {plural(len(rows), 'entry', 'entries')}", listing) if listing else "")
 
 
 def manifest(run: RunFiles) -> str:

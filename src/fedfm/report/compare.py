@@ -21,8 +21,9 @@ _HEAD = ("run", "method", "accuracy", "global", "local", "worst client", "spread
 def table(run_dirs: Sequence[Path]) -> str:
     """The runs as an aligned text table, one a line, in the order given.
 
-    Accuracies are fractions, ``spread`` is the standard deviation over the clients' accuracies. Where an accuracy
-    is not defined (a language model) the column ``perplexity`` is added, where a run is unfinished ``state``.
+    Accuracies are fractions, ``spread`` is the standard deviation over the clients' accuracies. Where one is
+    of a language model the column ``perplexity`` is added, where clients have losses alone ``local loss`` (their mean
+    on the clients' own test rows), where a run is unfinished ``state``.
 
     Raises:
         InputError: no run is given, or a file is missing or not what it should be.
@@ -44,9 +45,12 @@ def table(run_dirs: Sequence[Path]) -> str:
         for label, run, v in zip(labels(runs), runs, values, strict=True)
     ]
     head = list(_HEAD)
-    if any(run.value("accuracy") is None and run.value("perplexity") is not None for run in runs):
+    if any(run.value("perplexity") is not None for run in runs):
         head.append("perplexity")
         rows = [[*row, number(run.value("perplexity"))] for row, run in zip(rows, runs, strict=True)]
+        if any(run.value("local_loss") is not None for run in runs):
+            head.append("local loss")
+            rows = [[*row, number(run.value("local_loss"))] for row, run in zip(rows, runs, strict=True)]
     if not all(run.finished for run in runs):
         head.append("state")
         rows = [[*row, _state(run)] for row, run in zip(rows, runs, strict=True)]
@@ -178,9 +182,13 @@ def _unlike(names: Sequence[str], of: Sequence[object]) -> list[str]:
 
 
 def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
-    defined = any(r.values.get("accuracy") is not None for run in runs for r in run.rounds)
-    key, form = ("accuracy", percent) if defined else ("perplexity", number)
-    shown: Format = form
+    found = {k: [[r.values.get(k) is not None for r in run.rounds] for run in runs] for k in ("perplexity", "accuracy")}
+    # Clients' own models are judged on the global test rows at the end alone: their perplexity is no line.
+    language = all(sum(run) > 1 for run in found["perplexity"])
+    accurate = any(any(run) for run in found["accuracy"])
+    judged = any(r.values.get("local_loss") is not None for run in runs for r in run.rounds)
+    key = "perplexity" if language else "accuracy" if accurate else "local_loss" if judged else "perplexity"
+    shown: Format = percent if key == "accuracy" else number
     series = [
         Series(name, [(float(r.number), r.values.get(key)) for r in run.rounds], i % COLOURS + 1)
         for i, (run, name) in enumerate(zip(runs, names, strict=True))
@@ -190,13 +198,13 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
         return ""
     ends = [shown(s.points[-1][1]) for s in series]
     label = (
-        f"Lines of {key} per round. Last: "
+        f"Lines of {key.replace('_', ' ')} per round. Last: "
         + "; ".join(f"{s.name} {e}" for s, e in zip(series, ends, strict=True))
         + "."
     )
-    within = (0.0, 1.0) if defined else None
+    within = (0.0, 1.0) if key == "accuracy" else None
     draw = figure(lambda w: lines(w, series, label, shown, within=within))
-    return f"<h3>{key.capitalize()} by round</h3>" + legend(series, ends) + draw
+    return f"<h3>{key.replace('_', ' ').capitalize()} by round</h3>" + legend(series, ends) + draw
 
 
 def _ranges(runs: Sequence[RunFiles], names: list[str]) -> str:

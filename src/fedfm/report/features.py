@@ -21,8 +21,16 @@ def section(run: RunFiles) -> str:
 
 def _bytes(run: RunFiles, told: Any) -> str:
     rows = [
-        ["by equations (10) to (12)", size(numeric(told.get("formula_bytes")))],
-        ["really sent up, with headers", size(run.traffic_total("up"))],
+        [
+            "by equations (10) to (12)" if "components_used" in told else "sums of every class, without headers",
+            size(numeric(told.get("formula_bytes"))),
+        ],
+        [
+            "really sent up: also headers, labels and counts"
+            + (", and every client's head" if "chain_accuracy" in told else "")
+            + (", and what the bound or a count of errors takes" if {"bound", "verified_error"} & told.keys() else ""),
+            size(run.traffic_total("up")),
+        ],
     ]
     if "raw_feature_bytes" in told:
         rows.append(["the raw features would be", size(numeric(told.get("raw_feature_bytes")))])
@@ -47,11 +55,11 @@ def _bound(run: RunFiles, told: Any) -> str:
     if found:
         rows = [
             [
-                "our bound on the 0-1 loss (Theorem 4.2, corrected; smoothed features)",
+                "our bound on the 0-1 loss (Theorem 4.2, corrected; smoothed features, 95 % confidence)",
                 number(numeric(found.get("ours"))),
             ],
             ["the bound as printed", number(numeric(found.get("printed")))],
-            ["loss on fresh synthetic draws, 95 % upper limit", percent(numeric(found.get("synthetic_loss")))],
+            ["loss on fresh synthetic draws, 97.5 % upper limit", percent(numeric(found.get("synthetic_loss")))],
         ]
     if verified is not None:
         rows.append(["counted by the clients on their own training rows", percent(verified)])
@@ -83,11 +91,10 @@ def _noise(told: Any) -> str:
         return ""
     rows = [
         ["standard deviation of the noise on each sum", number(numeric(told.get("noise_std_of_sums")))],
-        [
-            "cells (client and class) that stand out of the noise",
-            f"{count(told['cells_kept'])} of {count(told['cells'])}",
-        ],
     ]
+    if "cells" in told:
+        cells = f"{count(told['cells_kept'])} of {count(told['cells'])}"
+        rows.append(["cells (client and class) that stand out of the noise", cells])
     if told.get("times_paper_noise") is not None:
         rows.append(["the paper's own noise is larger by a factor of", number(numeric(told["times_paper_noise"]))])
     return "<h3>Noise</h3>" + table(["private release", "value"], rows, "Noise")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedfm.report import account, audit, compare, features, sections, weights
 from fedfm.report.page import page, save
 from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
-from fedfm.report.text import NONE, count, duration, esc, number, percent, plural, size
+from fedfm.report.text import NONE, count, duration, esc, number, numbers, percent, plural, size
 
 
 def write(run_dir: Path, baselines: Sequence[Path] = ()) -> Path:
@@ -60,10 +61,11 @@ def _sentence(run: RunFiles) -> str:
     model = mapping(run.experiment.get("model")).get("name") or "a model"
     clients = len(run.client_accuracy) or len(run.manifest.get("clients") or ())
     said = f"<strong>{esc(run.method)}</strong> on {esc(model)} with {esc(_data(run))} at {plural(clients, 'client')}: "
-    if run.value("accuracy") is not None or run.value("perplexity") is None:
-        said += f"accuracy {percent(run.value('accuracy'))}"
-    else:
-        said += f"perplexity {number(run.value('perplexity'))}"
+    perplexity, accuracy = run.value("perplexity"), run.value("accuracy")
+    figures = [f"perplexity {number(perplexity)}"] if perplexity is not None else []
+    if accuracy is not None or perplexity is None:
+        figures.append(f"accuracy {percent(accuracy)}")
+    said += ", ".join(figures)
     if attackers := sequence(run.manifest.get("attackers")):
         attack = mapping(run.experiment.get("attack")).get("name")
         said += f" under attack ({esc(attack)}) by {esc(', '.join(map(str, attackers[:20])))}"
@@ -109,7 +111,15 @@ def _tiles(run: RunFiles) -> str:
         ("Sent", f"{size(run.traffic_total('up'))}", f"up; {size(run.traffic_total('down'))} down"),
         ("Epsilon", number(epsilon), "nothing is claimed" if epsilon is None else ""),
     ]
-    if run.value("accuracy") is None and run.value("perplexity") is not None:
-        tiles[0] = ("Perplexity", number(run.value("perplexity")), "on the global test rows")
+    if run.value("perplexity") is not None:  # what a language model is judged by first
+        first = ("Perplexity", number(run.value("perplexity")), "on the global test rows")
+        tiles = [first, *(tiles[1:] if run.value("accuracy") is None else [*tiles[:3], *tiles[4:]])]
+    if run.value("accuracy") is None and (losses := numbers(run.client_loss.values())):
+        worst = next(c for c, v in run.client_loss.items() if v == max(losses))
+        tiles[1:4] = [
+            ("Local loss", number(statistics.fmean(losses)), "mean of the clients"),
+            ("Worst client", number(max(losses)), worst),
+            ("Spread", number(statistics.pstdev(losses)), "of the loss, standard deviation over clients"),
+        ]
     cells = "".join(f"<div><dt>{esc(a)}</dt><dd>{esc(b)}</dd><dd>{esc(c)}</dd></div>" for a, b, c in tiles)
     return f'<dl class="tiles">{cells}</dl>'

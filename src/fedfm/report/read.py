@@ -22,16 +22,19 @@ class Round:
 
     Attributes:
         number: 0 before training, then 1, 2, ...
-        values: accuracy, global_accuracy, local_accuracy, loss, balanced_accuracy, macro_f1, perplexity, train_loss.
+        values: accuracy, global_accuracy, local_accuracy, loss, balanced_accuracy, macro_f1, perplexity, local_loss,
+            train_loss.
         seconds: of this round alone, although the file counts from the start of the run.
         bytes_up, bytes_down: of the method's own messages since the start of the run.
         clients: accuracy of each client on its own test rows; None where it has none.
+        losses: the same of the loss, where no accuracy is defined.
     """
 
     number: int
     seconds: float | None
     values: Mapping[str, float | None]
     clients: Mapping[str, float | None]
+    losses: Mapping[str, float | None]
     cohort: tuple[str, ...]
     excluded: tuple[tuple[str, str, str], ...]  # (client, code, reason)
     bytes_up: float
@@ -107,10 +110,14 @@ class RunFiles:
     @property
     def client_accuracy(self) -> Mapping[str, float | None]:
         """Each client's accuracy at the end; None where it has no test rows."""
-        final = mapping(self.result.get("client_accuracy"))
-        if final:
-            return {str(k): numeric(v) for k, v in final.items()}
-        return next((r.clients for r in reversed(self.rounds) if r.clients), {})
+        final = _by_client(self.result.get("client_accuracy"))
+        return final or next((r.clients for r in reversed(self.rounds) if r.clients), {})
+
+    @property
+    def client_loss(self) -> Mapping[str, float | None]:
+        """Each client's loss at the end, where no accuracy is defined; None where it has no test rows."""
+        final = _by_client(mapping(self.result.get("details")).get("client_loss"))
+        return final or next((r.losses for r in reversed(self.rounds) if r.losses), {})
 
     @property
     def measured(self) -> list[float]:
@@ -225,6 +232,10 @@ def _lines(path: Path, finished: bool) -> Iterator[Mapping[str, Any]]:
             yield value
 
 
+def _by_client(found: Any) -> dict[str, float | None]:
+    return {str(k): numeric(v) for k, v in mapping(found).items()}
+
+
 _VALUES = ("accuracy", "global_accuracy", "local_accuracy", "loss", "balanced_accuracy", "macro_f1", "perplexity")
 
 
@@ -233,8 +244,9 @@ def _round(line: Mapping[str, Any]) -> Round:
     return Round(
         number=int(_whole(line.get("round"))),
         seconds=numeric(line.get("seconds")),
-        values={name: numeric(line.get(name)) for name in (*_VALUES, "train_loss")},
-        clients={str(k): numeric(v) for k, v in mapping(line.get("client_accuracy")).items()},
+        values={name: numeric(line.get(name)) for name in (*_VALUES, "local_loss", "train_loss")},
+        clients=_by_client(line.get("client_accuracy")),
+        losses=_by_client(line.get("client_loss")),
         cohort=tuple(str(c) for c in sequence(line.get("cohort"))),
         excluded=tuple((str(e.get("client", "")), str(e.get("code", "")), str(e.get("reason", ""))) for e in left_out),
         bytes_up=_whole(line.get("bytes_up")),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from fedfm.report.page import details, figure, legend, note, swatches, table
@@ -30,6 +31,8 @@ def curves(run: RunFiles) -> str:
             "<h3>Perplexity</h3>" * bool(out) + _plot(rounds, {"perplexity": "perplexity, global test rows"}, number)
         )
     losses = {"loss": "loss, global test rows", "train_loss": "training loss, mean of the cohort"}
+    if not _any(rounds, "accuracy"):
+        losses["local_loss"] = "loss, mean of the clients on their own test rows"
     losses = {k: v for k, v in losses.items() if _any(rounds, k)}
     if losses:
         out.append("<h3>Loss</h3>" * bool(out) + _plot(rounds, losses, number))
@@ -87,8 +90,12 @@ def _numbers(rounds: tuple[Round, ...]) -> str:
 
 
 def clients(run: RunFiles) -> str:
-    """Each client's accuracy at the end, best first; those without test rows last."""
+    """Each client's accuracy at the end, or loss where no accuracy is defined, best first; those without test rows
+    last.
+    """
     final = run.client_accuracy
+    if numbers(run.client_loss.values()):
+        return _losses(run, run.client_loss)
     if not final:
         return note("No accuracy per client was measured.")
     if run.experiment.get("privacy") and not run.measured:
@@ -105,12 +112,47 @@ def clients(run: RunFiles) -> str:
     if silent:
         said += f". {count(silent)} without test rows, left out of means"
     drawn = rows if len(rows) <= MOST_BARS else _grouped([r for r in rows if finite(r.value)])
-    many = "Sorted and gathered into groups of neighbours; a bar is a group's mean." if drawn is not rows else ""
+    many = _GATHERED if drawn is not rows else ""
     line = (mean, f"mean {percent(mean)}") if mean is not None else None
     body = figure(lambda w: bars(w, drawn, f"Bars. {said}.", 1.0, line))
     listing = table(["client", "accuracy"], [[r.label, r.text] for r in rows], "Accuracy per client")
     both = _before_and_after(run, order)
     return note(f"{esc(said)}. {many}") + body + (both or details("All clients", listing))
+
+
+def _losses(run: RunFiles, final: Mapping[str, float | None]) -> str:
+    order = sorted(final, key=lambda c: (sound(final[c], math.inf), c))
+    rows = [Bar(c, final[c], "no test rows" if final[c] is None else number(final[c])) for c in order]
+    seen = numbers(final.values())
+    mean, silent = statistics.fmean(seen), sum(1 for v in final.values() if v is None)
+    said = (
+        f"{plural(len(final), 'client')}, each model on the client's own test rows, of which no accuracy is defined: "
+    )
+    said += f"mean loss {number(mean)}, worst {number(max(seen))}, best {number(min(seen))}; less is better"
+    said += f". {count(silent)} without test rows, left out of means" if silent else ""
+    drawn = rows if len(rows) <= MOST_BARS else _grouped([r for r in rows if finite(r.value)], number)
+    body = figure(lambda w: bars(w, drawn, f"Bars. {said}.", max(seen), (mean, f"mean {number(mean)}")))
+    body += details("All clients", table(["client", "loss"], [[r.label, r.text] for r in rows], "Loss per client"))
+    told = mapping(mapping(run.result.get("details")).get("server_client_loss"))
+    before = {str(c): numeric(v) for c, v in told.items()}
+    if numbers(before.values()):
+        pairs = [(c, before.get(c), final[c]) for c in order]
+        gains = [b - a for _, a, b in pairs if a is not None and b is not None and finite(a) and finite(b)]
+        head = ["client", "theta_bar_i (server's)", "theta_i (after the pass)"]
+        both = table(head, [[c, number(a), number(b)] for c, a, b in pairs], "Losses before and after")
+        moved = f"the mean loss by {statistics.fmean(gains):+.3f}" if gains else ""
+        body += _ABOUT_BOTH + note(esc(_said_of_both(moved))) + both
+    return note(f"{esc(said)}. {_GATHERED if drawn is not rows else ''}") + body
+
+
+_GATHERED = "Sorted and gathered into groups of neighbours; a bar is a group's mean."
+_ABOUT_BOTH = "<h3>Before and after the last local pass</h3>"
+
+
+def _said_of_both(moved: str) -> str:
+    said = "theta_bar_i is what the server had made for client i, theta_i what the client made of it in its last local "
+    said += "pass; both on the client's own test rows. Read the first column for what learning from others gave: the "
+    return f"{said}last local pass alone can explain a gain" + (f" (here it moves {moved})." if moved else ".")
 
 
 def _before_and_after(run: RunFiles, order: Sequence[str]) -> str:
@@ -126,20 +168,17 @@ def _before_and_after(run: RunFiles, order: Sequence[str]) -> str:
         gains += [] if gain is None else [gain]
         rows.append([c, percent(a), percent(b), "" if gain is None else f"{100 * gain:+.1f}"])
     mean = statistics.fmean(gains) if gains else None
-    said = "theta_bar_i is what the server had made for client i, theta_i what the client made of it in its last local "
-    said += "pass; both on the client's own test rows. Read the first column for what learning from others gave: the "
-    said += "last local pass alone can explain a gain"
-    said += f" (here it moves the mean by {100 * mean:+.1f} points)." if mean is not None else "."
+    moved = f"the mean by {100 * mean:+.1f} points" if mean is not None else ""
     head = ["client", "theta_bar_i (server's)", "theta_i (after the pass)", "points"]
-    return "<h3>Before and after the last local pass</h3>" + note(esc(said)) + table(head, rows, "Before and after")
+    return _ABOUT_BOTH + note(esc(_said_of_both(moved))) + table(head, rows, "Before and after")
 
 
-def _grouped(rows: list[Bar]) -> list[Bar]:
+def _grouped(rows: list[Bar], form: Format = percent) -> list[Bar]:
     parts = _chunks(rows, 25)
     means = [statistics.fmean(r.value or 0.0 for r in part) for part in parts]
     names = [f"{a + 1} to {a + len(p)}" for a, p in zip(_starts(parts), parts, strict=True)]
     return [
-        Bar(n, m, percent(m), f"Places {n}: {percent(p[-1].value)} to {percent(p[0].value)}")
+        Bar(n, m, form(m), f"Places {n}: {form(p[-1].value)} to {form(p[0].value)}")
         for n, m, p in zip(names, means, parts, strict=True)
     ]
 

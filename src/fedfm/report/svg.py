@@ -77,7 +77,7 @@ def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> list[f
 def domain(values: Sequence[float], within: tuple[float, float] | None = None) -> tuple[float, float]:
     """A range with round ends that holds the values with some air, inside ``within`` if given."""
     low, high = min(values), max(values)
-    air = max((high - low) * 0.06, abs(high) * 0.01, 1e-3 if within else 1e-9)
+    air = max((high - low) * 0.06, abs(high) * 0.01, 1e-2 if within else 1e-9)  # shares are labelled to 0.1 %
     low, high = low - air, high + air
     if within:
         low, high = max(low, within[0]), min(high, within[1])

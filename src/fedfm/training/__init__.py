@@ -111,10 +111,10 @@ class Local:
     def validate(self, where: str) -> None:
         """Refuse values that make no sense, naming the key."""
         for key, ok, right in (
-            ("learning_rate", self.learning_rate > 0, "a number above 0"),
+            ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
             ("epochs", self.epochs >= 1, "a whole number of at least 1"),
             ("batch_size", self.batch_size >= 1, "a whole number of at least 1"),
-            ("weight_decay", self.weight_decay >= 0, "a number of at least 0"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number of at least 0"),
         ):
             if not ok:
                 raise InputError(f"{where}.{key} = {getattr(self, key)}: expected {right}")

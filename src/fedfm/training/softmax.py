@@ -7,6 +7,7 @@ without it gradient methods under-train a head on unit-norm features by tens of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,11 +39,11 @@ class HeadSpec:
         """Refuse values that make no sense, naming the key."""
         if self.optimizer not in ("lbfgs", "adam"):
             raise InputError(f'{where}.optimizer = "{self.optimizer}": expected "lbfgs" or "adam"')
-        if not self.l2 >= 0:
-            raise InputError(f"{where}.l2 = {self.l2}: expected a number of at least 0")
+        if not 0 <= self.l2 < math.inf:
+            raise InputError(f"{where}.l2 = {self.l2}: expected a finite number of at least 0")
         for key in ("iterations", "learning_rate", "epochs", "batch_size"):
-            if not getattr(self, key) > 0:
-                raise InputError(f"{where}.{key} = {getattr(self, key)}: expected a number above 0")
+            if not 0 < getattr(self, key) < math.inf:
+                raise InputError(f"{where}.{key} = {getattr(self, key)}: expected a finite number above 0")
 
 
 def fit(blocks: Blocks, classes: int, dim: int, spec: HeadSpec = HeadSpec(), seed: int = 0) -> tuple[Tensor, Tensor]:

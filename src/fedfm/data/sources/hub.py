@@ -93,7 +93,11 @@ def _load(hub: str) -> Any:
 
     folder = Path(hub).expanduser()
     try:
-        if folder.is_dir():
+        here = folder.is_dir()
+    except OSError:  # no name of a folder: too long
+        here = False
+    try:
+        if here:
             return datasets.load_from_disk(str(folder))
         if hub.startswith(("/", ".", "~")) or "\\" in hub or not hub.strip():
             existing(folder, "data.hub")
@@ -103,9 +107,7 @@ def _load(hub: str) -> Any:
         raise
     except Exception as error:  # the library raises its own, the network's and the file system's errors
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        right = (
-            "a folder written by save_to_disk" if folder.is_dir() else 'a data set id, "id:configuration", or a folder'
-        )
+        right = "a folder written by save_to_disk" if here else 'a data set id, "id:configuration", or a folder'
         raise InputError(f'data.hub: "{hub}" cannot be loaded ({why}); expected {right}') from None
 
 

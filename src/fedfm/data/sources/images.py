@@ -22,6 +22,7 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # Pillow's modes of 16- and 32-bit grey
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "validation", "valid", "dev"), "val"),
@@ -100,9 +101,11 @@ def opens(item: str | bytes) -> str | None:
         with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
             if picture.format == "PNG":
                 picture.verify()  # checks the sums of all chunks, which is quicker than decoding
-            else:
+            elif picture.mode not in WIDE:
                 picture.draft("L", (8, 8))  # JPEG: reads the whole file, decodes an eighth
                 picture.load()
+            if picture.mode in WIDE:
+                return f"its pixels are wider than 8 bits ({picture.mode}), of which Pillow would cut all above 255"
     except Exception as error:  # Pillow's plugins raise whatever the bytes make them raise
         return (
             "not a picture that can be read" if "cannot identify" in str(error) else str(error).strip() or repr(error)
@@ -115,7 +118,9 @@ def _check(files: Sequence[Path]) -> None:
         wrong = [(f, why) for f, why in zip(files, pool.map(opens, map(str, files)), strict=True) if why]
     if wrong:
         more = f" ({len(wrong) - 1} more files are like it)" if len(wrong) > 1 else ""
-        raise InputError(f"{wrong[0][0]}: {wrong[0][1]}{more}: replace the file, or remove it")
+        wide = "8 bits" in wrong[0][1]
+        right = "save it with 8 bits a channel" if wide else "replace the file, or remove it"
+        raise InputError(f"{wrong[0][0]}: {wrong[0][1]}{more}: {right}")
 
 
 def _visible(folder: Path) -> list[Path]:
