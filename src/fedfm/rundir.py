@@ -303,7 +303,9 @@ class Run:
         return self._folder / f"round-{t:06d}.safetensors"
 
     def _checkpoints(self) -> list[Path]:
-        return sorted(self._folder.glob("round-*.safetensors"))
+        """In order of rounds; earlier releases had all of them in ``checkpoint/``."""
+        folders = {self.path / "checkpoint", self._folder}
+        return sorted((path for folder in folders for path in folder.glob("round-*.safetensors")), key=lambda p: p.name)
 
     def _append(self, name: str, text: str) -> int:
         path = self.path / name
