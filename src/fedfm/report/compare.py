@@ -112,11 +112,15 @@ def section(runs: Sequence[RunFiles]) -> str:
             size(run.traffic_total("up")),
             size(run.traffic_total("down")),
             duration(run.seconds),
-            _state(run),
         ]
         for i, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
-    head = ["run", *figures, "up", "down", "time", "state"]
+    head = ["run", *figures, "up", "down", "time"]
+    words: tuple[int, ...] = ()
+    if not all(run.finished for run in runs):
+        words = (len(head),)
+        head.append("state")
+        rows = [[*row, _state(run)] for row, run in zip(rows, runs, strict=True)]
     meanings = {
         "perplexity": "Perplexity: on the global test rows.",
         "local loss": "Local loss: mean of the clients on their own test rows.",
@@ -127,7 +131,7 @@ def section(runs: Sequence[RunFiles]) -> str:
     meaning = note(" ".join(text for column, text in meanings.items() if column in figures))
     return (
         warning
-        + html_table(head, rows, "Runs compared", words=(len(head) - 1,))
+        + html_table(head, rows, "Runs compared", words=words)
         + meaning
         + frontier.section(runs, names)
         + _curves(runs, names)
