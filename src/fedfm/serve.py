@@ -59,6 +59,11 @@ class Server:
         else:
             run.into(fed, record)
             state, t = record["state"], record["round"]
+            if t < method.rounds and method.keeps_foundation and not (kept := run.path / "private" / "server").is_dir():
+                raise RunError(
+                    f"{kept} is gone, and with it the key that this run began with: another would release the "
+                    "foundation model a second time. Put the folder back"
+                )
         self._progress.started(run, method.rounds, t)
         if t not in {line["round"] for line in run.metrics()}:
             self._evaluate(t, state, last=t == method.rounds)

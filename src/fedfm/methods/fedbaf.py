@@ -62,6 +62,7 @@ class FedBaF(Around):
 
     def init(self, fed: Federation) -> Any:
         self.matching(fed)  # what does not match is refused before the first round
+        self.key(fed)  # from the start: a run that goes on without it is seen
         return self.base.init(fed)  # line 1: w_0 is random, never w_pre
 
     def step(self, fed: Federation, state: Any, t: int) -> Any:
