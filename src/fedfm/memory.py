@@ -27,13 +27,18 @@ def secret(root: Path, client: str, name: str) -> bytes:
 
     Not versioned: a round that is asked again after a crash must release the same noise, not a second sample of it.
     """
-    path = root / store.safe_name(client) / f"{name}.secret"
+    path = secret_file(root, client, name)
     try:
         return path.read_bytes()
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
         store.write_atomic(path, entropy(32), 0o600)
         return path.read_bytes()
+
+
+def secret_file(root: Path, client: str, name: str) -> Path:
+    """Where :func:`secret` keeps it."""
+    return root / store.safe_name(client) / f"{name}.secret"
 
 
 def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:

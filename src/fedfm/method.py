@@ -34,11 +34,14 @@ class Method(ABC, Generic[S]):
         means, asks: names of the client halves that its rounds call, by ``fed.mean`` and by ``fed.ask``. Robust
             aggregation needs a mean, an [attack] something that is called, secure aggregation that nothing is asked.
             A contract test compares them with what crosses.
+        secrets: what it asks of ``fed.secret``, by name. They are drawn when the run begins; a resumed run that has
+            lost one is refused, since another draw would be a second release. The contract test compares these, too.
     """
 
     rounds: int
     own_models: ClassVar[bool] = False
     adaptation: ClassVar[str] = "lora"
+    secrets: ClassVar[tuple[str, ...]] = ()
     keeps_foundation: ClassVar[bool] = False  # no message carries its foundation model: a contract test listens
     adaptations: ClassVar[tuple[str, ...]] = ()  # the only ones that it takes; empty: all
     means: ClassVar[tuple[str, ...]] = ()  # the server takes the mean of their updates

@@ -14,6 +14,7 @@ from fedfm import store, wire
 from fedfm.conform import nonfinite
 from fedfm.errors import RunError
 from fedfm.federation import ClientId, Federation, each
+from fedfm.memory import secret_file
 from fedfm.method import Method
 from fedfm.params import Params, sha256_of
 from fedfm.rundir import Run
@@ -55,15 +56,14 @@ class Server:
             self._progress.notice(notice)
         if record is None:
             fed.begin(0)
+            for name in method.secrets:
+                fed.secret(name)  # from the start: a run that goes on without it is seen
             state, t = self._commit(0, method.init(fed)), 0
         else:
             run.into(fed, record)
             state, t = record["state"], record["round"]
-            if t < method.rounds and method.keeps_foundation and not (kept := run.path / "private" / "server").is_dir():
-                raise RunError(
-                    f"{kept} is gone, and with it the key that this run began with: another would release the "
-                    "foundation model a second time. Put the folder back"
-                )
+            if t < method.rounds:
+                self._has_secrets()
         self._progress.started(run, method.rounds, t)
         if t not in {line["round"] for line in run.metrics()}:
             self._evaluate(t, state, last=t == method.rounds)
@@ -76,6 +76,19 @@ class Server:
             state = self._commit(t, state)
             self._evaluate(t, state, last=t == method.rounds)
         return self._finish(t, state)
+
+    def _has_secrets(self) -> None:
+        """What the server drew when the run began is there: another draw would be a second release.
+
+        Raises:
+            RunError: with the file that is gone.
+        """
+        for name in self.method.secrets:
+            if not (path := secret_file(self.run.path / "private", "server", name)).is_file():
+                raise RunError(
+                    f"{path} is gone: this run began with it, and with another it would release a second time what it "
+                    "protects. Put the file back"
+                )
 
     def _commit(self, t: int, state: Any) -> Any:
         """Round t is done; the state to go on with. A large one is that of the checkpoint, mapped from its file.

@@ -171,11 +171,11 @@ def test_a_run_that_lost_its_key_does_not_go_on_with_another(tmp_path):
         fedfm.run(tables(tmp_path), run, progress=_Stop())
     key = (run / "private/server/alpha.secret").read_bytes()
     (run / "private/server/alpha.secret").unlink()
-    with pytest.raises(RunError, match="a second time: put the file back"):
+    with pytest.raises(RunError, match="Put the file back"):
         fedfm.resume(run)
     (run / "private/server/alpha.secret").write_bytes(key)
     (run / "private/server").rename(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match="Put the folder back"):
+    with pytest.raises(RunError, match="Put the file back"):
         fedfm.resume(run)
     (tmp_path / "elsewhere").rename(run / "private/server")
     assert fedfm.resume(run)["rounds"] == 3

@@ -43,6 +43,7 @@ class FedBaF(Around):
     """
 
     keeps_foundation: ClassVar[bool] = True
+    secrets: ClassVar[tuple[str, ...]] = ("alpha",)
 
     psi: float = field(default=1.0, metadata={"help": "strength of the pull; 0 is the base method"})
     cap: str = field(
@@ -62,7 +63,6 @@ class FedBaF(Around):
 
     def init(self, fed: Federation) -> Any:
         self.matching(fed)  # what does not match is refused before the first round
-        self.key(fed)  # from the start: a run that goes on without it is seen
         return self.base.init(fed)  # line 1: w_0 is random, never w_pre
 
     def step(self, fed: Federation, state: Any, t: int) -> Any:
@@ -103,7 +103,7 @@ class FedBaF(Around):
 
         The draw is a function of a key and of t: a resumed run repeats it, and gives no second release.
         """
-        key, scale = self.key(fed), self.psi * tau
+        key, scale = fed.secret("alpha"), self.psi * tau
         if self.harden == "per_tensor":
             return {name: scale * (1 + _uniform(key, t, name)) for name in pre}
         if self.harden == "half":
@@ -120,27 +120,12 @@ class FedBaF(Around):
             }
         return scale * (1 + _uniform(key, t, ""))
 
-    def key(self, fed: Federation) -> bytes:
-        """The server's, the same for the whole run.
-
-        Raises:
-            RunError: it was lost and another drawn, which would release the foundation model a second time.
-        """
-        key = fed.secret("alpha")
-        mark = hmac.new(key, b"mark", hashlib.sha256).hexdigest()
-        if fed.memory.setdefault("key", mark) != mark:
-            raise RunError(
-                f"round {fed.round}: private/server/alpha.secret is not the key that this run began with, and another "
-                "would release the foundation model a second time: put the file back"
-            )
-        return key
-
     def w_pre(self, fed: Federation, t: int) -> Mapping[str, Piece]:
         """The foundation model's matched entries; with noise if so asked, drawn once or at every round."""
         pieces = self.matching(fed).pieces
         if self.harden not in ("noise_once", "noise_afresh"):
             return pieces
-        key = self.key(fed)
+        key = fed.secret("alpha")
         if self.harden == "noise_once" and key in self._noised:
             return self._noised[key]
         from fedfm.privacy.noise import gaussian

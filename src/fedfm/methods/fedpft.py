@@ -258,6 +258,11 @@ class FedPFT(Method[State]):
         return ("sums",) if self.pooled and self.privacy is not None else ()
 
     @property
+    def secrets(self) -> tuple[str, ...]:  # type: ignore[override]
+        """With one noise for the federation: its key."""
+        return ("noise",) if self.means else ()
+
+    @property
     def asks(self) -> tuple[str, ...]:  # type: ignore[override]
         """What each client's mixtures travel by; with ``verify`` a second message."""
         if self.means:
