@@ -38,7 +38,7 @@ from fedfm.methods.scaffold import Scaffold
 from fedfm.methods.weight_init import WeightInit
 from fedfm.models.wrap import wrap
 from fedfm.population import Partitioned
-from fedfm.serve import single_thread
+from fedfm.threads import torch_threads
 from fedfm.training import SGD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,7 +171,7 @@ def table(quick: bool, only: list[str] | None) -> dict[str, Any]:
     """All runs, or these."""
     chosen = dict(list(VARIANTS.items())[:2]) if quick else VARIANTS
     out: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name, single_thread():
+    with tempfile.TemporaryDirectory() as name, torch_threads(1):
         folder = Path(name)
         data = rows(folder)
         for seed in SEEDS[:1] if quick else SEEDS:

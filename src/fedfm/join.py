@@ -16,8 +16,8 @@ from fedfm.models.export import save_adapter
 from fedfm.params import Params
 from fedfm.population import Partitioned
 from fedfm.rundir import Run
-from fedfm.serve import single_thread
 from fedfm.silo import Silos
+from fedfm.threads import torch_threads
 
 NAME = "newcomer"
 
@@ -48,7 +48,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     method, name = experiment.method, _free(run, client)
     if not Path(data).exists():
         raise InputError(f"{data}: no such file or folder; join takes the newcomer's rows")
-    with single_thread(), run.lock(), tempfile.TemporaryDirectory() as memory:
+    with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
         population = populate(Silo(name, str(Path(data).resolve())), experiment, run.manifest["model"]["classes"])
         _same(run, population, data)
         model, rows = population.model, population.data(name)

@@ -13,9 +13,13 @@ number of threads: blocks are fixed, each is computed by one thread, and sums ar
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Semaphore, local
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,14 +29,16 @@ from torch import Tensor
 
 from fedfm.params import Layout, Params
 from fedfm.spill import room, stored
-from fedfm.threads import one_thread
+from fedfm.threads import one_thread, torch_threads
 
 INNER = 512  # entries that one float32 product sums: the rounding of 10^6 such sums cancels out
+LOOP = 1 << 18  # entries side by side from which a compiled loop puts them there
 LONG = 1 << 16  # of a layer: fewer sums do not cancel well enough for 1e-7, and are cheap to make in float64
 BLOCK = 8192  # columns side by side, at least
 MOST = 1 << 15  # columns: torch widens so many on one thread, and longer pieces of files cost hardly less
 ENTRIES = 1 << 18  # side by side, of few vectors: what the caches hold
 STRETCH = 1 << 18  # columns whose sum one thread makes
+WIDE = 1024  # columns of a product that MKL computes to the same bits wherever in memory they lie; of one it does not
 SHORT = 10**8  # multiplications that take less time than threads to start
 WINDOWS = 1 << 29  # bytes of files that all threads hold at most: shorter pieces cost more calls and waits
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
@@ -115,13 +121,14 @@ def mix(
 ) -> list[Params]:
     """Onto_i + sum_k weights[l, i, k] x_k for every row i, layer by layer: FedBip, Algorithm 1, lines 8 to 17.
 
-    Sums run in float32 (float64 for float64 entries), and ``onto`` is added to them last.
+    Sums run in float32 (float64 for float64 entries). An ``onto`` that is one vector for all is a term of them, others
+    are added last.
 
     Args:
         weights: (L, M, K).
         vectors: K of one layout; read once.
         layers: as :func:`gram` takes them.
-        onto: M of the same layout; the sums alone where None.
+        onto: M of the same layout, or one of them M times; the sums alone where None.
         threads: as :func:`gram` takes them.
         most: bytes of results up to which they lie in memory, as :func:`fedfm.spill.room` takes it.
 
@@ -159,10 +166,14 @@ def mix(
     if not made:
         return []
     runs = [_merged(layout, names) for names in checked]
+    if onto is not None and all(x is onto[0] for x in onto):  # one more term of each sum, not one more pass
+        weights = np.concatenate([weights, np.ones((len(weights), count, 1))], axis=2)
+        vectors, onto = [*vectors, onto[0]], None
     rows, targets, added = _rows(vectors), _rows(made), None if onto is None else _rows(onto)
     files = _in_files(rows, targets, added or {})
     plan = _plan(runs, max(count, len(vectors)), files, wide=[False] * len(runs), threads=threads)
-    for _ in _in_order(lambda s, desk: _mix(s, weights[s.layer], rows, added, targets, desk), plan):
+    matrices = {dtype: _matrix(of) for dtype, of in targets.items()}
+    for _ in _in_order(lambda s, desk: _mix(s, weights[s.layer], rows, added, targets, matrices, desk), plan):
         pass
     for i, new in enumerate(made):
         for dtype, start, stop in rest:
@@ -221,21 +232,53 @@ def _sums(stretch: Stretch, rows: Rows, desk: Desk, count: int) -> np.ndarray:
     return total
 
 
-def _mix(stretch: Stretch, weights: np.ndarray, rows: Rows, added: Rows | None, targets: Rows, desk: Desk) -> None:
+def _mix(
+    stretch: Stretch,
+    weights: np.ndarray,
+    rows: Rows,
+    added: Rows | None,
+    targets: Rows,
+    matrices: Mapping[torch.dtype, np.ndarray | None],
+    desk: Desk,
+) -> None:
     """Write onto + weights x over the stretch into the targets."""
     weights = weights.astype(stretch.dtype)  # (M, K)
-    buffer = desk.buffer("y", stretch, len(weights))
     for runs, x in _windows(stretch, rows, desk.buffer("x", stretch, weights.shape[1])):
-        y = buffer[:, : x.shape[1]]  # (M, n)
+        dtype, start, stop = runs[0]
+        matrix = matrices[dtype]
+        if direct := matrix is not None and len(runs) == 1 and matrix.dtype == stretch.dtype:
+            y = matrix[:, start:stop]  # (M, n), the targets themselves
+        else:
+            y = desk.buffer("y", stretch, len(weights))[:, : x.shape[1]]
         with desk.turn:
             for x_n, y_n in zip(_blocks(stretch, x), _blocks(stretch, y), strict=True):
-                np.matmul(weights, x_n, out=y_n)
+                _product(weights, x_n, y_n)
+        if direct and added is None:
+            continue
         at = 0
         for dtype, start, stop in runs:
             here = slice(at, at + stop - start)
             at = here.stop
             for i, row in enumerate(y[:, here]):
                 targets[dtype][i].put(start, row, added and added[dtype][i].part(start, stop))
+
+
+def _product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """Out = a b, of matrices whose rows are contiguous."""
+    if _intel() and out.shape[1] >= WIDE:
+        torch.mm(torch.from_numpy(a), torch.from_numpy(b), out=torch.from_numpy(out))
+    else:
+        np.matmul(a, b, out=out)
+
+
+@functools.cache
+def _intel() -> bool:
+    """Whether torch's library, MKL, multiplies these shapes faster than NumPy's, OpenBLAS: on Intel's processors by a
+    tenth, on others the reverse by a fifth. Named and not timed, so that a machine's bits stay the same.
+    """
+    cpus = Path("/proc/cpuinfo")
+    name = cpus.read_text() if cpus.exists() else platform.processor()
+    return "GenuineIntel" in name and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
 def _windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Run], np.ndarray]]:
@@ -245,9 +288,21 @@ def _windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple
         for dtype, start, stop in runs:
             here = slice(at, at + stop - start)
             at = here.stop
-            for into, x in zip(buffer[:, here], rows[dtype], strict=True):
-                x.copy(start, stop, into)
+            _beside(rows[dtype], start, stop, buffer[:, here])
         yield runs, buffer[:, :at]
+
+
+def _beside(rows: Sequence[Row], start: int, stop: int, into: np.ndarray) -> None:
+    """These entries of all vectors, as the rows of ``into`` (K, n)."""
+    done = 0
+    if into.size >= LOOP and into.dtype == np.float32 and all(addresses := [row.address for row in rows]):
+        from fedfm import passes
+
+        done = into.shape[1] // 16 * 16
+        passes.beside(into[:, :done], np.array(addresses), start)
+    if start + done < stop:
+        for row, x in zip(into[:, done:], rows, strict=True):
+            x.copy(start + done, stop, row)
 
 
 def _blocks(stretch: Stretch, window: np.ndarray) -> Iterator[np.ndarray]:
@@ -276,11 +331,16 @@ class Desk(local):
 
 
 class Row:
-    """The flat vector of one dtype, in memory or in a file: of NumPy where it has the dtype."""
+    """The flat vector of one dtype, in memory or in a file: of NumPy where it has the dtype.
+
+    Attributes:
+        address: of float32 numbers in memory; 0 of others.
+    """
 
     def __init__(self, flat: Tensor) -> None:
         self.flat: Any = flat.numpy() if flat.dtype in NATIVE else flat
         self.file = stored(flat)
+        self.address = flat.data_ptr() if flat.dtype == torch.float32 and self.file is None else 0
 
     def part(self, start: int, stop: int) -> Any:
         """These entries: a view, or a copy of what is in the file."""
@@ -328,6 +388,18 @@ def _rows(vectors: Sequence[Params]) -> Rows:
     return {d: [Row(x.flats[d]) for x in vectors] for d in dtypes}
 
 
+def _matrix(rows: Sequence[Row]) -> np.ndarray | None:
+    """The vectors as the rows of one matrix, (M, P), where they lie in memory at equal steps."""
+    flats = [row.flat for row in rows]
+    if not all(isinstance(x, np.ndarray) and row.file is None for x, row in zip(flats, rows, strict=True)):
+        return None
+    steps = {y.ctypes.data - x.ctypes.data for x, y in itertools.pairwise(flats)} or {flats[0].nbytes}
+    if len(steps) > 1 or (step := steps.pop()) < flats[0].nbytes:
+        return None
+    shape = len(flats), len(flats[0])
+    return np.lib.stride_tricks.as_strided(flats[0], shape, (step, flats[0].itemsize))
+
+
 def _in_files(*several: Rows) -> bool:
     return any(row.file is not None for rows in several for of in rows.values() for row in of)
 
@@ -356,11 +428,11 @@ def _in_order(function: Callable[[Stretch, Desk], R], plan: Plan) -> Iterator[tu
         with np.errstate(all="ignore"):  # a vector that is not finite shows in what it gives
             return function(stretch, desk)
 
-    with one_thread():
+    with one_thread(), torch_threads(1):
         if threads <= 1:
             yield from zip(stretches, map(quiet, stretches), strict=True)
         else:
-            with ThreadPoolExecutor(threads) as pool:
+            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
                 yield from zip(stretches, pool.map(quiet, stretches), strict=True)
 
 

@@ -37,6 +37,7 @@ from fedfm.params import Params, sha256_of
 from fedfm.progress import EpochProgress
 from fedfm.rows import Batch, Rows
 from fedfm.tables import build, plain, read, refuse_unknown
+from fedfm.threads import torch_threads
 from fedfm.training import SGD, Local, Proximal
 from fedfm.training.loop import Flat, flat_of
 from fedfm.training.rules import Rule
@@ -237,7 +238,7 @@ class _Work:
         if self.state["result"] is not None:
             return dict(self.state["result"])
         began = time.perf_counter()
-        with _threads(self.state["threads"]):
+        with torch_threads(self.state["threads"]):  # one model trains, and nothing runs beside it
             table = load_table(self.what.data, seed=self.what.spec.seed, task=self.what.model.task)
             model = self._model(table)
             self._same("data", fingerprint(table))
@@ -414,14 +415,3 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
     half.mkdir()
     yield half
     os.replace(half, folder)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """So many threads for every operation: one model trains, and nothing runs beside it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

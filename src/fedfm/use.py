@@ -71,10 +71,10 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
     import torch
 
     from fedfm.data.load import read_inputs
-    from fedfm.serve import single_thread
+    from fedfm.threads import torch_threads
 
     run, model, w = load(path, client)
-    with single_thread():
+    with torch_threads(1):
         shape = run.manifest["model"]
         table = read_inputs(Path(file), run.experiment.data, kind=shape["kind"])
         if shape["feature_dim"] and table.inputs.shape[1] != shape["feature_dim"]:

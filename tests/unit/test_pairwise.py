@@ -19,7 +19,15 @@ from fedfm.spill import shelved
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 EPS = {d: torch.finfo(d).eps for d in DTYPES if d.is_floating_point}
-SMALL = {"INNER": 4, "LONG": 30, "BLOCK": 8, "ENTRIES": 64, "STRETCH": 16, "SHORT": 0}  # several of everything
+SMALL = {
+    "INNER": 4,
+    "LONG": 30,
+    "BLOCK": 8,
+    "ENTRIES": 64,
+    "STRETCH": 16,
+    "SHORT": 0,
+    "LOOP": 0,
+}  # several of everything
 
 
 def drawn(seed, count, shapes, dtypes=(torch.float32,), near=0.0):
@@ -190,6 +198,25 @@ def test_bits_depend_neither_on_threads_nor_on_torchs(count):
             torch.set_num_threads(before)
         assert products.tobytes() == one[0].tobytes()
         assert all(map(same, mixed, one[1]))
+
+
+@pytest.mark.parametrize("columns", [15, 16, 1000, 70_001])
+def test_compiled_copies_and_products_into_the_results_give_the_bits_of_plain_ones(monkeypatch, columns):
+    vectors = drawn(7, 6, [(columns,), (3,)], dtypes=(torch.float32, torch.float64))
+    weights, base = np.random.default_rng(8).normal(size=(1, 6, 6)), drawn(9, 1, [(columns,), (3,)])[0]
+    base = base.cast(vectors[0].layout)
+    found = []
+    for loop, matrix in ((1 << 60, lambda rows: None), (0, pairwise._matrix)):
+        monkeypatch.setattr(pairwise, "LOOP", loop)
+        monkeypatch.setattr(pairwise, "_matrix", matrix)
+        found.append((gram(vectors), mix(weights, vectors), mix(weights, vectors, onto=[base] * 6)))
+    (plain, *mixed), (products, *others) = found
+    assert np.array_equal(plain, products)
+    assert all(same(x, y) for one, two in zip(mixed, others, strict=True) for x, y in zip(one, two, strict=True))
+    for row, shared, alone in zip(weights[0], others[1], others[0], strict=True):
+        sums = sum(w * x["l0"].double() for w, x in zip(row, vectors, strict=True))
+        torch.testing.assert_close(alone["l0"].double(), sums, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(shared["l0"].double(), sums + base["l0"].double(), rtol=1e-5, atol=1e-5)
 
 
 def test_the_identity_gives_each_its_own_bits():

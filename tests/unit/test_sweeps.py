@@ -114,7 +114,7 @@ def test_norms_of_many_equal_entries_are_the_closed_form():
     assert n >= params.LONG
     got = chord(x, y)
     assert got[1:] == pytest.approx((a, b, b - a), rel=1e-12)
-    assert got.length < 1e-7  # of parallel vectors
+    assert got.length < 1e-6  # of parallel vectors: the root of what the sums round off, 1e-14 on some machines
     assert x.norm() == pytest.approx(a, rel=1e-12)
     assert x.dot(y) == pytest.approx(a * b, rel=1e-12)
 

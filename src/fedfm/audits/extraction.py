@@ -26,8 +26,7 @@ from fedfm.methods.fedbaf import LOG_RANGE, FedBaF
 from fedfm.params import Layout, Params
 from fedfm.privacy.gaussian import sigma_for
 from fedfm.rundir import Run
-from fedfm.serve import single_thread
-from fedfm.threads import one_thread
+from fedfm.threads import one_thread, torch_threads
 
 Array = NDArray[Any]
 LINE = 0.1  # relative error below which the model counts as disclosed
@@ -71,7 +70,7 @@ class Extraction(Audit):
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         # Long vectors, small matrices: threads that wait for each other cost many times what they compute.
-        with single_thread(), one_thread():
+        with torch_threads(1), one_thread():
             return self._findings(replay, notice)
 
     def _findings(self, replay: Replay, notice: Callable[[str], None]) -> list[Finding]:

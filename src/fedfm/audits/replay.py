@@ -26,8 +26,8 @@ from fedfm.memory import secret
 from fedfm.params import sha256_of
 from fedfm.population import Partitioned, populate
 from fedfm.rundir import Run
-from fedfm.serve import single_thread
 from fedfm.silo import Silos
+from fedfm.threads import torch_threads
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def replay(
     experiment, result = run.experiment, run.manifest["result"]
     method: Any = experiment.method
     watched, seen, state = watched or {}, list[Seen](), None
-    with single_thread():
+    with torch_threads(1):
         notice("reading data and model")
         population = populate(experiment)
         _unchanged(run, population)

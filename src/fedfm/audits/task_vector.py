@@ -26,7 +26,7 @@ from fedfm.params import Params
 from fedfm.population import Partitioned
 from fedfm.rows import Rows
 from fedfm.rundir import Run
-from fedfm.serve import single_thread
+from fedfm.threads import torch_threads
 from fedfm.training import SGD
 
 Array = NDArray[Any]
@@ -135,7 +135,7 @@ class TaskVector(Audit):
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         eye = replay.watched[NAME]
         assert isinstance(eye, Eye)  # noqa: S101 - it gave it
-        with single_thread():
+        with torch_threads(1):
             found = [*_labels(replay, eye), *_membership(replay, eye)]
             return [*found, _neighbours(replay, eye), *colluders(replay, eye.full)]
 

@@ -27,7 +27,8 @@ from fedfm.federation import Federation
 from fedfm.memory import of_server, secret
 from fedfm.population import Partitioned, describe, judge, populate
 from fedfm.rundir import Run
-from fedfm.serve import Server, single_thread
+from fedfm.serve import Server
+from fedfm.threads import torch_threads
 
 if TYPE_CHECKING:
     from fedfm.progress import Progress
@@ -63,7 +64,7 @@ def host(
     """
     watcher: Any = progress or Silent()
     experiment, spec = run.experiment, run.experiment.run
-    with single_thread():
+    with torch_threads(1):
         population = population or populate(experiment)
         describe(run, population, watcher)
         link = FlowerLink(

@@ -22,8 +22,9 @@ from fedfm.federation import ClientId, Federation, Reply, Request
 from fedfm.memory import of_server, secret
 from fedfm.params import Params
 from fedfm.population import Partitioned, describe, judge, populate, record_error
-from fedfm.serve import Server, single_thread
+from fedfm.serve import Server
 from fedfm.silo import Silos
+from fedfm.threads import torch_threads
 
 if TYPE_CHECKING:
     from fedfm.progress import Progress
@@ -187,7 +188,7 @@ def start(
     """Run to the end in this process and its workers; ``given`` gives rows and model that are in memory."""
     experiment = run.experiment
     spec = experiment.run
-    with single_thread():
+    with torch_threads(1):
         population = given() if given is not None else populate(experiment)
         describe(run, population, progress)
         experiment.enough(len(population.clients))

@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from fedfm.engines import stub
 from fedfm.engines.processes import die_with, watch_parent
+from fedfm.threads import torch_threads
 
 if TYPE_CHECKING:
     from fedfm.engines import site
@@ -35,7 +36,7 @@ def main() -> None:
         return
     from fedfm.engines import site as sites
 
-    with _single_thread():
+    with torch_threads(1):
         shared = sites.of_folder(posts[0].folder)[0]
         shared.warm()
     if len(posts) == 1:
@@ -94,12 +95,6 @@ class _Post:
         self.leave()
 
 
-def _single_thread() -> Any:
-    from fedfm.serve import single_thread
-
-    return single_thread()
-
-
 def _listen(folder: Path) -> socket.socket:
     """Bound before anything is loaded: who connects early waits."""
     path = stub.address(folder)
@@ -117,7 +112,7 @@ def _serve(folder: Path, listener: socket.socket, shared: site.Site) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from fedfm.engines import site as sites
 
-    with _single_thread():
+    with torch_threads(1):
         here, own = sites.of_folder(folder)
         here.warm(shared)
         while True:
