@@ -14,14 +14,14 @@ which the mixture is added.
   other one all parameters put into one vector, the norm of the difference, exp(-d / sigma), and the sum parameter by
   parameter.
 
-The loops run on so many pairs as the tables say, and are scaled by K^2 over that. CPU seconds on one thread,
-wall-clock seconds on two. The peak is the larger of torch's and NumPy's product of two square matrices of 3,000, in
-turn with ours; ours counts as 2 K^2 P operations for the similarities, although the symmetric half is computed once,
-and as many for the mixture. Goals are of one thread: on a machine that others use, torch's threads wait for each other
-and ours do not, which flatters ours on two. The error of cosines is against sums in float64. Memory comes as in a run:
-what an earlier round has freed serves again, and a mixture into fresh memory is given apart. Each row is a process of
-its own. "Memory" is what grows beside vectors and results that lie in memory (its peak less theirs), and with files all
-memory that no file backs.
+The loops run on so many pairs as the tables say, and are scaled by K^2 over that. CPU seconds on one thread, wall-clock
+seconds on two. The peak is the larger of torch's and NumPy's product of two square matrices of 3,000, in turn with ours
+(with files before, between and after); ours counts as 2 K^2 P operations for the similarities, although the symmetric
+half is computed once, and as many for the mixture. Goals are of one thread: on a machine that others use, torch's
+threads wait for each other and ours do not, which flatters ours on two. The error of cosines is against sums in
+float64. Memory comes as in a run: what an earlier round has freed serves again, and a mixture into fresh memory is
+given apart. Each row is a process of its own. "Memory" is what grows beside vectors and results that lie in memory (its
+peak less theirs), and with files all memory that no file backs.
 
 With K = 1,000 vectors and results lie in files, as a run's do that do not fit into memory (``fedfm.spill``). Where
 Linux can (6.14), these are written and read past the system's cache, so that every byte comes from the disk; elsewhere
@@ -180,8 +180,10 @@ def one(count: int, threads: int, millions: float, turns: int, files: bool) -> d
     if files:  # long, and what the first turn reads no later one finds in memory
         os.environ["FEDFM_MEMORY"], found["layers"] = "0", None
         with anonymous() as peak:
-            times = {n: [timed(parts_of[n])[:2] for _ in range(3)] for n in ("torch", "numpy")}
-            times |= {n: [timed(parts_of[n])[:2]] for n in ("gram", "mix")}
+            times = {n: [] for n in parts_of}
+            peaks = ["torch", "numpy"]
+            for n in [*peaks, "gram", *peaks, "mix", *peaks]:  # it takes minutes, and a processor's clock changes
+                times[n].append(timed(parts_of[n])[:2])
         found["memory"] = peak[0]
         few = max(1, count // 8)
         kept.pop("mixed")  # the disk may not hold more

@@ -13,30 +13,34 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedfm import lowrank
-from fedfm.federation import Client, ClientId, Federation, Update, on_client
+from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
 from fedfm.lowrank import Factors
-from fedfm.methods._exact_lora import ExactLora, Merged, Term, as_factors, as_params, averaged, delta_w, terms
+from fedfm.methods._exact_lora import AnyRanks, Merged, Term, as_factors, as_params, averaged, delta_w, terms
 from fedfm.models import lora
 from fedfm.params import Params
 
 
 @dataclass(frozen=True)
-class FedExLoRA(ExactLora[Merged]):
+class FedExLoRA(AnyRanks[Merged]):
     """Factors are averaged, and what the product of means misses of the mean of products goes into the frozen weights.
 
-    All clients have the rank of the model's adaptation: factors of different ranks have no mean.
+    The paper has one rank for all. Of different ranks here, the mean takes smaller factors as if zeros followed, and
+    what a client's rank does not hold of the averaged adapter stands in its frozen weights: all start from one model.
     """
 
     state_type: ClassVar[Any] = Merged
 
     def init(self, fed: Federation) -> Merged:
-        lora.need(fed.model)
+        self.ranks_of(fed)
         return Merged(fed.initial, Params({}), lora.alpha_of(fed.model))
 
     def step(self, fed: Federation, state: Merged, t: int) -> Merged:
-        cohort = fed.sample(self.fraction)
-        found = terms(fed, self.train, dict.fromkeys(cohort, state.w), w=state.w, shift=state.shift)
-        w = state.w.replace(averaged(found, list(state.w)))  # A-bar, B-bar, and the head's mean
+        r = self.ranks_of(fed)
+        starts = {k: lora.first(state.w, r[k]) for k in fed.sample(self.fraction)}
+        beside = {rank: frozen(state, rank) for rank in {r[k] for k in starts}}
+        found = terms(fed, self.train, starts, w=each(starts), shift=each({k: beside[r[k]] for k in starts}))
+        wide = [Term(p, lora.widened(w_k, state.w.layout)) for p, w_k in found]
+        w = state.w.replace(averaged(wide, list(state.w)))  # A-bar, B-bar, and the head's mean
         before = as_factors(state.shift)
         W_0 = {
             path: lowrank.compressed(lowrank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]))
@@ -52,6 +56,22 @@ class FedExLoRA(ExactLora[Merged]):
 
     def params_for(self, state: Merged, client: ClientId) -> Params:
         return lora.merged(state.w, as_factors(state.shift), state.alpha)
+
+
+def frozen(state: Merged, rank: int) -> Params:
+    """What a client of this rank adds to the frozen weights: W_res of all rounds, and the rows of A-bar and columns of
+    B-bar from ``rank`` on.
+    """
+    rest = {path: (u[:, rank:], v[rank:]) for path, (u, v) in lora.factors(state.w, state.alpha).items()}
+    if not any(bool(u.any()) for u, _ in rest.values()):
+        return state.shift
+    before = as_factors(state.shift)
+    return as_params(
+        {
+            path: lowrank.compressed(lowrank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]))
+            for path, x in rest.items()
+        }
+    )
 
 
 def residual(found: Sequence[Term], mean: Params, alpha: float) -> dict[str, Factors]:

@@ -95,6 +95,15 @@ def first(w: Params, rank: int | None) -> Params:
     return Params(out)
 
 
+def widened(w: Params, like: Layout) -> Params:
+    """The adapter of the larger rank of ``like`` that adds the same: zeros follow in A and B, and B is at the scale
+    alpha / rank of the larger one. :func:`first` takes it back.
+    """
+    wide, r = filled(w, like), rank_of(w)
+    more = (rank_of(wide) or 0) / r if r else 1.0
+    return wide if more == 1 else wide.replace({b: more * wide[b] for _, b in pairs(w).values()})
+
+
 def layout_at(layout: Layout, rank: int) -> Layout:
     """Names, dtypes and shapes of the same LoRA with another rank."""
     a, b = ({pair[i] for pair in pairs(layout.slots).values()} for i in (0, 1))
