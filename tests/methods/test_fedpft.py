@@ -20,7 +20,7 @@ from fedfm.methods._topology import topological
 from fedfm.methods.fedpft import FedPFT, Handed, Passed, Summary
 from fedfm.mixtures.transport import pack, unpack
 from fedfm.params import Params
-from fedfm.privacy.gaussian import paper_sigma, sigma_for
+from fedfm.privacy.gaussian import epsilon_of, paper_sigma, sigma_for
 from fedfm.progress import Progress
 
 D, CLASSES = 6, 4
@@ -434,6 +434,12 @@ def test_the_papers_other_reading_is_told_as_it_is(file, tmp_path):
     assert result["details"]["noise_std_of_sums"] == pytest.approx(by_class, rel=0.05)
     assert result["details"]["times_paper_noise"] == pytest.approx(CLASSES, rel=0.05)
     assert result["epsilon"] is None
+    (said,) = result["details"]["warnings"]
+    n = round(rows / 2 / CLASSES)
+    spent = epsilon_of(paper_sigma(4.0, 1e-5, round(rows / 2)), 2 / n, 1e-5)  # sum sensitivity 2, of n rows
+    assert "no epsilon is claimed" in said
+    assert f"truly spends {spent:.3g}," in said
+    assert spent > 4.0
 
 
 def result_rows(run):

@@ -129,8 +129,23 @@ def asked(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, A
         "cells": classes * len(replies),
         "noise_std_of_sums": exact,
         "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / exact,
-        "warnings": [text for text in [too_noisy(plan, dim, typical, client_rows=rows)] if text],
+        "warnings": [
+            text
+            for text in (too_noisy(plan, dim, typical, client_rows=rows), _unkept(plan, typical, client_rows=rows))
+            if text
+        ],
     }
+
+
+def _unkept(plan: Plan, n: int, client_rows: int) -> str | None:
+    """A warning where the noise does not keep what was asked for."""
+    if plan.calibration != "paper_client":
+        return None
+    spent = plan.spent(n, client_rows=client_rows)
+    return (
+        f'no epsilon is claimed: calibration "paper_client" {spent.note}; a typical client truly spends '
+        f"{spent.epsilon:.3g}, and more where a class has fewer rows"
+    )
 
 
 def told_of_sums(plan: Plan) -> dict[str, Any]:
