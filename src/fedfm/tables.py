@@ -62,10 +62,14 @@ def build(cls: type, table: Any, path: str) -> Any:
     if not isinstance(table, Mapping):
         raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}")
     hints = get_type_hints(cls)
-    known = {_key(f.name): f.name for f in fields(cls) if f.init}
+    known = {_key(f.name): f for f in fields(cls) if f.init}
     refuse_unknown(table, known, path)
     at = f"{path}." if path else ""
-    return cls(**{known[key]: convert(value, hints[known[key]], f"{at}{key}") for key, value in table.items()})
+    found = {}
+    for key, value in table.items():
+        of = known[key]
+        found[of.name] = convert(value, hints[of.name], f"{at}{key}", of.metadata.get("help", ""))
+    return cls(**found)
 
 
 def _key(name: str) -> str:
@@ -73,14 +77,21 @@ def _key(name: str) -> str:
     return name.removesuffix("_")
 
 
-def convert(value: Any, hint: Any, path: str) -> Any:
-    """``value`` as ``hint`` says; whole numbers pass as floats, nothing else is coerced."""
+def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
+    """``value`` as ``hint`` says; whole numbers pass as floats, nothing else is coerced.
+
+    Args:
+        meaning: of a table, for the message where there is none.
+
+    Raises:
+        InputError: it is of another type.
+    """
     from fedfm.training import Local
 
     origin, args = get_origin(hint), get_args(hint)
     if origin in (typing.Union, types.UnionType):
         options = [a for a in args if a is not types.NoneType]
-        return convert(value, options[0], path)
+        return convert(value, options[0], path, meaning)
     if hint is Local:
         return build_local(value, path)
     if _is_method(hint):
@@ -99,7 +110,8 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         return tuple(convert(v, args[0], f"{path}[{i}]") for i, v in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
         return {k: convert(v, args[1], f"{path}.{k}") for k, v in value.items()}
-    raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}")
+    says = f" ({meaning})" if origin is dict and meaning else ""
+    raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}{says}")
 
 
 def _words(hint: Any) -> str:

@@ -585,6 +585,7 @@ BASE = '[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "f
         (BASE.replace('"fedavg"', '"os:path"'), "os:path"),
         (BASE.replace('"fedavg"', '"no.such:Thing"'), "no.such"),
         (BASE.replace("[model]", 'partition = 5\n[model]'), "expected a table"),
+        (BASE.replace("[model]", 'clients = 5\n[model]'), "partition.clients"),
     ],
 )  # fmt: skip
 def test_a_wrong_experiment_is_refused_with_its_place_and_leaves_nothing(tmp_path, capsys, text, words):

@@ -27,7 +27,10 @@ class DataSpec:
         default=None, metadata={"help": "csv, jsonl(.gz), parquet, npz, txt(.gz) or an image folder"}
     )
     hub: str | None = field(default=None, metadata={"help": "a Hugging Face data set id or save_to_disk folder"})
-    clients: dict[str, str] | None = field(default=None, metadata={"help": "client name -> its own file or folder"})
+    clients: dict[str, str] | None = field(
+        default=None,
+        metadata={"help": "client name -> its own file or folder; how many share one table: partition.clients"},
+    )
     text: str = field(default="text", metadata={"help": "name of the text column"})
     image: str = field(default="image", metadata={"help": "name of the image column"})
     label: str = field(default="label", metadata={"help": "name of the label column"})
