@@ -68,7 +68,7 @@ class Server:
             self._evaluate(t, state, last=t == method.rounds)
         if t < method.rounds:
             self._enter(method.spent())
-        while t < method.rounds and not self._stop_early():
+        while t < method.rounds and self._patience_over() is None:
             t += 1
             fed.begin(t)
             state = method.step(fed, state, t)
@@ -219,19 +219,21 @@ class Server:
         self.fed.excluded, self.fed.cohort = excluded, cohort
         return replies
 
-    def _stop_early(self) -> bool:
-        """Patience is over: no better validation loss for so many rounds."""
+    def _patience_over(self) -> int | None:
+        """The round with the lowest validation loss, where none has been lower for ``run.patience`` rounds."""
         patience = self.run.experiment.run.patience
         if not patience:
-            return False
+            return None
         losses = [(line["val_loss"], line["round"]) for line in self.run.metrics() if line.get("val_loss") is not None]
-        return bool(losses) and losses[-1][1] - min(losses)[1] >= patience
+        best = min(losses)[1] if losses else 0
+        return best if losses and losses[-1][1] - best >= patience else None
 
     def _finish(self, t: int, state: Any) -> dict[str, Any]:
         run, fed = self.run, self.fed
         models, spent = self.revealed(state), self.method.spent()
         last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
-        if not last or last["round"] != t:
+        early = t < self.method.rounds
+        if not last or last["round"] != t or early:  # nobody knew that round t would be the last
             last = self.scores(state, thorough=True)
         result: dict[str, Any] = {
             "run": str(run.path),
@@ -268,6 +270,13 @@ class Server:
         beside = ["server_accuracy", "server_client_accuracy", "server_loss", "rouge_1", "local_rouge_1"]
         beside += ["client_loss", "server_client_loss"]
         result["details"] |= {key: last[key] for key in beside if key in last}
+        if early:
+            best = self._patience_over()
+            result["details"]["stopped_early"] = {"best_round": best, "planned_rounds": self.method.rounds}
+            self._progress.notice(
+                f"stopped after round {t} of {self.method.rounds}: no validation loss was below that of round {best} "
+                f"(run.patience = {run.experiment.run.patience}); the model is that of round {t}"
+            )
         result["details"] |= run.join_arrays(fed.clients)
         lines = run.metrics()
         if run.experiment.run.local_scores:

@@ -41,7 +41,7 @@ def _at(experiment: Experiment, **changes: Any) -> Experiment:
     table = experiment.to_dict()
     for key, value in changes.items():
         put(table, key.replace("__", "."), value)
-    return Experiment.from_dict(table)
+    return dataclasses.replace(Experiment.from_dict(table), tuning=experiment.tuning)
 
 
 def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progress: api.Progress) -> dict[str, Any]:
@@ -88,6 +88,7 @@ def seeds_text(result: dict[str, Any]) -> str:
             lines.append(f"{key:<18} {figure['mean']:.4f}  95 % interval {figure['low']:.4f} to {figure['high']:.4f}")
     if result["epsilon"] is not None:
         lines.append(f"{'epsilon':<18} {result['epsilon']:g}  together: each seed releases anew from the same rows")
+    lines.append(f"reports: {Path(result['runs'][0]['run']).parent}/seed-*/report.html")
     return "\n".join(lines)
 
 
@@ -139,6 +140,8 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
         raise InputError(
             "--tune: the choice needs validation rows; set data.val_fraction, e.g. --set data.val_fraction=0.1"
         )
+    if len(set(rates)) != len(rates):
+        raise InputError(f"--tune {','.join(f'{rate:g}' for rate in rates)}: a learning rate occurs twice")
     folder = (out.parent / f"{out.name}-tune") if out else _stamp(f"{experiment.name}-tune")
     best: tuple[float, float] | None = None
     trials = []
@@ -161,6 +164,7 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
             best = (loss, rate)
     if best is None:
         raise RunError(f"--tune: no learning rate gave a validation loss; the runs are in {folder}")
+    progress.notice(f"learning rate {best[1]:g} is used, of the lowest validation loss")
     chosen = _at(experiment, method__local__learning_rate=best[1])
     return dataclasses.replace(chosen, tuning=tuple(trials))
 

@@ -426,6 +426,8 @@ def test_seeds_give_mean_and_interval(tmp_path, capsys):
     assert (figure["low"], figure["high"]) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
     code, out, _ = call(capsys, *args)  # again: nothing is run twice
     assert json.loads(out)["runs"] == result["runs"]
+    code, out, _ = call(capsys, *args[:-2])
+    assert f"reports: {tmp_path / 's'}/seed-*/report.html" in out
 
 
 def test_tune_chooses_by_validation_rows(tmp_path, capsys):
@@ -438,6 +440,14 @@ def test_tune_chooses_by_validation_rows(tmp_path, capsys):
     assert [e["learning_rate"] for e in entries] == [1e-6, 0.2]
     assert entries[0]["val_loss"] > entries[1]["val_loss"]
     assert all(e["bytes_up"] > 0 for e in entries)
+    code, _, err = call(capsys, "run", exp, "--tune", "1e-6,0.2", "--seeds", "0,1", "--out", tmp_path / "s")
+    assert code == 0
+    assert "learning rate 0.2 is used" in err
+    for seed in (0, 1):  # whoever uses the rate owes what its choice cost
+        ledger = json.loads((tmp_path / f"s/seed-{seed}/manifest.json").read_text())["ledger"]
+        assert [e["learning_rate"] for e in ledger["entries"]] == [1e-6, 0.2]
+    code, _, err = call(capsys, "run", exp, "--tune", "0.2,0.20", "--out", tmp_path / "twice")
+    assert (code, "a learning rate occurs twice" in err) == (2, True)
     code, _, err = call(capsys, "run", toml(tmp_path), "--tune", "0.1,0.2")
     assert code == 2
     assert "val_fraction" in err
@@ -509,14 +519,22 @@ def test_outputs_into_a_file_are_refused(finished, tmp_path, capsys):
     assert (code, "is a file" in err) == (2, True)
 
 
-def test_early_stopping_by_validation_rows(tmp_path, capsys):
-    tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2}, "method": {"rounds": 200}}
+@pytest.mark.parametrize("method", ["fedavg", "local"])  # one model for all; a model per client
+def test_early_stopping_by_validation_rows(tmp_path, capsys, method):
+    tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2}, "method": {"name": method, "rounds": 200}}
     tables["method"]["local"] = {"learning_rate": 5.0, "batch_size": 4}
-    code, out, _ = call(capsys, "run", toml(tmp_path, **tables), "--out", tmp_path / "r", "--format", "json")
+    code, out, err = call(capsys, "run", toml(tmp_path, **tables), "--out", tmp_path / "r", "--format", "json")
     assert code == 0
     result = json.loads(out)
     assert 2 < result["rounds"] < 200
     assert result["global_accuracy"] is not None
+    assert result["macro_f1"] is not None
+    best = result["details"]["stopped_early"]["best_round"]
+    losses = {m["round"]: m["val_loss"] for m in load_run(tmp_path / "r").metrics()}
+    assert losses[best] == min(losses.values())
+    assert best == result["rounds"] - 2
+    assert f"stopped after round {best + 2} of 200: no validation loss was below that of round {best}" in err
+    assert "stopped early by validation rows" in (tmp_path / "r/report.html").read_text()
 
 
 def test_check_prints_every_default(tmp_path, capsys):

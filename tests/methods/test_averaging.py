@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedfm.errors import InputError
+from fedfm.methods.centralised import POOLED, Centralised
 from fedfm.methods.fedadam import FedAdam
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedavgm import FedAvgM
@@ -13,6 +14,7 @@ from fedfm.methods.fedprox import FedProx
 from fedfm.methods.fedyogi import FedYogi
 from fedfm.methods.local import LocalOnly
 from fedfm.methods.scaffold import Scaffold
+from fedfm.methods.zero_shot import ZeroShot
 from fedfm.params import Params
 from fedfm.training import SGD, Proximal
 from toy import federation, run
@@ -153,6 +155,26 @@ def test_local_training_averages_nothing(tmp_path):
     method = LocalOnly(local=JUMP)
     states = run(method, federation(method, ROWS, tmp_path), 1)
     assert {c: scalar(w) for c, w in states[1].items()} == {"a": pytest.approx(0.0), "b": pytest.approx(2.0)}
+
+
+def test_centralised_trains_on_the_rows_of_all(tmp_path):
+    # Four rows 0, 2, 2, 2 in one place, in batches of 4, eta .5: w = 1 - .5 (1 - 1.5) = 1.25, then 1.25 + .125 = 1.375.
+    # In batches of one row and eta 1, w is the last row drawn, which no mean of clients (1.5, or uniform 1) could be.
+    pooled = {POOLED: [a for rows in ROWS.values() for a in rows]}
+    method = Centralised(local=SGD(learning_rate=0.5, batch_size=4))
+    states = run(method, federation(method, pooled, tmp_path / "whole"), 2)
+    assert [scalar(w) for w in states] == [pytest.approx(1.0), pytest.approx(1.25), pytest.approx(1.375)]
+    method = Centralised(local=SGD(learning_rate=1.0, batch_size=1))
+    assert scalar(run(method, federation(method, pooled, tmp_path / "rows"), 1)[1]) in (0.0, 2.0)
+
+
+def test_zero_shot_is_the_start(tmp_path):
+    method = ZeroShot()
+    fed = federation(method, ROWS, tmp_path)
+    assert scalar(run(method, fed, method.rounds)[-1]) == 1.0
+    assert fed.transcript.bytes_up == fed.transcript.bytes_down == 0
+    with pytest.raises(InputError, match="trains nothing"):
+        ZeroShot(rounds=1).validate()
 
 
 def test_the_cohort_has_the_asked_size_and_is_drawn_without_replacement(tmp_path):

@@ -86,6 +86,31 @@ def test_an_unknown_adaptation_is_refused(folder):
         load(folder("vit"), images(), "prompt")
 
 
+@pytest.mark.parametrize(
+    ("name", "family", "targets", "layers", "says"),
+    [
+        ("lora", "vit", ("layernorm_before",), None, "LayerNorm, which lora cannot adapt: it has fc1, fc2, k_proj"),
+        ("lora", "vit", ("classifier",), None, "classifier is new here and trained as it is"),
+        ("lora", "vit", ("",), None, "no module '' in this model"),
+        ("lora", "vit", ("projection",), 1, r"none of projection is in the last 1 of 3 blocks"),
+        ("lora", "gpt2", ("nope",), None, "it has c_attn, c_fc, c_proj"),
+        ("ffa_lora", "bert", ("word_embeddings",), None, "is of type Embedding, which ffa_lora cannot"),
+    ],
+)
+def test_targets_that_cannot_be_adapted_are_refused(folder, name, family, targets, layers, says):
+    spec = AdaptationSpec(name, rank=R, targets=targets, layers=layers)
+    with pytest.raises(InputError, match=rf"model\.adaptation\.targets: .*{says}"):
+        load(folder(family), images() if family == "vit" else sentences(), spec)
+
+
+def test_what_is_new_is_left_out_of_targets(folder):
+    # The pooler came with a head that this checkpoint does not have: "dense" means those of the blocks.
+    model = load(folder("roberta"), sentences(), AdaptationSpec("lora", rank=R, targets=("dense",)))
+    adapted = {n for n in model.names if "lora_A" in n}
+    assert len(adapted) == 3 * L
+    assert not any("classifier" in n for n in adapted)
+
+
 def test_the_foundation_models_own_dropout_stays_off(folder, tmp_path):
     import json
     import shutil

@@ -8,6 +8,7 @@ from tiny_models import IMAGE, OTHER_IMAGE, OTHER_TEXT, TEXT, load, table_for
 from fedfm.errors import InputError
 from fedfm.models.families import FAMILIES, find, query_value_names, unwrapped
 from fedfm.models.layers import layers
+from fedfm.models.spec import AdaptationSpec
 
 EVERY = (*IMAGE, *TEXT)
 LORA = tuple(f for f in EVERY if f != "mobilenet_v2")
@@ -133,9 +134,10 @@ def test_models_outside_the_table_work_by_what_their_modules_look_like(folder, f
         assert len(model.blocks(rows)) == (3 if family == "swin" else 4)
 
 
-def test_mobilenet_refuses_lora(folder):
-    with pytest.raises(InputError, match=r"model\.adaptation\.targets"):
-        load(folder("mobilenet_v2"), table_for("mobilenet_v2"), "lora")
+@pytest.mark.parametrize("targets", [(), ("reduce_1x1.convolution",)])
+def test_mobilenet_refuses_lora(folder, targets):
+    with pytest.raises(InputError, match=r"model\.adaptation\.targets.*use top_layers, head or full"):
+        load(folder("mobilenet_v2"), table_for("mobilenet_v2"), AdaptationSpec("lora", rank=2, targets=targets))
 
 
 def test_every_tested_family_is_in_the_table():

@@ -115,7 +115,7 @@ def _nano(*a, **k):
         (ModelSpec(""), images(), "model.name", "nano-vit"),
         (ModelSpec("nano-vot"), images(), "model.name", "did you mean 'nano-vit'"),
         (ModelSpec("/no/such/folder"), images(), "model.name", "a folder, a hub id"),
-        (ModelSpec("nobody/nothing-xyz"), images(), "model.name", "hub id"),
+        (ModelSpec("nobody/nothing-xyz"), images(), "model.name", "hub id.*HF_HUB_OFFLINE is set"),
         (ModelSpec("features"), images(), "model.name", "a model that reads them"),
         (ModelSpec("nano-vit"), vectors(), "model.name", '"features"'),
         (ModelSpec("nano-vit"), sentences(), "model.name", "tokenizer|cannot be read"),
@@ -158,6 +158,8 @@ def test_wrong_folders_are_refused(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t9"}))
     with pytest.raises(InputError, match="cannot be read"):
         load(tmp_path, images())
+    with pytest.raises(InputError, match="does not fit: transformers has no GPT2 for ImageClassification"):
+        load(folder("gpt2"), images())
     other = tmp_path / "weights.bin"
     other.write_bytes(b"")
     with pytest.raises(InputError, match="is a file"):

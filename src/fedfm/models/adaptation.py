@@ -16,7 +16,7 @@ from torch import nn
 
 from fedfm import seeds
 from fedfm.errors import InputError
-from fedfm.models.families import Parts, query_value_names, unwrapped
+from fedfm.models.families import Parts, query_value_names, strides_are_read, unwrapped
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
 
@@ -100,18 +100,8 @@ def live_head(module: nn.Module, path: str) -> nn.Linear | None:
 def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: str, seed: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
+    _check_targets(module, spec, parts, new)
     targets = list(spec.targets or query_value_names(parts))
-    if not targets:
-        raise InputError(
-            "model.adaptation.targets: lora finds no query and value projections: name modules, or use head or full"
-        )
-    if spec.targets:
-        known = {name for name, _ in module.named_modules()}
-        for target in spec.targets:
-            if not any(name == target or name.endswith(f".{target}") for name in known):
-                leaves = {n.rpartition(".")[2] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
-                right = ", ".join(sorted(leaves - {p.rpartition(".")[2] for p in (*new, parts.head)}))
-                raise InputError(f"model.adaptation.targets: no module {target!r} in this model: it has {right}")
     if spec.layers is not None:
         _enough(spec.layers, parts)
         tops = tuple(path for path, _ in parts.blocks[-spec.layers :])
@@ -121,6 +111,11 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
             if any(name == t or name.endswith(f".{t}") for t in targets)
             and any(name == top or name.startswith(f"{top}.") for top in tops)
         ]
+        if not targets:
+            raise InputError(
+                f"model.adaptation.targets: none of {', '.join(spec.targets or ())} is in the last {spec.layers} of "
+                f"{len(parts.blocks)} blocks; drop model.adaptation.layers, or raise it"
+            )
     transposed = any(
         type(m).__name__ == "Conv1D" and any(n == t or n.endswith(f".{t}") for t in targets)
         for n, m in module.named_modules()
@@ -142,6 +137,37 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
             if ".lora_A." in name:
                 parameter.requires_grad_(False)
     return adapted
+
+
+def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> None:
+    """Refuse targets that PEFT would refuse, and those that the model could not run with."""
+    modules = dict(module.named_modules())
+    made = {n for n in modules if any(n == path or n.startswith(f"{path}.") for path in new)}
+    fit = {n for n, m in modules.items() if n not in made and _takes_factors(m, spec, parts)}
+    has = ", ".join(sorted({n.rpartition(".")[2] for n in fit if n != parts.head}))
+    right = f"it has {has}" if has else "use top_layers, head or full"
+    if not spec.targets and not query_value_names(parts):
+        raise InputError(f"model.adaptation.targets: lora finds no query and value projections in this model: {right}")
+    for target in spec.targets or ():
+        hits = [n for n in modules if target and (n == target or n.endswith(f".{target}"))]
+        if not hits:
+            raise InputError(f"model.adaptation.targets: no module {target!r} in this model: {right}")
+        if made.issuperset(hits):
+            raise InputError(f"model.adaptation.targets: {hits[0]} is new here and trained as it is: {right}")
+        if wrong := next((n for n in hits if n not in fit | made), None):
+            kind = type(modules[wrong]).__name__
+            raise InputError(
+                f"model.adaptation.targets: {wrong} is of type {kind}, which {spec.name} cannot adapt: {right}"
+            )
+
+
+def _takes_factors(module: nn.Module, spec: AdaptationSpec, parts: Parts) -> bool:
+    if isinstance(module, nn.Conv2d):
+        return not strides_are_read(parts) and spec.rank % module.groups == 0
+    if isinstance(module, nn.Embedding):
+        return spec.name == "lora"  # ffa_lora would keep the factor that PEFT starts at zero, and train nothing
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv3d, nn.MultiheadAttention)
+    return isinstance(module, kinds) or type(module).__name__ == "Conv1D"
 
 
 def _enough(count: int, parts: Parts) -> None:

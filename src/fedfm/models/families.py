@@ -120,14 +120,19 @@ def query_value_names(parts: Parts) -> tuple[str, ...]:
     for names in _QUERY_VALUE:
         if leaves.issuperset(names):
             return names
-    if any(type(block).__name__.startswith("MobileNet") for _, block in parts.blocks):
-        return ()  # transformers reads the strides of their convolutions, which PEFT's wrapper does not have
+    if strides_are_read(parts):
+        return ()
     return tuple(
         f"{path}.{name}" if name else path
         for path, block in parts.blocks
         for name, m in block.named_modules()
         if isinstance(m, nn.Conv2d) and m.groups == 1
     )
+
+
+def strides_are_read(parts: Parts) -> bool:
+    """Whether transformers reads the strides of this model's convolutions, which PEFT's wrapper does not have."""
+    return any(type(block).__name__.startswith("MobileNet") for _, block in parts.blocks)
 
 
 _QUERY_VALUE: tuple[tuple[str, ...], ...] = (

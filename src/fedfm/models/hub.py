@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -155,11 +156,18 @@ def _first(error: Exception) -> str:
 
 
 def _refusal(path: Path | str, name: str, error: Exception) -> InputError:
+    from huggingface_hub import is_offline_mode
+
     from fedfm.models.load import BUILT_IN
 
     first = _first(error)
+    if found := re.search(r"(\w+)Config'> for this kind of AutoModel: (?:AutoModelFor)?(\w+)", str(error)):
+        first = f"transformers has no {found[1]} for {found[2]}, which model.task and the data ask for"
+        return InputError(f"model.name: {name!r} does not fit: {first}")
     if isinstance(path, Path):
         return InputError(f"model.name: {path} cannot be read as a model: {first}")
+    if is_offline_mode():
+        first += " (HF_HUB_OFFLINE is set: nothing is downloaded)"
     return InputError(
         f"model.name: {name!r} is not built in ({', '.join(BUILT_IN)}), no folder here, "
         f"and no hub id that could be read: {first}"

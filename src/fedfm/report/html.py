@@ -100,6 +100,8 @@ def _tiles(run: RunFiles) -> str:
     spread = run.spread
     planned = run.planned_rounds
     of = f"of {planned} planned" if planned is not None and planned != run.done_rounds else ""
+    if "stopped_early" in mapping(run.result.get("details")):
+        of += ", stopped early by validation rows"
     epsilon = numeric(run.result.get("epsilon", mapping(run.manifest.get("ledger")).get("epsilon")))
     tiles = [
         ("Global accuracy", percent(run.value("global_accuracy")), "on the global test rows"),
