@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedfm import codec, wire
-from fedfm.engines import app, deployment, fleet, keys, silofile, stub
+from fedfm.engines import app, deployment, fleet, keys, reaper, silofile, stub
 from fedfm.engines.processes import Children
 from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.experiment import Experiment
@@ -197,6 +197,23 @@ def test_a_killed_parent_takes_its_children_along(tmp_path):
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
     assert gone(child)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process has started is found in Linux's /proc")
+def test_what_a_simulation_started_is_gone_before_its_folder_is(tmp_path):
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"WITH": where})
+        for where in (f"{folder}/flwr", "elsewhere")
+    ]
+    reaper.end_all(str(folder))
+    assert children[0].wait(timeout=5) == -signal.SIGKILL
+    assert not folder.exists()
+    assert children[1].poll() is None
+    children[1].kill()
+    children[1].wait()
 
 
 def test_a_start_that_fails_shows_the_log(tmp_path):
