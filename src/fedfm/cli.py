@@ -125,7 +125,7 @@ stand those of the start without that pass, and of as many passes alone.
   fedfm check exp.toml --format json | tail -1         {"valid": ..., "experiment": ...}
 """,
     "app": """examples:
-  fedfm app flower --experiment exp.toml               made again whenever the experiment changes
+  fedfm app flower --experiment exp.toml               an app is of one experiment
   flwr run flower CONNECTION --stream                  CONNECTION is a SuperLink's name in Flower's config.toml
 """,
     "silo": """examples:
