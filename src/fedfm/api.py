@@ -37,6 +37,7 @@ def run(
     Raises:
         InputError: the experiment, its data or its model are wrong; before any computation.
         RunError: the run cannot go on; what was committed is kept and ``resume`` continues it.
+        KeyboardInterrupt: stopped after the current client, in a notebook by its stop button; it says how to go on.
     """
     experiment = as_experiment(experiment)
     return drive(Run.create(experiment, Path(out) if out else None), progress or Progress(), fresh=True)
@@ -80,6 +81,12 @@ def drive(
     except InputError:
         if fresh and not run.metrics():
             store.discard(run.path, ("manifest.json", "checkpoint", "private"))
+        raise
+    except KeyboardInterrupt as error:
+        again = (
+            f"fedfm.resume({str(run.path)!r})" if population is None else f"the same call, with out={str(run.path)!r}"
+        )
+        error.args = (f"what was committed is kept; go on with {again}",)
         raise
     except OSError as error:
         if not store.full(error):

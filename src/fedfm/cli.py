@@ -17,7 +17,12 @@ from fedfm.writing import to_json, visible, visible_lines
 INTERRUPTED = 130
 CLEARED = "\r\x1b[K"  # the line on which the cursor stands, on a terminal
 
-_RUN_EXAMPLES = """examples:
+EXAMPLES = {  # under the help of each command
+    "demo": """examples:
+  fedfm demo                                           five runs and their table, in runs/demo-<time>/
+  fedfm demo --out mine --seed 1
+""",
+    "run": """examples:
   fedfm run exp.toml                                   run an experiment; the report is in runs/<name>-<time>/
   fedfm run exp.toml --set method.rounds=5 --set run.seed=1
   fedfm run exp.toml --engine deployment               SuperLink and SuperNodes on loopback, TLS, fresh keys
@@ -35,9 +40,8 @@ an experiment:
   [method]
   name = "fedavg"
   rounds = 10
-"""
-
-_PRETRAIN_EXAMPLES = """examples:
+""",
+    "pretrain": """examples:
   fedfm pretrain vit.toml --out secret                 train it; an epoch a line, with figures of held-out rows
   fedfm pretrain vit.toml --out secret                 the same command again goes on after a kill, with the same bits
   fedfm pretrain vit.toml --out secret --set pretrain.local.epochs=5
@@ -62,9 +66,12 @@ of text: data.path = "wiki.txt", model.name = "nano-gpt2", and a vocabulary made
 
 The folder holds config.json, model.safetensors, the image processor or tokenizer, the names of the classes, and
 pretrain.json, which says how it was made. Whoever has data of other classes gets a new head.
-"""
-
-_AUDIT_EXAMPLES = """examples:
+""",
+    "resume": """examples:
+  fedfm resume runs/mine                               after a kill, a full disk or Ctrl-C: on after the last round
+  fedfm resume runs/mine --format json | tail -1       of a finished run: its result again
+""",
+    "audit": """examples:
   fedfm audit runs/mine                                every cheap attack that fits; the findings are in its report
   fedfm audit runs/mine --attack membership            one of them; --attack may be given several times
   fedfm audit runs/mine --attack inversion             pictures from features: trains a network, about a minute
@@ -76,10 +83,25 @@ A finding is a measurement with an interval and a verdict: "leaks", "holds" or "
 was made, whatever leaks that nobody promised to hide. 1: a measurement refutes what the run claims, e.g. its epsilon.
 2: the run cannot be audited. The run is replayed in this process, from its experiment, its data and its private/ keys;
 only audit.json and report.html in it are written.
-"""
-
-
-_JOIN_EXAMPLES = """examples:
+""",
+    "report": """examples:
+  fedfm report runs/mine                               of an unfinished run: as far as it came
+""",
+    "compare": """examples:
+  fedfm compare runs/mine runs/other                   a table here, and the page compare.html
+  fedfm compare runs/demo-*/* --out demo.html
+""",
+    "predict": """examples:
+  fedfm predict runs/mine new.csv                      a class and its probability a row
+  fedfm predict runs/mine pictures/ --format json | tail -1
+  fedfm predict runs/mine new.csv --client north       where every client has a model of its own
+""",
+    "export": """examples:
+  fedfm export runs/mine --to peft --out adapter       PeftModel.from_pretrained(model, "adapter")
+  fedfm export runs/mine --to hf --out model           AutoModelForImageClassification.from_pretrained("model")
+  fedfm export runs/mine --to torch --out weights      safetensors.torch.load_file("weights/model.safetensors")
+""",
+    "join": """examples:
   fedfm join runs/mine north.csv --client north         its model, from the run's models and one local pass of its own
   fedfm predict runs/mine file.csv --client north
   fedfm export runs/mine --client north --to peft --out adapter
@@ -87,7 +109,37 @@ _JOIN_EXAMPLES = """examples:
 FedBip: the newcomer's task vector from the start is compared with what every client has been given so far; similar ones
 count. Methods with one model for all: a local pass from that model. Beside the accuracy on the newcomer's test rows
 stand those of the start without that pass, and of as many passes alone.
-"""
+""",
+    "list": """examples:
+  fedfm list                                           everything
+  fedfm list methods
+""",
+    "show": """examples:
+  fedfm show fedprox                                   a method: keys to copy into [method]
+  fedfm show label_shuffle                             an attack; `fedfm list attacks`
+  fedfm show krum                                      an aggregation; `fedfm list aggregation`
+""",
+    "check": """examples:
+  fedfm check exp.toml                                 keys, files, model; nothing is trained
+  fedfm check exp.toml --set method.fraction=0.2 > whole.toml
+  fedfm check exp.toml --format json | tail -1         {"valid": ..., "experiment": ...}
+""",
+    "app": """examples:
+  fedfm app flower --experiment exp.toml               an app is of one experiment
+  flwr run flower CONNECTION --stream                  CONNECTION is a SuperLink's name in Flower's config.toml
+""",
+    "silo": """examples:
+  fedfm silo silo.toml                                 before a SuperNode is started with it
+
+a silo's file, beside its rows:
+  name = "north"
+  data = "rows.csv"
+  allow = ["train.*", "query.*"]                       what the server may ask of it
+""",
+    "doctor": """examples:
+  fedfm doctor                                         versions, cores, disk; what is missing
+""",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,12 +194,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fedfm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, function: Callable[[Any], Any], text: str, examples: str = "") -> argparse.ArgumentParser:
+    def command(name: str, function: Callable[[Any], Any], text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
             name,
             help=text,
             description=text[0].upper() + text[1:] + ".",
-            epilog=examples,
+            epilog=EXAMPLES[name],
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(command=function)
@@ -170,25 +222,23 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, help="folder for the runs [runs/demo-<time>]")
     demo.add_argument("--seed", type=int, default=0)
 
-    run = with_changes(with_format(command("run", _run, "run an experiment", _RUN_EXAMPLES)))
+    run = with_changes(with_format(command("run", _run, "run an experiment")))
     run.add_argument("experiment", type=Path, help="TOML file")
     run.add_argument("--out", type=Path, help="run directory [runs/<name>-<time>]")
     run.add_argument("--seeds", help="comma-separated: run each, report mean and interval")
     run.add_argument("--yardsticks", action="store_true", help="also run what the method is measured against")
     run.add_argument("--tune", help="comma-separated learning rates; the best by validation rows is used")
 
-    pretrain = with_format(
-        command("pretrain", _pretrain, "train a foundation model centrally, as a folder", _PRETRAIN_EXAMPLES)
-    )
+    pretrain = with_format(command("pretrain", _pretrain, "train a foundation model centrally, as a folder"))
     pretrain.add_argument("experiment", type=Path, help="TOML file with [data], [model] and [pretrain]")
     pretrain.add_argument("--out", type=Path, required=True, help="the model's folder")
     pretrain.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
 
     resume = with_format(command("resume", _resume, "go on with a run that was stopped or killed"))
-    resume.add_argument("run", type=Path)
+    resume.add_argument("run", type=Path, help="its directory")
 
-    audit = with_format(command("audit", _audit, "attack a finished run: what its messages give away", _AUDIT_EXAMPLES))
-    audit.add_argument("run", type=Path)
+    audit = with_format(command("audit", _audit, "attack a finished run: what its messages give away"))
+    audit.add_argument("run", type=Path, help="its directory")
     audit.add_argument(
         "--attack",
         action="append",
@@ -202,27 +252,27 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     report = command("report", _report, "write a run's report.html again and print its table")
-    report.add_argument("run", type=Path)
+    report.add_argument("run", type=Path, help="its directory")
 
     compare = command("compare", _compare, "a table of several runs, and a page that compares them")
-    compare.add_argument("run", type=Path, nargs="+")
+    compare.add_argument("run", type=Path, nargs="+", help="their directories")
     compare.add_argument("--out", type=Path, default=Path("compare.html"), help="the page [compare.html]")
 
     predict = with_format(command("predict", _predict, "label the rows of a file with a run's model"))
-    predict.add_argument("run", type=Path)
+    predict.add_argument("run", type=Path, help="its directory")
     predict.add_argument("file", type=Path, help="csv, jsonl, parquet, npz, txt or image folder; labels are not needed")
     predict.add_argument("--client", help="whose model, where every client has its own")
 
     export = command("export", _export, "write a run's model for other libraries")
-    export.add_argument("run", type=Path)
+    export.add_argument("run", type=Path, help="its directory")
     export.add_argument(
         "--to", choices=("peft", "hf", "torch"), required=True, help="PEFT adapter, transformers, torch"
     )
-    export.add_argument("--out", type=Path, required=True)
+    export.add_argument("--out", type=Path, required=True, help="a folder")
     export.add_argument("--client", help="whose model, where every client has its own")
 
-    join = with_format(command("join", _join, "give a client that comes after training its model", _JOIN_EXAMPLES))
-    join.add_argument("run", type=Path)
+    join = with_format(command("join", _join, "give a client that comes after training its model"))
+    join.add_argument("run", type=Path, help="its directory")
     join.add_argument("data", type=Path, help="its rows: csv, jsonl, parquet, npz or an image folder")
     join.add_argument("--client", help='its name in the run ["newcomer"]')
 
@@ -234,14 +284,13 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("method", help="its name")
 
     check = with_changes(with_format(command("check", _check, "check an experiment and print it with every default")))
-    check.add_argument("experiment", type=Path)
-
+    check.add_argument("experiment", type=Path, help="TOML file")
     check.add_argument(
         "--matching", action="store_true", help="also what of the foundation model mixes with what, tensor by tensor"
     )
 
     app = command("app", _app, "write a Flower app that `flwr run` takes")
-    app.add_argument("folder", type=Path)
+    app.add_argument("folder", type=Path, help="is made")
     app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
 
     silo = with_format(command("silo", _silo, "check a silo's file: its rows, and what it lets the server see"))

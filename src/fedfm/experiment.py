@@ -10,13 +10,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedfm.aggregation.mean import Mean
 from fedfm.attacks.attack import Attack
 from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.errors import InputError, listed, one_of
 from fedfm.federation import Aggregator
+from fedfm.method import Method
 from fedfm.models.adaptation import check as check_adaptation
 from fedfm.models.load import TASKS
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -24,6 +25,7 @@ from fedfm.registry import available, name_of, resolve
 from fedfm.tables import build, plain, read, refuse_unknown, to_toml
 from fedfm.training import Local
 
+T = TypeVar("T")
 WITHHELD = "(kept by the server)"
 ENGINES = ("local", "simulation", "deployment")
 
@@ -65,13 +67,15 @@ class RunSpec:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Experiment:
-    """Everything that defines a run, with every default filled in.
+    """Everything that defines a run, with every default filled in and checked.
+
+    Its arguments are named as the tables of the file; each is a table, or the object that it stands for, e.g.
+    ``method=FedAvg(rounds=3)``.
 
     Example:
-        >>> e = Experiment.from_dict({
-        ...     "data": {"name": "digits"}, "model": {"name": "nano-vit"}, "method": {"name": "fedavg"}})
+        >>> e = Experiment(data={"name": "digits"}, model={"name": "nano-vit"}, method={"name": "fedavg"})
         >>> e.method.rounds
         10
     """
@@ -84,8 +88,56 @@ class Experiment:
     privacy: PrivacySpec | None
     attack: Attack | None
     run: RunSpec
-    aggregation: Aggregator = field(default_factory=Mean)
-    tuning: tuple[dict[str, Any], ...] = ()  # what a search before this run tried, and what it cost
+    aggregation: Aggregator
+    tuning: tuple[dict[str, Any], ...]  # what a search before this run tried, and what it cost
+
+    def __init__(
+        self,
+        data: DataSpec | Mapping[str, Any],
+        model: ModelSpec | Mapping[str, Any],
+        method: Any,
+        *,
+        name: str | None = None,
+        privacy: PrivacySpec | Mapping[str, Any] | None = None,
+        attack: Attack | Mapping[str, Any] | None = None,
+        aggregation: Aggregator | Mapping[str, Any] | None = None,
+        run: RunSpec | Mapping[str, Any] | None = None,
+        method_name: str | None = None,
+        tuning: tuple[dict[str, Any], ...] = (),
+    ) -> None:
+        """Build and check; ``dataclasses.replace`` alone gives ``method_name``, and changes what was checked before.
+
+        Raises:
+            InputError: with the key, what it is, and what would be right.
+        """
+        changed = method_name is not None
+        data, model = _built(DataSpec, data, "data"), _built(ModelSpec, model, "model")
+        if isinstance(method, Mapping):
+            method_name, method = build_method(method)
+        elif not isinstance(method, Method):
+            raise InputError(f'method = {method!r:.80}: expected a table, e.g. {{"name": "fedavg"}}, or a Method')
+        privacy = None if privacy is None else _built(PrivacySpec, privacy, "privacy")
+        if attack is not None and not isinstance(attack, Attack):
+            attack = named("attacks", attack, "attack")
+        if aggregation is None or isinstance(aggregation, Mapping):
+            aggregation = named("aggregation", {"name": "mean"} | dict(aggregation or {}), "aggregation")
+        run = _built(RunSpec, {} if run is None else run, "run")
+        method_name = method_name or name_of("methods", method)
+        if model.adaptation is not None or model.name != IN_MEMORY:
+            default = "head" if model.name == "features" else type(method).adaptation
+            adaptation = check_adaptation(model.adaptation or AdaptationSpec(name=default))
+            model = dataclasses.replace(model, adaptation=adaptation)
+        name = f"{method_name}-{_data_name(data)}" if name is None else name
+        if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\\\0") or len(name) > 200:
+            raise InputError(f"name = {name!r:.80}: expected a text of at most 200 characters, without slashes")
+        given = {"name": name, "data": data, "model": model, "method": method, "method_name": method_name}
+        given |= {"privacy": privacy, "attack": attack, "run": run, "aggregation": aggregation, "tuning": tuning}
+        for key, value in given.items():
+            object.__setattr__(self, key, value)
+        if not changed:
+            self._validate()
+            if privacy is not None:
+                object.__setattr__(self, "method", method.protected(privacy))
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Experiment:
@@ -115,23 +167,7 @@ class Experiment:
         for section in known - {"name"}:
             if section in table and not isinstance(table[section], Mapping):
                 raise InputError(f"{section} = {table[section]!r}: expected a table [{section}]")
-        data = build(DataSpec, table["data"], "data")
-        model = build(ModelSpec, table["model"], "model")
-        method_name, method = build_method(table["method"])
-        privacy = build(PrivacySpec, table["privacy"], "privacy") if "privacy" in table else None
-        attack = named("attacks", table["attack"], "attack") if "attack" in table else None
-        aggregation = named("aggregation", {"name": "mean"} | dict(table.get("aggregation", {})), "aggregation")
-        run = build(RunSpec, table.get("run", {}), "run")
-        if model.adaptation is None and model.name != IN_MEMORY:
-            model = dataclasses.replace(
-                model, adaptation=AdaptationSpec(name="head" if model.name == "features" else type(method).adaptation)
-            )
-        name = table.get("name", f"{method_name}-{_data_name(data)}")
-        if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\\\0") or len(name) > 200:
-            raise InputError(f"name = {name!r:.80}: expected a text of at most 200 characters, without slashes")
-        experiment = cls(name, data, model, method, method_name, privacy, attack, run, aggregation)
-        experiment._validate()
-        return experiment if privacy is None else dataclasses.replace(experiment, method=method.protected(privacy))
+        return cls(**table)
 
     def _validate(self) -> None:
         sources = [k for k in ("name", "path", "hub", "clients") if getattr(self.data, k) is not None]
@@ -146,8 +182,6 @@ class Experiment:
             raise InputError(f'run.engine = "{self.run.engine}": data and model in memory run on engine = "local" only')
         if self.model.task is not None:
             one_of("model.task", self.model.task, TASKS)
-        if self.model.adaptation is not None:
-            check_adaptation(self.model.adaptation)
         one_of("model.weights", self.model.weights, ("pretrained", "random"))
         one_of("model.dtype", self.model.dtype, ("float32", "bfloat16", "float16"))
         one_of("model.device", self.model.device.partition(":")[0], ("auto", "cpu", "cuda", "mps"))
@@ -316,6 +350,11 @@ class Experiment:
         return to_toml(self.to_dict())
 
 
+def _built(cls: type[T], value: T | Mapping[str, Any], section: str) -> T:
+    """An instance of a table's dataclass, from the table or as it is."""
+    return value if isinstance(value, cls) else build(cls, value, section)
+
+
 def _data_name(data: DataSpec) -> str:
     if data.clients:
         return "silos"
@@ -334,6 +373,8 @@ def build_method(table: Mapping[str, Any]) -> tuple[str, Any]:
 
 def named(kind: str, table: Mapping[str, Any], section: str) -> Any:
     """An attack or an aggregation from its table."""
+    if not isinstance(table, Mapping):
+        raise InputError(f"{section} = {table!r:.80}: expected a table, e.g. {{ name = ... }}")
     table = dict(table)
     name = table.pop("name", None)
     if not isinstance(name, str):

@@ -192,6 +192,9 @@ class Excluded:
     code: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"round {self.round}: {self.client} left out, {self.code}: {self.reason}"
+
 
 class Federation:
     """The server half's view: the clients, two verbs, and the transcript of what they exposed.

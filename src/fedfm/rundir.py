@@ -72,6 +72,10 @@ class Run:
         self.experiment = Experiment.from_dict(manifest["experiment"])
         self.seconds = 0.0  # spent before this process
 
+    def __repr__(self) -> str:
+        state = "not finished" if self.manifest["result"] is None else "finished"
+        return f"<Run {str(self.path)!r}: {self.experiment.name}, {self.experiment.method_name}, {state}>"
+
     @classmethod
     def create(cls, experiment: Experiment, out: Path | None = None) -> Run:
         """Make the folder and its manifest.

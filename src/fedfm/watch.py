@@ -61,7 +61,7 @@ class Bar(Progress):
 
     def excluded(self, excluded: Excluded) -> None:
         """Say who, what and why."""
-        self.notice(f"round {excluded.round}: {excluded.client} left out, {excluded.code}: {excluded.reason}")
+        self.notice(str(excluded))
 
     def notice(self, text: str) -> None:
         """Print above the bar, on one line: who gives a client its name cannot have it look like one of ours."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fedfm import load_run
-from fedfm.cli import main
+from fedfm.cli import EXAMPLES, main
 from fedfm.federation import Excluded
 from fedfm.tables import to_toml
 from fedfm.training import BY_NAME
@@ -666,6 +666,16 @@ def test_changed_data_are_refused_on_resume(tmp_path, capsys):
     assert "data changed" in err
 
 
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_the_help_of_every_command_has_an_example(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert f"examples:\n  fedfm {command}" in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
 def test_help_list_show_teach(capsys):
     for args in (["--help"], ["run", "--help"]):
         with pytest.raises(SystemExit) as stop:
@@ -708,7 +718,7 @@ def test_the_light_commands_import_no_heavy_library():
 _LOOPS = """
 import os, sys
 import numpy as np
-from fedfm.cli import main
+from fedfm.cli import EXAMPLES, main
 main(["list", "attacks"])
 from fedfm.passes import mix, squares
 x = np.ones(9, np.float32)

@@ -240,7 +240,7 @@ def test_empty_clients_are_dropped_with_a_notice() -> None:
     data = deal(replace(rows([0] * 6), notices=("read so",)), spec("dirichlet", alpha=1e-6, clients=6), seed=0)
     assert len(data.clients) == 1
     assert data.notices[0] == "read so"
-    assert data.notices[1].startswith("the partition left 5 of 6 clients without training rows: ")
+    assert data.notices[1].startswith("the partition left 5 of 6 clients without training rows; they are left out: ")
 
 
 def test_summary_by_hand() -> None:

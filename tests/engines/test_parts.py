@@ -16,10 +16,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedfm import codec, wire
-from fedfm.engines import app, deployment, fleet, keys, silofile, stub
+from fedfm.engines import app, deployment, fleet, host, keys, reaper, silofile, stub
 from fedfm.engines.processes import Children
 from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.experiment import Experiment
+from fedfm.federation import Excluded
+from fedfm.rundir import Run
 
 
 def features(path, names, n=30, seed=0):
@@ -74,6 +76,24 @@ def test_a_method_that_pools_rows_has_no_app(tmp_path):
     exp.write_text(Experiment.from_dict(table("x.npz", method={"name": "centralised"})).to_toml())
     with pytest.raises(InputError, match="pools"):
         app.write(tmp_path / "app", exp)
+
+
+def test_whoever_follows_a_server_app_is_told_of_rounds_and_clients(tmp_path, capsys):
+    run = Run.create(Experiment.from_dict(table(features(tmp_path / "rows.npz", "ab"))), tmp_path / "run")
+    told = host.Told()
+    told.started(run, 3, 0)
+    told.excluded(Excluded(1, "north\nfedfm: fine", "E_DIED", "no node of that name is connected"))
+    told.round({"round": 1, "accuracy": 0.5, "perplexity": None})
+    told.round({"round": 2, "accuracy": None})
+    told.finished()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        f"fedfm: round 0 of 3 is done; the run is in {tmp_path / 'run'}",
+        "fedfm: round 1: north\\u000afedfm: fine left out, E_DIED: no node of that name is connected",
+        "fedfm: round 1, accuracy 0.500",
+        "fedfm: round 2",
+    ]
 
 
 def test_a_runs_folder_at_the_sites_is_its_own(tmp_path):
@@ -197,6 +217,23 @@ def test_a_killed_parent_takes_its_children_along(tmp_path):
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
     assert gone(child)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process has started is found in Linux's /proc")
+def test_what_a_simulation_started_is_gone_before_its_folder_is(tmp_path):
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"WITH": where})
+        for where in (f"{folder}/flwr", "elsewhere")
+    ]
+    reaper.end_all(str(folder))
+    assert children[0].wait(timeout=5) == -signal.SIGKILL
+    assert not folder.exists()
+    assert children[1].poll() is None
+    children[1].kill()
+    children[1].wait()
 
 
 def test_a_start_that_fails_shows_the_log(tmp_path):

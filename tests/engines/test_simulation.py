@@ -1,5 +1,6 @@
 """The simulation engine: Flower's own simulation gives the local engine's bits, and leaves nothing behind."""
 
+import json
 import os
 import signal
 import sys
@@ -31,7 +32,11 @@ def rays() -> list[str]:
 def test_same_bits_and_bytes_as_local(tmp_path, method, adaptation):
     exp = experiment(tmp_path, method=method, adaptation=adaptation)
     before = set(os.listdir("/dev/shm"))
-    simulated = fedfm("run", exp, "--out", tmp_path / "simulated", "--engine", "simulation")
+    running = begin("run", exp, "--out", tmp_path / "simulated", "--engine", "simulation")
+    told, error = running.communicate(timeout=300)
+    assert not marked(f"fedfm-ray{running.pid}-")
+    assert running.returncode == 0, error[-2000:]
+    simulated = json.loads(told.splitlines()[-1])
     same(simulated, fedfm("run", exp, "--out", tmp_path / "local"))
     assert simulated["engine"] == "simulation"
     assert set(os.listdir("/dev/shm")) <= before
@@ -59,6 +64,7 @@ def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp
     until(lambda: rounds(out) >= 3 or running.poll() is not None)
     running.send_signal(signal.SIGINT)
     _, error = running.communicate(timeout=150)
+    assert not marked(f"fedfm-ray{running.pid}-")  # at once: what is left writes into folders that are gone
     assert running.returncode == 130, error[-2000:]
     assert "client-00 left out, E_EXCEPTION: ValueError: as ordered" in error
     assert "client-01 left out, E_DIED" in error

@@ -238,12 +238,19 @@ class _Stop(fedfm.Progress):
             raise _Stopped
 
 
+class _Interrupt(fedfm.Progress):
+    def round(self, line):
+        raise KeyboardInterrupt
+
+
 def test_calling_again_goes_on_and_a_finished_run_gives_its_weights(tmp_path, capsys):
     straight = federate(first := network(), rounds=4, method="scaffold", out=tmp_path / "straight")
     net = network()
     with pytest.raises(_Stopped):
         federate(net, rounds=4, method="scaffold", out=tmp_path / "broken", progress=_Stop())
     torch.testing.assert_close(net.state_dict(), network().state_dict())  # untouched, as nothing was finished
+    with pytest.raises(KeyboardInterrupt, match=r"go on with the same call, with out='.*broken'"):
+        federate(net, rounds=4, method="scaffold", out=tmp_path / "broken", progress=_Interrupt())
     assert main(["resume", str(tmp_path / "broken")]) == 2
     assert "given from Python: call fedfm.federate" in capsys.readouterr().err
     fresh = network(seed=5)  # a script that is started again draws other weights: the run has its own

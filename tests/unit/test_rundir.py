@@ -42,6 +42,17 @@ def stopped(tmp_path):
     return tmp_path / "run"
 
 
+def test_a_stop_says_in_python_too_how_to_go_on(tmp_path):
+    with pytest.raises(KeyboardInterrupt, match=r"what was committed is kept; go on with fedfm.resume\('.*run'\)"):
+        fedfm.run(experiment(tmp_path), tmp_path / "run", progress=_Stop(2))
+
+
+def test_a_run_says_what_it_is(stopped):
+    assert repr(fedfm.load_run(stopped)) == f"<Run '{stopped}': fedavg-rows, fedavg, not finished>"
+    fedfm.resume(stopped)
+    assert repr(fedfm.load_run(stopped)).endswith(", finished>")
+
+
 def _lines(run, name="messages.jsonl"):
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
 

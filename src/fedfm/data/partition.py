@@ -93,7 +93,8 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
         clients[name] = ClientRows(np.setdiff1d(mine, held), np.sort(np.concatenate([kept, held])), own)
     if empty:
         notices.append(
-            f"the partition left {len(empty)} of {len(names)} clients without training rows: {listing(empty)}"
+            f"the partition left {len(empty)} of {len(names)} clients without training rows; they are left out: "
+            f"{listing(empty)}"
         )
     return FederatedData(table, clients, test, (*table.notices, *notices))
 

@@ -6,13 +6,14 @@ import contextlib
 import fcntl
 import json
 import os
+import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid
@@ -23,26 +24,40 @@ from fedfm.engines.link import FlowerLink
 from fedfm.engines.processes import watch_parent
 from fedfm.errors import InputError, RunError
 from fedfm.experiment import Experiment
-from fedfm.federation import Federation
+from fedfm.federation import Excluded, Federation
 from fedfm.memory import of_server, secret
 from fedfm.population import Partitioned, describe, judge, populate
+from fedfm.progress import Progress
 from fedfm.rundir import Run
 from fedfm.serve import Server
 from fedfm.threads import torch_threads
-
-if TYPE_CHECKING:
-    from fedfm.progress import Progress
+from fedfm.writing import visible
 
 OUTCOME = "private/outcome.json"  # what a ServerApp's process tells the one that waits for it
 SERVER_ONLY = "server-only"  # beside the runs: what the method keeps from clients, and so from the bundle
 LOCK = "private/server.lock"  # held while a ServerApp writes the run
 
 
-class Silent:
-    """A Progress that tells nobody: whoever wants to know reads the run directory."""
+class Told(Progress):
+    """A Progress in lines, for whoever follows a ServerApp's output: ``flwr run --stream`` shows it."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: None
+    def started(self, run: Run, rounds: int, done: int) -> None:
+        """Say where the run is."""
+        self.notice(f"round {done} of {rounds} is done; the run is in {run.path}")
+
+    def round(self, line: Mapping[str, Any]) -> None:
+        """A line a round, with its figures."""
+        figures = [f"{key} {line[key]:.3f}" for key in ("accuracy", "perplexity") if line.get(key) is not None]
+        self.notice(", ".join([f"round {line['round']}", *figures]))
+
+    def excluded(self, excluded: Excluded) -> None:
+        """Say who, what and why."""
+        self.notice(str(excluded))
+
+    def notice(self, text: str) -> None:
+        """On one line, whatever a silo has put into its name."""
+        sys.stderr.write(f"fedfm: {visible(text)}\n")
+        sys.stderr.flush()
 
 
 def host(
@@ -62,7 +77,7 @@ def host(
         slots: how many clients run side by side; 0: all.
         ended: told at the end, however it comes, whether clients that were given up may still be at work.
     """
-    watcher: Any = progress or Silent()
+    watcher = progress or Progress()
     experiment, spec = run.experiment, run.experiment.run
     with torch_threads(1):
         population = population or populate(experiment)
@@ -130,12 +145,15 @@ def serve(grid: Grid, context: Context) -> None:
         engine = "simulation" if is_simulated(grid) else "deployment"
         spec = replace(experiment.run, engine=engine, wire=False, workers=0)
         run = Run.create(replace(experiment, run=spec), path)
+    told = Told()
     if run.manifest["result"] is not None:
+        told.notice(f"{run.path} is finished already")
         return
     with only_server(run):
         (run.path / OUTCOME).unlink(missing_ok=True)
         try:
-            host(run, grid)
+            host(run, grid, progress=told)
+            told.notice(f"finished; `fedfm report {run.path}` writes its report")
         except Exception as error:
             kind = "InputError" if isinstance(error, InputError) else "RunError"
             text = str(error) if isinstance(error, (InputError, RunError)) else f"{type(error).__name__}: {error}"

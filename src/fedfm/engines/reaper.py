@@ -46,20 +46,24 @@ def marked(text: str) -> list[int]:
     return found
 
 
-def main() -> None:
-    """Wait, then end them."""
-    folder = sys.argv[1]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.stdin.buffer.read(1):
-        return
+def end_all(folder: str) -> None:
+    """End what was started with ``folder`` in its environment; then nobody writes into it, and it goes too."""
     deadline = time.monotonic() + _PATIENCE
     while (left := marked(folder)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
+        time.sleep(0.05)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    """Wait, then end them."""
+    folder = sys.argv[1]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if not sys.stdin.buffer.read(1):
+        end_all(folder)
 
 
 if __name__ == "__main__":

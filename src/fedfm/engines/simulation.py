@@ -28,7 +28,7 @@ from fedfm import records
 from fedfm.engines import site
 from fedfm.engines.flower import quiet, simulate
 from fedfm.engines.host import host
-from fedfm.engines.reaper import reaping
+from fedfm.engines.reaper import end_all, reaping
 from fedfm.errors import ClientFault, MissingExtra
 from fedfm.experiment import Experiment
 from fedfm.population import populate
@@ -194,7 +194,7 @@ def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
     finally:
         for name, value in saved.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-        shutil.rmtree(folder, ignore_errors=True)
+        end_all(folder)  # Ray does not wait for the processes that it ends
 
 
 def _sweep() -> None:
