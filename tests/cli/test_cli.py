@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from fedfm import load_run
-from fedfm.cli import EXAMPLES, main
+from fedfm.cli import main
 from fedfm.federation import Excluded
+from fedfm.manual import EXAMPLES
 from fedfm.tables import to_toml
 from fedfm.training import BY_NAME
 from fedfm.watch import Bar
@@ -718,7 +719,8 @@ def test_the_light_commands_import_no_heavy_library():
 _LOOPS = """
 import os, sys
 import numpy as np
-from fedfm.cli import EXAMPLES, main
+from fedfm.cli import main
+from fedfm.manual import EXAMPLES
 main(["list", "attacks"])
 from fedfm.passes import mix, squares
 x = np.ones(9, np.float32)
