@@ -720,7 +720,6 @@ _LOOPS = """
 import os, sys
 import numpy as np
 from fedfm.cli import main
-from fedfm.manual import EXAMPLES
 main(["list", "attacks"])
 from fedfm.passes import mix, squares
 x = np.ones(9, np.float32)
