@@ -8,7 +8,7 @@ so that one that was away has the same weights as the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,12 +41,8 @@ class FedExLoRA(AnyRanks[Merged]):
         found = terms(fed, self.train, starts, w=each(starts), shift=each({k: beside[r[k]] for k in starts}))
         wide = [Term(p, lora.widened(w_k, state.w.layout)) for p, w_k in found]
         w = state.w.replace(averaged(wide, list(state.w)))  # A-bar, B-bar, and the head's mean
-        before = as_factors(state.shift)
-        W_0 = {
-            path: lowrank.compressed(lowrank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]))
-            for path, x in residual(found, w, state.alpha).items()
-        }
-        return Merged(w, as_params(W_0), state.alpha)
+        W_0 = added(state.shift, residual(found, w, state.alpha))
+        return Merged(w, W_0, state.alpha)
 
     @on_client
     def train(self, client: Client, w: Params, shift: Params) -> Update:
@@ -65,13 +61,14 @@ def frozen(state: Merged, rank: int) -> Params:
     rest = {path: (u[:, rank:], v[rank:]) for path, (u, v) in lora.factors(state.w, state.alpha).items()}
     if not any(bool(u.any()) for u, _ in rest.values()):
         return state.shift
-    before = as_factors(state.shift)
-    return as_params(
-        {
-            path: lowrank.compressed(lowrank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]))
-            for path, x in rest.items()
-        }
-    )
+    return added(state.shift, rest)
+
+
+def added(shift: Params, more: Mapping[str, Factors]) -> Params:
+    """The shift and more of it, as factors that show no more than the sum."""
+    before = as_factors(shift)
+    sums = {path: lowrank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
+    return as_params({path: lowrank.compressed(x) for path, x in sums.items()})
 
 
 def residual(found: Sequence[Term], mean: Params, alpha: float) -> dict[str, Factors]:
