@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from fedfm.compiled import INDEX as _U
-from fedfm.compiled import aligned, compiled
+from fedfm.compiled import aligned, compiled, part
 
 T = 64
 DEEP = 32  # rows of a product at a time
+LANES = 8  # columns at a time
 
 
 def columns(x: Any, middle: Any) -> Any:
@@ -64,6 +65,28 @@ def _panels(columns: int, rows: int) -> Any:
     return aligned(-(-columns // T), rows, T, dtype=np.float64)
 
 
+@part
+def _four(sign: float, a: Any, p: Any, b: Any, q: Any, c: Any, o: Any, first: Any, last: Any) -> None:
+    """Four rows of C, from o on, += sign A^T B: A four by four from p on, B four rows from q on.
+
+    Sixteen products for eight numbers read, in columns ``first`` to ``last``, multiples of LANES.
+    """
+    a00, a01, a02, a03 = sign * a[p], sign * a[p + _U(1)], sign * a[p + _U(2)], sign * a[p + _U(3)]
+    p += _U(T)
+    a10, a11, a12, a13 = sign * a[p], sign * a[p + _U(1)], sign * a[p + _U(2)], sign * a[p + _U(3)]
+    p += _U(T)
+    a20, a21, a22, a23 = sign * a[p], sign * a[p + _U(1)], sign * a[p + _U(2)], sign * a[p + _U(3)]
+    p += _U(T)
+    a30, a31, a32, a33 = sign * a[p], sign * a[p + _U(1)], sign * a[p + _U(2)], sign * a[p + _U(3)]
+    for column in range(first, last):
+        j = _U(column)
+        x, y, z, t = b[q + j], b[q + _U(T) + j], b[q + _U(2 * T) + j], b[q + _U(3 * T) + j]
+        c[o + j] += a00 * x + a10 * y + a20 * z + a30 * t
+        c[o + _U(T) + j] += a01 * x + a11 * y + a21 * z + a31 * t
+        c[o + _U(2 * T) + j] += a02 * x + a12 * y + a22 * z + a32 * t
+        c[o + _U(3 * T) + j] += a03 * x + a13 * y + a23 * z + a33 * t
+
+
 @compiled
 def _add(sign: float, a: Any, a0: int, b: Any, b0: int, rows: int, c: Any, c0: int, triangle: bool) -> None:
     """Tile C += sign A^T B over ``rows`` rows, a multiple of four; A, B and C lie in flat panels from rows on.
@@ -72,47 +95,46 @@ def _add(sign: float, a: Any, a0: int, b: Any, b0: int, rows: int, c: Any, c0: i
     """
     for at in range(0, rows, DEEP):
         for i in range(0, T, 4):
-            end = min(at + DEEP, i + 4 if triangle else rows, rows)
-            for r in range(at, end, 4):  # sixteen products for eight numbers read
-                p, q, o = _U((a0 + r) * T + i), _U((b0 + r) * T), _U(c0 * T + i * T)
-                a00, a01, a02, a03 = sign * a[p], sign * a[p + _U(1)], sign * a[p + _U(2)], sign * a[p + _U(3)]
-                p += _U(T)
-                a10, a11, a12, a13 = sign * a[p], sign * a[p + _U(1)], sign * a[p + _U(2)], sign * a[p + _U(3)]
-                p += _U(T)
-                a20, a21, a22, a23 = sign * a[p], sign * a[p + _U(1)], sign * a[p + _U(2)], sign * a[p + _U(3)]
-                p += _U(T)
-                a30, a31, a32, a33 = sign * a[p], sign * a[p + _U(1)], sign * a[p + _U(2)], sign * a[p + _U(3)]
-                for column in range(T):
-                    j = _U(column)
-                    x, y, z, t = b[q + j], b[q + _U(T) + j], b[q + _U(2 * T) + j], b[q + _U(3 * T) + j]
-                    c[o + j] += a00 * x + a10 * y + a20 * z + a30 * t
-                    c[o + _U(T) + j] += a01 * x + a11 * y + a21 * z + a31 * t
-                    c[o + _U(2 * T) + j] += a02 * x + a12 * y + a22 * z + a32 * t
-                    c[o + _U(3 * T) + j] += a03 * x + a13 * y + a23 * z + a33 * t
+            for r in range(at, min(at + DEEP, i + 4 if triangle else rows, rows), 4):
+                _four(sign, a, _U((a0 + r) * T + i), b, _U((b0 + r) * T), c, _U((c0 + i) * T), 0, T)
+
+
+@compiled
+def _add_square(sign: float, a: Any, rows: int, c: Any) -> None:
+    """Tile C += sign A^T A over ``rows`` rows, a multiple of four; what lies left of C's diagonal is not all made."""
+    for at in range(0, rows, DEEP):
+        for i in range(0, T, 4):
+            for r in range(at, min(at + DEEP, rows), 4):
+                _four(sign, a, _U(r * T + i), a, _U(r * T), c, _U(i * T), i // LANES * LANES, T)
+
+
+@compiled
+def _add_lower(sign: float, a: Any, a0: int, b: Any, b0: int, c: Any) -> None:
+    """Tile C += sign A^T B of tiles A and B, B lower triangular."""
+    for i in range(0, T, 4):
+        for r in range(0, T, 4):
+            _four(sign, a, _U((a0 + r) * T + i), b, _U((b0 + r) * T), c, _U(i * T), 0, r // LANES * LANES + LANES)
 
 
 @compiled
 def _eliminate(u: Any, c: Any, own: bool) -> None:
-    """Tile C <- U^-T C from an upper triangle U; with ``own`` U is C, which becomes its Cholesky factor."""
-    for i in range(T):
-        o, four = _U(i * T), i // 4 * 4
-        for k in range(0, four, 4):
-            q = _U(k * T)
-            a, b = u[q + _U(i)], u[q + _U(T + i)]
-            e, f = u[q + _U(2 * T + i)], u[q + _U(3 * T + i)]
-            for column in range(T):
-                j = _U(column)
-                c[o + j] -= (a * c[q + j] + b * c[q + _U(T) + j]) + (
-                    e * c[q + _U(2 * T) + j] + f * c[q + _U(3 * T) + j]
-                )
-        for k in range(four, i):
-            q = _U(k * T)
-            a = u[q + _U(i)]
-            for column in range(T):
-                c[o + _U(column)] -= a * c[q + _U(column)]
-        a = 1 / (math.sqrt(c[o + _U(i)]) if own else u[o + _U(i)])
-        for column in range(T):
-            c[o + _U(column)] *= a
+    """Tile C <- U^-T C from an upper triangle U.
+
+    C is lower triangular; with ``own`` it is U itself, whose upper triangle becomes its Cholesky factor.
+    """
+    for i in range(0, T, 4):
+        first, last = (i // LANES * LANES, T) if own else (0, i // LANES * LANES + LANES)
+        for k in range(0, i, 4):
+            _four(-1.0, u, _U(k * T + i), c, _U(k * T), c, _U(i * T), first, last)
+        for r in range(i, i + 4):
+            o = _U(r * T)
+            for k in range(i, r):
+                a, q = u[_U(k * T + r)], _U(k * T)
+                for column in range(first, last):
+                    c[o + _U(column)] -= a * c[q + _U(column)]
+            a = 1 / (math.sqrt(c[o + _U(r)]) if own else u[o + _U(r)])
+            for column in range(first, last):
+                c[o + _U(column)] *= a
 
 
 @compiled
@@ -121,30 +143,30 @@ def _factor(p: Any, width: int, floor: float, u: Any, v: Any, c: Any, w: Any) ->
     many, rows = p.shape[0], p.shape[1]
     log_det = 0.0
     for at in range(many):
-        for to in range(at, many):
+        c[:] = 0
+        _add_square(1.0, p[at].reshape(-1), rows, c)
+        _add_square(-1.0, u[at].reshape(-1), at * T, c)
+        for i in range(T):
+            c[i * T + i] += floor if at * T + i < width else 1.0
+        _eliminate(c, c, True)
+        w[:] = 0
+        for i in range(T):
+            log_det += 2 * math.log(c[i * T + i])
+            w[i * T + i] = 1
+            for j in range(T):
+                u[at, at * T + i, j] = c[i * T + j]
+        _eliminate(c, w, False)
+        for i in range(T):
+            for j in range(T):
+                v[at, i, j] = w[j * T + i]
+        for to in range(at + 1, many):
             c[:] = 0
             _add(1.0, p[at].reshape(-1), 0, p[to].reshape(-1), 0, rows, c, 0, False)
             _add(-1.0, u[at].reshape(-1), 0, u[to].reshape(-1), 0, at * T, c, 0, False)
             out = u[to].reshape(-1)
-            if to > at:
-                for i in range(at * T * T, (at + 1) * T * T):
-                    out[i] = 0
-                _add(1.0, v[at].reshape(-1), 0, c, 0, T, out, at * T, True)
-                continue
-            for i in range(T):
-                c[i * T + i] += floor if at * T + i < width else 1.0
-            _eliminate(c, c, True)
-            for i in range(T):
-                log_det += 2 * math.log(c[i * T + i])
-                for j in range(T):
-                    u[at, at * T + i, j] = c[i * T + j]
-            w[:] = 0
-            for i in range(T):
-                w[i * T + i] = 1
-            _eliminate(c, w, False)
-            for i in range(T):
-                for j in range(T):
-                    v[at, i, j] = w[j * T + i]
+            for i in range(at * T * T, (at + 1) * T * T):
+                out[i] = 0
+            _add(1.0, v[at].reshape(-1), 0, c, 0, T, out, at * T, True)
     return log_det
 
 
@@ -161,7 +183,8 @@ def _inverse_trace(u: Any, v: Any, width: int, w: Any, c: Any) -> float:
                     w[to * T + i, j] = v[at, j, i] if to == at else 0.0
             if to > at:
                 c[:] = 0
-                _add(-1.0, u[to].reshape(-1), at * T, flat, at * T, (to - at) * T, c, 0, False)
+                _add_lower(-1.0, u[to].reshape(-1), at * T, flat, at * T, c)
+                _add(-1.0, u[to].reshape(-1), at * T + T, flat, at * T + T, (to - at - 1) * T, c, 0, False)
                 _add(1.0, v[to].reshape(-1), 0, c, 0, T, flat, to * T, True)
             for i in range(T):
                 for j in range(real):
