@@ -24,11 +24,11 @@ given apart. Each row is a process of its own. "Memory" is what grows beside vec
 peak less theirs), and with files all memory that no file backs.
 
 With K = 1,000 vectors and results lie in files, as a run's do that do not fit into memory (``fedfm.spill``). Where
-Linux can (6.14), these are written and read past the system's cache, so that every byte comes from the disk; elsewhere
-the cache has what it holds. "Files alone" is what the same calls cost without a product: vectors are read once for the
-similarities, and read and written once for the mixture; of an eighth of the vectors, times 8. "Of peak and files" is
-what products at the peak and the files alone would take one after the other, over what ours take. CPU seconds are this
-process's; what the system's own threads need to write pages out is in none.
+Linux can (6.14), they go between disk and memory past the system's cache, so that every byte comes from the disk;
+elsewhere the cache has what it holds. "Files alone" is what the same calls cost without a product: vectors are read
+once for the similarities, and read and written once for the mixture; of an eighth of the vectors, times 8. "Of peak and
+files" is what products at the peak and the files alone would take one after the other, over what ours take. CPU seconds
+are this process's; what the system's own threads need to write pages out is in none.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import mmap
 import os
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from fedfm import buffers
-from fedfm.pairwise import gram, mix
+from fedfm.pairwise import PIECE, gram, mix
 from fedfm.params import Params, layout_of
 from fedfm.spill import room, shelved, stored
 
@@ -136,7 +137,8 @@ def anonymous() -> Iterator[list[float]]:
 def files_alone(tau: list[Params], columns: int) -> dict[str, tuple[float, float]]:
     """Wall-clock and CPU seconds of reading the vectors' files once, and of writing as much, a window after another."""
     made, size = room(len(tau), tau[0].layout, most=0), tau[0].layout.sizes[torch.float32]
-    window = np.ones((len(tau), columns), np.float32)
+    window = np.frombuffer(mmap.mmap(-1, 4 * len(tau) * columns), np.float32).reshape(len(tau), columns)  # of pages
+    window[:] = 1
 
     def through(vectors: list[Params], call: str) -> None:
         files = [stored(x.flats[torch.float32]) for x in vectors]
@@ -187,7 +189,7 @@ def one(count: int, threads: int, millions: float, turns: int, files: bool) -> d
         found["memory"] = peak[0]
         few = max(1, count // 8)
         kept.pop("mixed")  # the disk may not hold more
-        alone = files_alone(tau[:few], 1 << 15)
+        alone = files_alone(tau[:few], PIECE)
         found["files"] = {call: [s * count / few for s in seconds] for call, seconds in alone.items()}
     else:
         similarities()

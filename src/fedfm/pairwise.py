@@ -6,7 +6,7 @@ vectors is put side by side and multiplied at once, so that each vector is read 
 sums, and both run at the speed of the machine's matrix product.
 
 Vectors and results may lie in files that are larger than memory (``fedfm.spill``). They are read and written through
-windows of columns, and while one thread waits for the disk another one computes: in memory are at most 512 MiB of
+windows of columns, and while one thread waits for the disk another one computes: in memory is at most 1 GiB of
 windows, or two blocks a thread where that is more, and a few K x K matrices. Every bit is the same in files and for any
 number of threads: blocks are fixed, each is computed by one thread, and sums are made in the order of the blocks.
 """
@@ -28,19 +28,20 @@ import torch
 from torch import Tensor
 
 from fedfm.params import Layout, Params
-from fedfm.spill import room, stored
+from fedfm.spill import SECTOR, room, stored
 from fedfm.threads import one_thread, torch_threads
 
 INNER = 512  # entries that one float32 product sums: the rounding of 10^6 such sums cancels out
 LOOP = 1 << 18  # entries side by side from which a compiled loop puts them there
 LONG = 1 << 16  # of a layer: fewer sums do not cancel well enough for 1e-7, and are cheap to make in float64
 BLOCK = 8192  # columns side by side, at least
-MOST = 1 << 15  # columns: torch widens so many on one thread, and longer pieces of files cost hardly less
+MOST = 1 << 15  # columns side by side: torch widens so many on one thread
+PIECE = 1 << 16  # columns of a file at a time: a call costs what 300 KB cost, and longer ones leave no stretch to wait
 ENTRIES = 1 << 18  # side by side, of few vectors: what the caches hold
 STRETCH = 1 << 18  # columns whose sum one thread makes
 WIDE = 1024  # columns of a product that MKL computes to the same bits wherever in memory they lie; of one it does not
 SHORT = 10**8  # multiplications that take less time than threads to start
-WINDOWS = 1 << 29  # bytes of files that all threads hold at most: shorter pieces cost more calls and waits
+WINDOWS = 1 << 30  # bytes of files that all threads hold at most: shorter pieces cost more calls and waits
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
@@ -324,9 +325,12 @@ class Desk(local):
 
     def buffer(self, use: str, stretch: Stretch, count: int) -> np.ndarray:
         """A window of so many vectors; the next stretch has the same, for fresh memory costs more than a copy."""
-        shape = (count, stretch.window + 16)  # rows a power of two apart would share a few lines of a cache
         if (found := self._buffers.get((use, stretch.dtype))) is None:
-            found = self._buffers[use, stretch.dtype] = np.empty(shape, stretch.dtype)
+            apart = SECTOR // np.dtype(stretch.dtype).itemsize
+            row = stretch.window + apart  # rows a power of two apart would share a few lines of a cache
+            room = np.empty(count * row + apart, stretch.dtype)
+            begin = -room.ctypes.data % SECTOR // room.itemsize
+            found = self._buffers[use, stretch.dtype] = room[begin : begin + count * row].reshape(count, row)
         return found
 
 
@@ -449,7 +453,7 @@ def _plan(runs: Sequence[Sequence[Run]], count: int, files: bool, wide: Sequence
     work = count * count * sum(r.stop - r.start for of in runs for r in of)
     computing = threads or os.cpu_count() or 1 if work > SHORT else 1
     workers = min(computing + files, len(cut))
-    fit = min(MOST, long, WINDOWS // (max(workers, 1) * 2 * count * 4)) if files else 0
+    fit = min(PIECE, long, WINDOWS // (max(workers, 1) * 2 * count * 4)) if files else 0
     window = max(1, fit // block) * block
     return Plan([Stretch(*of, block, window) for of in cut], workers, computing)
 

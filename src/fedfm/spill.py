@@ -13,6 +13,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ ALIGNED = 64  # bytes: a vector begins at a cache line
 PAGE = 4096  # bytes: a longer vector begins in a file at a page, or what is written next to it is read first
 FILE, MANY = 1 << 28, 1000  # bytes, and vectors, of those that come one by one, in one file
 UNCACHED = 0x80 if sys.platform == "linux" else 0  # RWF_DONTCACHE of Linux 6.14: give pages back once they are copied
+DIRECT = getattr(os, "O_DIRECT", 0)  # between the disk and our memory, without pages between
+SECTOR = 512  # bytes: where memory has to begin for that
 
 _mapped: dict[int, tuple[int, Stored]] = {}  # address -> bytes, and the file that is mapped there
 
@@ -82,8 +85,7 @@ def _in_file(nbytes: int) -> Tensor:
     handle, name = tempfile.mkstemp()
     with os.fdopen(handle, "r+b") as file:
         try:
-            # Opened twice: how the one is read ahead shall not depend on what the other reads.
-            descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            opened = open_again(name, os.O_RDWR)
         finally:
             os.unlink(name)
         try:
@@ -93,44 +95,60 @@ def _in_file(nbytes: int) -> Tensor:
                 os.ftruncate(handle, nbytes)
             memory = np.memmap(file, np.uint8, "r+", shape=(nbytes,))
         except BaseException:
-            os.close(descriptor)
+            opened.close()
             raise
-    remember(memory, descriptor)
+    remember(memory, opened)
     return torch.from_numpy(memory)
 
 
-def remember(memory: np.ndarray, descriptor: int) -> None:
-    """The file that is mapped in ``memory``, from its begin; the descriptor is closed when nobody sees the memory."""
-    if not hasattr(os, "preadv"):  # its pages are touched instead
-        os.close(descriptor)
-        return
+def open_again(path: str | Path, mode: int) -> Stored:
+    """A file that is mapped, for :func:`remember`: how the mapping is read ahead shall not depend on what is read here.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, mode | os.O_CLOEXEC)
     if hasattr(os, "posix_fadvise"):  # a window ahead in each of a thousand files is more than memory holds
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    try:
+        os.preadv(descriptor, [bytearray(1)], 0, UNCACHED)
+    except (OSError, AttributeError):  # what the cache holds is read from there, and at half the cost
+        return Stored(descriptor, 0, 0, None)
+    try:
+        return Stored(descriptor, 0, UNCACHED, os.open(path, mode | os.O_CLOEXEC | DIRECT) if DIRECT else None)
+    except OSError:
+        return Stored(descriptor, 0, UNCACHED, None)
+
+
+def remember(memory: np.ndarray, opened: Stored) -> None:
+    """What is mapped in ``memory`` from the file's begin on; it is closed when nobody sees the memory."""
+    if not hasattr(os, "preadv"):  # its pages are touched instead
+        opened.close()
+        return
     address = memory.ctypes.data
-    _mapped[address] = memory.nbytes, Stored(descriptor, 0, _uncached(descriptor))
+    _mapped[address] = memory.nbytes, opened
     weakref.finalize(memory, _forget, address).atexit = False  # others may still see it then
 
 
 def _forget(address: int) -> None:
     _, file = _mapped.pop(address)
-    os.close(file.descriptor)
-
-
-def _uncached(descriptor: int) -> int:
-    """The flag, if the file's system knows it."""
-    try:
-        os.preadv(descriptor, [bytearray(1)], 0, UNCACHED)
-    except OSError:
-        return 0
-    return UNCACHED
+    file.close()
 
 
 class Stored(NamedTuple):
-    """Where a flat vector lies in a file; as long as the vector lives."""
+    """Where a flat vector lies in a file; as long as the vector lives.
+
+    Attributes:
+        descriptor: of the file.
+        at: the byte at which the vector begins.
+        flags: of every call.
+        direct: another descriptor, for whole pages to and from memory that begins at a sector; it costs a third.
+    """
 
     descriptor: int
     at: int
     flags: int
+    direct: int | None
 
     def read(self, start: int, into: np.ndarray) -> None:
         """Into (n,) contiguous, from byte ``start`` of the vector on.
@@ -149,11 +167,27 @@ class Stored(NamedTuple):
         self._all(os.pwritev, start, new)
 
     def _all(self, call: Callable[..., int], start: int, data: np.ndarray) -> None:
-        left = data.data.cast("B")
+        left, start, direct = data.data.cast("B"), self.at + start, self.direct
+        if start % PAGE or len(left) % PAGE or data.__array_interface__["data"][0] % SECTOR:
+            direct = None
         while left:
-            if not (done := call(self.descriptor, [left], self.at + start, self.flags)):
+            try:
+                descriptor, flags = (self.descriptor, self.flags) if direct is None else (direct, 0)
+                done = call(descriptor, [left], start, flags)
+            except OSError as error:
+                if direct is None or error.errno != errno.EINVAL:
+                    raise
+                direct = None  # part of it is done, or the disk wants more than sectors
+                continue
+            if not done:
                 raise OSError(errno.EIO, "the file of a vector is shorter than the vector")
             left, start = left[done:], start + done
+
+    def close(self) -> None:
+        """The file's descriptors."""
+        os.close(self.descriptor)
+        if self.direct is not None:
+            os.close(self.direct)
 
 
 def stored(flat: Tensor) -> Stored | None:

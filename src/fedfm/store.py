@@ -21,7 +21,7 @@ import numpy as np
 
 from fedfm import wire
 from fedfm.errors import ClientFault, RunError
-from fedfm.spill import limit, remember
+from fedfm.spill import limit, open_again, remember
 
 _LONGEST = 255  # bytes of a file's name
 
@@ -158,5 +158,5 @@ def _data(path: Path) -> Any:
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
         mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     data = np.frombuffer(mapped, np.uint8)
-    remember(data, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    remember(data, open_again(path, os.O_RDONLY))
     return data[8 + int.from_bytes(mapped[:8], "little") :]

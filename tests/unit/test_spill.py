@@ -1,6 +1,9 @@
 """Vectors that do not fit into memory together: where they lie, and that they are the same."""
 
+import errno
+import functools
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -83,6 +86,43 @@ def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatc
     with pytest.raises(OSError, match="shorter"):
         file.read(0, np.empty(1 << 20, np.uint8))
     assert stored(torch.zeros(3)) is None
+
+
+@pytest.mark.parametrize("trouble", [None, "refused", "in part"])
+def test_whole_pages_go_past_the_cache_and_what_cannot_goes_through_it(monkeypatch, trouble):
+    entries = 40 * spill.PAGE
+    (vector,) = room(1, Params({"w": torch.zeros(entries)}).layout, most=0)
+    flat = vector.flats[torch.float32]
+    file = stored(flat)
+    assert file is not None
+    if file.direct is None:
+        pytest.skip("the system of temporary files takes no whole pages past its cache")
+    used, real = [], {"preadv": os.preadv, "pwritev": os.pwritev}
+
+    def call(name: str, descriptor: int, views: list, *rest: int) -> int:
+        used.append(descriptor)
+        if descriptor == file.direct and trouble == "refused":
+            raise OSError(errno.EINVAL, "no")
+        if descriptor == file.direct and trouble == "in part" and len(views[0]) == 4 * entries:
+            return real[name](file.descriptor, [views[0][:100]], *rest)  # the next begins at no sector
+        return real[name](descriptor, views, *rest)
+
+    for name in real:
+        monkeypatch.setattr(os, name, functools.partial(call, name))
+    new = np.frombuffer(mmap.mmap(-1, 4 * entries), np.float32)
+    new[:] = np.random.default_rng(0).standard_normal(entries)
+    file.write(0, new)
+    assert np.array_equal(flat.numpy(), new)
+    back = np.frombuffer(mmap.mmap(-1, 4 * entries), np.float32)
+    file.read(0, back)
+    assert np.array_equal(back, new)
+    assert file.direct in used
+    assert (file.descriptor in used) == (trouble is not None)
+    used.clear()
+    file.read(4, back[1:])  # neither begins at a page
+    file.read(0, back[:7])
+    assert used == [file.descriptor] * 2
+    assert np.array_equal(back, new)
 
 
 @LINUX
@@ -195,7 +235,10 @@ from pathlib import Path
 import torch
 from torch import nn
 import fedfm
+from fedfm import pairwise
 from fedfm.rundir import Run
+
+pairwise.WINDOWS = 1 << 22  # of four vectors
 
 def anonymous():
     text = Path("/proc/self/status").read_text()
