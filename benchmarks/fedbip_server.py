@@ -54,7 +54,8 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from fedfm import buffers
-from fedfm.pairwise import PIECE, gram, mix
+from fedfm.columns import PIECE
+from fedfm.pairwise import gram, mix
 from fedfm.params import Params, layout_of
 from fedfm.spill import room, shelved, stored
 

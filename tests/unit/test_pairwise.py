@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedfm
-from fedfm import pairwise, spill
+from fedfm import columns, pairwise, spill
 from fedfm.pairwise import gram, mix
 from fedfm.params import Params
 from fedfm.spill import shelved
@@ -28,6 +28,14 @@ SMALL = {
     "SHORT": 0,
     "LOOP": 0,
 }  # several of everything
+
+
+def make_small(patch: pytest.MonkeyPatch) -> None:
+    """Blocks, stretches and layers of a few entries, so that small vectors have many."""
+    for name, value in SMALL.items():
+        for module in (columns, pairwise):
+            if hasattr(module, name):
+                patch.setattr(module, name, value)
 
 
 def drawn(seed, count, shapes, dtypes=(torch.float32,), near=0.0):
@@ -93,8 +101,7 @@ def test_products_are_those_of_a_loop_in_float64(case, centre):
     vectors = drawn(seed, count, shapes, DTYPES)
     layers = split(vectors, where, reverse)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL.items():
-            patch.setattr(pairwise, name, value)
+        make_small(patch)
         got, again = gram(vectors, layers, centre=centre), gram(vectors, layers, centre=centre, threads=1)
         whole = gram(vectors, centre=centre)
     assert got.dtype == np.float64
@@ -117,9 +124,8 @@ def test_vectors_in_files_give_the_bits_of_vectors_in_memory(case, centre, added
         return gram(vectors, layers, centre=centre, threads=threads), mixed
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL.items():
-            patch.setattr(pairwise, name, value)
-        patch.setattr(pairwise, "WINDOWS", 16 * 8 * count)  # a window or two on a thread
+        make_small(patch)
+        patch.setattr(columns, "WINDOWS", 16 * 8 * count)  # a window or two on a thread
         patch.setattr(spill, "FILE", 1 << 12)
         products, mixed = both(vectors, base, None)
         again, filed = both(shelved(vectors, most=0), shelved(base, most=0), 0)
@@ -137,8 +143,7 @@ def test_mixtures_are_those_of_a_loop_in_float64(case, rows, added):
     weights = np.random.default_rng(seed).normal(size=(len(layers), rows, count))
     onto = base if added else None
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL.items():
-            patch.setattr(pairwise, name, value)
+        make_small(patch)
         got, again = mix(weights, vectors, layers, onto), mix(weights, vectors, layers, onto, threads=1, most=0)
     assert len(got) == rows
     layer = {n: at for at, names in enumerate(layers) for n in names}
@@ -200,15 +205,15 @@ def test_bits_depend_neither_on_threads_nor_on_torchs(count):
         assert all(map(same, mixed, one[1]))
 
 
-@pytest.mark.parametrize("columns", [15, 16, 1000, 70_001])
-def test_compiled_copies_and_products_into_the_results_give_the_bits_of_plain_ones(monkeypatch, columns):
-    vectors = drawn(7, 6, [(columns,), (3,)], dtypes=(torch.float32, torch.float64))
-    weights, base = np.random.default_rng(8).normal(size=(1, 6, 6)), drawn(9, 1, [(columns,), (3,)])[0]
+@pytest.mark.parametrize("entries", [15, 16, 1000, 70_001])
+def test_compiled_copies_and_products_into_the_results_give_the_bits_of_plain_ones(monkeypatch, entries):
+    vectors = drawn(7, 6, [(entries,), (3,)], dtypes=(torch.float32, torch.float64))
+    weights, base = np.random.default_rng(8).normal(size=(1, 6, 6)), drawn(9, 1, [(entries,), (3,)])[0]
     base = base.cast(vectors[0].layout)
     found = []
-    for loop, matrix in ((1 << 60, lambda rows: None), (0, pairwise._matrix)):
-        monkeypatch.setattr(pairwise, "LOOP", loop)
-        monkeypatch.setattr(pairwise, "_matrix", matrix)
+    for loop, matrix in ((1 << 60, lambda rows: None), (0, columns.matrix_of)):
+        monkeypatch.setattr(columns, "LOOP", loop)
+        monkeypatch.setattr(pairwise, "matrix_of", matrix)
         found.append((gram(vectors), mix(weights, vectors), mix(weights, vectors, onto=[base] * 6)))
     (plain, *mixed), (products, *others) = found
     assert np.array_equal(plain, products)
@@ -270,12 +275,12 @@ def test_what_does_not_fit_is_refused():
 STREAMED = """
 import resource, sys
 import numpy as np, torch
-from fedfm import pairwise
+from fedfm import columns
 from fedfm.pairwise import gram, mix
 from fedfm.params import Params
 from fedfm.spill import shelved
 
-pairwise.WINDOWS = 1 << 23
+columns.WINDOWS = 1 << 23
 count, entries = 16, 2 << 20  # 128 MiB of vectors, and of results
 def drawn(k):
     return np.random.default_rng(k).normal(size=entries).astype(np.float32)

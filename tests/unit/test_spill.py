@@ -235,10 +235,10 @@ from pathlib import Path
 import torch
 from torch import nn
 import fedfm
-from fedfm import pairwise
+from fedfm import columns
 from fedfm.rundir import Run
 
-pairwise.WINDOWS = 1 << 22  # of four vectors
+columns.WINDOWS = 1 << 22  # of four vectors
 
 def anonymous():
     text = Path("/proc/self/status").read_text()
