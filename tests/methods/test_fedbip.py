@@ -11,14 +11,17 @@ import torch
 import fedfm
 import tiny_text
 from fedfm import use
+from fedfm.engines.local import LocalLink
 from fedfm.errors import InputError, RunError
 from fedfm.experiment import Experiment
-from fedfm.federation import Update
+from fedfm.federation import Aggregator, Federation, Update
 from fedfm.methods._task_vectors import Change, Entries, Products
 from fedfm.methods.fedbip import FedBip, Personal, capped, copies, shares, similarities
 from fedfm.models import lora
 from fedfm.pairwise import gram, mix
 from fedfm.params import Params
+from fedfm.population import populate
+from fedfm.silo import Silos
 from fedfm.spill import shelved, stored
 from fedfm.training import SGD, Ditto
 from toy import Quadratic, federation, run
@@ -475,3 +478,53 @@ def test_with_a_frozen_vectors_are_of_b_alone(texts, tmp_path):
     frozen["model"]["adaptation"]["name"] = "ffa_lora"
     result = fedfm.run(frozen, tmp_path / "run")
     assert result["bytes_up"] < fedfm.run(texts(rounds=1), tmp_path / "both")["bytes_up"]
+
+
+class Tap:
+    """A link that keeps what each client is asked with and what it sends back."""
+
+    def __init__(self, link):
+        self._link, self.sent, self.got = link, {}, {}
+
+    @property
+    def clients(self):
+        return self._link.clients
+
+    def exchange(self, requests):
+        self.sent |= {r.client: r.payload["theta_bar"] for r in requests if "theta_bar" in r.payload}
+        for reply in self._link.exchange(requests):
+            if isinstance(reply.value, Update):
+                self.got[reply.client] = reply.value.delta
+            yield reply
+
+
+def test_the_server_sends_one_a_to_all_and_gets_changes_and_no_weights(tmp_path):
+    tables = {
+        "data": {"name": "digits", "limit": 120, "partition": {"name": "dirichlet", "alpha": 0.5, "clients": 3}},
+        "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 2}},
+        "method": {"name": "fedbip", "local": {"name": "adamw", "learning_rate": 0.003}},
+    }
+
+    def a_round(name):
+        experiment = Experiment.from_dict(tables | {"method": tables["method"] | {"name": name}})
+        population = populate(experiment)
+        tap = Tap(LocalLink(Silos(experiment.method, Aggregator(), population, memory=tmp_path / name)))
+        fed = Federation(tap, model=population.model)
+        fed.begin(0)
+        state = experiment.method.init(fed)
+        fed.begin(1)
+        return fed.initial, experiment.method.step(fed, state, 1), tap
+
+    theta_pre, state, tap = a_round("fedbip")
+    assert len(tap.sent) == len(tap.got) == 3
+    a = [n for n in theta_pre.layout.slots if "lora_A" in n]
+    assert a
+    assert all(theta_pre[n].abs().min() > 0 for n in a)
+    assert {theta_bar.sha256() for theta_bar in tap.sent.values()} == {theta_pre.sha256()}  # the A of all three, too
+    alone = a_round("local")[1]
+    for client, tau in tap.got.items():
+        theta = theta_pre + tau
+        assert theta.sha256() == state.theta[client].sha256()
+        trained = alone[client]  # what local training makes of the same start and rows
+        assert (theta - trained).norm() < 1e-5 * tau.norm()
+        assert (tau - trained).norm() > 0.5 * theta_pre.norm()
