@@ -23,8 +23,8 @@ LOWER_CLOCK = {"skylake-avx512", "cascadelake", "cooperlake"}  # while 512-bit r
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
-def _whole_registers() -> None:
-    """Compile for the widest vectors there are.
+def _whole_registers() -> bool:
+    """Compile for the widest vectors there are; whether these are of 512 bits.
 
     On Intel's processors LLVM prefers half of a 512-bit register, since the first ones that had it lowered their clock;
     on later ones these loops then take 1.1 to 1.4 times as long. What the environment says (NUMBA_CPU_NAME,
@@ -34,9 +34,11 @@ def _whole_registers() -> None:
         features = get_host_cpu_features()
         if "+avx512f" in features and binding.get_host_cpu_name() not in LOWER_CLOCK:
             numba.config.CPU_FEATURES = f"{features},-prefer-256-bit"
+            return True
+    return False
 
 
-_whole_registers()
+WHOLE_REGISTERS = _whole_registers()
 
 
 class _Compiling(event.Listener):  # type: ignore[misc]
@@ -73,6 +75,11 @@ def in_order(function: Callable[..., Any]) -> Any:
 def part(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
     """Part of a compiled function, always inlined: a call would count the references to every array it is given."""
     return numba.njit(forceinline=True, fastmath=maths, **OPTIONS)(function)
+
+
+def called(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
+    """Part of compiled functions that is worth a call: compiled once, not wherever it stands."""
+    return numba.njit(fastmath=maths, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function)
 
 
 def aligned(*shape: int, dtype: Any = np.float32) -> Any:

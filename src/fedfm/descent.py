@@ -1,15 +1,17 @@
-"""Local training of one linear head, compiled: all steps of a client in one call, no temporaries but its logits.
+"""Local training of one linear head, compiled: all steps of a client in one call.
 
-Rows are taken four at a time with four classes (logits) or two (gradients), so that a value that was loaded is used
-several times; at the edge of a batch the last row stands in for those that are missing, with nothing to add.
+The weights are kept transposed (d, C'), C' classes in whole lanes, zeros behind the C there are: logits, and what a
+batch adds to the weights, are then the same product of tiles (:mod:`fedfm.tiling`), and no sum runs across lanes. A
+batch's rows are copied side by side first.
 
-Views and scratch are made by the caller: numba needs longer to compile ``reshape`` than a loop over rows. The module
-does not import torch, so that a process that only compiles it has done so while another one loads a model.
+Scratch is made by the caller. The module does not import torch, so that a process that only compiles it has done so
+while another one loads a model.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from functools import partial
 from typing import Any
 
@@ -17,227 +19,250 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 
 from fedfm import seeds
-from fedfm.compiled import EXACT, compiled, part
+from fedfm.compiled import EXACT, aligned, called, compiled
+from fedfm.lanes import COUNT, all_of, exponential, first, fma, larger, largest, load, minus, store, times, turn
+from fedfm.lanes import total as sum_of
+from fedfm.tiling import product, transpose
 
 F = np.float32  # numba reads a plain 1.0 as float64, and all that it meets becomes float64 too
 
-_part = partial(part, maths=EXACT)
+_called = partial(called, maths=EXACT)
 
 
-@_part
-def _logits(x: Any, rows: Any, w: Any, b: Any, z: Any) -> None:
-    """The first rows of ``z`` become x[rows] w^T + b."""
-    (classes, d), last = w.shape, len(rows) - 1
-    for i0 in range(0, last + 1, 4):
-        i1, i2, i3 = min(i0 + 1, last), min(i0 + 2, last), min(i0 + 3, last)
-        r0, r1, r2, r3 = rows[i0], rows[i1], rows[i2], rows[i3]
-        for c0 in range(0, classes, 4):
-            c1, c2, c3 = min(c0 + 1, classes - 1), min(c0 + 2, classes - 1), min(c0 + 3, classes - 1)
-            s00, s01, s02, s03 = F(0), F(0), F(0), F(0)
-            s10, s11, s12, s13 = F(0), F(0), F(0), F(0)
-            s20, s21, s22, s23 = F(0), F(0), F(0), F(0)
-            s30, s31, s32, s33 = F(0), F(0), F(0), F(0)
-            for j in range(d):
-                x0, x1, x2, x3 = x[r0, j], x[r1, j], x[r2, j], x[r3, j]
-                w0, w1, w2, w3 = w[c0, j], w[c1, j], w[c2, j], w[c3, j]
-                s00, s01, s02, s03 = s00 + x0 * w0, s01 + x0 * w1, s02 + x0 * w2, s03 + x0 * w3
-                s10, s11, s12, s13 = s10 + x1 * w0, s11 + x1 * w1, s12 + x1 * w2, s13 + x1 * w3
-                s20, s21, s22, s23 = s20 + x2 * w0, s21 + x2 * w1, s22 + x2 * w2, s23 + x2 * w3
-                s30, s31, s32, s33 = s30 + x3 * w0, s31 + x3 * w1, s32 + x3 * w2, s33 + x3 * w3
-            z[i0, c0], z[i0, c1], z[i0, c2], z[i0, c3] = s00 + b[c0], s01 + b[c1], s02 + b[c2], s03 + b[c3]
-            z[i1, c0], z[i1, c1], z[i1, c2], z[i1, c3] = s10 + b[c0], s11 + b[c1], s12 + b[c2], s13 + b[c3]
-            z[i2, c0], z[i2, c1], z[i2, c2], z[i2, c3] = s20 + b[c0], s21 + b[c1], s22 + b[c2], s23 + b[c3]
-            z[i3, c0], z[i3, c1], z[i3, c2], z[i3, c3] = s30 + b[c0], s31 + b[c1], s32 + b[c2], s33 + b[c3]
+def lanes(n: int) -> int:
+    """So many numbers in whole lanes: C' of C, d' of d, n' of n."""
+    return -(-n // COUNT) * COUNT
 
 
-@_part
-def _add_outer(x: Any, rows: Any, e: Any, w: Any, b: Any) -> None:
-    """Add e^T x[rows] to ``w`` and the sum of the first rows of ``e`` to ``b``; behind them stand three of zeros."""
-    (classes, d), last = w.shape, len(rows) - 1
-    for i in range(0, last + 1, 4):
-        r0, r1, r2, r3 = rows[i], rows[min(i + 1, last)], rows[min(i + 2, last)], rows[min(i + 3, last)]
-        for c in range(classes):
-            b[c] += (e[i, c] + e[i + 1, c]) + (e[i + 2, c] + e[i + 3, c])
-        for c0 in range(0, classes, 2):
-            odd = c0 + 1 == classes  # then the class before stands in, with nothing to add
-            c1, once = max(c0 - 1, 0) if odd else c0 + 1, F(0) if odd else F(1)
-            e00, e01, e02, e03 = e[i, c0], e[i + 1, c0], e[i + 2, c0], e[i + 3, c0]
-            e10, e11, e12, e13 = once * e[i, c1], once * e[i + 1, c1], once * e[i + 2, c1], once * e[i + 3, c1]
-            for j in range(d):
-                x0, x1, x2, x3 = x[r0, j], x[r1, j], x[r2, j], x[r3, j]
-                w[c0, j] += (e00 * x0 + e01 * x1) + (e02 * x2 + e03 * x3)
-                w[c1, j] += (e10 * x0 + e11 * x1) + (e12 * x2 + e13 * x3)
+_kept = threading.local()
 
 
-@_part
-def _exp(z: Any, count: int, power: Any, bits: Any) -> None:
-    """The first entries of ``z``, none above 0, become their exponentials, to 2e-7; in vector lanes, unlike math.exp.
+def _room(*sizes: int) -> tuple[Any, ...]:
+    """Flat vectors, not filled; a thread that asks for the same again has the same."""
+    if getattr(_kept, "sizes", None) != sizes:
+        _kept.sizes, _kept.room = sizes, tuple(map(aligned, sizes))
+    return _kept.room  # type: ignore[no-any-return]
 
-    e^z = 2^q e^t with t = z - q ln 2 in [-ln 2 / 2, ln 2 / 2] (ln 2 in two parts, so that q ln 2 is exact), e^t by the
-    polynomial of Cephes' expf, and 2^q by its bits, which are written to ``bits`` and read from ``power``.
+
+def room(rows: int, d: int, classes: int) -> tuple[Any, ...]:
+    """What :func:`descend` computes in, a client after the other: weights (d C' + 256) and bias (C'), transposed; rows
+    (B d) and logits (B C') of a batch of so many rows.
     """
-    for k in range(count):
-        t = F(-87) if z[k] < F(-87) else z[k]
-        q = F(np.int32(t * F(1.4426950408889634) - F(0.5)))
-        t = (t - q * F(0.693359375)) + q * F(2.12194440e-4)
-        p = F(1.9875691500e-4) * t + F(1.3981999507e-3)
-        p = p * t + F(8.3334519073e-3)
-        p = p * t + F(4.1665795894e-2)
-        p = p * t + F(1.6666665459e-1)
-        p = p * t + F(5.0000001201e-1)
-        z[k] = p * t * t + t + F(1)
-        bits[k] = (np.int32(q) + np.int32(127)) << np.int32(23)
-    for k in range(count):
-        z[k] *= power[k]
+    width = lanes(classes)
+    return _room(d * width + COUNT * COUNT, width, rows * d, rows * width)
 
 
-@_part
-def _errors(z: Any, flat: Any, power: Any, bits: Any, rows: Any, y: Any, classes: int, scale: Any) -> Any:
-    """Logits become scale times (softmax - one-hot), the three rows behind them zeros; the mean cross-entropy."""
-    m, loss = len(rows), 0.0
-    for i in range(m):
-        top = z[i, 0]
-        for c in range(1, classes):
-            top = z[i, c] if z[i, c] > top else top
+def room_in_span(rows: int, d: int, classes: int, n: int) -> tuple[Any, ...]:
+    """And :func:`descend_in_span`, for n rows of which a batch has so many."""
+    width, deep, many = lanes(classes), lanes(d), lanes(n)
+    own = deep * width + COUNT * COUNT, width, rows * n, rows * width
+    return _room(*own, n * deep, deep * many, n * many, n * width, n * width)
+
+
+@_called
+def _from_weights(w: Any, b: Any, wt: Any, bt: Any) -> None:
+    """Weights (C d) and bias (C) of a head as ``wt`` (d C') and ``bt`` (C')."""
+    classes, width = len(b), len(bt)
+    d = len(w) // classes
+    whole = d // COUNT * COUNT
+    transpose(w, 0, d, classes, width, whole, wt, 0)
+    for j in range(whole, d):
+        for c in range(width):
+            wt[j * width + c] = w[c * d + j] if c < classes else F(0)
+    for c in range(width):
+        bt[c] = b[c] if c < classes else F(0)
+
+
+@_called
+def _to_weights(wt: Any, bt: Any, w: Any, b: Any) -> None:
+    """And back; sixteen by sixteen entries are turned in what is left of ``wt``, 256 more."""
+    classes, width = len(b), len(bt)
+    d = len(w) // classes
+    whole, left = d // COUNT * COUNT, d * width
+    for c in range(0, width, COUNT):
+        for j in range(0, whole, COUNT):
+            turn(wt, left, COUNT, wt, j * width + c, width, COUNT)
+            for k in range(min(COUNT, classes - c)):
+                store(w, (c + k) * d + j, load(wt, left + k * COUNT))
+    for j in range(whole, d):
         for c in range(classes):
-            z[i, c] -= top
-        loss -= z[i, y[rows[i]]]
-    _exp(flat, m * z.shape[1], power, bits)
-    for i in range(m):
-        total = F(0)
-        for c in range(classes):
-            total += z[i, c]
+            w[c * d + j] = wt[j * width + c]
+    for c in range(classes):
+        b[c] = bt[c]
+
+
+@_called
+def _errors(z: Any, rows: Any, y: Any, classes: int, width: int, scale: Any) -> Any:
+    """Logits (B C') become scale times (softmax - one-hot), zeros behind the classes; the cross-entropies' sum."""
+    loss = 0.0
+    for i in range(len(rows)):
+        row = i * width
+        top = first(load(z, row), classes, F(-np.inf))
+        for j in range(COUNT, width, COUNT):
+            top = larger(top, first(load(z, row + j), classes - j, F(-np.inf)))
+        most = largest(top)
+        loss += most - z[row + y[rows[i]]]
+        highest, sums = all_of(most), all_of(F(0))
+        for j in range(0, width, COUNT):
+            e = first(exponential(minus(load(z, row + j), highest)), classes - j, F(0))
+            store(z, row + j, e)
+            sums = fma(e, all_of(F(1)), sums)
+        total = sum_of(sums)
         loss += math.log(total)
-        share = scale / total
-        for c in range(classes):
-            z[i, c] *= share
-        z[i, y[rows[i]]] -= scale
-    for i in range(m, m + 3):
-        for c in range(classes):
-            z[i, c] = F(0)
-    return loss / m
+        share = all_of(scale / total)
+        for j in range(0, width, COUNT):
+            store(z, row + j, times(load(z, row + j), share))
+        z[row + y[rows[i]]] -= scale
+    return loss
 
 
-_SCRATCH = "f4[:,::1], f4[::1], f4[::1], i4[::1]"
-
-
-def scratch(rows: int, width: int) -> tuple[Any, Any, Any, Any]:
-    """Room for the logits of so many rows and three more, (rows + 3, width), the same flat, and twice the powers of two
-    of :func:`_exp`, as float32 and as bits.
+@_called
+def _step(
+    x: Any, y: Any, rows: Any, wt: Any, bt: Any, to_w: Any, to_b: Any, near: Any, z: Any, classes: int, scale: Any,
+    keep: Any,
+) -> Any:  # fmt: skip
+    """Multiply ``to_w`` and ``to_b`` by ``keep`` and add scale times the gradient, at ``wt`` and ``bt``, of the summed
+    cross-entropy of a batch; returns that sum.
     """
-    z, power = np.zeros((rows + 3, width), F), np.empty(rows * width, F)
-    return z, z.reshape(-1), power, power.view(np.int32)
+    d, m, width = x.shape[1], len(rows), len(bt)
+    for i in range(m):
+        r = rows[i]
+        for j in range(d):
+            near[i * d + j] = x[r, j]
+        for c in range(0, width, COUNT):
+            store(z, i * width + c, load(bt, c))
+    product(z, 0, width, width, True, near, 0, d, 1, m, wt, 0, width, d)
+    loss = _errors(z, rows, y, classes, width, scale)
+    if keep != F(1):
+        for k in range(d * width):
+            to_w[k] *= keep
+        for c in range(width):
+            to_b[c] *= keep
+    product(to_w, 0, width, width, True, near, 0, 1, d, d, z, 0, width, m)
+    for i in range(m):
+        for c in range(0, width, COUNT):
+            store(to_b, c, fma(load(z, i * width + c), all_of(F(1)), load(to_b, c)))
+    return loss
 
 
-@partial(
-    compiled,
-    maths=EXACT,
-    signature=f"f8(f4[:,::1], i8[::1], i8[:,::1], i8, f4[:,::1], f4[::1], f4[:,::1], f4[::1], f8, f8, {_SCRATCH})",
-)
+_DATA, _F, _I = "f4[:,::1], i8[::1]", "f4[::1]", "i8[::1]"
+_ROOM = ", ".join([_F] * 4)
+
+
+@partial(compiled, maths=EXACT, signature=f"f8({_DATA}, i8[:,::1], i8, {_F}, {_F}, {_F}, {_F}, f8, f8, {_ROOM})")
 def descend(
-    x: Any,
-    y: Any,
-    orders: Any,
-    size: int,
-    w: Any,
-    b: Any,
-    to_w: Any,
-    to_b: Any,
-    eta: float,
-    decay: float,
-    z: Any,
-    flat: Any,
-    power: Any,
-    bits: Any,
-) -> float:
+    x: Any, y: Any, orders: Any, size: int, w: Any, b: Any, to_w: Any, to_b: Any, eta: float, decay: float, wt: Any,
+    bt: Any, near: Any, z: Any,
+) -> float:  # fmt: skip
     """Plain SGD on the weights; returns the mean over the steps of the batch's mean cross-entropy.
 
     Args:
         x, y: rows (n, d) and labels (n,) in 0..C-1.
         orders: (E, m), m > 0, the rows in the order of each epoch.
         size: B, rows a batch.
-        w, b: weight (C, d) and bias (C,), not of shared memory.
-        to_w, to_b: to which the step -eta (gradient + decay (w, b)) is added: the weights again, or zeros, to get
-            the gradient of one batch with eta = -1 and no decay.
-        z, flat, power, bits: :func:`scratch` of min(size, m) rows, C wide.
+        w, b: weight (C d) and bias (C,), from which it starts.
+        to_w, to_b: filled with what they become.
+        eta, decay: a step is -eta (gradient + decay (w, b)).
+        wt, bt, near, z: :func:`room` of min(size, m) rows.
     """
-    (classes, d), m, loss, steps = w.shape, orders.shape[1], 0.0, 0
-    less = F(-eta * decay)
+    classes, m, loss, steps = len(b), orders.shape[1], 0.0, 0
+    keep = F(1 - eta * decay)
+    _from_weights(w, b, wt, bt)
     for epoch in range(orders.shape[0]):
         for at in range(0, m, size):
             rows = orders[epoch, at : min(at + size, m)]
-            _logits(x, rows, w, b, z)
-            loss += _errors(z, flat, power, bits, rows, y, classes, F(-eta) / F(len(rows)))
+            loss += _step(x, y, rows, wt, bt, wt, bt, near, z, classes, F(-eta) / F(len(rows)), keep) / len(rows)
             steps += 1
-            if less != F(0):
-                for c in range(classes):
-                    for j in range(d):
-                        to_w[c, j] += less * w[c, j]
-                    to_b[c] += less * b[c]
-            _add_outer(x, rows, z, to_w, to_b)
-    return loss / steps
+    _to_weights(wt, bt, to_w, to_b)
+    return float(loss / steps)
+
+
+@partial(compiled, maths=EXACT, signature=f"f8({_DATA}, {_I}, {_F}, {_F}, {_F}, {_F}, {_ROOM}, {_F}, {_F})")
+def gradient(
+    x: Any, y: Any, rows: Any, w: Any, b: Any, g_w: Any, g_b: Any, wt: Any, bt: Any, near: Any, z: Any, gt: Any,
+    gb: Any,
+) -> float:  # fmt: skip
+    """The mean cross-entropy of the batch ``rows`` (m,), m > 0; fills ``g_w`` (C d) and ``g_b`` (C,) with its gradient.
+
+    ``wt``, ``bt``, ``near`` and ``z`` are as of :func:`descend`, ``gt`` and ``gb`` as large as the first two.
+    """
+    _from_weights(w, b, wt, bt)
+    gt[:] = F(0)
+    gb[:] = F(0)
+    loss = _step(x, y, rows, wt, bt, gt, gb, near, z, len(b), F(1) / F(len(rows)), F(1))
+    _to_weights(gt, gb, g_w, g_b)
+    return float(loss / len(rows))
 
 
 @partial(
     compiled,
     maths=EXACT,
-    signature=f"f8(f4[:,::1], f4[:,::1], f4[:,::1], i8[::1], i8[:,::1], i8, f8, f8, {_SCRATCH})",
+    signature=f"f8({_DATA}, i8[:,::1], i8, {_F}, {_F}, {_F}, {_F}, f8, f8, {_ROOM}, {_F}, {_F}, {_F}, {_F}, {_F})",
 )
 def descend_in_span(
-    first: Any,
-    gram: Any,
-    a: Any,
-    y: Any,
-    orders: Any,
-    size: int,
-    eta: float,
-    decay: float,
-    z: Any,
-    flat: Any,
-    power: Any,
-    bits: Any,
-) -> float:
-    """Plain SGD in the span of the rows (see :mod:`fedfm.training.gram`); returns the same as :func:`descend`.
+    x: Any, y: Any, orders: Any, size: int, w: Any, b: Any, to_w: Any, to_b: Any, eta: float, decay: float, wt: Any,
+    bt: Any, near: Any, z: Any, xs: Any, xt: Any, gram: Any, first_z: Any, a: Any,
+) -> float:  # fmt: skip
+    """The same in the span of the rows, as :mod:`fedfm.training.gram` explains it.
 
     Args:
-        first: X W_0^T + b_0 (n, C).
-        gram: X X^T + 1 (n, n).
-        a: coefficients (n, C'), zeros, C' >= C; filled.
-        y, orders, size: as of :func:`descend`.
-        z, flat, power, bits: :func:`scratch` of min(size, n) rows, C' wide.
+        x, y, orders, size, w, b, to_w, to_b, eta, decay: as of :func:`descend`; orders of all rows, (E, n).
+        wt, bt, near, z: :func:`room_in_span`, as are the others:
+        xs, xt: the rows (n d') in the order of the first epoch, so that those that have coefficients in it come before
+            those that have none yet; zeros behind their d features; and transposed (d' n').
+        gram, first_z, a: X X^T + 1 (n n'), X W_0^T + b_0 (n C') and the coefficients (n C').
     """
-    (n, classes), width, loss, steps, scale = first.shape, a.shape[1], 0.0, 0, F(1)
-    keep = F(1 - eta * decay)
+    (n, d), classes, width = x.shape, len(b), len(bt)
+    many, deep = len(xt) // (len(xs) // n), len(xs) // n  # n', d'
+    loss, steps, scale, keep = 0.0, 0, F(1), F(1 - eta * decay)
+    place, labels = np.empty(n, np.int64), np.empty(n, np.int64)
+    _from_weights(w, b, wt, bt)
+    wt[d * width : deep * width] = F(0)
+    for i in range(n):
+        r = orders[0, i]
+        place[r], labels[i] = i, y[r]
+        for j in range(d):
+            xs[i * deep + j] = x[r, j]
+        xs[i * deep + d : (i + 1) * deep] = F(0)
+        for c in range(0, width, COUNT):
+            store(first_z, i * width + c, load(bt, c))
+    transpose(xs, 0, deep, n, many, deep, xt, 0)
+    product(first_z, 0, width, width, True, xs, 0, deep, 1, n, wt, 0, width, deep)
+    gram[:] = F(1)
+    product(gram, 0, many, many, True, xs, 0, deep, 1, n, xt, 0, many, deep)
+    a[:] = F(0)
     for epoch in range(orders.shape[0]):
         for at in range(0, n, size):
-            rows = orders[epoch, at : min(at + size, n)]
-            m, seen = len(rows), n if epoch else at  # others have no coefficients yet
-            for i0 in range(0, m, 2):  # what a row m gets is overwritten
-                i1, r0, r1 = i0 + 1, rows[i0], rows[min(i0 + 1, m - 1)]
-                for c in range(classes):
-                    z[i0, c] = scale * first[r0, c]
-                    z[i1, c] = scale * first[r1, c]
-                for k in range(0, seen, 4):
-                    k0, k1 = orders[0, k], orders[0, min(k + 1, seen - 1)]
-                    k2, k3 = orders[0, min(k + 2, seen - 1)], orders[0, min(k + 3, seen - 1)]
-                    on1, on2, on3 = F(k + 1 < seen), F(k + 2 < seen), F(k + 3 < seen)
-                    g00, g01, g02, g03 = gram[r0, k0], on1 * gram[r0, k1], on2 * gram[r0, k2], on3 * gram[r0, k3]
-                    g10, g11, g12, g13 = gram[r1, k0], on1 * gram[r1, k1], on2 * gram[r1, k2], on3 * gram[r1, k3]
-                    for c in range(width):
-                        a0, a1, a2, a3 = a[k0, c], a[k1, c], a[k2, c], a[k3, c]
-                        z[i0, c] -= (g00 * a0 + g01 * a1) + (g02 * a2 + g03 * a3)
-                        z[i1, c] -= (g10 * a0 + g11 * a1) + (g12 * a2 + g13 * a3)
-            loss += _errors(z, flat, power, bits, rows, y, classes, F(eta) / F(len(rows)))
+            rows = place[orders[epoch, at : min(at + size, n)]]
+            m, seen = len(rows), n if epoch else at
+            for i in range(m):
+                r = rows[i]
+                for k in range(seen):
+                    near[i * n + k] = gram[r * many + k]
+                for c in range(width):
+                    z[i * width + c] = scale * first_z[r * width + c]
+            product(z, 0, width, width, True, near, 0, n, 1, m, a, 0, width, seen)
+            loss += _errors(z, rows, labels, classes, width, F(-eta) / F(m)) / m
             steps += 1
             if keep != F(1):
                 scale *= keep
-                for i in range(n):
-                    for c in range(width):
-                        a[i, c] *= keep
+                for k in range(n * width):
+                    a[k] *= keep
             for i in range(m):
-                for c in range(classes):
-                    a[rows[i], c] += z[i, c]
-    return loss / steps
+                for c in range(0, width, COUNT):
+                    to = rows[i] * width + c
+                    store(a, to, fma(load(z, i * width + c), all_of(F(1)), load(a, to)))
+    if keep != F(1):
+        for k in range(d * width):
+            wt[k] *= scale
+        for c in range(width):
+            bt[c] *= scale
+    product(wt, 0, width, width, True, xs, 0, 1, deep, d, a, 0, width, n)
+    for i in range(n):
+        for c in range(0, width, COUNT):
+            store(bt, c, fma(load(a, i * width + c), all_of(F(1)), load(bt, c)))
+    _to_weights(wt, bt, to_w, to_b)
+    return float(loss / steps)
 
 
 _U4 = np.uint32

@@ -20,9 +20,9 @@ from fedfm.compiled import EXACT, part
 
 COUNT = 16
 
-_WORD, _FLOAT, _INT = ir.IntType(64), ir.FloatType(), ir.IntType(32)
-_VECTOR, _WHOLE = ir.VectorType(_FLOAT, COUNT), ir.VectorType(_INT, COUNT)
-_CONTRACT = ("contract",)
+WORD, _FLOAT, _INT = ir.IntType(64), ir.FloatType(), ir.IntType(32)
+VECTOR, _WHOLE = ir.VectorType(_FLOAT, COUNT), ir.VectorType(_INT, COUNT)
+CONTRACT = ("contract",)
 
 F = np.float32
 intrinsic: Callable[[Callable[..., Any]], Any] = _intrinsic
@@ -38,18 +38,20 @@ LANES = _Lanes()
 
 class _Model(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, of: Any) -> None:
-        super().__init__(manager, of, _VECTOR)
+        super().__init__(manager, of, VECTOR)
 
 
 register_model(_Lanes)(_Model)
 
 
-def _pointer(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+def pointer(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    """Where entry ``at`` of an array of this kind lies."""
     return builder.gep(context.make_array(kind)(context, builder, array).data, [at])
 
 
-def _splat(builder: Any, x: Any) -> Any:
-    return _permuted(builder, builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), x, _WORD(0)), [0] * COUNT)
+def splat(builder: Any, x: Any) -> Any:
+    """The number in all lanes."""
+    return _permuted(builder, builder.insert_element(ir.Constant(VECTOR, ir.Undefined), x, WORD(0)), [0] * COUNT)
 
 
 def _permuted(builder: Any, a: Any, lanes: list[int], b: Any = None) -> Any:
@@ -61,8 +63,8 @@ def load(typing: Any, x: Any, at: Any) -> Any:
     """Entries at, at + 1, ... of the vector ``x``."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        there = _pointer(context, builder, signature.args[0], *values)
-        return builder.load(builder.bitcast(there, _VECTOR.as_pointer()), align=4)
+        there = pointer(context, builder, signature.args[0], *values)
+        return builder.load(builder.bitcast(there, VECTOR.as_pointer()), align=4)
 
     return LANES(x, types.int64), generate
 
@@ -72,8 +74,8 @@ def store(typing: Any, x: Any, at: Any, v: Any) -> Any:
     """Write ``v`` to entries at, at + 1, ... of the vector ``x``."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        there = _pointer(context, builder, signature.args[0], *values[:2])
-        builder.store(values[2], builder.bitcast(there, _VECTOR.as_pointer()), align=4)
+        there = pointer(context, builder, signature.args[0], *values[:2])
+        builder.store(values[2], builder.bitcast(there, VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(x, types.int64, LANES), generate
@@ -84,7 +86,7 @@ def spread(typing: Any, x: Any, at: Any) -> Any:
     """Entry ``at`` of the vector ``x`` in all lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return _splat(builder, builder.load(_pointer(context, builder, signature.args[0], *values)))
+        return splat(builder, builder.load(pointer(context, builder, signature.args[0], *values)))
 
     return LANES(x, types.int64), generate
 
@@ -92,7 +94,7 @@ def spread(typing: Any, x: Any, at: Any) -> Any:
 @intrinsic
 def all_of(typing: Any, x: Any) -> Any:
     """The number in all lanes."""
-    return LANES(types.float32), lambda context, builder, signature, values: _splat(builder, values[0])
+    return LANES(types.float32), lambda context, builder, signature, values: splat(builder, values[0])
 
 
 @intrinsic
@@ -101,7 +103,7 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         a, b, c = values
-        return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
+        return builder.fadd(builder.fmul(a, b, flags=CONTRACT), c, flags=CONTRACT)
 
     return LANES(LANES, LANES, LANES), generate
 
@@ -109,13 +111,13 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 @intrinsic
 def times(typing: Any, a: Any, b: Any) -> Any:
     """Lanes a b."""
-    return LANES(LANES, LANES), lambda context, builder, signature, v: builder.fmul(*v, flags=_CONTRACT)
+    return LANES(LANES, LANES), lambda context, builder, signature, v: builder.fmul(*v, flags=CONTRACT)
 
 
 @intrinsic
 def minus(typing: Any, a: Any, b: Any) -> Any:
     """Lanes a - b."""
-    return LANES(LANES, LANES), lambda context, builder, signature, v: builder.fsub(*v, flags=_CONTRACT)
+    return LANES(LANES, LANES), lambda context, builder, signature, v: builder.fsub(*v, flags=CONTRACT)
 
 
 @intrinsic
@@ -135,10 +137,10 @@ def first(typing: Any, v: Any, n: Any, rest: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         v, n, rest = values
-        n = builder.insert_element(ir.Constant(_WHOLE, ir.Undefined), builder.trunc(n, _INT), _WORD(0))
+        n = builder.insert_element(ir.Constant(_WHOLE, ir.Undefined), builder.trunc(n, _INT), WORD(0))
         bound = _permuted(builder, n, [0] * COUNT)
         inside = builder.icmp_signed("<", ir.Constant(_WHOLE, list(range(COUNT))), bound)
-        return builder.select(inside, v, _splat(builder, rest))
+        return builder.select(inside, v, splat(builder, rest))
 
     return LANES(LANES, types.int64, types.float32), generate
 
@@ -160,7 +162,7 @@ def _folded(fold: Any) -> Any:
         (v,) = values
         for distance in (8, 4, 2, 1):
             v = fold(builder, v, _permuted(builder, v, [(i + distance) % COUNT for i in range(COUNT)]))
-        return builder.extract_element(v, _WORD(0))
+        return builder.extract_element(v, WORD(0))
 
     return types.float32(LANES), generate
 
@@ -170,7 +172,7 @@ def _cut(typing: Any, v: Any) -> Any:
     """Whole numbers, towards zero."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.sitofp(builder.fptosi(values[0], _WHOLE), _VECTOR)
+        return builder.sitofp(builder.fptosi(values[0], _WHOLE), VECTOR)
 
     return LANES(LANES), generate
 
@@ -181,7 +183,7 @@ def _power(typing: Any, q: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         biased = builder.add(builder.fptosi(values[0], _WHOLE), ir.Constant(_WHOLE, [127] * COUNT))
-        return builder.bitcast(builder.shl(biased, ir.Constant(_WHOLE, [23] * COUNT)), _VECTOR)
+        return builder.bitcast(builder.shl(biased, ir.Constant(_WHOLE, [23] * COUNT)), VECTOR)
 
     return LANES(LANES), generate
 
@@ -194,12 +196,12 @@ def turn(typing: Any, to: Any, o: Any, down: Any, x: Any, at: Any, under: Any, n
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         to, o, down, x, at, under, n = values
-        last, zero, rows = builder.sub(n, _WORD(1)), ir.Constant(_VECTOR, [0.0] * COUNT), []
+        last, zero, rows = builder.sub(n, WORD(1)), ir.Constant(VECTOR, [0.0] * COUNT), []
         for i in range(COUNT):
-            there = builder.icmp_signed("<", _WORD(i), n)
-            row = builder.select(there, _WORD(i), last)
-            from_ = _pointer(context, builder, signature.args[3], x, builder.add(at, builder.mul(row, under)))
-            read = builder.load(builder.bitcast(from_, _VECTOR.as_pointer()), align=4)
+            there = builder.icmp_signed("<", WORD(i), n)
+            row = builder.select(there, WORD(i), last)
+            from_ = pointer(context, builder, signature.args[3], x, builder.add(at, builder.mul(row, under)))
+            read = builder.load(builder.bitcast(from_, VECTOR.as_pointer()), align=4)
             rows.append(builder.select(there, read, zero))
         for d in (1, 2, 4, 8):  # blocks of d x d change places beside the diagonal
             upper = [i if not i & d else COUNT + i - d for i in range(COUNT)]
@@ -211,8 +213,8 @@ def turn(typing: Any, to: Any, o: Any, down: Any, x: Any, at: Any, under: Any, n
                     new[i + d] = _permuted(builder, rows[i], lower, rows[i + d])
             rows = new
         for i, row in enumerate(rows):
-            there = _pointer(context, builder, signature.args[0], to, builder.add(o, builder.mul(_WORD(i), down)))
-            builder.store(row, builder.bitcast(there, _VECTOR.as_pointer()), align=4)
+            there = pointer(context, builder, signature.args[0], to, builder.add(o, builder.mul(WORD(i), down)))
+            builder.store(row, builder.bitcast(there, VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
 
     i8 = types.int64

@@ -217,7 +217,8 @@ def test_both_ways_of_plain_sgd_are_the_textbooks(n, d, c, size, epochs, decay, 
     x, y = rows.tensors["features"].numpy(), rows.labels.numpy()
     w, b = (job.w[name].numpy() for name in NAMES)
     expected = softmax_regression(x, y, job.epochs(), size, w, b, 0.2, decay)
-    for got, loss in (heads._plain(job, x, y, NAMES), gram.train(job, x, y, *NAMES)):
+    for in_span in (False, True):
+        got, loss = heads._plain(job, x, y, NAMES, in_span)
         np.testing.assert_allclose(got["head.weight"].numpy(), expected[0], rtol=1e-5, atol=3e-6)
         np.testing.assert_allclose(got["head.bias"].numpy(), expected[1], rtol=1e-5, atol=3e-6)
         assert loss == pytest.approx(expected[2], rel=1e-5, abs=1e-6)
@@ -237,16 +238,21 @@ def test_the_compiled_seeding_is_numpys(seed, purpose):
         )
 
 
-def test_the_span_is_taken_where_it_has_fewer_multiplications():
-    (job,) = jobs(SGD(batch_size=10, epochs=5), [100], 384, 77)
-    assert gram.pays(job, 100, 77, 384)
-    assert not gram.pays(job, 1000, 77, 384)  # more rows than features
-    assert not gram.pays(Job(job.client, job.w, SGD(batch_size=10)), 100, 77, 384)  # one epoch
-    assert not gram.pays(job, 36, 10, 128)  # too small to be worth three calls
-    for other in (SGD(epochs=5, momentum=0.9), Adam(epochs=5)):
-        assert not gram.pays(Job(job.client, job.w, other), 100, 77, 384)
-    assert not gram.pays(Job(job.client, job.w, job.local, mu=0.1), 100, 77, 384)
-    assert not gram.pays(Job(job.client, job.w, job.local, correction=job.w), 100, 77, 384)
+def test_the_span_is_taken_where_it_has_fewer_multiplications(monkeypatch):
+    local = SGD(batch_size=10, epochs=5)
+    assert gram.pays(local, 100, 77, 384)
+    assert not gram.pays(local, 1000, 77, 384)  # more rows than features
+    assert not gram.pays(SGD(batch_size=10), 100, 77, 384)  # one epoch
+    assert not gram.pays(local, 36, 10, 128)  # too small to be worth the products before
+    monkeypatch.setattr(heads, "_plain", lambda job, x, y, names, in_span: (job.w, in_span))
+    for changes, taken in (({}, True), ({"mu": 0.1}, False), ({"corrected": True}, False)):
+        (job,) = jobs(local, [100], 384, 77, **changes)
+        heads.train([job])
+        assert (job.client.metrics["loss"] is True) == taken
+    for other in (SGD(epochs=5, momentum=0.9), Adam(epochs=5)):  # the change of the weights is no sum of features
+        (job,) = jobs(other, [100], 384, 77)
+        heads.train([job])
+        assert job.client.metrics["loss"] is not True
 
 
 @pytest.mark.parametrize("way", ["weights", "span", "rule"])
@@ -257,8 +263,10 @@ def test_what_is_not_finite_stays_so(way, bad):
     rows = job.client.data.train
     x, y = rows.tensors["features"].numpy().copy(), rows.labels.numpy()
     x[7, 3] = bad
-    train = {"weights": heads._plain, "rule": heads._by_rule, "span": lambda j, x, y, n: gram.train(j, x, y, *n)}[way]
-    got, loss = train(job, x, y, NAMES)
+    if way == "rule":
+        got, loss = heads._by_rule(job, x, y, NAMES)
+    else:
+        got, loss = heads._plain(job, x, y, NAMES, way == "span")
     assert not got.is_finite()
     assert not np.isfinite(loss)
 

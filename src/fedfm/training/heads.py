@@ -63,10 +63,8 @@ def _train(job: Job) -> Params:
     if not n:
         job.client.metrics["loss"] = 0.0
         return job.w
-    if gram.pays(job, n, classes, width):
-        trained, loss = gram.train(job, x, y, *names)
-    elif isinstance(job.local, SGD) and not job.local.momentum and not job.mu and job.correction is None:
-        trained, loss = _plain(job, x, y, names)
+    if isinstance(job.local, SGD) and not job.local.momentum and not job.mu and job.correction is None:
+        trained, loss = _plain(job, x, y, names, gram.pays(job.local, n, classes, width))
     else:
         trained, loss = _by_rule(job, x, y, names)
     job.client.metrics["loss"] = loss
@@ -76,18 +74,21 @@ def _train(job: Job) -> Params:
 def _pieces(flat: Tensor, layout: Layout, names: Sequence[str]) -> list[np.ndarray]:
     """Views of the pieces of these names in a flat vector."""
     array = flat.numpy()
-    return [array[start:stop].reshape(shape) for _, start, stop, shape in (layout.slots[name] for name in names)]
+    return [array[start:stop] for _, start, stop, _ in (layout.slots[name] for name in names)]
 
 
-def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tuple[Params, float]:
-    """Plain SGD: all steps in one call."""
+def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str], in_span: bool) -> tuple[Params, float]:
+    """Plain SGD: all steps in one call, on the weights or in the rows' span."""
     descent = loops()
-    local, layout = job.local, job.w.layout
-    flat = job.w.flats[torch.float32].clone()
-    v = _pieces(flat, layout, names)
-    room = descent.scratch(min(local.batch_size, len(y)), len(v[1]))
+    local, layout, start = job.local, job.w.layout, job.w.flats[torch.float32]
+    flat = torch.empty_like(start)
+    w, trained = _pieces(start, layout, names), _pieces(flat, layout, names)
+    of = min(local.batch_size, len(y)), x.shape[1], len(w[1])
+    descend, room = descent.descend, descent.room(*of)
+    if in_span:
+        descend, room = descent.descend_in_span, descent.room_in_span(*of, len(y))
     orders, eta, decay = job.epochs(descent.generator), local.learning_rate, local.weight_decay
-    loss = descent.descend(x, y, orders, local.batch_size, *v, *v, eta, decay, *room)
+    loss = descend(x, y, orders, local.batch_size, *w, *trained, eta, decay, *room)
     return Params.from_flat(layout, {torch.float32: flat}), loss
 
 
@@ -97,11 +98,11 @@ def _by_rule(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tu
     local, layout, start = job.local, job.w.layout, job.w.flats[torch.float32]
     flat, gradient = start.clone(), torch.empty_like(start)
     correction = None if job.correction is None else torch.cat([job.correction[name].reshape(-1) for name in job.w])
-    v, g, rule = _pieces(flat, layout, names), _pieces(gradient, layout, names), Rule(local, flat)
-    room, losses = descent.scratch(min(local.batch_size, len(y)), len(v[1])), []
+    w, g, rule = _pieces(flat, layout, names), _pieces(gradient, layout, names), Rule(local, flat)
+    room = descent.room(min(local.batch_size, len(y)), x.shape[1], len(w[1]))
+    more, losses = [np.empty_like(r) for r in room[:2]], []
     for batch in job.orders():
-        gradient.zero_()
-        losses.append(descent.descend(x, y, batch[None], len(batch), *v, *g, -1.0, 0.0, *room))
+        losses.append(descent.gradient(x, y, batch, *w, *g, *room, *more))
         if job.mu:
             gradient.add_(flat, alpha=job.mu).sub_(start, alpha=job.mu)
         if correction is not None:
