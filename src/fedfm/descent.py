@@ -19,7 +19,7 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 
 from fedfm import seeds
-from fedfm.compiled import EXACT, aligned, called, compiled
+from fedfm.compiled import EXACT, aligned, called, compiled, part
 from fedfm.lanes import COUNT, all_of, exponential, first, fma, larger, largest, load, minus, store, times, turn
 from fedfm.lanes import total as sum_of
 from fedfm.tiling import product, transpose
@@ -27,6 +27,7 @@ from fedfm.tiling import product, transpose
 F = np.float32  # numba reads a plain 1.0 as float64, and all that it meets becomes float64 too
 
 _called = partial(called, maths=EXACT)
+_part = partial(part, maths=EXACT)
 
 
 def lanes(n: int) -> int:
@@ -91,7 +92,7 @@ def _to_weights(wt: Any, bt: Any, w: Any, b: Any) -> None:
         b[c] = bt[c]
 
 
-@_called
+@_part
 def _errors(z: Any, rows: Any, y: Any, classes: int, width: int, scale: Any) -> Any:
     """Logits (B C') become scale times (softmax - one-hot), zeros behind the classes; the cross-entropies' sum."""
     loss = 0.0
@@ -116,7 +117,7 @@ def _errors(z: Any, rows: Any, y: Any, classes: int, width: int, scale: Any) -> 
     return loss
 
 
-@_called
+@_part
 def _step(
     x: Any, y: Any, rows: Any, wt: Any, bt: Any, to_w: Any, to_b: Any, near: Any, z: Any, classes: int, scale: Any,
     keep: Any,
