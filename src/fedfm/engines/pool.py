@@ -1,8 +1,10 @@
 """Worker processes of the local engine: forked, so that model and data are shared; spoken to without pickle.
 
-A payload is written once into an anonymous memory file, whose descriptor goes to each worker; replies come in two such
-files a worker that stay mapped, in turn, so that one is read while the next is written. Control messages are short JSON
-texts on a socket pair. The workers are our children: one that dies is noticed at once, with its signal.
+A payload is written once into an anonymous memory file, whose descriptor goes to each worker; replies come in three
+such files a worker that stay mapped, in turn, so that one is read while the next ones are written. Control messages are
+short JSON texts on a socket pair. A worker whose clients take milliseconds has its next chunk before it needs it: with
+all cores at work the server may have to wait for one longer than that. The workers are our children: one that dies is
+noticed at once, with its signal.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +36,8 @@ _FDS = 64  # descriptors that go with one; Linux takes 253
 _BOX = (
     1 << 23
 )  # bytes of replies up to which a worker keeps a file: new pages cost ten times what writing to old ones does
+_QUICK = 0.005  # seconds that a client takes: below, a worker has a second chunk, which it may have to do after a stop
+_BOXES = 3  # files of a worker's replies: one is read, one may be full, one is written
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,10 +45,21 @@ _PR_SET_PDEATHSIG = 1
 class _Worker:
     pid: int
     socket: socket.socket
-    requests: list[Request] = field(default_factory=list)
-    deadline: float = 0.0
+    chunks: deque[list[Request]] = field(default_factory=deque)  # what it has been sent, the one it is at first
+    begun: float = 0.0  # when it began that one
+    quick: bool = False  # its last one took so short that it gets two
     known: set[int] = field(default_factory=set)  # payloads of this exchange that it holds
     boxes: dict[int, memoryview] = field(default_factory=dict)  # what it writes replies to, mapped
+
+    def deadline(self, timeout: float) -> float:
+        """Of the chunk that it is at, if a client has so many seconds."""
+        return self.begun + timeout * len(self.chunks[0])
+
+    def answered(self) -> list[Request]:
+        """The chunk that it has been at; it is at the next one now."""
+        chunk, now = self.chunks.popleft(), time.monotonic()
+        self.quick, self.begun = now - self.begun < _QUICK * len(chunk), now
+        return chunk
 
 
 _ours: WeakSet[socket.socket] = WeakSet()  # our ends of all workers' sockets in this process
@@ -80,45 +95,49 @@ class Pool:
                 for slot, worker in enumerate(self._workers):
                     selector.register(worker.socket, selectors.EVENT_READ, slot)
                 while True:
-                    for slot, worker in enumerate(self._workers):
-                        if not worker.requests and waiting and not stop():
-                            self._send(slot, selector, waiting, payloads)
-                    busy = [w for w in self._workers if w.requests]
+                    for slot in range(len(self._workers)):
+                        self._feed(slot, selector, waiting, payloads, stop)
+                    busy = [w for w in self._workers if w.chunks]
                     if not busy:
                         break
-                    patience = max(min(w.deadline for w in busy) - time.monotonic(), 0.0)
+                    patience = max(min(w.deadline(self._timeout) for w in busy) - time.monotonic(), 0.0)
                     ready = selector.select(min(patience, 1.0))
                     for key, _ in ready:
                         slot = key.data
                         worker = self._workers[slot]
-                        if not worker.requests:  # it says nothing unasked: it is gone
+                        if not worker.chunks:  # it says nothing unasked: it is gone
                             self._replace(slot, selector)
                             continue
                         answer = _received(worker)
                         if answer is None:
                             yield from self._lost(slot, selector, waiting, None)
                             continue
-                        answered, worker.requests = worker.requests, []
-                        if waiting and not stop():  # it goes on while its replies are read
-                            self._send(slot, selector, waiting, payloads)
+                        answered = worker.answered()
+                        self._feed(slot, selector, waiting, payloads, stop)  # it goes on while its replies are read
                         yield from _replies(answered, worker.boxes, *answer, payloads)
                     for slot, worker in enumerate(self._workers):
-                        if worker.requests and time.monotonic() > worker.deadline:
+                        if worker.chunks and time.monotonic() > worker.deadline(self._timeout):
                             yield from self._lost(slot, selector, waiting, self._timeout)
         finally:
             payloads.close()
 
-    def _send(
-        self, slot: int, selector: selectors.BaseSelector, waiting: list[list[Request]], payloads: _Payloads
+    def _feed(
+        self,
+        slot: int,
+        selector: selectors.BaseSelector,
+        waiting: list[list[Request]],
+        payloads: _Payloads,
+        stop: Callable[[], bool],
     ) -> None:
-        """Hand the slot's worker its next chunk, or as much of it as one control message holds."""
-        chunk = _take(waiting, slot, self._home)
-        if not self._deliver(self._workers[slot], chunk, waiting, payloads):
-            # It died while it had nothing to do: no client's doing. What is put back goes to the new one.
-            self._replace(slot, selector)
-            self._deliver(self._workers[slot], _take(waiting, slot, self._home), waiting, payloads)
-        for request in self._workers[slot].requests:
-            self._home[request.client] = slot
+        """Hand the slot's worker its next chunk, or as much of it as one control message holds; a quick one two."""
+        while waiting and len(self._workers[slot].chunks) < 1 + self._workers[slot].quick and not stop():
+            if self._deliver(self._workers[slot], _take(waiting, slot, self._home), waiting, payloads):
+                for request in self._workers[slot].chunks[-1]:
+                    self._home[request.client] = slot
+            elif self._workers[slot].chunks:
+                return  # the next look at its socket says so
+            else:  # it died while it had nothing to do: no client's doing
+                self._replace(slot, selector)
 
     def _deliver(
         self, worker: _Worker, chunk: list[Request], waiting: list[list[Request]], payloads: _Payloads
@@ -148,7 +167,9 @@ class Pool:
         if rest:
             waiting.insert(0, rest)
         worker.known |= new
-        worker.requests, worker.deadline = taken, time.monotonic() + self._timeout * len(taken)
+        if not worker.chunks:
+            worker.begun = time.monotonic()
+        worker.chunks.append(taken)
         return True
 
     def _replace(self, slot: int, selector: selectors.BaseSelector) -> int:
@@ -169,10 +190,12 @@ class Pool:
         if timeout is not None:
             os.kill(worker.pid, signal.SIGKILL)
         status = self._replace(slot, selector)
-        if len(worker.requests) > 1:
-            waiting.extend([request] for request in worker.requests)
+        chunk, *rest = worker.chunks
+        waiting[:0] = rest  # it never came to these
+        if len(chunk) > 1:
+            waiting.extend([request] for request in chunk)
             return
-        (request,) = worker.requests
+        (request,) = chunk
         if timeout is not None:
             fault = ClientFault(E_TIMEOUT, f"no reply within {timeout:g} s; its process was ended")
         else:
@@ -207,7 +230,7 @@ class Pool:
         """Idle workers end when their socket closes."""
         for worker in self._workers:
             worker.socket.close()
-            if worker.requests:
+            if worker.chunks:
                 os.kill(worker.pid, signal.SIGKILL)
         for worker in self._workers:
             with contextlib.suppress(ChildProcessError):
@@ -356,10 +379,10 @@ def _read(fd: int) -> memoryview:
 
 
 class _Outbox:
-    """The two files that a worker's replies go to in turn."""
+    """The files that a worker's replies go to in turn."""
 
     def __init__(self) -> None:
-        self._boxes: list[mmap.mmap | None] = [None, None]
+        self._boxes: list[mmap.mmap | None] = [None] * _BOXES
         self._turn = 0
 
     def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, list[int]]:
@@ -367,7 +390,7 @@ class _Outbox:
         size = sum(map(len, pieces))
         if size > _BOX:
             return -1, [_write(pieces)]
-        self._turn = 1 - self._turn
+        self._turn = (self._turn + 1) % _BOXES
         box, fds = self._boxes[self._turn], []
         if box is None or len(box) < size:
             capacity, fd = 1 << max(size - 1, 1 << 12).bit_length(), _memory_file()
