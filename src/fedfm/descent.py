@@ -118,6 +118,21 @@ def _errors(z: Any, rows: Any, y: Any, classes: int, width: int, scale: Any) -> 
 
 
 @_part
+def _add_rows(z: Any, m: int, b: Any) -> None:
+    """Add the first m rows of ``z``, as long as ``b``, to it."""
+    for i in range(m):
+        for c in range(0, len(b), COUNT):
+            store(b, c, fma(load(z, i * len(b) + c), all_of(F(1)), load(b, c)))
+
+
+@_part
+def _scale(v: Any, keep: Any) -> None:
+    if keep != F(1):
+        for k in range(len(v)):
+            v[k] *= keep
+
+
+@_part
 def _step(
     x: Any, y: Any, rows: Any, wt: Any, bt: Any, to_w: Any, to_b: Any, near: Any, z: Any, classes: int, scale: Any,
     keep: Any,
@@ -134,15 +149,10 @@ def _step(
             store(z, i * width + c, load(bt, c))
     product(z, 0, width, width, True, near, 0, d, 1, m, wt, 0, width, d)
     loss = _errors(z, rows, y, classes, width, scale)
-    if keep != F(1):
-        for k in range(d * width):
-            to_w[k] *= keep
-        for c in range(width):
-            to_b[c] *= keep
+    _scale(to_w[: d * width], keep)
+    _scale(to_b, keep)
     product(to_w, 0, width, width, True, near, 0, 1, d, d, z, 0, width, m)
-    for i in range(m):
-        for c in range(0, width, COUNT):
-            store(to_b, c, fma(load(z, i * width + c), all_of(F(1)), load(to_b, c)))
+    _add_rows(z, m, to_b)
     return loss
 
 
@@ -245,23 +255,16 @@ def descend_in_span(
             product(z, 0, width, width, True, near, 0, n, 1, m, a, 0, width, seen)
             loss += _errors(z, rows, labels, classes, width, F(-eta) / F(m)) / m
             steps += 1
-            if keep != F(1):
-                scale *= keep
-                for k in range(n * width):
-                    a[k] *= keep
+            scale *= keep
+            _scale(a, keep)
             for i in range(m):
                 for c in range(0, width, COUNT):
                     to = rows[i] * width + c
                     store(a, to, fma(load(z, i * width + c), all_of(F(1)), load(a, to)))
-    if keep != F(1):
-        for k in range(d * width):
-            wt[k] *= scale
-        for c in range(width):
-            bt[c] *= scale
+    _scale(wt[: d * width], scale)
+    _scale(bt, scale)
     product(wt, 0, width, width, True, xs, 0, 1, deep, d, a, 0, width, n)
-    for i in range(n):
-        for c in range(0, width, COUNT):
-            store(bt, c, fma(load(a, i * width + c), all_of(F(1)), load(bt, c)))
+    _add_rows(a, n, bt)
     _to_weights(wt, bt, to_w, to_b)
     return float(loss / steps)
 

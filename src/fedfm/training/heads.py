@@ -84,9 +84,10 @@ def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str], in_span
     flat = torch.empty_like(start)
     w, trained = _pieces(start, layout, names), _pieces(flat, layout, names)
     of = min(local.batch_size, len(y)), x.shape[1], len(w[1])
-    descend, room = descent.descend, descent.room(*of)
     if in_span:
         descend, room = descent.descend_in_span, descent.room_in_span(*of, len(y))
+    else:
+        descend, room = descent.descend, descent.room(*of)
     orders, eta, decay = job.epochs(descent.generator), local.learning_rate, local.weight_decay
     loss = descend(x, y, orders, local.batch_size, *w, *trained, eta, decay, *room)
     return Params.from_flat(layout, {torch.float32: flat}), loss
