@@ -195,7 +195,7 @@ def one(count: int, threads: int, millions: float, turns: int, files: bool) -> d
     else:
         similarities()
         found["first"] = timed(mixture)[:2]
-        times = common.interleave(parts_of, turns if count < 200 else 1)
+        times = common.interleave(parts_of, turns)
         found["layers"] = timed(by_layer)[:2]
         kept.pop("mixed", None)
 

@@ -30,6 +30,7 @@ ENTRIES = 1 << 18  # side by side, of few vectors: what the caches hold
 STRETCH = 1 << 18  # columns whose sum one thread makes
 SHORT = 10**8  # multiplications that take less time than threads to start
 WINDOWS = 1 << 30  # bytes of files that all threads hold at most: shorter pieces cost more calls and waits
+LINE = 64  # bytes between rows: a power of two apart they would share a few lines of a cache; files need a sector
 LOOP = 1 << 18  # entries side by side from which a compiled loop puts them there
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -55,11 +56,16 @@ class Stretch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Stretches, how many threads take them, and how many of these compute at a time; the others wait for the disk."""
+    """Stretches, how many threads take them, and how many of these compute at a time; the others wait for the disk.
+
+    Attributes:
+        apart: bytes by which a window's rows lie further apart than they are long.
+    """
 
     stretches: list[Stretch]
     threads: int
     computing: int
+    apart: int
 
 
 # --- what is computed where -------------------------------------------------------------------------------------------
@@ -80,13 +86,13 @@ def planned(runs: Sequence[Sequence[Run]], count: int, files: bool, wide: Sequen
     workers = min(computing + files, len(pieces))
     fit = min(PIECE, long, WINDOWS // (max(workers, 1) * 2 * count * 4)) if files else 0
     window = max(1, fit // block) * block
-    return Plan([Stretch(*of, block, window) for of in pieces], workers, computing)
+    return Plan([Stretch(*of, block, window) for of in pieces], workers, computing, SECTOR if files else LINE)
 
 
 def in_order(function: Callable[[Stretch, Desk], R], plan: Plan) -> Iterator[tuple[Stretch, R]]:
     """Every stretch and what the function makes of it, in their order."""
-    stretches, threads, computing = plan
-    desk = Desk(Semaphore(computing))
+    stretches, threads, computing, apart = plan
+    desk = Desk(Semaphore(computing), apart)
 
     def quiet(stretch: Stretch) -> R:
         with np.errstate(all="ignore"):  # a vector that is not finite shows in what it gives
@@ -148,17 +154,18 @@ class Desk(local):
         turn: to be held while computing, for as many threads as may do so at a time.
     """
 
-    def __init__(self, turn: Semaphore) -> None:
+    def __init__(self, turn: Semaphore, apart: int) -> None:
         self.turn = turn
+        self._apart = apart
         self._buffers: dict[Any, np.ndarray] = {}
 
     def buffer(self, use: str, stretch: Stretch, count: int) -> np.ndarray:
         """A window of so many vectors; the next stretch has the same, for fresh memory costs more than a copy."""
         if (found := self._buffers.get((use, stretch.dtype))) is None:
-            apart = SECTOR // np.dtype(stretch.dtype).itemsize
-            row = stretch.window + apart  # rows a power of two apart would share a few lines of a cache
+            apart = self._apart // np.dtype(stretch.dtype).itemsize
+            row = stretch.window + apart
             room = np.empty(count * row + apart, stretch.dtype)
-            begin = -room.ctypes.data % SECTOR // room.itemsize
+            begin = -room.ctypes.data % self._apart // room.itemsize
             found = self._buffers[use, stretch.dtype] = room[begin : begin + count * row].reshape(count, row)
         return found
 
