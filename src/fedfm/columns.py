@@ -8,7 +8,6 @@ files there is in memory at most 1 GiB of windows, or two blocks a thread where 
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,8 @@ STRETCH = 1 << 18  # columns whose sum one thread makes
 SHORT = 10**8  # multiplications that take less time than threads to start
 WINDOWS = 1 << 30  # bytes of files that all threads hold at most: shorter pieces cost more calls and waits
 LINE = 64  # bytes between rows: a power of two apart they would share a few lines of a cache; files need a sector
-LOOP = 1 << 18  # entries side by side from which a compiled loop puts them there
+LOOP = 1 << 18  # entries side by side from which a compiled loop puts them there, or multiplies them
+PLACED = 1 << 10  # columns of a run, on average, that are multiplied where they lie
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
@@ -144,6 +144,11 @@ def cut(runs: Iterable[Run], size: int) -> Iterator[list[Run]]:
         yield piece
 
 
+def columns_of(stretch: Stretch) -> int:
+    """How many there are."""
+    return sum(run.stop - run.start for run in stretch.runs)
+
+
 # --- where it lies ----------------------------------------------------------------------------------------------------
 
 
@@ -228,16 +233,20 @@ def rows_of(vectors: Sequence[Params]) -> Rows:
     return {d: [Row(x.flats[d]) for x in vectors] for d in dtypes}
 
 
-def matrix_of(rows: Sequence[Row]) -> np.ndarray | None:
-    """The vectors as the rows of one matrix, (M, P), where they lie in memory at equal steps."""
-    flats = [row.flat for row in rows]
-    if not all(isinstance(x, np.ndarray) and row.file is None for x, row in zip(flats, rows, strict=True)):
-        return None
-    steps = {y.ctypes.data - x.ctypes.data for x, y in itertools.pairwise(flats)} or {flats[0].nbytes}
-    if len(steps) > 1 or (step := steps.pop()) < flats[0].nbytes:
-        return None
-    shape = len(flats), len(flats[0])
-    return np.lib.stride_tricks.as_strided(flats[0], shape, (step, flats[0].itemsize))
+def addresses(rows: Sequence[Row], start: int) -> np.ndarray:
+    """(K,) of the entries ``start`` of float32 vectors in memory."""
+    return np.array([row.address for row in rows]) + 4 * start
+
+
+def addresses_in(matrix: np.ndarray) -> np.ndarray:
+    """(K,) of its rows."""
+    return matrix.ctypes.data + matrix.strides[0] * np.arange(len(matrix))
+
+
+def in_place(stretch: Stretch, *several: Rows) -> bool:
+    """Whether all are float32 in memory, and the runs so long that each may be computed by itself."""
+    long = PLACED * len(stretch.runs) <= columns_of(stretch)
+    return long and all(row.address for of in several for run in stretch.runs for row in of[run.dtype])
 
 
 def in_files(*several: Rows) -> bool:
@@ -265,11 +274,11 @@ def blocks(stretch: Stretch, window: np.ndarray) -> Iterator[np.ndarray]:
 def _beside(rows: Sequence[Row], start: int, stop: int, into: np.ndarray) -> None:
     """These entries of all vectors, as the rows of ``into`` (K, n)."""
     done = 0
-    if into.size >= LOOP and into.dtype == np.float32 and all(addresses := [row.address for row in rows]):
+    if into.size >= LOOP and into.dtype == np.float32 and all(row.address for row in rows):
         from fedfm import passes
 
         done = into.shape[1] // 16 * 16
-        passes.beside(into[:, :done], np.array(addresses), start)
+        passes.beside(into[:, :done], addresses(rows, start))
     if start + done < stop:
         for row, x in zip(into[:, done:], rows, strict=True):
             x.copy(start + done, stop, row)

@@ -1,4 +1,4 @@
-"""How loops are compiled. Only this module, ``passes`` and ``lanes`` import numba, and where a loop is about to run."""
+"""How loops are compiled. Only modules of loops import numba, and they are imported where a loop is about to run."""
 
 from __future__ import annotations
 

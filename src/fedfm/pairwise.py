@@ -2,8 +2,8 @@
 
 What a server computes whose clients each get a model of their own (FedBip, equations 3 to 6; FedAMP): K^2 inner
 products and K weighted sums of K vectors. One by one they read memory 2 K^2 times; here a block of columns of all
-vectors is put side by side and multiplied at once, so that each vector is read once for the products and once for the
-sums, and both run at the speed of the machine's matrix product.
+vectors is put side by side and multiplied at once, or multiplied where it lies (``fedfm.mixing``), so that each vector
+is read once for the products and once for the sums, and both run at the speed of the machine's matrix product.
 
 Vectors and results may lie in files that are larger than memory (``fedfm.spill``). Every bit is the same there and for
 any number of threads: what is multiplied at once is fixed (``fedfm.columns``), and sums are made in that order.
@@ -11,23 +11,23 @@ any number of threads: what is multiplied at once is fixed (``fedfm.columns``), 
 
 from __future__ import annotations
 
-import functools
-import platform
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from fedfm.columns import (
     ENTRIES,
+    LOOP,
     Desk,
     Rows,
     Stretch,
+    addresses,
+    addresses_in,
     blocks,
+    columns_of,
     in_files,
     in_order,
-    matrix_of,
+    in_place,
     merged,
     planned,
     rows_of,
@@ -38,7 +38,6 @@ from fedfm.spill import room
 
 INNER = 512  # entries that one float32 product sums: the rounding of 10^6 such sums cancels out
 LONG = 1 << 16  # of a layer: fewer sums do not cancel well enough for 1e-7, and are cheap to make in float64
-WIDE = 1024  # columns of a product that MKL computes to the same bits wherever in memory they lie; of one it does not
 
 
 def gram(
@@ -149,8 +148,7 @@ def mix(
     rows, targets, added = rows_of(vectors), rows_of(made), None if onto is None else rows_of(onto)
     files = in_files(rows, targets, added or {})
     plan = planned(runs, max(count, len(vectors)), files, wide=[False] * len(runs), threads=threads)
-    matrices = {dtype: matrix_of(of) for dtype, of in targets.items()}
-    for _ in in_order(lambda s, desk: _mix(s, weights[s.layer], rows, added, targets, matrices, desk), plan):
+    for _ in in_order(lambda s, desk: _mix(s, weights[s.layer], rows, added, targets, desk), plan):
         pass
     for i, new in enumerate(made):
         for dtype, start, stop in rest:
@@ -209,53 +207,34 @@ def _sums(stretch: Stretch, rows: Rows, desk: Desk, count: int) -> np.ndarray:
     return total
 
 
-def _mix(
-    stretch: Stretch,
-    weights: np.ndarray,
-    rows: Rows,
-    added: Rows | None,
-    targets: Rows,
-    matrices: Mapping[torch.dtype, np.ndarray | None],
-    desk: Desk,
-) -> None:
+def _mix(stretch: Stretch, weights: np.ndarray, rows: Rows, added: Rows | None, targets: Rows, desk: Desk) -> None:
     """Write onto + weights x over the stretch into the targets."""
     weights = weights.astype(stretch.dtype)  # (M, K)
+    looped = stretch.dtype == np.float32 and weights.shape[1] * columns_of(stretch) >= LOOP
+    if looped:
+        from fedfm.mixing import mixed
+    if looped and in_place(stretch, rows, targets):
+        for dtype, start, stop in stretch.runs:
+            with desk.turn:
+                mixed(weights, addresses(rows[dtype], start), addresses(targets[dtype], start), stop - start)
+            if added is not None:
+                for to, onto in zip(targets[dtype], added[dtype], strict=True):
+                    to.put(start, to.part(start, stop), onto.part(start, stop))
+        return
     for runs, x in windows(stretch, rows, desk.buffer("x", stretch, weights.shape[1])):
-        dtype, start, stop = runs[0]
-        matrix = matrices[dtype]
-        if direct := matrix is not None and len(runs) == 1 and matrix.dtype == stretch.dtype:
-            y = matrix[:, start:stop]  # (M, n), the targets themselves
-        else:
-            y = desk.buffer("y", stretch, len(weights))[:, : x.shape[1]]
+        y = desk.buffer("y", stretch, len(weights))[:, : x.shape[1]]
         with desk.turn:
-            for x_n, y_n in zip(blocks(stretch, x), blocks(stretch, y), strict=True):
-                _product(weights, x_n, y_n)
-        if direct and added is None:
-            continue
+            if looped:
+                mixed(weights, addresses_in(x), addresses_in(y), x.shape[1])
+            else:
+                for x_n, y_n in zip(blocks(stretch, x), blocks(stretch, y), strict=True):
+                    np.matmul(weights, x_n, out=y_n)
         at = 0
         for dtype, start, stop in runs:
             here = slice(at, at + stop - start)
             at = here.stop
             for i, row in enumerate(y[:, here]):
                 targets[dtype][i].put(start, row, added and added[dtype][i].part(start, stop))
-
-
-def _product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Out = a b, of matrices whose rows are contiguous."""
-    if _intel() and out.shape[1] >= WIDE:
-        torch.mm(torch.from_numpy(a), torch.from_numpy(b), out=torch.from_numpy(out))
-    else:
-        np.matmul(a, b, out=out)
-
-
-@functools.cache
-def _intel() -> bool:
-    """Whether torch's library, MKL, multiplies these shapes faster than NumPy's, OpenBLAS: on Intel's processors by a
-    tenth, on others the reverse by a fifth. Named and not timed, so that a machine's bits stay the same.
-    """
-    cpus = Path("/proc/cpuinfo")
-    name = cpus.read_text() if cpus.exists() else platform.processor()
-    return "GenuineIntel" in name and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
 # --- what is computed where -------------------------------------------------------------------------------------------

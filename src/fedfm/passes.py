@@ -15,10 +15,10 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from fedfm.compiled import EXACT, compiled, part
+from fedfm.lanes import LINE, fetch, move
 
 BLOCK = 1 << 13  # entries summed before the sum is put aside
 PIECE = 1 << 11  # entries of a mixture made at a time, in the first cache, before they leave
-LINE = 64  # bytes of a cache line
 AHEAD = 64  # cache lines asked for before they are read
 as_written = partial(compiled, maths=set())
 in_lanes = partial(compiled, maths=EXACT)
@@ -83,47 +83,20 @@ def _leave(out: Any, made: Any) -> None:
         out[i] = made[i]
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _fetch(typing: Any, address: Any) -> Any:
-    """Ask for the cache line at this address, which need not be anybody's."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        builder.call(fetch, [builder.inttoptr(values[0], byte), word(0), word(2), word(1)])  # to read, into level 2
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _move(typing: Any, to: Any, at: Any, address: Any) -> Any:
-    """Sixteen numbers from an address to entries at, at + 1, ... of the vector ``to``."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        line = ir.VectorType(ir.FloatType(), LINE // 4).as_pointer()
-        there = builder.gep(context.make_array(signature.args[0])(context, builder, values[0]).data, [values[1]])
-        builder.store(builder.load(builder.inttoptr(values[2], line), align=4), builder.bitcast(there, line), align=4)
-        return context.get_dummy_value()
-
-    return types.void(to, types.int64, types.int64), generate
-
-
 @as_written
-def beside(out: Any, addresses: Any, start: int) -> None:
-    """Row i of ``out`` (K, 16 n) is the float32 numbers from ``start`` on of the vector at address i, in memory.
+def beside(out: Any, addresses: Any) -> None:
+    """Row i of ``out`` (K, 16 n) is the float32 numbers in memory from address i on.
 
     Pieces of K vectors lie far apart, and what the machine fetches by itself ends with each: the next one's begin is
     asked for here.
     """
     count, lines = out.shape[0], out.shape[1] // 16
     for i in range(count):
-        here, following = addresses[i] + 4 * start, addresses[min(i + 1, count - 1)] + 4 * start
+        here, following = addresses[i], addresses[min(i + 1, count - 1)]
         row = out[i]
         for j in range(lines):
-            _fetch(here + LINE * (j + AHEAD) if j + AHEAD < lines else following + LINE * (j + AHEAD - lines))
-            _move(row, 16 * j, here + LINE * j)
+            fetch(here + LINE * (j + AHEAD) if j + AHEAD < lines else following + LINE * (j + AHEAD - lines))
+            move(row, 16 * j, here + LINE * j)
 
 
 @as_written

@@ -26,7 +26,8 @@ SMALL = {
     "ENTRIES": 64,
     "STRETCH": 16,
     "SHORT": 0,
-    "LOOP": 0,
+    "LOOP": 20,
+    "PLACED": 3,
 }  # several of everything
 
 
@@ -206,22 +207,24 @@ def test_bits_depend_neither_on_threads_nor_on_torchs(count):
 
 
 @pytest.mark.parametrize("entries", [15, 16, 1000, 70_001])
-def test_compiled_copies_and_products_into_the_results_give_the_bits_of_plain_ones(monkeypatch, entries):
+def test_products_of_vectors_where_they_lie_give_the_bits_of_copies(monkeypatch, entries):
     vectors = drawn(7, 6, [(entries,), (3,)], dtypes=(torch.float32, torch.float64))
     weights, base = np.random.default_rng(8).normal(size=(1, 6, 6)), drawn(9, 1, [(entries,), (3,)])[0]
-    base = base.cast(vectors[0].layout)
+    base, bases = base.cast(vectors[0].layout), drawn(10, 6, [(entries,), (3,)], dtypes=(torch.float32, torch.float64))
+    monkeypatch.setattr(pairwise, "LOOP", 0)
     found = []
-    for loop, matrix in ((1 << 60, lambda rows: None), (0, columns.matrix_of)):
+    for loop, placed in ((1 << 60, 1 << 60), (0, 0)):
         monkeypatch.setattr(columns, "LOOP", loop)
-        monkeypatch.setattr(pairwise, "matrix_of", matrix)
-        found.append((gram(vectors), mix(weights, vectors), mix(weights, vectors, onto=[base] * 6)))
+        monkeypatch.setattr(columns, "PLACED", placed)
+        onto = (None, [base] * 6, bases)
+        found.append((gram(vectors), *(mix(weights, vectors, onto=of) for of in onto)))
     (plain, *mixed), (products, *others) = found
     assert np.array_equal(plain, products)
     assert all(same(x, y) for one, two in zip(mixed, others, strict=True) for x, y in zip(one, two, strict=True))
-    for row, shared, alone in zip(weights[0], others[1], others[0], strict=True):
+    for i, row in enumerate(weights[0]):
         sums = sum(w * x["l0"].double() for w, x in zip(row, vectors, strict=True))
-        torch.testing.assert_close(alone["l0"].double(), sums, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(shared["l0"].double(), sums + base["l0"].double(), rtol=1e-5, atol=1e-5)
+        for got, added in zip(others, (0, base["l0"].double(), bases[i]["l0"].double()), strict=True):
+            torch.testing.assert_close(got[i]["l0"].double(), sums + added, rtol=1e-5, atol=1e-5)
 
 
 def test_the_identity_gives_each_its_own_bits():
