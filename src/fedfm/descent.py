@@ -80,11 +80,14 @@ def _to_weights(wt: Any, bt: Any, w: Any, b: Any) -> None:
     classes, width = len(b), len(bt)
     d = len(w) // classes
     whole, left = d // COUNT * COUNT, d * width
-    for c in range(0, width, COUNT):
+    full = classes // COUNT * COUNT
+    for c in range(0, full, COUNT):
         for j in range(0, whole, COUNT):
-            turn(wt, left, COUNT, wt, j * width + c, width, COUNT)
-            for k in range(min(COUNT, classes - c)):
-                store(w, (c + k) * d + j, load(wt, left + k * COUNT))
+            turn(w, c * d + j, d, wt, j * width + c, width, COUNT)
+    for j in range(0, whole if full < classes else 0, COUNT):
+        turn(wt, left, COUNT, wt, j * width + full, width, COUNT)
+        for k in range(classes - full):
+            store(w, (full + k) * d + j, load(wt, left + k * COUNT))
     for j in range(whole, d):
         for c in range(classes):
             w[c * d + j] = wt[j * width + c]
@@ -156,14 +159,21 @@ def _step(
     return loss
 
 
+@_part
+def _subtract(out: Any, a: Any, b: Any) -> None:
+    for k in range(len(out)):
+        out[k] = a[k] - b[k]
+
+
 _DATA, _F, _I = "f4[:,::1], i8[::1]", "f4[::1]", "i8[::1]"
 _ROOM = ", ".join([_F] * 4)
+_HEAD = f"{_F}, {_F}, {_F}, i8, i8, i8"
 
 
-@partial(compiled, maths=EXACT, signature=f"f8({_DATA}, i8[:,::1], i8, {_F}, {_F}, {_F}, {_F}, f8, f8, {_ROOM})")
+@partial(compiled, maths=EXACT, signature=f"f8({_DATA}, i8[:,::1], i8, {_HEAD}, f8, f8, {_ROOM})")
 def descend(
-    x: Any, y: Any, orders: Any, size: int, w: Any, b: Any, to_w: Any, to_b: Any, eta: float, decay: float, wt: Any,
-    bt: Any, near: Any, z: Any,
+    x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, moved: Any, at_w: int, at_b: int, classes: int,
+    eta: float, decay: float, wt: Any, bt: Any, near: Any, z: Any,
 ) -> float:  # fmt: skip
     """Plain SGD on the weights; returns the mean over the steps of the batch's mean cross-entropy.
 
@@ -171,20 +181,23 @@ def descend(
         x, y: rows (n, d) and labels (n,) in 0..C-1.
         orders: (E, m), m > 0, the rows in the order of each epoch.
         size: B, rows a batch.
-        w, b: weight (C d) and bias (C,), from which it starts.
-        to_w, to_b: filled with what they become.
+        start: the head from which it starts, in one vector: weight (C d) from ``at_w`` on, bias (C,) from ``at_b`` on.
+        trained, moved: filled with what it becomes, and with that less ``start``.
+        classes: C.
         eta, decay: a step is -eta (gradient + decay (w, b)).
         wt, bt, near, z: :func:`room` of min(size, m) rows.
     """
-    classes, m, loss, steps = len(b), orders.shape[1], 0.0, 0
+    d, m, loss, steps = x.shape[1], orders.shape[1], 0.0, 0
     keep = F(1 - eta * decay)
-    _from_weights(w, b, wt, bt)
+    w, b = slice(at_w, at_w + classes * d), slice(at_b, at_b + classes)
+    _from_weights(start[w], start[b], wt, bt)
     for epoch in range(orders.shape[0]):
         for at in range(0, m, size):
             rows = orders[epoch, at : min(at + size, m)]
             loss += _step(x, y, rows, wt, bt, wt, bt, near, z, classes, F(-eta) / F(len(rows)), keep) / len(rows)
             steps += 1
-    _to_weights(wt, bt, to_w, to_b)
+    _to_weights(wt, bt, trained[w], trained[b])
+    _subtract(moved, trained, start)
     return float(loss / steps)
 
 
@@ -208,26 +221,28 @@ def gradient(
 @partial(
     compiled,
     maths=EXACT,
-    signature=f"f8({_DATA}, i8[:,::1], i8, {_F}, {_F}, {_F}, {_F}, f8, f8, {_ROOM}, {_F}, {_F}, {_F}, {_F}, {_F})",
+    signature=f"f8({_DATA}, i8[:,::1], i8, {_HEAD}, f8, f8, {_ROOM}, {_F}, {_F}, {_F}, {_F}, {_F})",
 )
 def descend_in_span(
-    x: Any, y: Any, orders: Any, size: int, w: Any, b: Any, to_w: Any, to_b: Any, eta: float, decay: float, wt: Any,
-    bt: Any, near: Any, z: Any, xs: Any, xt: Any, gram: Any, first_z: Any, a: Any,
+    x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, moved: Any, at_w: int, at_b: int, classes: int,
+    eta: float, decay: float, wt: Any, bt: Any, near: Any, z: Any, xs: Any, xt: Any, gram: Any, first_z: Any, a: Any,
 ) -> float:  # fmt: skip
     """The same in the span of the rows, as :mod:`fedfm.training.gram` explains it.
 
     Args:
-        x, y, orders, size, w, b, to_w, to_b, eta, decay: as of :func:`descend`; orders of all rows, (E, n).
+        x, y, orders, size, start, trained, moved, at_w, at_b, classes, eta, decay: as of :func:`descend`; orders of
+            all rows, (E, n).
         wt, bt, near, z: :func:`room_in_span`, as are the others:
         xs, xt: the rows (n d') in the order of the first epoch, so that those that have coefficients in it come before
             those that have none yet; zeros behind their d features; and transposed (d' n').
         gram, first_z, a: X X^T + 1 (n n'), X W_0^T + b_0 (n C') and the coefficients (n C').
     """
-    (n, d), classes, width = x.shape, len(b), len(bt)
+    (n, d), width = x.shape, len(bt)
     many, deep = len(xt) // (len(xs) // n), len(xs) // n  # n', d'
     loss, steps, scale, keep = 0.0, 0, F(1), F(1 - eta * decay)
     place, labels = np.empty(n, np.int64), np.empty(n, np.int64)
-    _from_weights(w, b, wt, bt)
+    w, b = slice(at_w, at_w + classes * d), slice(at_b, at_b + classes)
+    _from_weights(start[w], start[b], wt, bt)
     wt[d * width : deep * width] = F(0)
     for i in range(n):
         r = orders[0, i]
@@ -265,7 +280,8 @@ def descend_in_span(
     _scale(bt, scale)
     product(wt, 0, width, width, True, xs, 0, 1, deep, d, a, 0, width, n)
     _add_rows(a, n, bt)
-    _to_weights(wt, bt, to_w, to_b)
+    _to_weights(wt, bt, trained[w], trained[b])
+    _subtract(moved, trained, start)
     return float(loss / steps)
 
 

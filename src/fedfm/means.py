@@ -142,21 +142,37 @@ def _folded(
             by,
             None if base is None else base[:done],
         )
-    for at in range(done, len(out), _PIECE):
-        here = slice(at, at + _PIECE)
-        o, todo = out[here], [(a, x[here]) for a, x in terms]
-        if start is None:
-            a, x = todo.pop(0)
-            torch.mul(x, a, out=o)
-        elif start is not out:
-            o.copy_(start[here])
-        for a, x in todo:
-            o.add_(x, alpha=a)
-        if by is not None:
-            o.div_(by)
-        if base is not None:
-            torch.add(base[here], o, out=o)
+    if not done and len(out) <= _PIECE:
+        _fold_piece(out, None if start is out else start, start is None, terms, by, base)
+    else:
+        for at in range(done, len(out), _PIECE):
+            here = slice(at, at + _PIECE)
+            begun = None if start is None or start is out else start[here]
+            of = [(a, x[here]) for a, x in terms]
+            _fold_piece(out[here], begun, start is None, of, by, None if base is None else base[here])
     return out
+
+
+def _fold_piece(
+    out: Tensor,
+    start: Tensor | None,
+    afresh: bool,
+    terms: list[tuple[float, Tensor]],
+    by: float | None,
+    base: Tensor | None,
+) -> None:
+    """The same of few entries; without a start ``out`` is it, unless the sum begins ``afresh``."""
+    if afresh:
+        torch.mul(terms[0][1], terms[0][0], out=out)
+        terms = terms[1:]
+    elif start is not None:
+        out.copy_(start)
+    for a, x in terms:
+        out.add_(x, alpha=a)
+    if by is not None:
+        out.div_(by)
+    if base is not None:
+        torch.add(base, out, out=out)
 
 
 def _fold_compiled(

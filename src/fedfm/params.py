@@ -270,10 +270,8 @@ def squared(flat: Tensor) -> float:
 
     Its product with itself takes no longer than its sum, which says nothing of the size.
     """
-    if flat.dtype in (torch.float32, torch.float64) and flat.device.type == "cpu":
-        entries = flat.detach().numpy()
-        with np.errstate(all="ignore"):
-            return float(np.dot(entries, entries))
+    if flat.dtype in (torch.float32, torch.float64):
+        return float(torch.dot(flat, flat))
     norm = float(torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32)))
     return norm * norm
 

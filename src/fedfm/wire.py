@@ -179,7 +179,17 @@ def _sizer(kind: type) -> Callable[[Any], tuple[int, int]]:
             return sizer
     if dataclasses.is_dataclass(kind):
         names = _fields(kind)
-        return lambda value: _size_of_items([(name, getattr(value, name)) for name in names])
+        frame = 8 + sum(len(_text(name)) + 1 for name in names) + max(len(names) - 1, 0)
+
+        def of_fields(value: Any) -> tuple[int, int]:
+            head, data = frame, 0
+            for name in names:
+                field = getattr(value, name)
+                h, d = _sizer(type(field))(field)  # type: ignore[arg-type]
+                head, data = head + h, data + d
+            return head, data
+
+        return of_fields
     raise _cannot_travel(kind)
 
 

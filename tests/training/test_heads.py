@@ -222,6 +222,9 @@ def test_both_ways_of_plain_sgd_are_the_textbooks(n, d, c, size, epochs, decay, 
         np.testing.assert_allclose(got["head.weight"].numpy(), expected[0], rtol=1e-5, atol=3e-6)
         np.testing.assert_allclose(got["head.bias"].numpy(), expected[1], rtol=1e-5, atol=3e-6)
         assert loss == pytest.approx(expected[2], rel=1e-5, abs=1e-6)
+        for other in (job.w, Params(job.w)):  # the start itself, of which the difference is known, and another like it
+            moved = got - other
+            assert all(torch.equal(moved[name], got[name] - job.w[name]) for name in NAMES)
 
 
 @given(seed=st.integers(0, 2**63 - 1), purpose=st.sampled_from(["batches", "other"]))

@@ -232,13 +232,19 @@ def test_a_payload_over_the_limit_is_refused_and_a_checkpoint_of_that_size_is_re
 RUN = """
 import json, os, signal, sys
 from pathlib import Path
+import numpy as np
 import torch
 from torch import nn
 import fedfm
 from fedfm import columns
+from fedfm.pairwise import mix
+from fedfm.params import Params
 from fedfm.rundir import Run
 
 columns.WINDOWS = 1 << 22  # of four vectors
+small = [Params({"w": torch.randn(1 << 17)}) for _ in range(4)]
+mix(np.ones((1, 4, 4)), small)  # compiled loops take their libraries' memory for good
+del small
 
 def anonymous():
     text = Path("/proc/self/status").read_text()

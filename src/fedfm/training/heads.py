@@ -25,6 +25,21 @@ from fedfm.training.job import Job
 from fedfm.training.rules import Rule
 
 
+class _Trained(Params):
+    """A head that knows how far it has moved, which most methods ask for."""
+
+    __slots__ = ("_moved", "_start")
+
+    def __init__(self, start: Params, trained: Tensor, moved: Tensor) -> None:
+        self.layout, self._flats, self._views = start.layout, {torch.float32: trained}, {}
+        self._start, self._moved = start, moved
+
+    def __sub__(self, other: Params) -> Params:
+        if other is self._start:
+            return Params.from_flat(self.layout, {torch.float32: self._moved})
+        return super().__sub__(other)
+
+
 def applies(model: Any) -> bool:
     """The model is a linear head with softmax cross-entropy on features that are already there."""
     return (
@@ -81,16 +96,17 @@ def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str], in_span
     """Plain SGD: all steps in one call, on the weights or in the rows' span."""
     descent = loops()
     local, layout, start = job.local, job.w.layout, job.w.flats[torch.float32]
-    flat = torch.empty_like(start)
-    w, trained = _pieces(start, layout, names), _pieces(flat, layout, names)
-    of = min(local.batch_size, len(y)), x.shape[1], len(w[1])
+    trained, moved = torch.empty_like(start), torch.empty_like(start)
+    at_w, (_, at_b, end, _) = layout.slots[names[0]][1], layout.slots[names[1]]
+    of = min(local.batch_size, len(y)), x.shape[1], end - at_b
     if in_span:
         descend, room = descent.descend_in_span, descent.room_in_span(*of, len(y))
     else:
         descend, room = descent.descend, descent.room(*of)
     orders, eta, decay = job.epochs(descent.generator), local.learning_rate, local.weight_decay
-    loss = descend(x, y, orders, local.batch_size, *w, *trained, eta, decay, *room)
-    return Params.from_flat(layout, {torch.float32: flat}), loss
+    flats = start.numpy(), trained.numpy(), moved.numpy()
+    loss = descend(x, y, orders, local.batch_size, *flats, at_w, at_b, end - at_b, eta, decay, *room)
+    return _Trained(job.w, trained, moved), loss
 
 
 def _by_rule(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tuple[Params, float]:
