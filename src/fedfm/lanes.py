@@ -23,6 +23,7 @@ LINE = 4 * COUNT  # bytes: those of a cache line
 
 WORD, _FLOAT, _INT = ir.IntType(64), ir.FloatType(), ir.IntType(32)
 VECTOR, _WHOLE = ir.VectorType(_FLOAT, COUNT), ir.VectorType(_INT, COUNT)
+DOUBLES = ir.VectorType(ir.DoubleType(), COUNT)
 CONTRACT = ("contract",)
 
 F = np.float32

@@ -13,31 +13,17 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 
 from fedfm.compiled import WHOLE_REGISTERS, aligned, compiled, part
-from fedfm.lanes import (
-    CONTRACT,
-    COUNT,
-    LINE,
-    VECTOR,
-    WORD,
-    asked,
-    intrinsic,
-    line_at,
-    move,
-    pointer,
-    read,
-    splat,
-    write,
-)
+from fedfm.lanes import COUNT, LINE, WORD, intrinsic, line_at, move, pointer, read, write
+from fedfm.tiling import FINE, multiplied
 
 ROWS, LANES = (8, 3) if WHOLE_REGISTERS else (6, 1)  # of a tile: its sums and a row of the panel stay in registers
 WIDTH = LANES * COUNT  # columns of a tile
 PANEL = 240 // WIDTH  # tiles that lie beside each other in a panel, at most
 ENTRIES = 1 << 17  # of a panel, if that is more than one tile
 FETCHED = 2  # rows of the next panel that a tile asks for
-FINE = 8  # bits behind the point of a step of less than a byte
 
 
 @intrinsic
@@ -52,30 +38,12 @@ def _tile(
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        targets, first, offset, whole, a, p, b, q, n, ahead, beside, step = values
-        kinds, line = signature.args, VECTOR.as_pointer()
-        left = pointer(context, builder, kinds[4], a, p)
-        right = pointer(context, builder, kinds[6], b, q)
-        sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(LANES)] for _ in range(ROWS)]
-        for of in sums:
-            for total in of:
-                builder.store(VECTOR(None), total)
-        with cgutils.for_range(builder, n) as loop:
-            k = loop.index
-            further = builder.lshr(builder.mul(k, step), WORD(FINE))
-            for there in (ahead, beside):
-                asked(builder, builder.add(there, further))
-            row = builder.bitcast(builder.gep(right, [builder.mul(k, WORD(WIDTH))]), line)
-            x = [builder.load(builder.gep(row, [WORD(lane)]), align=LINE) for lane in range(LANES)]
-            column = builder.gep(left, [builder.mul(k, WORD(ROWS))])
-            for i, of in enumerate(sums):
-                weight = splat(builder, builder.load(builder.gep(column, [WORD(i)])))
-                for x_l, total in zip(x, of, strict=True):
-                    term = builder.fmul(weight, x_l, flags=CONTRACT)
-                    builder.store(builder.fadd(term, builder.load(total), flags=CONTRACT), total)
+        targets, first, offset, whole, _, _, _, _, n, ahead, beside, step = values
+        left, right = (pointer(context, builder, signature.args[i], *values[i : i + 2]) for i in (4, 6))
+        sums = multiplied(builder, (ROWS, LANES), left, right, (ROWS, WIDTH), n, (ahead, beside), step)
         begins = []
         for i in range(ROWS):
-            target = builder.load(pointer(context, builder, kinds[0], targets, builder.add(first, WORD(i))))
+            target = builder.load(pointer(context, builder, signature.args[0], targets, builder.add(first, WORD(i))))
             begins.append(line_at(builder, builder.add(target, offset)))
         with builder.if_else(whole) as (past, through):
             for way, alignment in ((past, LINE), (through, 4)):

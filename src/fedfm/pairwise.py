@@ -2,8 +2,8 @@
 
 What a server computes whose clients each get a model of their own (FedBip, equations 3 to 6; FedAMP): K^2 inner
 products and K weighted sums of K vectors. One by one they read memory 2 K^2 times; here a block of columns of all
-vectors is put side by side and multiplied at once, or multiplied where it lies (``fedfm.mixing``), so that each vector
-is read once for the products and once for the sums, and both run at the speed of the machine's matrix product.
+vectors is put side by side and multiplied at once, or where it lies (``fedfm.squares``, ``fedfm.mixing``), so that each
+vector is read once for the products and once for the sums, and both run at the speed of the machine's matrix product.
 
 Vectors and results may lie in files that are larger than memory (``fedfm.spill``). Every bit is the same there and for
 any number of threads: what is multiplied at once is fixed (``fedfm.columns``), and sums are made in that order.
@@ -36,7 +36,7 @@ from fedfm.columns import (
 from fedfm.params import Layout, Params
 from fedfm.spill import room
 
-INNER = 512  # entries that one float32 product sums: the rounding of 10^6 such sums cancels out
+INNER = 512  # entries that one float32 product sums, at most: the rounding of 10^6 such sums cancels out
 LONG = 1 << 16  # of a layer: fewer sums do not cancel well enough for 1e-7, and are cheap to make in float64
 
 
@@ -49,8 +49,8 @@ def gram(
 ) -> np.ndarray:
     """Inner products <x_i, x_k> of all pairs, layer by layer: what cosines, norms and distances follow from.
 
-    Cosines made of it are within 1e-7 of those in float64: products run in float32 over 512 entries at a time, sums of
-    these in float64; layers of fewer than 65,536 entries, and float64 entries, in float64 throughout.
+    Cosines made of it are within 1e-7 of those in float64: products run in float32 over at most 512 entries at a time,
+    sums of these in float64; layers of fewer than 65,536 entries, and float64 entries, in float64 throughout.
 
     Args:
         vectors: K of one layout; 16-bit entries are widened block by block.
@@ -162,27 +162,50 @@ def mix(
 def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np.ndarray:
     """(K, K) float64: inner products over the stretch, of entries less their means."""
     count = len(means)
-    total = np.zeros((count, count))
     near = means.astype(stretch.dtype)  # what is left of the mean, after its rounding, has no weight beside the spread
-    size = 0
-    for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
-        size += window.shape[1]
-        with desk.turn:
-            for x in blocks(stretch, window):  # (K, n)
-                if near.any():
-                    x -= near[:, None]
-                if x.dtype == np.float64:
-                    total += x @ x.T
-                    continue
-                whole = x.shape[1] - x.shape[1] % INNER
-                if whole:
-                    pieces = x[:, :whole].reshape(count, -1, INNER).transpose(1, 0, 2)  # (n / INNER, K, INNER), a view
-                    _add_squares(total, pieces)
-                if whole < x.shape[1]:
-                    _add_squares(total, x[None, :, whole:])
+    if _looped(stretch, count):
+        total = _products_in_tiles(stretch, rows, desk, near)
+    else:
+        total = np.zeros((count, count))
+        for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
+            with desk.turn:
+                for x in blocks(stretch, window):  # (K, n)
+                    if near.any():
+                        x -= near[:, None]
+                    if x.dtype == np.float64:
+                        total += x @ x.T
+                        continue
+                    whole = x.shape[1] - x.shape[1] % INNER
+                    if whole:
+                        pieces = x[:, :whole].reshape(count, -1, INNER).transpose(1, 0, 2)  # (n / INNER, K, INNER)
+                        _add_squares(total, pieces)
+                    if whole < x.shape[1]:
+                        _add_squares(total, x[None, :, whole:])
     left = means - near
-    total -= size * np.outer(left, left)
+    total -= columns_of(stretch) * np.outer(left, left)
     return total
+
+
+def _looped(stretch: Stretch, count: int) -> bool:
+    """Whether so many vectors' columns are worth compiled loops, which know float32."""
+    return bool(stretch.dtype == np.float32 and count * columns_of(stretch) >= LOOP)
+
+
+def _products_in_tiles(stretch: Stretch, rows: Rows, desk: Desk, near: np.ndarray) -> np.ndarray:
+    """The same of entries less ``near``."""
+    from fedfm import squares
+
+    totals = squares.room(len(near))
+    if len(stretch.runs) == 1 and stretch.block % squares.COLUMNS == 0 and in_place(stretch, rows):
+        dtype, start, stop = stretch.runs[0]
+        with desk.turn:
+            squares.add(totals, addresses(rows[dtype], start), near, stop - start)
+    else:
+        for _, window in windows(stretch, rows, desk.buffer("x", stretch, len(near))):
+            with desk.turn:
+                for x in blocks(stretch, window):
+                    squares.add(totals, addresses_in(x), near, x.shape[1])
+    return squares.found(totals, len(near))
 
 
 def _add_squares(total: np.ndarray, pieces: np.ndarray) -> None:
@@ -210,7 +233,7 @@ def _sums(stretch: Stretch, rows: Rows, desk: Desk, count: int) -> np.ndarray:
 def _mix(stretch: Stretch, weights: np.ndarray, rows: Rows, added: Rows | None, targets: Rows, desk: Desk) -> None:
     """Write onto + weights x over the stretch into the targets."""
     weights = weights.astype(stretch.dtype)  # (M, K)
-    looped = stretch.dtype == np.float32 and weights.shape[1] * columns_of(stretch) >= LOOP
+    looped = _looped(stretch, weights.shape[1])
     if looped:
         from fedfm.mixing import mixed
     if looped and in_place(stretch, rows, targets):

@@ -58,6 +58,7 @@ def test_an_entry_has_the_same_bits_in_any_tile(rows, n):
         np.testing.assert_array_equal(whole[:, at : at + COUNT], part)
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 40), lanes=st.integers(1, 4), seed=st.integers(0, 1000))
 def test_a_transposed_block_has_zeros_behind_it(n, lanes, seed):
     size, wide = lanes * COUNT, -(-n // COUNT) * COUNT
