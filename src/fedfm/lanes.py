@@ -142,6 +142,17 @@ def write(typing: Any, address: Any, x: Any) -> Any:
 
 
 @intrinsic
+def sent(typing: Any) -> Any:
+    """What went past the caches is there before anything that follows."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
 def spread(typing: Any, x: Any, at: Any) -> Any:
     """Entry ``at`` of the vector ``x`` in all lanes."""
 

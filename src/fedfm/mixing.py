@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.core import types
 
 from fedfm.compiled import WHOLE_REGISTERS, aligned, compiled, part
-from fedfm.lanes import COUNT, LINE, WORD, intrinsic, line_at, move, pointer, read, write
+from fedfm.lanes import COUNT, LINE, WORD, intrinsic, line_at, move, pointer, read, sent, write
 from fedfm.tiling import FINE, multiplied
 
 ROWS, LANES = (8, 3) if WHOLE_REGISTERS else (6, 1)  # of a tile: its sums and a row of the panel stay in registers
@@ -108,6 +108,7 @@ def _mixed(a: Any, b: Any, edge: Any, vectors: Any, targets: Any, n: int, head: 
                     for c in range(following - at):
                         write(targets[i + row] + 4 * (at + c), edge[row * WIDTH + c])
         at = following
+    sent()
 
 
 def mixed(weights: np.ndarray, vectors: np.ndarray, targets: np.ndarray, n: int) -> None:

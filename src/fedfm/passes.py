@@ -15,7 +15,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from fedfm.compiled import EXACT, compiled, part
-from fedfm.lanes import LINE, fetch, move
+from fedfm.lanes import LINE, fetch, move, sent
 
 BLOCK = 1 << 13  # entries summed before the sum is put aside
 PIECE = 1 << 11  # entries of a mixture made at a time, in the first cache, before they leave
@@ -58,17 +58,6 @@ def _stream(typing: Any, out: Any, x: Any, lines: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(out, x, types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _sent(typing: Any) -> Any:
-    """What was streamed is there before anything that follows."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @partial(part, maths=set())
@@ -141,7 +130,7 @@ def mix(out: Any, u: Any, p: Any, own: float, other: float, room: Any) -> None:
         for i in range(len(o)):
             made[i] = np.float64(us[i]) * own + np.float64(ps[i]) * other
         _leave(o, made)
-    _sent()
+    sent()
 
 
 @in_lanes
