@@ -1,7 +1,10 @@
-"""EM in batches of tensors, on device "cpu": steps and ends of the compiled loops, from the same starts."""
+"""EM in batches of tensors, on device "cpu" (and "cuda" where there is one): steps and ends of the compiled loops, from
+the same starts.
+"""
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mixture_em import blobs, covariances, one
@@ -9,12 +12,15 @@ from test_mixture_groups import hard
 
 from fedfm.mixtures import COVARIANCES, batched, fit
 
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
 
-def both(groups, components, covariance, **options):
+
+def both(groups, components, covariance, device="cpu", **options):
     options = {"seeds": range(len(groups))} | options
     return zip(
         fit(groups, components, covariance, **options),
-        fit(groups, components, covariance, device="cpu", **options),
+        fit(groups, components, covariance, device=device, **options),
         strict=True,
     )
 
@@ -31,13 +37,14 @@ def close(a, b, tolerance=1e-6):
     b.mixture.check()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("covariance", COVARIANCES)
-def test_groups_of_many_sizes_end_where_the_compiled_loops_end(covariance):
+def test_groups_of_many_sizes_end_where_the_compiled_loops_end(covariance, device):
     """One row to hundreds, one component to seven, k-means++ on both sides; fewer rows than features as well."""
     sizes = [(1, 1), (12, 2), (40, 4), (44, 3), (45, 1), (150, 7), (160, 5), (300, 7)]
     d = 4 if covariance == "full" else 20  # full ones of more features end at once
     groups = [blobs(n, d, k, seed=i, apart=1.5)[0] for i, (n, k) in enumerate(sizes)]
-    pairs = list(both(groups, [k for _, k in sizes], covariance))
+    pairs = list(both(groups, [k for _, k in sizes], covariance, device))
     assert max(a.iterations for a, _ in pairs) > 5
     assert len({a.iterations for a, _ in pairs}) > 2
     for a, b in pairs:
