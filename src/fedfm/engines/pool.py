@@ -1,10 +1,9 @@
 """Worker processes of the local engine: forked, so that model and data are shared; spoken to without pickle.
 
-A payload is written once into an anonymous memory file, whose descriptor goes to each worker; replies come in three
-such files a worker that stay mapped, in turn, so that one is read while the next ones are written. Control messages are
-short JSON texts on a socket pair. A worker whose clients take milliseconds has its next chunk before it needs it: with
-all cores at work the server may have to wait for one longer than that. The workers are our children: one that dies is
-noticed at once, with its signal.
+Payloads and replies lie in memory files (:mod:`fedfm.engines.memfiles`); of a worker's three one is read while the next
+ones are written. Control messages are short JSON texts on a socket pair, with the descriptors of new files. A worker
+whose clients take milliseconds has its next chunk before it needs it: with all cores at work the server may have to
+wait for one longer than that. The workers are our children: one that dies is noticed at once, with its signal.
 """
 
 from __future__ import annotations
@@ -12,32 +11,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import mmap
 import os
 import selectors
 import signal
 import socket
 import sys
-import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
 from fedfm import buffers, codec, wire
+from fedfm.engines.memfiles import Outbox, Payloads, read
 from fedfm.errors import E_DIED, E_EXCEPTION, E_TIMEOUT, ClientFault, RunError
 from fedfm.federation import ClientId, Reply, Request
 from fedfm.silo import Silos
 
 _LIMIT = 1 << 16  # bytes of a control message
 _FDS = 64  # descriptors that go with one; Linux takes 253
-_BOX = (
-    1 << 23
-)  # bytes of replies up to which a worker keeps a file: new pages cost ten times what writing to old ones does
 _QUICK = 0.005  # seconds that a client takes: below, a worker has a second chunk, which it may have to do after a stop
-_BOXES = 3  # files of a worker's replies: one is read, one may be full, one is written
 _PR_SET_PDEATHSIG = 1
 
 
@@ -88,7 +82,7 @@ class Pool:
             self._workers.append(self._fork())
         for worker in self._workers:
             worker.known.clear()
-        payloads = _Payloads(requests)
+        payloads = Payloads(requests)
         waiting = _chunks(requests, width or self._silos.width, self._silos.least, self._count, self._home)
         try:
             with selectors.DefaultSelector() as selector:
@@ -126,7 +120,7 @@ class Pool:
         slot: int,
         selector: selectors.BaseSelector,
         waiting: list[list[Request]],
-        payloads: _Payloads,
+        payloads: Payloads,
         stop: Callable[[], bool],
     ) -> None:
         """Hand the slot's worker its next chunk, or as much of it as one control message holds; a quick one two."""
@@ -139,9 +133,7 @@ class Pool:
             else:  # it died while it had nothing to do: no client's doing
                 self._replace(slot, selector)
 
-    def _deliver(
-        self, worker: _Worker, chunk: list[Request], waiting: list[list[Request]], payloads: _Payloads
-    ) -> bool:
+    def _deliver(self, worker: _Worker, chunk: list[Request], waiting: list[list[Request]], payloads: Payloads) -> bool:
         """Send the chunk; what does not fit, or all of it if the worker is gone (False), waits again."""
         fds: list[int] = []
         texts: list[str] = []
@@ -248,12 +240,12 @@ def _received(worker: _Worker) -> tuple[bytes, list[int]] | None:
 
 
 def _replies(
-    requests: Sequence[Request], boxes: dict[int, memoryview], message: bytes, fds: list[int], payloads: _Payloads
+    requests: Sequence[Request], boxes: dict[int, memoryview], message: bytes, fds: list[int], payloads: Payloads
 ) -> Iterator[Reply]:
     """The replies of a chunk, read one by one as they are asked for."""
     box, lines = json.loads(message)
     if fds:
-        boxes[box] = _read(fds[0])
+        boxes[box] = read(fds[0])
     block, at = boxes[box] if box >= 0 else boxes.pop(box), 0
     for request, (code, reason, head_size, data_size) in zip(requests, lines, strict=True):
         fault, value, up = (ClientFault(code, reason) if code else None), None, 0
@@ -308,102 +300,6 @@ def _take(waiting: list[list[Request]], slot: int, home: dict[ClientId, int]) ->
     return waiting.pop(0)
 
 
-class _Payloads:
-    """The payloads of one exchange, each encoded once into a memory file; one that differs by client stays no longer
-    than its request takes.
-    """
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._uses = Counter(id(request.payload) for request in requests)
-        self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # so that an id is not used twice
-        self.files: list[int] = []
-        self.heads: list[int] = []
-        self._nbytes: list[int] = []
-
-    def number(self, request: Request) -> int:
-        key = id(request.payload)
-        if key not in self._numbers:
-            self._numbers[key] = len(self.files)
-            self._kept.append(request.payload)
-            head, pieces = wire.encode(request.payload)
-            self.files.append(_write([head.encode(), *pieces]))
-            self.heads.append(len(head))
-            self._nbytes.append(codec.enveloped(len(head), sum(map(len, pieces))))
-        return self._numbers[key]
-
-    def once(self, request: Request) -> bool:
-        """No other request has this payload."""
-        return self._uses[id(request.payload)] == 1
-
-    def answered(self, request: Request) -> None:
-        """The reply is there."""
-        number = self._numbers[id(request.payload)]
-        if self.once(request) and self.files[number] >= 0:
-            os.close(self.files[number])
-            self.files[number] = -1
-
-    def nbytes(self, request: Request) -> int:
-        return self._nbytes[self._numbers[id(request.payload)]]
-
-    def close(self) -> None:
-        for fd in self.files:
-            if fd >= 0:
-                os.close(fd)
-
-
-def _write(pieces: Sequence[bytes | memoryview]) -> int:
-    """A new memory file that holds them one after the other."""
-    fd = _memory_file()
-    with os.fdopen(os.dup(fd), "wb", buffering=1 << 20) as file:
-        for piece in pieces:
-            file.write(piece)
-        if not any(map(len, pieces)):
-            file.write(b"\0")  # an empty file cannot be mapped
-    return fd
-
-
-def _memory_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("fedfm", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def _read(fd: int) -> memoryview:
-    """The file's bytes, mapped; the descriptor is closed."""
-    try:
-        return memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
-    finally:
-        os.close(fd)
-
-
-class _Outbox:
-    """The files that a worker's replies go to in turn."""
-
-    def __init__(self) -> None:
-        self._boxes: list[mmap.mmap | None] = [None] * _BOXES
-        self._turn = 0
-
-    def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, list[int]]:
-        """Which file holds them now (-1: one of their own), and its descriptor where the server does not know it."""
-        size = sum(map(len, pieces))
-        if size > _BOX:
-            return -1, [_write(pieces)]
-        self._turn = (self._turn + 1) % _BOXES
-        box, fds = self._boxes[self._turn], []
-        if box is None or len(box) < size:
-            capacity, fd = 1 << max(size - 1, 1 << 12).bit_length(), _memory_file()
-            os.ftruncate(fd, capacity)  # pages are taken when they are written to
-            box, fds = mmap.mmap(fd, capacity), [fd]
-            self._boxes[self._turn] = box
-        at = 0
-        for piece in pieces:
-            box[at : at + len(piece)] = piece
-            at += len(piece)
-        return self._turn, fds
-
-
 def _die_with(parent: int) -> None:
     """A worker never outlives the server: an orphan would write memories beside those of a resumed run."""
     if sys.platform == "linux":
@@ -415,7 +311,7 @@ def _die_with(parent: int) -> None:
 def _work(silos: Silos, link: socket.socket) -> None:
     """A worker's life: receive tasks, answer, until the socket closes."""
     payloads: dict[int, Any] = {}
-    exchange, outbox = (-1, -1), _Outbox()
+    exchange, outbox = (-1, -1), Outbox()
     while True:
         message, fds, _, _ = socket.recv_fds(link, _LIMIT, _FDS)
         if not message:
@@ -426,7 +322,7 @@ def _work(silos: Silos, link: socket.socket) -> None:
         requests = []
         for client, handler, round, call, number, fd, head, _ in tasks:
             if fd >= 0:
-                block = _read(fds[fd])
+                block = read(fds[fd])
                 payloads[number] = silos.conform(handler, wire.decode(bytes(block[:head]).decode(), block[head:], None))
             requests.append(Request(client, handler, payloads[number], round, call))
         for *_, number, _, _, once in tasks:
