@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -35,6 +37,13 @@ def arguments(doc: str | None, **options: dict[str, Any]) -> argparse.Namespace:
     for name, option in options.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **option)
     return parser.parse_args()
+
+
+def scratch() -> Path:
+    """A folder that goes with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="fedfm-bench-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def interleave(variants: Mapping[str, Callable[[], Any]], turns: int) -> Times:

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import gc
 import math
-import tempfile
 import time
-from pathlib import Path
 from typing import Any, ClassVar
 
 import common
@@ -143,7 +141,7 @@ def overhead(title: str, tables: dict[str, Any], local: SGD, foundation: str, tu
     population = populate(Experiment.from_dict(tables))
     avg = FedAvg(local=local)
     baf = FedBaF(local=local, base=Done(), foundation=foundation)
-    silos = Silos(avg, Aggregator(), population, memory=Path(tempfile.mkdtemp(prefix="fedfm-bench-")))
+    silos = Silos(avg, Aggregator(), population, memory=common.scratch())
     fed = Federation(LocalLink(silos, workers=1), model=population.model, secret=lambda name: bytes(32))
     w = baf.init(fed)
     rounds, added, shares = [], [], []

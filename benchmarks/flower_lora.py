@@ -18,7 +18,6 @@ import argparse
 import functools
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,7 +71,7 @@ def ours(options: Any, kernels: str) -> tuple[list[float], Params]:
     everyone = people(options.clients, options.rows)
     everyone.model.kernels = kernels
     method = FedAvg(local=LOCAL, fraction=options.cohort / options.clients)
-    silos = Silos(method, Aggregator(), everyone, memory=Path(tempfile.mkdtemp(prefix="fedfm-bench-")))
+    silos = Silos(method, Aggregator(), everyone, memory=common.scratch())
     link = LocalLink(silos, workers=os.cpu_count() or 1)
     try:
         fed = Federation(link, model=everyone.model)

@@ -15,10 +15,8 @@ takes to move the same head to a client that does nothing and back.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import common
@@ -147,7 +145,7 @@ class Nothing(FedAvg):
 def messages_alone(population: Any, initial: Params) -> float:
     """Seconds a client-round in which nobody trains: delivery, validation, transcript and mean."""
     method = Nothing(fraction=1.0)
-    silos = Silos(method, Aggregator(), population, memory=Path(tempfile.mkdtemp(prefix="fedfm-bench-")))
+    silos = Silos(method, Aggregator(), population, memory=common.scratch())
     fed = Federation(LocalLink(silos), model=population.model)
 
     def run() -> None:
@@ -178,7 +176,7 @@ def measure(
     rows, notes = [], []
     for batch_size, epochs in settings:
         method = FedAvg(local=SGD(learning_rate=0.1, batch_size=batch_size, epochs=epochs), fraction=1.0)
-        silos = Silos(method, Aggregator(), population, memory=Path(tempfile.mkdtemp(prefix="fedfm-bench-")))
+        silos = Silos(method, Aggregator(), population, memory=common.scratch())
         fed = Federation(LocalLink(silos), model=population.model)
         state = method.init(fed)
 

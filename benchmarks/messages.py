@@ -14,11 +14,9 @@ starts Ray, does not count.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import common
@@ -60,7 +58,7 @@ class Nobody:
 
 def federation(count: int, wire: bool = False) -> tuple[Echo, Federation]:
     method, people = Echo(), Nobody(count)
-    silos = Silos(method, Aggregator(), people, memory=Path(tempfile.mkdtemp(prefix="fedfm-bench-")))
+    silos = Silos(method, Aggregator(), people, memory=common.scratch())
     return method, Federation(LocalLink(silos, wire=wire), model=people)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +88,7 @@ def prepare(tables: dict[str, Any], local: SGD) -> tuple[FedAvg, dict[int, Feder
         population.data(client).train  # noqa: B018 - what is frozen is computed before the workers fork
     method, feds = FedAvg(local=local, fraction=1.0), {}
     for workers in (1, 2, 3):
-        silos = Silos(method, Aggregator(), population, memory=Path(tempfile.mkdtemp(prefix="fedfm-bench-")))
+        silos = Silos(method, Aggregator(), population, memory=common.scratch())
         feds[workers] = Federation(LocalLink(silos, workers=workers), model=population.model)
     return method, feds, population
 
