@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedfm.columns import (
-    ENTRIES,
     LOOP,
     Desk,
     Rows,
@@ -36,7 +35,6 @@ from fedfm.columns import (
 from fedfm.params import Layout, Params
 from fedfm.spill import room
 
-INNER = 512  # entries that one float32 product sums, at most: the rounding of 10^6 such sums cancels out
 LONG = 1 << 16  # of a layer: fewer sums do not cancel well enough for 1e-7, and are cheap to make in float64
 
 
@@ -49,8 +47,9 @@ def gram(
 ) -> np.ndarray:
     """Inner products <x_i, x_k> of all pairs, layer by layer: what cosines, norms and distances follow from.
 
-    Cosines made of it are within 1e-7 of those in float64: products run in float32 over at most 512 entries at a time,
-    sums of these in float64; layers of fewer than 65,536 entries, and float64 entries, in float64 throughout.
+    Cosines made of it are within 1e-7 of those in float64: of long float32 vectors products of 256 entries are summed
+    in float32, sums of these in float64 (:mod:`fedfm.squares`); layers of fewer than 65,536 entries, few entries, and
+    those that are float64, in float64 throughout.
 
     Args:
         vectors: K of one layout; 16-bit entries are widened block by block.
@@ -170,17 +169,8 @@ def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np
         for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
             with desk.turn:
                 for x in blocks(stretch, window):  # (K, n)
-                    if near.any():
-                        x -= near[:, None]
-                    if x.dtype == np.float64:
-                        total += x @ x.T
-                        continue
-                    whole = x.shape[1] - x.shape[1] % INNER
-                    if whole:
-                        pieces = x[:, :whole].reshape(count, -1, INNER).transpose(1, 0, 2)  # (n / INNER, K, INNER)
-                        _add_squares(total, pieces)
-                    if whole < x.shape[1]:
-                        _add_squares(total, x[None, :, whole:])
+                    wide = np.subtract(x, near[:, None], dtype=np.float64)
+                    total += wide @ wide.T
     left = means - near
     total -= columns_of(stretch) * np.outer(left, left)
     return total
@@ -206,18 +196,6 @@ def _products_in_tiles(stretch: Stretch, rows: Rows, desk: Desk, near: np.ndarra
                 for x in blocks(stretch, window):
                     squares.add(totals, addresses_in(x), near, x.shape[1])
     return squares.found(totals, len(near))
-
-
-def _add_squares(total: np.ndarray, pieces: np.ndarray) -> None:
-    """Total += sum of x x^T over the pieces (n, K, INNER), summed in float64."""
-    few = max(1, ENTRIES // total.size)  # whose products the caches hold
-    for at in range(0, len(pieces), few):
-        x = pieces[at : at + few]
-        found = x @ x.transpose(0, 2, 1)  # NumPy sees that it is symmetric, and computes one half
-        if len(found) == 1:
-            np.add(total, found[0], out=total)
-        else:
-            total += found.sum(0, dtype=np.float64)
 
 
 def _sums(stretch: Stretch, rows: Rows, desk: Desk, count: int) -> np.ndarray:

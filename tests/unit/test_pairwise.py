@@ -20,7 +20,6 @@ from fedfm.spill import shelved
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 EPS = {d: torch.finfo(d).eps for d in DTYPES if d.is_floating_point}
 SMALL = {
-    "INNER": 4,
     "LONG": 30,
     "BLOCK": 8,
     "ENTRIES": 64,
