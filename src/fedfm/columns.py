@@ -179,13 +179,14 @@ class Row:
     """The flat vector of one dtype, in memory or in a file: of NumPy where it has the dtype.
 
     Attributes:
-        address: of float32 numbers in memory; 0 of others.
+        address: of float32 numbers next to each other in memory; 0 of others.
     """
 
     def __init__(self, flat: Tensor) -> None:
         self.flat: Any = flat.numpy() if flat.dtype in NATIVE else flat
         self.file = stored(flat)
-        self.address = flat.data_ptr() if flat.dtype == torch.float32 and self.file is None else 0
+        placed = flat.dtype == torch.float32 and flat.is_contiguous() and self.file is None
+        self.address = flat.data_ptr() if placed else 0
 
     def part(self, start: int, stop: int) -> Any:
         """These entries: a view, or a copy of what is in the file."""

@@ -226,6 +226,16 @@ def test_products_of_vectors_where_they_lie_give_the_bits_of_copies(monkeypatch,
             torch.testing.assert_close(got[i]["l0"].double(), sums + added, rtol=1e-5, atol=1e-5)
 
 
+def test_vectors_with_gaps_between_their_entries_are_read_as_such():
+    vectors = drawn(3, 4, [(140_000,)])
+    layout = Params({"l0": torch.zeros(70_000)}).layout
+    gaps = [Params.from_flat(layout, {torch.float32: x["l0"][::2]}) for x in vectors]
+    whole = [Params({"l0": x["l0"]}) for x in gaps]
+    weights = np.random.default_rng(4).normal(size=(1, 4, 4))
+    assert gram(gaps).tobytes() == gram(whole).tobytes()
+    assert all(map(same, mix(weights, gaps), mix(weights, whole)))
+
+
 def test_the_identity_gives_each_its_own_bits():
     vectors = drawn(1, 5, [(60, 70), (9,)], dtypes=(torch.float32, torch.float16))
     base = drawn(2, 5, [(60, 70), (9,)], dtypes=(torch.float32, torch.float16))
