@@ -98,12 +98,12 @@ def _tensor(value: Any, path: str, most: float) -> Tensor:
         raise _fail(path, "a tensor", value)
     if not value.dtype.is_floating_point:
         return value
-    if most < math.inf and squared(value.reshape(-1)) <= most * most:
+    if most < math.inf and squared(value.detach().reshape(-1)) <= most * most:
         return value
     if not bool(torch.isfinite(value).all()):
         raise ClientFault(E_NONFINITE, f"{path} has NaN or infinity")
     if most < math.inf:
-        raise _too_large(path, float(torch.linalg.vector_norm(value.double())), most)
+        raise _too_large(path, float(torch.linalg.vector_norm(value.detach().double())), most)
     return value
 
 

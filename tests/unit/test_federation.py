@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfm.conform import nonfinite
+from fedfm.conform import conform, nonfinite
 from fedfm.errors import ClientFault, RunError
 from fedfm.federation import Federation, Reply, Request, Update, each, on_client
 from fedfm.methods.fedavg import FedAvg
@@ -199,6 +199,13 @@ def test_a_finite_number_that_no_data_gives_leaves_its_client_out(handler, name,
     (left_out,) = [e for e in fed.excluded if e.client == "a"]
     assert left_out.code == "E_NORM"
     assert "is above 1e+15" in left_out.reason
+
+
+def test_a_tensor_that_a_gradient_may_flow_to_is_checked_like_others():
+    value = torch.ones(3, requires_grad=True)
+    assert conform(value, torch.Tensor, most=2.0) is value
+    with pytest.raises(ClientFault, match=r"L2 norm 1\.73 is above 1"):
+        conform(value, torch.Tensor, most=1.0)
 
 
 def test_no_client_that_is_heard_can_overflow_the_servers_sum_or_its_squares():
