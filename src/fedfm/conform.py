@@ -175,7 +175,12 @@ def _mapping(item: Check) -> Check:
 
 
 def _dataclass(cls: Any, most: float) -> Check:
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = [f.name for f in dataclasses.fields(cls)]
+    required = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
     checks: dict[str, Check] = {}
 
     def check(value: Any, path: str) -> Any:
@@ -188,15 +193,10 @@ def _dataclass(cls: Any, most: float) -> Check:
             return value
         if not isinstance(value, Mapping) or isinstance(value, Params):
             raise _fail(path, cls.__name__, value)
-        if unknown := value.keys() - fields.keys():
-            raise ClientFault(E_FIELD, f"{path}: {cls.__name__} has no field {sorted(unknown)[0]!r}")
-        required = {
-            n
-            for n, f in fields.items()
-            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        }
-        if missing := required - value.keys():
-            raise ClientFault(E_FIELD, f"{path}: {sorted(missing)[0]!r} is missing")
+        if unknown := [str(name) for name in value if name not in checks]:
+            raise ClientFault(E_FIELD, f"{path}: {cls.__name__} has no field {min(unknown)!r}")
+        if missing := [name for name in required if name not in value]:
+            raise ClientFault(E_FIELD, f"{path}: {min(missing)!r} is missing")
         try:
             return cls(**{name: checks[name](v, f"{path}.{name}") for name, v in value.items()})
         except ClientFault:

@@ -50,57 +50,86 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+Pieces = list[memoryview | bytes]
+Encoder = Callable[[Any, Pieces], str]  # of a value: appends its data, returns its head
+Sizer = Callable[[Any], tuple[int, int]]  # lengths of both
+
+
 # --- encoding --------------------------------------------------------------------------------------------------------
 
 
-def encode(value: Any) -> tuple[str, list[memoryview | bytes]]:
+def encode(value: Any) -> tuple[str, Pieces]:
     """The head, and the pieces of the data in order (views where possible: join or write them before they change).
 
     Raises:
         TypeError: something in it cannot travel.
     """
-    pieces: list[memoryview | bytes] = []
+    pieces: Pieces = []
     try:
-        return _encode(value, pieces), pieces
+        return _encoder(type(value))(value, pieces), pieces  # type: ignore[arg-type]
     except RecursionError:
         raise _too_deep() from None
 
 
-def _encode(value: Any, pieces: list[memoryview | bytes]) -> str:
-    match value:
-        case Params():
-            pieces.extend(to_bytes(value.flats[dtype]) for dtype in value.layout.sizes)
-            return f'{{"p":{_entries(value.layout)}}}'
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case int():
-            pieces.append(_INT.pack(_eight_bytes(value)))
-            return '"i"'
-        case float():
-            pieces.append(_FLOAT.pack(value))
-            return '"f"'
-        case str():
-            return f'{{"s":{json.dumps(value)}}}'
-        case Tensor():
-            name = _tensor_name(value)
-            pieces.append(to_bytes(value.detach().cpu().contiguous()))
-            return f'{{"t":["{name}",{_compact(list(value.shape))}]}}'
-        case np.ndarray():
-            _array_name(value)
-            return _encode(torch.from_numpy(np.ascontiguousarray(value)), pieces)
-        case np.generic():
-            return _encode(value.item(), pieces)
-        case Mapping():
-            items = [f"{_text(_key(k))}:{_encode(v, pieces)}" for k, v in value.items()]
-        case list() | tuple():
-            return f"[{','.join([_encode(v, pieces) for v in value])}]"
-        case _:
-            if not dataclasses.is_dataclass(value):
-                raise _cannot_travel(type(value))
-            items = [f"{_text(k)}:{_encode(getattr(value, k), pieces)}" for k in _fields(type(value))]  # type: ignore[arg-type]
+@functools.lru_cache(maxsize=512)
+def _encoder(kind: type) -> Encoder:
+    """What encodes values of one type: found once, since asking each value what it is costs more than the rest."""
+    if kind is type(None):
+        return lambda value, pieces: "null"
+    for kinds, encoder, _ in _KINDS:
+        if issubclass(kind, kinds):
+            return encoder
+    if not dataclasses.is_dataclass(kind):
+        raise _cannot_travel(kind)
+    names = [(name, f"{quoted(name)}:") for name in _fields(kind)]
+
+    def of_fields(value: Any, pieces: Pieces) -> str:
+        fields = [(label, getattr(value, name)) for name, label in names]
+        return _mapping([label + _encoder(type(field))(field, pieces) for label, field in fields])  # type: ignore[arg-type]
+
+    return of_fields
+
+
+def _mapping(items: Sequence[str]) -> str:
     return f'{{"m":{{{",".join(items)}}}}}'
+
+
+def _encode(value: Any, pieces: Pieces) -> str:
+    return _encoder(type(value))(value, pieces)  # type: ignore[arg-type]
+
+
+def _encode_params(value: Params, pieces: Pieces) -> str:
+    pieces.extend(to_bytes(value.flats[dtype]) for dtype in value.layout.sizes)
+    return f'{{"p":{_entries(value.layout)}}}'
+
+
+def _encode_int(value: int, pieces: Pieces) -> str:
+    pieces.append(_INT.pack(_eight_bytes(value)))
+    return '"i"'
+
+
+def _encode_float(value: float, pieces: Pieces) -> str:
+    pieces.append(_FLOAT.pack(value))
+    return '"f"'
+
+
+def _encode_tensor(value: Tensor, pieces: Pieces) -> str:
+    name = _tensor_name(value)
+    pieces.append(to_bytes(value.detach().cpu().contiguous()))
+    return f'{{"t":["{name}",{_compact(list(value.shape))}]}}'
+
+
+def _encode_array(value: np.ndarray, pieces: Pieces) -> str:
+    _array_name(value)
+    return _encode_tensor(torch.from_numpy(np.ascontiguousarray(value)), pieces)
+
+
+def _encode_mapping(value: Mapping[str, Any], pieces: Pieces) -> str:
+    return _mapping([f"{quoted(_key(k))}:{_encode(v, pieces)}" for k, v in value.items()])
+
+
+def _encode_list(value: Sequence[Any], pieces: Pieces) -> str:
+    return f"[{','.join([_encode(v, pieces) for v in value])}]"
 
 
 def _cannot_travel(kind: type) -> TypeError:
@@ -153,7 +182,8 @@ def _fields(cls: Any) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _text(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as JSON has it."""
     return json.dumps(text)
 
 
@@ -170,16 +200,16 @@ def size(value: Any) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=512)
-def _sizer(kind: type) -> Callable[[Any], tuple[int, int]]:
-    """What sizes values of one type: found once, since asking each value what it is costs more than the rest."""
+def _sizer(kind: type) -> Sizer:
+    """What sizes values of one type."""
     if kind is type(None):
         return lambda value: (4, 0)
-    for kinds, sizer in _SIZERS:
+    for kinds, _, sizer in _KINDS:
         if issubclass(kind, kinds):
             return sizer
     if dataclasses.is_dataclass(kind):
         names = _fields(kind)
-        frame = 8 + sum(len(_text(name)) + 1 for name in names) + max(len(names) - 1, 0)
+        frame = 8 + sum(len(quoted(name)) + 1 for name in names) + max(len(names) - 1, 0)
 
         def of_fields(value: Any) -> tuple[int, int]:
             head, data = frame, 0
@@ -202,7 +232,7 @@ def _size_of_items(items: Iterable[tuple[Any, Any]]) -> tuple[int, int]:
     head, data, count = 8, 0, 0
     for k, v in items:
         h, d = size(v)
-        head, data, count = head + len(_text(_key(k))) + 1 + h, data + d, count + 1
+        head, data, count = head + len(quoted(_key(k))) + 1 + h, data + d, count + 1
     return head + max(count - 1, 0), data
 
 
@@ -215,17 +245,17 @@ def _size_of_array(dtype: str, value: Any) -> tuple[int, int]:
     return 11 + len(dtype) + len(_compact(list(value.shape))), value.nbytes
 
 
-_SIZERS: tuple[tuple[type | tuple[type, ...], Callable[[Any], tuple[int, int]]], ...] = (
-    (bool, lambda value: (4 if value else 5, 0)),
-    (int, _size_of_int),
-    (float, lambda value: (3, 8)),
-    (str, lambda value: (6 + len(_text(value)), 0)),
-    (Params, lambda value: (6 + len(_entries(value.layout)), value.layout.nbytes)),
-    (Tensor, lambda value: _size_of_array(_tensor_name(value), value)),
-    (np.ndarray, lambda value: _size_of_array(_array_name(value), value)),
-    (np.generic, lambda value: size(value.item())),
-    (Mapping, lambda value: _size_of_items(value.items())),
-    ((list, tuple), _size_of_list),
+_KINDS: tuple[tuple[type | tuple[type, ...], Encoder, Sizer], ...] = (
+    (bool, lambda value, pieces: "true" if value else "false", lambda value: (4 if value else 5, 0)),
+    (int, _encode_int, _size_of_int),
+    (float, _encode_float, lambda value: (3, 8)),
+    (str, lambda value, pieces: f'{{"s":{quoted(value)}}}', lambda value: (6 + len(quoted(value)), 0)),
+    (Params, _encode_params, lambda value: (6 + len(_entries(value.layout)), value.layout.nbytes)),
+    (Tensor, _encode_tensor, lambda value: _size_of_array(_tensor_name(value), value)),
+    (np.ndarray, _encode_array, lambda value: _size_of_array(_array_name(value), value)),
+    (np.generic, lambda value, pieces: _encode(value.item(), pieces), lambda value: size(value.item())),
+    (Mapping, _encode_mapping, lambda value: _size_of_items(value.items())),
+    ((list, tuple), _encode_list, _size_of_list),
 )
 
 
