@@ -32,12 +32,17 @@ if hasattr(os, "register_at_fork"):
 class _Lease:
     """Owns a buffer as long as any array on it lives."""
 
-    def __init__(self, memory: Any) -> None:
-        self.memory = memory
+    def __init__(self, memory: np.ndarray, free: deque[Any], token: Any) -> None:
+        self._memory, self._free, self._token = memory, free, token
         self.__array_interface__ = memory.__array_interface__
 
-    def __del__(self, free: deque[Any] = _free) -> None:  # bound here: at exit the module may be gone before
-        free.append(self.memory)
+    def __del__(self) -> None:
+        self._free.append(self._token)
+
+
+def lent(memory: np.ndarray, free: deque[Any], token: Any) -> np.ndarray:
+    """The same memory; when nobody can see this array or anything on it any more, ``free`` gets the token."""
+    return np.asarray(_Lease(memory, free, token))
 
 
 def empty(count: int, dtype: torch.dtype) -> Tensor:
@@ -47,7 +52,8 @@ def empty(count: int, dtype: torch.dtype) -> Tensor:
     nbytes = count * dtype.itemsize
     if nbytes < LARGE:
         return torch.empty(count, dtype=dtype)
-    return torch.from_numpy(np.asarray(_Lease(_take(nbytes)))).view(dtype)
+    memory = _take(nbytes)
+    return torch.from_numpy(lent(memory, _free, memory)).view(dtype)
 
 
 @functools.cache

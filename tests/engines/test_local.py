@@ -1,5 +1,6 @@
 """The local engine: same bits whatever the workers and the wire; clients that fail, hang or die."""
 
+import gc
 import os
 import signal
 import time
@@ -296,6 +297,26 @@ def test_slow_clients_do_not_wait_behind_each_other(tmp_path):
     fed._link.close()
 
 
+def test_a_quick_worker_leaves_others_what_they_are_about_to_take(tmp_path):
+    """A second chunk is its own or nobody's: else one worker would have both clients, and the other none."""
+
+    @dataclass(frozen=True)
+    class Where(FedAvg):
+        @on_client
+        def train(self, client, w: Params) -> Update:
+            return Update(Params({"pid": torch.tensor([os.getpid()])}), 1)
+
+    method, found = Where(), []
+    fed = federation(method, {"a": [0.0], "b": [0.0]}, tmp_path, workers=2)
+    for t in range(1, 6):
+        fed.begin(t)
+        replies = fed.exchange("query", method.train, None, {"w": fed.initial}, Update)
+        found.append({client: int(update.delta["pid"]) for client, update in replies})
+    assert len(set(found[0].values())) == 2
+    assert found == found[:1] * 5
+    fed._link.close()
+
+
 def test_a_client_that_takes_too_long_in_this_process_is_left_out_as_in_a_worker(tmp_path):
     """Else the result would depend on the number of workers."""
 
@@ -354,6 +375,70 @@ def test_payloads_that_differ_by_client_are_let_go_with_their_replies(tmp_path):
     assert found == {c: 2 * i for i, c in enumerate(fed.clients) if c != "dies"}
     assert 0 < max(counts) < 12
     assert files() - before <= 6  # three for each worker, through which it replies
+    fed._link.close()
+
+
+@dataclass(frozen=True)
+class Numbered(FedAvg):
+    """Replies with so many numbers that the client's name and the round tell them apart."""
+
+    size: int = 1
+
+    @on_client
+    def train(self, client, w: Params, factor: float) -> Update:
+        return Update(Params({"v": torch.full((self.size,), factor + int(client.id[1:]))}), 1)
+
+
+@pytest.mark.parametrize("size", [1, 5001, 600_001], ids=["few", "odd", "several files"])
+def test_what_the_server_keeps_of_replies_is_never_written_over(tmp_path, size):
+    """Tensors are views of the files that workers write to: all replies of eight calls, and half of one, are kept."""
+    method, kept, count = Numbered(size=size), {}, 12
+    fed = federation(method, {f"c{i:02}": [0.0] for i in range(count)}, tmp_path, workers=2)
+    fed.begin(1)
+    for call in range(8):
+        for client, update in fed.exchange(
+            "query", method.train, None, {"w": fed.initial, "factor": 100.0 * call}, Update
+        ):
+            if call != 5 or client < "c06":
+                kept[call, client] = update.delta["v"]
+    assert len(kept) == 7 * count + 6
+    for (call, client), v in kept.items():
+        assert torch.equal(v, torch.full((size,), 100.0 * call + int(client[1:])))
+    next(iter(kept.values())).add_(1)  # and is the server's own
+    again = dict(fed.exchange("query", method.train, None, {"w": fed.initial, "factor": 0.0}, Update))
+    assert float(again["c00"].delta["v"][0]) == 0.0
+    fed._link.close()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's list of open files")
+def test_files_of_replies_serve_again_and_take_no_descriptors(tmp_path):
+    """A mean of a hundred clients in five rounds goes through the few files that each of two workers has; replies that
+    are all kept take memory and no descriptors.
+    """
+    method = Numbered(size=3)
+    fed = federation(method, {f"c{i:02}": [0.0] for i in range(100)}, tmp_path, workers=2)
+
+    def mapped():
+        with open("/proc/self/maps") as file:
+            return sum("memfd:fedfm" in line for line in file)
+
+    gc.collect()  # what other tests left
+    before, counts, files = mapped(), [], []
+    for t in range(1, 6):
+        fed.begin(t)
+        for _ in fed.exchange("query", method.train, None, {"w": fed.initial, "factor": 1.0}, Update):
+            pass  # those that come before their turn wait, and may need files of their own meanwhile
+        counts.append(mapped() - before)
+    files.append(len(os.listdir("/proc/self/fd")))
+    assert max(counts) <= 2 * 6 + 1  # the loop still has the last one
+    kept = [
+        dict(fed.exchange("query", method.train, None, {"w": fed.initial, "factor": 1.0}, Update)) for _ in range(20)
+    ]
+    files.append(len(os.listdir("/proc/self/fd")))
+    assert mapped() - before > max(counts)  # of these some have files of their own
+    assert files[0] == files[1]
+    del kept
+    assert mapped() - before <= 2 * 6 + 2
     fed._link.close()
 
 

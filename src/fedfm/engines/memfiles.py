@@ -1,8 +1,9 @@
 """Memory files that processes of one machine share: payloads that all read, replies that one writes and one reads.
 
-An anonymous memory file's descriptor goes with a control message. A payload's file lives as long as its exchange; a
-worker's replies go to a few files that stay mapped on both sides, in turn, since new pages cost ten times what writing
-to old ones does.
+An anonymous memory file's descriptor goes with a control message, and the tensors of what it holds are views of it: of
+a payload, of which each client has its own copy the moment it writes to one, and of replies. A worker's replies go to a
+few files that stay mapped on both sides, since new pages cost ten times what writing to old ones does; each is the
+server's until no tensor in it is left.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
+
 from fedfm import codec, wire
 from fedfm.federation import Request
 
 _BOX = 1 << 23  # bytes of replies up to which a worker keeps a file
-_BOXES = 3  # files of a worker's replies: one is read, one may be full, one is written
+_BOXES = 6  # files of a worker's replies: a mean holds up to three, one is read, one may be full, one is written
+_LINE = 64  # data begin at a multiple, so that tensors can be views of them
 
 
 class Payloads:
@@ -45,7 +50,7 @@ class Payloads:
             self._numbers[key] = len(self.files)
             self._kept.append(request.payload)
             head, pieces = wire.encode(request.payload)
-            self.files.append(_write([head.encode(), *pieces]))
+            self.files.append(_write(laid_out(0, head, pieces)))
             self.heads.append(len(head))
             self._nbytes.append(codec.enveloped(len(head), sum(map(len, pieces))))
         return self._numbers[key]
@@ -90,35 +95,79 @@ def _memory_file() -> int:
         return os.dup(file.fileno())
 
 
-def read(fd: int) -> memoryview:
-    """The file's bytes, mapped; the descriptor is closed."""
+def laid_out(at: int, head: str, pieces: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """A message as it lies in a file from ``at`` on, piece by piece: its head, a gap, its data."""
+    text = head.encode()
+    return [text, bytes(data_at(at, len(text)) - at - len(text)), *pieces]
+
+
+def data_at(at: int, head: int) -> int:
+    """Where the data of a message begin that begins at ``at`` with a head of so many bytes."""
+    return -(-(at + head) // _LINE) * _LINE
+
+
+def message(block: np.ndarray, at: int, head: int, data: int) -> Any:
+    """The value of a message that begins at ``at``, its tensors views of ``block``; unchecked.
+
+    Raises:
+        ClientFault: it is malformed.
+    """
+    begin = data_at(at, head)
+    return wire.decode(str(block[at : at + head].data, "utf-8"), block[begin : begin + data], None)
+
+
+def mapped(fd: int, *, shared: bool) -> np.ndarray:
+    """The file's bytes (n,), where they lie; the descriptor is closed.
+
+    Args:
+        shared: what others write to it is seen; else nobody does any more, and what is written here stays here.
+    """
     try:
-        return memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+        # Python's mmap would keep a descriptor as long as the memory, and a server may keep a thousand replies.
+        size = os.fstat(fd).st_size
+        return torch.from_file(f"/dev/fd/{fd}", shared=shared, size=size, dtype=torch.uint8).numpy()
     finally:
         os.close(fd)
 
 
 class Outbox:
-    """The files that a worker's replies go to in turn."""
+    """The files that a worker's replies go to."""
 
     def __init__(self) -> None:
-        self._boxes: list[mmap.mmap | None] = [None] * _BOXES
-        self._turn = 0
+        self._boxes: list[mmap.mmap] = []
+        self._free: list[int] = []  # the last one is the likeliest to be in the caches
+
+    def freed(self, boxes: Sequence[int]) -> None:
+        """The server reads these no more."""
+        self._free += boxes
 
     def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, list[int]]:
         """Which file holds them now (-1: one of their own), and its descriptor where the server does not know it."""
         size = sum(map(len, pieces))
-        if size > _BOX:
+        turn, fds = self._room(size)
+        if turn < 0:
             return -1, [_write(pieces)]
-        self._turn = (self._turn + 1) % _BOXES
-        box, fds = self._boxes[self._turn], []
-        if box is None or len(box) < size:
-            capacity, fd = 1 << max(size - 1, 1 << 12).bit_length(), _memory_file()
-            os.ftruncate(fd, capacity)  # pages are taken when they are written to
-            box, fds = mmap.mmap(fd, capacity), [fd]
-            self._boxes[self._turn] = box
-        at = 0
+        box, at = self._boxes[turn], 0
         for piece in pieces:
             box[at : at + len(piece)] = piece
             at += len(piece)
-        return self._turn, fds
+        return turn, fds
+
+    def _room(self, size: int) -> tuple[int, list[int]]:
+        """A file with so much room that nobody reads, and its descriptor if it is new; -1 where there shall be none."""
+        if size > _BOX:
+            return -1, []
+        if fit := [box for box in self._free if len(self._boxes[box]) >= size]:
+            self._free.remove(fit[-1])
+            return fit[-1], []
+        if len(self._boxes) == _BOXES and not self._free:
+            return -1, []
+        capacity, fd = 1 << max(size - 1, 1 << 12).bit_length(), _memory_file()
+        os.ftruncate(fd, capacity)  # pages are taken when they are written to
+        box = mmap.mmap(fd, capacity)
+        if len(self._boxes) < _BOXES:
+            self._boxes.append(box)
+            return len(self._boxes) - 1, [fd]
+        turn = self._free.pop()
+        self._boxes[turn] = box
+        return turn, [fd]
