@@ -21,6 +21,7 @@ _PARTITIONS = {
     "dirichlet": "each class's shares over clients drawn from Dir(alpha); small alpha = skewed",
     "by_class": "every client holds classes_per_client classes",
     "by_column": "a client per value of a column; with clients = N each value's rows are dealt evenly",
+    "flower": "a partitioner of flwr-datasets by its class, with its options",
 }
 _MODELS = {
     "nano-vit": "built in: 32 x 32 ViT, 1.1 M parameters, pretrained on CIFAR-10 and Fashion-MNIST",

@@ -8,14 +8,16 @@ dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et
 by_class   every client holds ``classes_per_client`` classes; each class is held by K m / C clients, rounded up or
            down, and dealt evenly to them.
 by_column  one client a value of the column; with ``clients = N`` each of V values' rows are dealt evenly to N / V.
+flower     any partitioner of flwr-datasets that gives every row to one client (see :mod:`fedfm.data.flower`).
 
-Rows that the source marks val are dealt by the same rule, with the same shares and the same holders.
+Rows that the source marks val are dealt by the same rule, with the same shares and the same holders; with ``flower`` by
+the class proportions that the client has in training.
 """
 
-# These four are short and exactly specified, so they are written out. flwr-datasets has partitioners of the same names
-# (with self_balancing off, its Dirichlet has the same law). Its import takes 2 s, in every process and at every start,
-# since it pulls in datasets, matplotlib and seaborn; it deals one list of rows, where validation rows here take the
-# shares and holders of training rows; and it has no column that is dealt on to several clients.
+# The first four are short and exactly specified, so they are written out. flwr-datasets has partitioners of the same
+# names (with self_balancing off, its Dirichlet has the same law), which "flower" takes. Its import takes 2 s at every
+# start, since it pulls in datasets, matplotlib and seaborn; it deals one list of rows, where validation rows here take
+# the shares and holders of training rows; and it has no column that is dealt on to several clients.
 
 from __future__ import annotations
 
@@ -25,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.data import flower
 from fedfm.data.sources._files import close, listing
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.strata import hold_out, quota
@@ -40,8 +43,14 @@ _KEYS = {
     "dirichlet": ("alpha", "clients"),
     "by_class": ("classes_per_client", "clients"),
     "by_column": ("column", "clients"),
+    "flower": ("partitioner", "clients", "options"),
 }
-_REQUIRED = {"dirichlet": "alpha", "by_class": "classes_per_client", "by_column": "column"}
+_REQUIRED = {
+    "dirichlet": "alpha",
+    "by_class": "classes_per_client",
+    "by_column": "column",
+    "flower": "partitioner",
+}
 
 Owner = np.ndarray  # (n,) int64: the client of each of n rows
 
@@ -74,7 +83,7 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
         column = CLIENT if spec.clients is not None else part.column or ""
         names, owners = _by_column(table, column, part, (train, val, test), seed, notices)
     else:
-        names, owners = _by_rule(table, part, (train, val, test), seed)
+        names, owners = _by_rule(table, spec, (train, val, test), seed, notices)
         if orphans := int((owners[2] < 0).sum()):
             notices.append(
                 f"{orphans} test rows are of classes that no client trains on: they are in the global test only"
@@ -111,7 +120,7 @@ def check(spec: DataSpec) -> None:
         raise InputError(
             f'{key}.name: there is no partition "{part.name}"; known are {listing(_KEYS)}{close(part.name, _KEYS)}'
         )
-    for other in ("alpha", "classes_per_client", "column"):
+    for other in ("alpha", "classes_per_client", "column", "partitioner", "options"):
         if getattr(part, other) is not None and other not in _KEYS[part.name]:
             home = next(name for name, keys in _KEYS.items() if other in keys)
             raise InputError(
@@ -177,8 +186,11 @@ def own_test(
 Splits = tuple[np.ndarray, np.ndarray, np.ndarray]  # row indexes: train, val, test
 
 
-def _by_rule(table: Table, part: PartitionSpec, splits: Splits, seed: int) -> tuple[list[str], list[Owner]]:
+def _by_rule(
+    table: Table, spec: DataSpec, splits: Splits, seed: int, notices: list[str]
+) -> tuple[list[str], list[Owner]]:
     """Names of K clients and the owners of the rows of each split."""
+    part = spec.partition
     train, val, test = splits
     clients = DEFAULT_CLIENTS if part.clients is None else part.clients
     if clients > len(train):
@@ -186,7 +198,13 @@ def _by_rule(table: Table, part: PartitionSpec, splits: Splits, seed: int) -> tu
             f"data.partition.clients: {clients} clients and {len(train)} training rows: at most a client a row"
         )
     labels = table.labels
-    if part.name == "iid":
+    if part.name == "flower":
+        owner, clients = flower.owners(table, part, train, spec.label, clients, seed, notices)
+        kept = own_test(table, val, train, owner, clients, seed, "val")
+        lost = np.flatnonzero(kept < 0)  # of classes that nobody trains on
+        kept[lost] = np.arange(len(lost)) % clients
+        owners = [owner, kept]
+    elif part.name == "iid":
         owners = [_evenly(rows, clients, generator(seed, "partition", "iid", s)) for s, rows in _named(train, val)]
     elif labels is None:
         raise InputError(

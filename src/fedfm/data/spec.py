@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 IN_MEMORY = "(in memory)"  # the name of data and of a model that a Python program gave: see fedfm.inmemory
 
@@ -11,11 +12,15 @@ IN_MEMORY = "(in memory)"  # the name of data and of a model that a Python progr
 class PartitionSpec:
     """How training rows are dealt to clients."""
 
-    name: str = field(default="iid", metadata={"help": "iid, dirichlet, by_class or by_column"})
+    name: str = field(default="iid", metadata={"help": "iid, dirichlet, by_class, by_column or flower"})
     clients: int | None = field(default=None, metadata={"help": "number of clients K [10; by_column: one a value]"})
     alpha: float | None = field(default=None, metadata={"help": "dirichlet: concentration, > 0; small = skewed"})
     classes_per_client: int | None = field(default=None, metadata={"help": "by_class: classes that a client holds"})
     column: str | None = field(default=None, metadata={"help": "by_column: the column whose values name the clients"})
+    partitioner: str | None = field(
+        default=None, metadata={"help": 'flower: a class of flwr_datasets.partitioner, e.g. "ShardPartitioner"'}
+    )
+    options: dict[str, Any] | None = field(default=None, metadata={"help": "flower: the partitioner's own arguments"})
 
 
 @dataclass(frozen=True)

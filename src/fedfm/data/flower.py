@@ -1,0 +1,96 @@
+"""Partitions by flwr-datasets, Flower's own package of partitioners: any of those that give every row to one client.
+
+For splits that another Flower project has published, and for kinds that fedfm has none of: sizes that follow a law,
+Dirichlet shares within a client, groups of values, ranges of a number. The rows are shuffled first, as Flower does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import numpy as np
+
+from fedfm.data.spec import PartitionSpec
+from fedfm.data.table import Table
+from fedfm.errors import InputError, close, first_line, listed
+from fedfm.seeds import derive, generator
+
+_KEY = "data.partition"
+
+
+def owners(
+    table: Table, part: PartitionSpec, train: np.ndarray, label: str, clients: int, seed: int, notices: list[str]
+) -> tuple[np.ndarray, int]:
+    """The client of each of the rows ``train`` (n,), from 0 on as ``part.partitioner`` numbers its partitions, and how
+    many there are.
+
+    Args:
+        label: how the partitioner's arguments call the column of labels.
+        clients: ``num_partitions`` where the partitioner takes one and the options do not say.
+        notices: what the partitioner warns of is added.
+
+    Raises:
+        InputError: there is no such partitioner, it refuses its arguments or the rows, or it does not give every row to
+            one client.
+    """
+    name, options = part.partitioner or "", dict(part.options or {})
+    kind = _find(name)
+    takes = inspect.signature(kind).parameters
+    if "num_partitions" in takes:
+        options.setdefault("num_partitions", clients)
+    elif part.clients is not None:
+        raise InputError(f"{_KEY}.clients: {name} takes no number of clients; its options are {listed(takes)}")
+    if "partition_by" in takes and table.labels is not None:
+        options.setdefault("partition_by", label)
+    if "seed" in takes:
+        options.setdefault("seed", derive(seed, "partition", "flower") % 2**32)
+    order = generator(seed, "partition", "flower", "rows").permutation(len(train))
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("ignore")  # what its own libraries deprecate is not the user's business
+            warnings.simplefilter("always", UserWarning)
+            partitioner = kind(**options)
+            partitioner.dataset = _dataset(table, train[order], label)
+            parts = [np.asarray(partitioner.load_partition(k)["row"]) for k in range(partitioner.num_partitions)]
+    except Exception as error:  # whatever it says of its arguments, it says to the user
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise InputError(f"{_KEY}: {name}({given}) refuses: {type(error).__name__}: {first_line(error)}") from error
+    notices += [f"{name}: {w.message}" for w in warned if w.category is UserWarning]
+    times = np.bincount(np.concatenate(parts).astype(np.int64), minlength=len(train))
+    if (times != 1).any():
+        kept = ', as with name = "by_class"' if name == "PathologicalPartitioner" else ""
+        raise InputError(
+            f"{_KEY}.partitioner: {name} gives {int((times == 0).sum())} of {len(train)} training rows to nobody and "
+            f"{int((times > 1).sum())} to several; every one belongs to exactly one client{kept}"
+        )
+    owner = np.empty(len(train), dtype=np.int64)
+    for k, places in enumerate(parts):
+        owner[order[places.astype(np.int64)]] = k
+    return owner, len(parts)
+
+
+def _find(name: str) -> Any:
+    try:
+        from flwr_datasets import partitioner
+    except ImportError:
+        raise InputError(
+            f'{_KEY}.name: "flower" needs flwr-datasets; install it with: pip install "fedfm[partitioners]"'
+        ) from None
+    known = [kind for kind in partitioner.__all__ if kind != "Partitioner"]
+    if name not in known:
+        raise InputError(
+            f'{_KEY}.partitioner: flwr-datasets has no "{name}"; it has {listed(known)}{close(name, known)}'
+        )
+    return getattr(partitioner, name)
+
+
+def _dataset(table: Table, rows: np.ndarray, label: str) -> Any:
+    """What partitioners look at: where each row is in the order that they get, its label, its further columns."""
+    from datasets import Dataset
+
+    columns = {"row": np.arange(len(rows))} | {column: of[rows] for column, of in table.columns.items()}
+    if table.labels is not None:
+        columns[label] = table.labels[rows]
+    return Dataset.from_dict(columns)
