@@ -297,8 +297,8 @@ def test_slow_clients_do_not_wait_behind_each_other(tmp_path):
     fed._link.close()
 
 
-def test_a_quick_worker_leaves_others_what_they_are_about_to_take(tmp_path):
-    """A second chunk is its own or nobody's: else one worker would have both clients, and the other none."""
+def test_a_client_stays_with_the_worker_that_has_its_rows(tmp_path):
+    """Also where that worker is quick and could have a second one, and where the other one has nothing to do."""
 
     @dataclass(frozen=True)
     class Where(FedAvg):
@@ -308,12 +308,37 @@ def test_a_quick_worker_leaves_others_what_they_are_about_to_take(tmp_path):
 
     method, found = Where(), []
     fed = federation(method, {"a": [0.0], "b": [0.0]}, tmp_path, workers=2)
-    for t in range(1, 6):
-        fed.begin(t)
-        replies = fed.exchange("query", method.train, None, {"w": fed.initial}, Update)
+    for of in (["a", "b"], ["b"], ["a"], ["a", "b"], ["b"]):
+        fed.begin(len(found) + 1)
+        replies = fed.exchange("query", method.train, of, {"w": fed.initial}, Update)
         found.append({client: int(update.delta["pid"]) for client, update in replies})
     assert len(set(found[0].values())) == 2
-    assert found == found[:1] * 5
+    for pids in found:
+        assert pids.items() <= found[0].items()
+    fed._link.close()
+
+
+def test_a_worker_with_nothing_to_do_helps_out(tmp_path):
+    """Two clients whose rows one worker has are answered by both."""
+
+    @dataclass(frozen=True)
+    class Slow(FedAvg):
+        @on_client
+        def train(self, client, w: Params) -> Update:
+            time.sleep(0.05)
+            return Update(Params({"pid": torch.tensor([os.getpid()])}), 1)
+
+    method = Slow()
+    fed = federation(method, {c: [0.0] for c in "abcd"}, tmp_path, workers=2)
+    fed.begin(1)
+    first = dict(fed.exchange("query", method.train, None, {"w": fed.initial}, Update))
+    by_worker = [
+        [c for c in first if first[c].delta["pid"] == pid] for pid in {u.delta["pid"].item() for u in first.values()}
+    ]
+    assert [len(mine) for mine in by_worker] == [2, 2]
+    fed.begin(2)
+    second = fed.exchange("query", method.train, by_worker[0], {"w": fed.initial}, Update)
+    assert len({int(update.delta["pid"]) for _, update in second}) == 2
     fed._link.close()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import selectors
 import signal
@@ -34,6 +35,7 @@ from fedfm.silo import Silos
 _LIMIT = 1 << 16  # bytes of a control message
 _FDS = 64  # descriptors that go with one; Linux takes 253
 _QUICK = 0.005  # seconds that a client takes: below, a worker has a second chunk, which it may have to do after a stop
+_SHORT = 0.001  # and below this a message takes as long as several clients: chunks hold twice as many at least
 _PR_SET_PDEATHSIG = 1
 
 
@@ -43,7 +45,7 @@ class _Worker:
     socket: socket.socket
     chunks: deque[list[Request]] = field(default_factory=deque)  # what it has been sent, the one it is at first
     begun: float = 0.0  # when it began that one
-    quick: bool = False  # its last one took so short that it gets two
+    pace: float = math.inf  # seconds that a client of its last one took
     known: set[int] = field(default_factory=set)  # payloads of this exchange that it holds
     boxes: dict[int, np.ndarray] = field(default_factory=dict)  # what it writes replies to, mapped
     freed: deque[int] = field(default_factory=deque)  # those that nothing here looks at any more
@@ -55,7 +57,7 @@ class _Worker:
     def answered(self) -> list[Request]:
         """The chunk that it has been at; it is at the next one now."""
         chunk, now = self.chunks.popleft(), time.monotonic()
-        self.quick, self.begun = now - self.begun < _QUICK * len(chunk), now
+        self.pace, self.begun = (now - self.begun) / len(chunk), now
         return chunk
 
 
@@ -63,16 +65,14 @@ _ours: WeakSet[socket.socket] = WeakSet()  # our ends of all workers' sockets in
 
 
 class Pool:
-    """``count`` workers; chunks of requests go to whoever is free, a client preferably to the worker that has its
-    rows.
-    """
+    """``count`` workers. Each client has a home, the worker that has its rows; one that has nothing to do helps out."""
 
     def __init__(self, silos: Silos, count: int, timeout: float) -> None:
         if not hasattr(os, "fork"):
             raise RunError('this system cannot fork: set run.workers = 1 for engine = "local"')
         self._silos, self._count, self._timeout = silos, count, timeout
         self._workers: list[_Worker] = []
-        self._home: dict[ClientId, int] = {}  # client -> slot of the worker that ran it last
+        self._home: dict[ClientId, int] = {}  # client -> slot of its worker
 
     def exchange(
         self, requests: Sequence[Request], stop: Callable[[], bool], width: int | None = None
@@ -86,14 +86,15 @@ class Pool:
         for worker in self._workers:
             worker.known.clear()
         payloads = Payloads(requests)
-        waiting = _chunks(requests, width or self._silos.width, self._silos.least, self._count, self._home)
+        waiting = self._chunks(requests, width or self._silos.width)
         try:
             with selectors.DefaultSelector() as selector:
                 for slot, worker in enumerate(self._workers):
                     selector.register(worker.socket, selectors.EVENT_READ, slot)
                 while True:
-                    for slot in range(len(self._workers)):
-                        self._feed(slot, selector, waiting, payloads, stop)
+                    for helps in (False, True):  # nobody helps out before all have what is theirs
+                        for slot in range(len(self._workers)):
+                            self._feed(slot, selector, waiting, payloads, stop, helps)
                     busy = [w for w in self._workers if w.chunks]
                     if not busy:
                         break
@@ -110,13 +111,48 @@ class Pool:
                             yield from self._lost(slot, selector, waiting, None)
                             continue
                         answered = worker.answered()
-                        self._feed(slot, selector, waiting, payloads, stop)  # it goes on while its replies are read
+                        # It goes on while its replies are read.
+                        self._feed(slot, selector, waiting, payloads, stop, helps=True)
                         yield from _replies(answered, worker, *answer, payloads)
                     for slot, worker in enumerate(self._workers):
                         if worker.chunks and time.monotonic() > worker.deadline(self._timeout):
                             yield from self._lost(slot, selector, waiting, self._timeout)
         finally:
             payloads.close()
+
+    def _chunks(self, requests: Sequence[Request], width: int) -> list[list[Request]]:
+        """Requests in order, at most ``width`` at a time, those of one home together; large chunks first.
+
+        A home's chunks get smaller, so that all workers end together and the first replies are read before that, to
+        ``silos.least``: less than half of that many go with those before them. A client that has no home is given that
+        with the fewest of these; it stays there when another worker helps out, who has its rows, too, from then on.
+        """
+        groups: list[list[Request]] = [[] for _ in self._workers]
+        homeless: list[Request] = []
+        for request in requests:
+            home = self._home.get(request.client)
+            (homeless if home is None else groups[home]).append(request)
+        for request in homeless:
+            home = min(range(len(groups)), key=lambda slot: len(groups[slot]))
+            self._home[request.client] = home
+            groups[home].append(request)
+        chunks = []
+        short = all(worker.pace < _SHORT for worker in self._workers)
+        for group in groups:
+            fewest = min(self._silos.least * (1 + short), len(group))
+            while group:
+                size = max(-(-len(group) // 2), fewest)
+                if 2 * (len(group) - size) < fewest:
+                    size = len(group)
+                chunks.append(group[: min(width, size)])
+                group = group[min(width, size) :]
+        return sorted(chunks, key=lambda chunk: (-len(chunk), chunk[0].client))
+
+    def _take(self, waiting: list[list[Request]], slot: int, helps: bool) -> list[Request] | None:
+        for i, chunk in enumerate(waiting):
+            if self._home[chunk[0].client] == slot:
+                return waiting.pop(i)
+        return waiting.pop() if helps and not self._workers[slot].chunks else None
 
     def _feed(
         self,
@@ -125,19 +161,19 @@ class Pool:
         waiting: list[list[Request]],
         payloads: Payloads,
         stop: Callable[[], bool],
+        helps: bool,
     ) -> None:
-        """Hand the slot's worker its next chunk, or as much of it as one control message holds; a quick one two."""
-        while waiting and len(self._workers[slot].chunks) < 1 + self._workers[slot].quick and not stop():
-            chunk = _take(waiting, slot, self._home, idle=not self._workers[slot].chunks)
+        """Hand the slot's worker its next chunk, or as much of it as one control message holds; a quick one two. If it
+        has nothing to do and ``helps``, one of another's.
+        """
+        while waiting and len(self._workers[slot].chunks) < 1 + (self._workers[slot].pace < _QUICK) and not stop():
+            chunk = self._take(waiting, slot, helps)
             if chunk is None:
                 return
-            if self._deliver(self._workers[slot], chunk, waiting, payloads):
-                for request in self._workers[slot].chunks[-1]:
-                    self._home[request.client] = slot
-            elif self._workers[slot].chunks:
-                return  # the next look at its socket says so
-            else:  # it died while it had nothing to do: no client's doing
-                self._replace(slot, selector)
+            if not self._deliver(self._workers[slot], chunk, waiting, payloads):
+                if self._workers[slot].chunks:
+                    return  # the next look at its socket says so
+                self._replace(slot, selector)  # it died while it had nothing to do: no client's doing
 
     def _deliver(self, worker: _Worker, chunk: list[Request], waiting: list[list[Request]], payloads: Payloads) -> bool:
         """Send the chunk; what does not fit, or all of it if the worker is gone (False), waits again."""
@@ -275,42 +311,6 @@ def _cause(status: int) -> str:
         hint = ", likely out of memory" if number == signal.SIGKILL else ""
         return f"signal {number} ({signal.Signals(number).name}{hint})"
     return f"exit status {os.waitstatus_to_exitcode(status)}"
-
-
-def _chunks(
-    requests: Sequence[Request], width: int, least: int, workers: int, home: dict[ClientId, int]
-) -> list[list[Request]]:
-    """Requests in order, at most ``width`` at a time, those of one home together.
-
-    Chunks get smaller, to ``least``, so that all workers end together and the first replies are read before that; less
-    than half of that many go with those before them.
-    """
-    groups: dict[int, list[Request]] = {}
-    for request in requests:
-        groups.setdefault(home.get(request.client, -1), []).append(request)
-    chunks = []
-    for slot, group in groups.items():
-        sharing = workers if slot < 0 else 1
-        fewest = min(least, -(-len(group) // sharing))
-        while group:
-            size = max(-(-len(group) // (2 * sharing)), fewest)
-            if 2 * (len(group) - size) < fewest:
-                size = len(group)
-            size = min(width, size)
-            chunks.append(group[:size])
-            group = group[size:]
-    return sorted(chunks, key=lambda chunk: (-len(chunk), chunk[0].client))
-
-
-def _take(waiting: list[list[Request]], slot: int, home: dict[ClientId, int], idle: bool) -> list[Request] | None:
-    """The next chunk for a worker: one whose rows it has, else a new one, else, if it has nothing to do, somebody
-    else's, who may be about to take it.
-    """
-    for wanted in (slot, -1):
-        for i, chunk in enumerate(waiting):
-            if home.get(chunk[0].client, -1) == wanted:
-                return waiting.pop(i)
-    return waiting.pop(0) if idle else None
 
 
 def _die_with(parent: int) -> None:
