@@ -3,7 +3,7 @@
     python benchmarks/workers.py
 
 Rounds of LoRA and of heads with one worker and with two, in turn; the means have to be equal bit for bit, also with
-three. A turn of heads has five rounds, as a run's follow one another. Between the turns two controls run, in one
+three. A turn of heads has twenty rounds, as a run's follow one another. Between the turns two controls run, in one
 process and in two at once. The first is a fixed piece of arithmetic: what two processes do less than twice the work of
 one is taken by others. The second is the same rounds with one worker, as whole runs of their own that never wait for
 each other: what two of them do less than twice the work of one is lost to the caches and the memory that the cores
@@ -32,7 +32,7 @@ from fedfm.population import populate
 from fedfm.silo import Silos
 from fedfm.training import SGD
 
-ROUNDS = 5  # a turn of heads
+ROUNDS = 20  # a turn of heads: a second
 
 
 def together(processes: int, piece: Callable[[], Any], seconds: float = 0.4) -> float:

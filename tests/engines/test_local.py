@@ -218,7 +218,7 @@ def test_a_chunk_is_cut_where_a_control_message_ends(tmp_path, letters):
     requests = [Request(c, "train.FedAvg_train", {"w": w * i}, 1, 1) for i, c in enumerate(rows)]
     pids = set()
     replies = []
-    for reply in link._pool.exchange(requests, lambda: False, width=256):
+    for reply in link._pool.exchange(requests, lambda: False, again=True):
         pids |= {worker.pid for worker in link._pool._workers}
         replies.append(reply)
     link.close()
@@ -262,9 +262,9 @@ def test_what_waits_behind_a_bad_client_is_not_blamed(tmp_path, monkeypatch, nam
     """Workers whose clients are quick have a second chunk."""
     deliver, most = Pool._deliver, []
 
-    def watched(self, worker, *rest):
-        done = deliver(self, worker, *rest)
-        most.append(len(worker.chunks))
+    def watched(self, slot, *rest):
+        done = deliver(self, slot, *rest)
+        most.append(len(self._workers[slot].chunks))
         return done
 
     monkeypatch.setattr(Pool, "_deliver", watched)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from fedfm.rundir import Run
 
 JUDGE = "server.judge"
-_PIECES = 256  # requests at a time
 
 
 class Interrupted(KeyboardInterrupt):
@@ -121,8 +120,7 @@ class LocalLink:
         pieces = self._silos.population.pieces  # type: ignore[attr-defined]
         payload = {"w": w}  # one for all: it is encoded once
         requests = [Request(name, JUDGE, payload, -1 - self._judged, 0) for name in pieces]
-        # Large chunks, so that nobody takes over a piece that is kept elsewhere.
-        replies = list(self._pool.exchange(requests, self._stop, width=_PIECES))
+        replies = list(self._pool.exchange(requests, self._stop, again=True))
         if self._stop():
             raise Interrupted
         return {reply.client: reply.value for reply in replies if reply.fault is None}

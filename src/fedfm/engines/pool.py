@@ -61,6 +61,17 @@ class _Worker:
         return chunk
 
 
+@dataclass
+class _Exchange:
+    """What is under way."""
+
+    waiting: list[list[Request]]  # chunks that no worker has
+    payloads: Payloads
+    stop: Callable[[], bool]
+    places: dict[ClientId, int]  # client -> slot of the worker whose it is
+    help: bool  # a worker with nothing to do takes others' chunks
+
+
 _ours: WeakSet[socket.socket] = WeakSet()  # our ends of all workers' sockets in this process
 
 
@@ -73,11 +84,16 @@ class Pool:
         self._silos, self._count, self._timeout = silos, count, timeout
         self._workers: list[_Worker] = []
         self._home: dict[ClientId, int] = {}  # client -> slot of its worker
+        self._last: dict[ClientId, int] = {}  # client -> slot of the worker that has answered last
 
     def exchange(
-        self, requests: Sequence[Request], stop: Callable[[], bool], width: int | None = None
+        self, requests: Sequence[Request], stop: Callable[[], bool], *, again: bool = False
     ) -> Iterator[Reply]:
-        """Deliver, at most ``width`` requests at a time (None: as the silos say); after ``stop`` nothing new starts."""
+        """Deliver; after ``stop`` nothing new starts.
+
+        Args:
+            again: what a worker has computed for a client serves once more: each goes to the one that answered last.
+        """
         missing = min(self._count, max(len(requests), 1)) - len(self._workers)
         if missing > 0:
             self._silos.prepare(requests)
@@ -85,8 +101,9 @@ class Pool:
             self._workers.append(self._fork())
         for worker in self._workers:
             worker.known.clear()
-        payloads = Payloads(requests)
-        waiting = self._chunks(requests, width or self._silos.width)
+        places = self._last if again else self._home
+        waiting = self._chunks(requests, len(requests) if again else self._silos.width, places)
+        now = _Exchange(waiting, Payloads(requests), stop, places, help=not again)
         try:
             with selectors.DefaultSelector() as selector:
                 for slot, worker in enumerate(self._workers):
@@ -94,7 +111,7 @@ class Pool:
                 while True:
                     for helps in (False, True):  # nobody helps out before all have what is theirs
                         for slot in range(len(self._workers)):
-                            self._feed(slot, selector, waiting, payloads, stop, helps)
+                            self._feed(slot, selector, now, helps)
                     busy = [w for w in self._workers if w.chunks]
                     if not busy:
                         break
@@ -108,34 +125,33 @@ class Pool:
                             continue
                         answer = _received(worker)
                         if answer is None:
-                            yield from self._lost(slot, selector, waiting, None)
+                            yield from self._lost(slot, selector, now, None)
                             continue
                         answered = worker.answered()
                         # It goes on while its replies are read.
-                        self._feed(slot, selector, waiting, payloads, stop, helps=True)
-                        yield from _replies(answered, worker, *answer, payloads)
+                        self._feed(slot, selector, now, helps=True)
+                        yield from _replies(answered, worker, *answer, now.payloads)
                     for slot, worker in enumerate(self._workers):
                         if worker.chunks and time.monotonic() > worker.deadline(self._timeout):
-                            yield from self._lost(slot, selector, waiting, self._timeout)
+                            yield from self._lost(slot, selector, now, self._timeout)
         finally:
-            payloads.close()
+            now.payloads.close()
 
-    def _chunks(self, requests: Sequence[Request], width: int) -> list[list[Request]]:
-        """Requests in order, at most ``width`` at a time, those of one home together; large chunks first.
+    def _chunks(self, requests: Sequence[Request], width: int, places: dict[ClientId, int]) -> list[list[Request]]:
+        """Requests in order, at most ``width`` at a time, those of one place together; large chunks first.
 
-        A home's chunks get smaller, so that all workers end together and the first replies are read before that, to
-        ``silos.least``: less than half of that many go with those before them. A client that has no home is given that
-        with the fewest of these; it stays there when another worker helps out, who has its rows, too, from then on.
+        A place's chunks get smaller, so that all workers end together and the first replies are read before that, to
+        ``silos.least``: less than half of that many go with those before them. A client that has no place is given that
+        with the fewest of these.
         """
         groups: list[list[Request]] = [[] for _ in self._workers]
-        homeless: list[Request] = []
+        new: list[Request] = []
         for request in requests:
-            home = self._home.get(request.client)
-            (homeless if home is None else groups[home]).append(request)
-        for request in homeless:
-            home = min(range(len(groups)), key=lambda slot: len(groups[slot]))
-            self._home[request.client] = home
-            groups[home].append(request)
+            place = places.get(request.client)
+            (new if place is None else groups[place]).append(request)
+        for request in new:
+            place = places[request.client] = min(range(len(groups)), key=lambda slot: len(groups[slot]))
+            groups[place].append(request)
         chunks = []
         short = all(worker.pace < _SHORT for worker in self._workers)
         for group in groups:
@@ -148,35 +164,24 @@ class Pool:
                 group = group[min(width, size) :]
         return sorted(chunks, key=lambda chunk: (-len(chunk), chunk[0].client))
 
-    def _take(self, waiting: list[list[Request]], slot: int, helps: bool) -> list[Request] | None:
-        for i, chunk in enumerate(waiting):
-            if self._home[chunk[0].client] == slot:
-                return waiting.pop(i)
-        return waiting.pop() if helps and not self._workers[slot].chunks else None
-
-    def _feed(
-        self,
-        slot: int,
-        selector: selectors.BaseSelector,
-        waiting: list[list[Request]],
-        payloads: Payloads,
-        stop: Callable[[], bool],
-        helps: bool,
-    ) -> None:
+    def _feed(self, slot: int, selector: selectors.BaseSelector, now: _Exchange, helps: bool) -> None:
         """Hand the slot's worker its next chunk, or as much of it as one control message holds; a quick one two. If it
-        has nothing to do and ``helps``, one of another's.
+        has nothing to do and ``helps``, one of another's; the clients' place stays where it is.
         """
-        while waiting and len(self._workers[slot].chunks) < 1 + (self._workers[slot].pace < _QUICK) and not stop():
-            chunk = self._take(waiting, slot, helps)
-            if chunk is None:
+        while len(self._workers[slot].chunks) < 1 + (self._workers[slot].pace < _QUICK) and not now.stop():
+            mine = (i for i, chunk in enumerate(now.waiting) if now.places[chunk[0].client] == slot)
+            at = next(mine, -1)
+            if at < 0 and not (now.waiting and now.help and helps and not self._workers[slot].chunks):
                 return
-            if not self._deliver(self._workers[slot], chunk, waiting, payloads):
+            chunk = now.waiting.pop(at)
+            if not self._deliver(slot, chunk, now):
                 if self._workers[slot].chunks:
                     return  # the next look at its socket says so
                 self._replace(slot, selector)  # it died while it had nothing to do: no client's doing
 
-    def _deliver(self, worker: _Worker, chunk: list[Request], waiting: list[list[Request]], payloads: Payloads) -> bool:
+    def _deliver(self, slot: int, chunk: list[Request], now: _Exchange) -> bool:
         """Send the chunk; what does not fit, or all of it if the worker is gone (False), waits again."""
+        worker, payloads = self._workers[slot], now.payloads
         fds: list[int] = []
         texts: list[str] = []
         freed = [worker.freed.popleft() for _ in range(len(worker.freed))]
@@ -199,14 +204,15 @@ class Pool:
         try:
             socket.send_fds(worker.socket, [f"[{freed}, {', '.join(texts)}]".encode()], fds)
         except (BrokenPipeError, ConnectionResetError):
-            waiting.insert(0, chunk)
+            now.waiting.insert(0, chunk)
             return False
         if rest:
-            waiting.insert(0, rest)
+            now.waiting.insert(0, rest)
         worker.known |= new
         if not worker.chunks:
             worker.begun = time.monotonic()
         worker.chunks.append(taken)
+        self._last.update((request.client, slot) for request in taken)
         return True
 
     def _replace(self, slot: int, selector: selectors.BaseSelector) -> int:
@@ -220,7 +226,7 @@ class Pool:
         return status
 
     def _lost(
-        self, slot: int, selector: selectors.BaseSelector, waiting: list[list[Request]], timeout: float | None
+        self, slot: int, selector: selectors.BaseSelector, now: _Exchange, timeout: float | None
     ) -> Iterator[Reply]:
         """A worker died, or has to: replace it, and find out which client of its chunk it was."""
         worker = self._workers[slot]
@@ -228,9 +234,9 @@ class Pool:
             os.kill(worker.pid, signal.SIGKILL)
         status = self._replace(slot, selector)
         chunk, *rest = worker.chunks
-        waiting[:0] = rest  # it never came to these
+        now.waiting[:0] = rest  # it never came to these
         if len(chunk) > 1:
-            waiting.extend([request] for request in chunk)
+            now.waiting.extend([request] for request in chunk)
             return
         (request,) = chunk
         if timeout is not None:
