@@ -58,7 +58,10 @@ class RunSpec:
     superlink: str | None = field(default=None, metadata={"help": "deployment: attach to this host:port"})
     root_certificates: str | None = field(default=None, metadata={"help": "PEM file of the superlink's authority"})
     evaluate_every: int = field(default=1, metadata={"help": "rounds between evaluations; 0: only at the end"})
-    patience: int = field(default=0, metadata={"help": "stop after so many rounds without a better validation loss"})
+    patience: int = field(
+        default=0,
+        metadata={"help": "stop after so many rounds without a better validation loss; the best round's model is kept"},
+    )
     local_scores: bool = field(
         default=False, metadata={"help": "clients tell their model's accuracy after local training, before aggregation"}
     )

@@ -170,9 +170,19 @@ class Run:
     # --- commits -----------------------------------------------------------------------------------------------------
 
     def commit(
-        self, t: int, state: Any, fed: Federation, seconds: float, extra: Mapping[str, Any] | None = None
+        self,
+        t: int,
+        state: Any,
+        fed: Federation,
+        seconds: float,
+        extra: Mapping[str, Any] | None = None,
+        spared: int | None = None,
     ) -> None:
-        """Round t is done: from here on a resumed run continues after it."""
+        """Round t is done: from here on a resumed run continues after it.
+
+        Args:
+            spared: a round whose checkpoint stays beside the newest ones.
+        """
         length = self.note_messages(fed)
         record = {
             "round": t,
@@ -189,7 +199,8 @@ class Run:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         store.save(self._checkpoint(t), record, 0o600 if self._folder.parent != self.path else 0o666)
         for path in self._checkpoints()[:-KEEP]:
-            path.unlink(missing_ok=True)
+            if spared is None or path != self._checkpoint(spared):
+                path.unlink(missing_ok=True)
 
     def note_messages(self, fed: Federation) -> int:
         """Append the crossings since the last call; returns the file's length."""
@@ -239,6 +250,11 @@ class Run:
             f"{self._folder}: no checkpoint can be read: put back a copy of its files, or run the "
             "experiment again in another folder"
         )
+
+    def state_of(self, t: int, state_type: Any) -> Any | None:
+        """The server's state after round t; None where its checkpoint is gone or damaged."""
+        record = store.load(self._checkpoint(t))
+        return None if record is None else conform(record["state"], state_type, "state")
 
     def into(self, fed: Federation, record: Mapping[str, Any]) -> None:
         """Give a federation the counts of a restored checkpoint."""

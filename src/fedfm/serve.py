@@ -57,10 +57,10 @@ class Server:
             fed.begin(0)
             for name in method.secrets:
                 fed.secret(name)  # from the start: a run that goes on without it is seen
-            state, t = self._commit(0, method.init(fed)), 0
+            state, t, of = self._commit(0, method.init(fed)), 0, None
         else:
             run.into(fed, record)
-            state, t = record["state"], record["round"]
+            state, t, of = record["state"], record["round"], record["extra"].get("model_of_round")
             if t < method.rounds:
                 self._has_secrets()
         self._progress.started(run, method.rounds, t)
@@ -68,13 +68,15 @@ class Server:
             self._evaluate(t, state, last=t == method.rounds)
         if t < method.rounds:
             self._enter(method.spent())
-        while t < method.rounds and self._patience_over() is None:
+        while t < method.rounds and not self._patience_over():
             t += 1
             fed.begin(t)
             state = method.step(fed, state, t)
             state = self._commit(t, state)
             self._evaluate(t, state, last=t == method.rounds)
-        return self._finish(t, state)
+        if of is None:
+            state, of = self._best(t, state)
+        return self._finish(t, state, of)
 
     def _has_secrets(self) -> None:
         """What the server drew when the run began is there: another draw would be a second release.
@@ -101,7 +103,7 @@ class Server:
         self.fed.commit()
         if t:
             self.run.keep_arrays(t, self.method.arrays(state))
-        self.run.commit(t, state, self.fed, self._seconds())
+        self.run.commit(t, state, self.fed, self._seconds(), spared=self._best_round())
         return self.run.state(self.method.state_type) if wire.size(state)[1] > limit() else state
 
     def _seconds(self) -> float:
@@ -219,21 +221,46 @@ class Server:
         self.fed.excluded, self.fed.cohort = excluded, cohort
         return replies
 
-    def _patience_over(self) -> int | None:
-        """The round with the lowest validation loss, where none has been lower for ``run.patience`` rounds."""
-        patience = self.run.experiment.run.patience
-        if not patience:
-            return None
-        losses = [(line["val_loss"], line["round"]) for line in self.run.metrics() if line.get("val_loss") is not None]
-        best = min(losses)[1] if losses else 0
-        return best if losses and losses[-1][1] - best >= patience else None
+    def _best_round(self) -> int | None:
+        """The first trained round with the lowest validation loss, where ``run.patience`` asks for it and there is one.
 
-    def _finish(self, t: int, state: Any) -> dict[str, Any]:
+        The start is none: its even guesses may lose less than an accurate model that is too sure of itself.
+        """
+        losses = self._losses() if self.run.experiment.run.patience else []
+        return min(losses)[1] if losses else None
+
+    def _patience_over(self) -> bool:
+        """No validation loss has been lower than that of the best round for ``run.patience`` rounds."""
+        best = self._best_round()
+        return best is not None and self._losses()[-1][1] - best >= self.run.experiment.run.patience
+
+    def _losses(self) -> list[tuple[float, int]]:
+        """(validation loss, round) of the rounds that were judged on validation rows, without round 0."""
+        lines = self.run.metrics()[1:]
+        return [(line["val_loss"], line["round"]) for line in lines if line.get("val_loss") is not None]
+
+    def _best(self, t: int, state: Any) -> tuple[Any, int]:
+        """The state to end with, and the round that it is of: under ``run.patience`` the best one's, if the server has
+        all of it. The last checkpoint gets it, which is where everybody looks who needs the state of a run.
+        """
+        best = self._best_round()
+        if best is None or best == t or self.method.kept:
+            return state, t
+        if (found := self.run.state_of(best, self.method.state_type)) is None:
+            self._progress.notice(
+                f"the checkpoint of round {best}, the best one, is gone: the model is that of round {t}"
+            )
+            return state, t
+        self.run.commit(t, found, self.fed, self._seconds(), extra={"model_of_round": best})
+        return found, best
+
+    def _finish(self, t: int, state: Any, of: int) -> dict[str, Any]:
+        """The result of t rounds, whose model is that of round ``of``."""
         run, fed = self.run, self.fed
         models, spent = self.revealed(state), self.method.spent()
         last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
         early = t < self.method.rounds
-        if not last or last["round"] != t or early:  # nobody knew that round t would be the last
+        if not last or last["round"] != of or early:  # nobody knew that round ``of`` would be the last
             last = self.scores(state, thorough=True)
         result: dict[str, Any] = {
             "run": str(run.path),
@@ -271,12 +298,15 @@ class Server:
         beside += ["client_loss", "server_client_loss"]
         result["details"] |= {key: last[key] for key in beside if key in last}
         if early:
-            best = self._patience_over()
+            best, patience = self._best_round(), run.experiment.run.patience
             result["details"]["stopped_early"] = {"best_round": best, "planned_rounds": self.method.rounds}
             self._progress.notice(
                 f"stopped after round {t} of {self.method.rounds}: no validation loss was below that of round {best} "
-                f"(run.patience = {run.experiment.run.patience}); the model is that of round {t}"
+                f"(run.patience = {patience})"
             )
+        if run.experiment.run.patience:
+            result["details"]["model_of_round"] = of
+            self._progress.notice(f"the model is that of round {of}")
         result["details"] |= run.join_arrays(fed.clients)
         lines = run.metrics()
         if run.experiment.run.local_scores:

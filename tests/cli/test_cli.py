@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedfm import load_run
+from fedfm import load_run, wire
 from fedfm.cli import main
 from fedfm.federation import Excluded
 from fedfm.manual import EXAMPLES
@@ -520,7 +520,7 @@ def test_outputs_into_a_file_are_refused(finished, tmp_path, capsys):
     assert (code, "is a file" in err) == (2, True)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "local"])  # one model for all; a model per client
+@pytest.mark.parametrize("method", ["fedavg", "local", "fedbip"])  # one model for all; a model per client
 def test_early_stopping_by_validation_rows(tmp_path, capsys, method):
     tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2}, "method": {"name": method, "rounds": 200}}
     tables["method"]["local"] = {"learning_rate": 5.0, "batch_size": 4}
@@ -528,14 +528,74 @@ def test_early_stopping_by_validation_rows(tmp_path, capsys, method):
     assert code == 0
     result = json.loads(out)
     assert 2 < result["rounds"] < 200
-    assert result["global_accuracy"] is not None
     assert result["macro_f1"] is not None
     best = result["details"]["stopped_early"]["best_round"]
     losses = {m["round"]: m["val_loss"] for m in load_run(tmp_path / "r").metrics()}
     assert losses[best] == min(losses.values())
     assert best == result["rounds"] - 2
     assert f"stopped after round {best + 2} of 200: no validation loss was below that of round {best}" in err
-    assert "stopped early by validation rows" in (tmp_path / "r/report.html").read_text()
+    assert f"the model is that of round {best}" in err
+    report = (tmp_path / "r/report.html").read_text()
+    assert f"stopped early by validation rows; the model is that of round {best}" in report
+
+    # The model of the best round is that of a run that ends there, and all that reads the run finds it.
+    del tables["run"]
+    tables["method"]["rounds"] = best
+    code, out, _ = call(capsys, "run", toml(tmp_path, **tables), "--out", tmp_path / "s", "--format", "json")
+    straight = json.loads(out)
+    for key in ("params_sha256", "accuracy", "global_accuracy", "client_accuracy", "balanced_accuracy", "loss"):
+        assert result[key] == straight[key]
+    assert result["bytes_up"] > straight["bytes_up"]
+    state_type = load_run(tmp_path / "r").experiment.method.state_type
+    states = [load_run(tmp_path / name).state(state_type) for name in "rs"]
+    heads, data = zip(*map(wire.encode, states), strict=True)
+    assert heads[0] == heads[1]
+    assert b"".join(data[0]) == b"".join(data[1])
+    if method == "fedbip":
+        assert call(capsys, "audit", tmp_path / "r")[0] == 0
+
+
+def test_what_clients_keep_of_a_model_is_that_of_the_last_round(tmp_path, capsys):
+    tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2}, "method": {"name": "ditto", "rounds": 200}}
+    tables["method"]["local"] = {"learning_rate": 5.0, "batch_size": 4}
+    code, out, err = call(capsys, "run", toml(tmp_path, **tables), "--out", tmp_path / "r", "--format", "json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["details"]["model_of_round"] == result["rounds"] > result["details"]["stopped_early"]["best_round"]
+    assert f"the model is that of round {result['rounds']}" in err
+
+
+def test_the_best_round_counts_even_where_the_last_one_is_reached(tmp_path, capsys):
+    tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 50}, "method": {"name": "fedavg", "rounds": 40}}
+    tables["method"]["local"] = {"learning_rate": 5.0, "batch_size": 4}
+    exp = toml(tmp_path, **tables)
+    code, out, _ = call(capsys, "run", exp, "--out", tmp_path / "r", "--format", "json")
+    result, run = json.loads(out), load_run(tmp_path / "r")
+    assert (code, result["rounds"]) == (0, 40)
+    losses = {m["round"]: m["val_loss"] for m in run.metrics()}
+    best = result["details"]["model_of_round"]
+    assert losses[best] == min(losses.values())
+    assert best < 40
+    # Killed when that model was chosen and before it was written, it ends in the same way.
+    shutil.copytree(tmp_path / "r", tmp_path / "k")
+    manifest = json.loads((tmp_path / "k/manifest.json").read_text())
+    (tmp_path / "k/manifest.json").write_text(json.dumps(manifest | {"result": None}))
+    shutil.rmtree(tmp_path / "k/adapter")
+    code, out, _ = call(capsys, "resume", tmp_path / "k", "--format", "json")
+    assert code == 0
+    for key in ("params_sha256", "accuracy", "details"):
+        assert json.loads(out)[key] == result[key]
+
+
+def test_without_the_best_rounds_checkpoint_the_last_model_stays(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fedfm.rundir.Run.state_of", lambda *_: None)
+    tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2}, "method": {"name": "fedavg", "rounds": 200}}
+    tables["method"]["local"] = {"learning_rate": 5.0, "batch_size": 4}
+    code, out, err = call(capsys, "run", toml(tmp_path, **tables), "--out", tmp_path / "r", "--format", "json")
+    result = json.loads(out)
+    assert code == 0
+    assert f"round {result['rounds'] - 2}, the best one, is gone: the model is that of round {result['rounds']}" in err
+    assert result["details"]["model_of_round"] == result["rounds"]
 
 
 def test_check_prints_every_default(tmp_path, capsys):

@@ -157,6 +157,7 @@ def replay(
     experiment, result = run.experiment, run.manifest["result"]
     method: Any = experiment.method
     watched, seen, state = watched or {}, list[Seen](), None
+    of = result["details"].get("model_of_round", result["rounds"])
     with torch_threads(1):
         notice("reading data and model")
         population = populate(experiment)
@@ -164,7 +165,7 @@ def replay(
         notice(f"running {run.path} again, with a recorder at the server")
         for turn in play(run, population):
             seen += turn.seen if keep else ()
-            state = turn.after
+            state = turn.after if turn.round == of else state
             for watch in watched.values():
                 watch.see(turn, population)
         models = {c: method.params_for(state, c) for c in (population.clients if method.personal else ("",))}

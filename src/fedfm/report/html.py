@@ -100,8 +100,11 @@ def _tiles(run: RunFiles) -> str:
     spread = run.spread
     planned = run.planned_rounds
     of = f"of {planned} planned" if planned is not None and planned != run.done_rounds else ""
-    if "stopped_early" in mapping(run.result.get("details")):
+    details = mapping(run.result.get("details"))
+    if "stopped_early" in details:
         of += ", stopped early by validation rows"
+    if (best := details.get("model_of_round", run.done_rounds)) != run.done_rounds:
+        of += f"; the model is that of round {count(best)}"
     epsilon = numeric(run.result.get("epsilon", mapping(run.manifest.get("ledger")).get("epsilon")))
     tiles = [
         ("Global accuracy", percent(run.value("global_accuracy")), "on the global test rows"),
