@@ -4,7 +4,8 @@
     python benchmarks/run.py --only messages heads
     python benchmarks/run.py --quick --out /tmp/performance.md
 
-What one benchmark measured last is kept beside the page (performance.json), so that ``--only`` renews a part of it.
+What one benchmark measured last on a kind of processor is kept beside the page (performance.json), so that ``--only``
+renews a part of it, and what was measured elsewhere stays.
 """
 
 from __future__ import annotations
@@ -48,14 +49,17 @@ INTRODUCTION = """# Performance
 Made by `make bench`; do not edit. Every ratio sets two things side by side that ran in turn in one sitting of one
 process, unless a section says otherwise; it is the ratio of medians, with the least and the largest of any turn behind
 it. Timings of a shared machine scatter: compare ratios, not seconds. CPU seconds are user plus system. Nothing here is
-asserted by a test."""
+asserted by a test.
+
+Ratios depend on the processor: where a peer's matrix products run at the processor's peak already, as MKL's do on an
+Intel Xeon, what is left to gain is what else it spends."""
 
 
 def execute(name: str, quick: bool, limit: float) -> dict[str, Any]:
     """The result of one script, or why there is none."""
     command = [*SCRIPTS[name], *(["--quick"] if quick and not name.startswith("lora") else [])]
     print("python benchmarks/" + " ".join(command), flush=True)
-    shown = "python benchmarks/" + " ".join(command)
+    shown, today = "python benchmarks/" + " ".join(command), datetime.date.today().isoformat()
     try:
         out = subprocess.run(
             [sys.executable, str(HERE / command[0]), *command[1:]],
@@ -65,11 +69,11 @@ def execute(name: str, quick: bool, limit: float) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"command": shown, "skipped": f"not finished within {limit:g} s"}
+        return {"command": shown, "date": today, "skipped": f"not finished within {limit:g} s"}
     objects = [line for line in out.stdout.splitlines() if line.startswith("{")]
     if out.returncode or not objects:
         why = (out.stderr or out.stdout).strip().splitlines()[-1:] or [f"exit status {out.returncode}"]
-        return {"command": shown, "skipped": why[0][:300]}
+        return {"command": shown, "date": today, "skipped": why[0][:300]}
     result = json.loads(objects[-1])
     if "rounds" in result:  # lora.py, which has a form of its own
         rows = [{"LoRA, " + result["arguments"]["model"]: variant, **row} for variant, row in result["rounds"].items()]
@@ -79,7 +83,7 @@ def execute(name: str, quick: bool, limit: float) -> dict[str, Any]:
             title += f", last {result['arguments']['layers']} layers"
         result = {"title": title, "tables": tables, "goals": lora_goals(result), "notes": []}
         result |= {"machine": common.machine(), "versions": common.versions()}
-    return result | {"command": shown, "date": datetime.date.today().isoformat()}
+    return result | {"command": shown, "date": today}
 
 
 def lora_goals(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -93,39 +97,50 @@ def lora_goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def page(results: dict[str, dict[str, Any]]) -> str:
-    """The whole document."""
+def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The whole document, of results by benchmark and processor."""
     parts = [INTRODUCTION]
-    goals = [(name, g) for name in SCRIPTS for g in results.get(name, {}).get("goals", [])]
-    if goals:
-        rows = [
-            {
-                "benchmark": name,
-                "goal": g["goal"],
-                "wanted": g["wanted"],
-                "measured": g["measured"],
-                "verdict": common.verdict(g),
-            }
-            for name, g in goals
-        ]
+    if rows := goals(results):
         parts.append("## Goals\n\n" + common.markdown(rows))
     for name in SCRIPTS:
-        if name not in results:
+        found = results.get(name, {})
+        if not found:
             continue
-        result = results[name]
-        parts.append(f"## {result.get('title', name.capitalize())}\n\n`{result['command']}`")
-        if "skipped" in result:
-            parts.append(f"Not measured: {result['skipped']}")
-            continue
-        parts += [f"{table['title']}:\n\n{common.markdown(table['rows'])}" for table in result["tables"]]
-        if result.get("notes"):
-            parts.append("\n".join(f"- {note}" for note in result["notes"]))
-        machine, versions = result["machine"], ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-        parts.append(
-            f"Measured {result['date']} on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-            f"load average {machine['load']} (shared with other work where that is above what ran); {versions}."
-        )
+        latest = max(found.values(), key=lambda result: result["date"])
+        parts.append(f"## {latest.get('title', name.capitalize())}\n\n`{latest['command']}`")
+        for cpu in sorted(found):
+            if len(found) > 1:
+                parts.append(f"### On {cpu}")
+            parts += measured(found[cpu])
     return re.sub(r"\n{3,}", "\n\n", "\n\n".join(parts)) + "\n"
+
+
+def goals(results: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A row a goal, a column a processor."""
+    processors = sorted({cpu for found in results.values() for cpu in found})
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for name in SCRIPTS:
+        for cpu, result in sorted(results.get(name, {}).items()):
+            for g in result.get("goals", []):
+                start = {"benchmark": name, "goal": g["goal"], "wanted": g["wanted"]} | dict.fromkeys(processors, "")
+                row = rows.setdefault((name, g["goal"], g["wanted"]), start)
+                row[cpu] = f"{g['measured']:.3g}, {common.verdict(g)}"
+    return list(rows.values())
+
+
+def measured(result: dict[str, Any]) -> list[str]:
+    """Tables, notes, and what it was measured on."""
+    if "skipped" in result:
+        return [f"Not measured: {result['skipped']}"]
+    parts = [f"{table['title']}:\n\n{common.markdown(table['rows'])}" for table in result["tables"]]
+    if result.get("notes"):
+        parts.append("\n".join(f"- {note}" for note in result["notes"]))
+    machine, versions = result["machine"], ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    parts.append(
+        f"Measured {result['date']} on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"load average {machine['load']} (shared with other work where that is above what ran); {versions}."
+    )
+    return parts
 
 
 def main() -> None:
@@ -138,10 +153,12 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     kept = options.out.with_suffix(".json")
     results = json.loads(kept.read_text()) if kept.exists() else {}
+    cpu = common.machine()["cpu"]
     for name in options.only:
-        results[name] = execute(name, options.quick, options.limit)
-        if "skipped" in results[name]:
-            print(f"  not measured: {results[name]['skipped']}")
+        result = execute(name, options.quick, options.limit)
+        results.setdefault(name, {})[cpu] = result
+        if "skipped" in result:
+            print(f"  not measured: {result['skipped']}")
         kept.write_text(json.dumps(results, indent=1) + "\n")
         options.out.write_text(page(results))
     print(f"written: {options.out}")
