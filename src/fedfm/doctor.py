@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 _REQUIRED = ("torch", "transformers", "peft", "safetensors", "flwr", "numpy", "pyarrow", "PIL", "sklearn", "greenlet")
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 _TESTED_FLOWER = "1.41."
+_WIDTH = 768  # inputs and outputs of the linear maps that are timed
 
 
 def examine() -> list[dict[str, Any]]:
@@ -34,6 +36,7 @@ def _checks() -> Iterator[tuple[str, str, str]]:
         there = importlib.util.find_spec(name) is not None
         yield name, "ok" if there else "note", version(name) if there else f"not installed; extra [{extra}] brings it"
     yield from _model()
+    yield from _products()
     yield "cores", "ok", f"{os.cpu_count()} (run.workers = 0 uses all, one thread a client)"
     fork = hasattr(os, "fork")
     yield "workers", "ok" if fork else "note", "forked" if fork else "this system cannot fork: set run.workers = 1"
@@ -61,3 +64,31 @@ def _model() -> Iterator[tuple[str, str, str]]:
         yield "device", "ok", "cuda" if torch.cuda.is_available() else "cpu"
     except Exception as error:  # whatever it is, the user should read it here
         yield "nano-vit", "bad", f"{type(error).__name__}: {error}"
+
+
+def _products() -> Iterator[tuple[str, str, str]]:
+    """How fast frozen linear maps are, and what bfloat16 gains: on processors that emulate it, it loses."""
+    try:
+        import torch
+
+        from fedfm.threads import torch_threads
+        from fedfm.training.packed.linear import Linear
+
+        with torch_threads(1), torch.no_grad():
+            x, weight = torch.ones(256, _WIDTH), torch.ones(_WIDTH, _WIDTH)
+            full, low = (_seconds(Linear(weight, None, low), x) for low in (False, True))
+        speed = f"{2e-9 * x.numel() * _WIDTH / full:.0f} Gflop/s a core"
+        word = f'kernels = "fast_bf16" multiplies at {full / low:.1f} times that'
+        yield "linear maps", "ok", f"{speed} in float32; {word}{'' if full > low else ': it is of no use here'}"
+    except (ImportError, RuntimeError) as error:
+        yield "linear maps", "bad", f"{type(error).__name__}: {error}"
+
+
+def _seconds(linear: Any, x: Any) -> float:
+    """The least of a few turns."""
+    turns = []
+    for _ in range(8):
+        begun = time.perf_counter()
+        linear.forward(x)
+        turns.append(time.perf_counter() - begun)
+    return min(turns)

@@ -52,7 +52,13 @@ class RunSpec:
     seed: int = field(default=0, metadata={"help": "every random stream but secrets derives from it"})
     min_clients: int = field(default=1, metadata={"help": "fewer valid replies than this stop the run"})
     timeout: float = field(default=600.0, metadata={"help": "seconds that a client may take"})
-    kernels: str = field(default="exact", metadata={"help": "exact, or fast: packed cohorts, equal within a tolerance"})
+    kernels: str = field(
+        default="exact",
+        metadata={
+            "help": "exact, or fast: packed cohorts, equal within a tolerance; fast_bf16 multiplies in bfloat16, too, "
+            "which not every processor is quick at (`fedfm doctor` tells)"
+        },
+    )
     workers: int = field(default=0, metadata={"help": "processes on the local engine; 0: one a core, on a GPU one"})
     wire: bool = field(default=False, metadata={"help": "local engine: serialise every message as a network would"})
     superlink: str | None = field(default=None, metadata={"help": "deployment: attach to this host:port"})
