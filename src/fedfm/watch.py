@@ -1,7 +1,8 @@
-"""A progress bar on stderr."""
+"""Progress on stderr: a bar, or lines of a log file."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -13,9 +14,12 @@ from fedfm.progress import EpochProgress, Progress
 from fedfm.rundir import Run
 from fedfm.writing import visible
 
+_LOGGED = 20.0  # seconds between two lines of a log file
+
 
 class Bar(Progress):
-    """One bar a run: rounds done, clients of the current one, the last accuracy or perplexity.
+    """One bar a run: rounds done, clients of the current one, the last accuracy or perplexity. In a log file, which
+    nothing can be drawn in, whole lines a few times a minute.
 
     Attributes:
         path: the run directory, once there is one; what to resume if something stops it.
@@ -24,40 +28,40 @@ class Bar(Progress):
     def __init__(self) -> None:
         self.path: Path | None = None
         self._bar: Any = None
-        self._follow, self._clients = False, 0
+        self._name, self._rounds, self._clients = "", 0, 0
         self._figures: dict[str, str] = {}
+        self._said = -math.inf  # when the last line was written
 
     def started(self, run: Run, rounds: int, done: int) -> None:
-        """Open the bar; in a log file it is written a few times a minute, on a terminal it follows the clients."""
+        """Open the bar."""
+        self.path, self._name, self._rounds, self._said = run.path, visible(run.experiment.name), rounds, -math.inf
+        if not _drawn():
+            return
         from tqdm import tqdm
 
-        self.path = run.path
-        self._follow = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=rounds,
-            initial=done,
-            desc=visible(run.experiment.name),
-            unit="round",
-            file=sys.stderr,
-            dynamic_ncols=True,
-            mininterval=0.1 if self._follow else 20.0,
-        )
+        self._bar = tqdm(total=rounds, initial=done, desc=self._name, unit="round", file=sys.stderr, dynamic_ncols=True)
 
     def client(self) -> None:
         """Count a client."""
         self._clients += 1
-        if self._bar is not None and self._follow:
+        if self._bar is not None:
             self._figures["client"] = str(self._clients)
             self._bar.set_postfix(self._figures, refresh=time.monotonic() - self._bar.last_print_t > 0.2)
 
     def round(self, line: Mapping[str, Any]) -> None:
         """Advance."""
         self._clients = 0
-        if self._bar is None:
-            return
         self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
-        self._bar.set_postfix(self._figures, refresh=False)
-        self._bar.update(line["round"] - self._bar.n)  # a resumed run may judge the round again that it goes on from
+        if self._bar is not None:
+            self._bar.set_postfix(self._figures, refresh=False)
+            self._bar.update(
+                line["round"] - self._bar.n
+            )  # a resumed run may judge the round again that it goes on from
+        elif line["round"] == self._rounds or time.monotonic() - self._said > _LOGGED:
+            self._said = time.monotonic()
+            figures = [f"{key} {value}" for key, value in self._figures.items()] + [f"{line['seconds']:.1f} s"]
+            text = f"{self._name}: round {line['round']} of {self._rounds}, {', '.join(figures)}"
+            sys.stderr.write(f"{text}\n")
 
     def excluded(self, excluded: Excluded) -> None:
         """Say who, what and why."""
@@ -74,6 +78,11 @@ class Bar(Progress):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _drawn() -> bool:
+    """Whether what a carriage return writes over is gone: on a terminal, and in a notebook's cell."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 class Epochs(EpochProgress):

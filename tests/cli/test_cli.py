@@ -930,13 +930,23 @@ def test_what_names_do_to_a_terminal_errors_and_notices_do_not(tmp_path, capsys)
     assert "fedfm: round 1: north left out, client_error: no\\u001b[2J way\\u000areally" in capsys.readouterr().err
 
 
-def test_the_bar_of_a_resumed_run_counts_a_round_once_that_is_judged_again(finished, capsys):
+def test_the_bar_of_a_resumed_run_counts_a_round_once_that_is_judged_again(finished, capsys, monkeypatch):
+    monkeypatch.setattr("fedfm.watch._drawn", lambda: True)
     bar = Bar()
     bar.started(load_run(finished), 4, 2)
     for t in (2, 3, 4):  # killed between the commit of round 2 and its line
         bar.round({"round": t, "accuracy": 0.5})
     bar.finished()
     assert "4/4" in capsys.readouterr().err
+
+
+def test_a_log_file_gets_whole_lines(tmp_path, capsys):
+    code, _, err = call(capsys, "run", toml(tmp_path, method={"rounds": 5}), "--out", tmp_path / "r")
+    assert code == 0
+    assert "\r" not in err
+    said = [line for line in err.splitlines() if "round" in line]
+    assert [line.partition(",")[0].split(": ")[1] for line in said] == ["round 0 of 5", "round 5 of 5"]
+    assert re.fullmatch(r".*: round 5 of 5, accuracy \d\.\d{3}, \d+\.\d s", said[-1])
 
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2Jn"  # sets a terminal's title and clears its screen
