@@ -7,7 +7,7 @@
 All of them train the same clients on the same mini-batches, in turn within each round (A B C A B C), on one thread; the
 first round warms up and does not count. A ratio is the median over rounds of the loop's CPU time over the other's. "Its
 products alone" are the linear maps of fast kernels, of the same shapes with the same weights, and nothing else: what is
-left when all the rest takes no time, the most that packing the tokens can gain on this processor. The numbers go to
+left when all the rest takes no time, the most that packing the tokens can gain with these products. The numbers go to
 standard output as JSON and as a table.
 """
 

@@ -222,22 +222,21 @@ class Server:
         return replies
 
     def _best_round(self) -> int | None:
-        """The first trained round with the lowest validation loss, where ``run.patience`` asks for it and there is one.
-
-        The start is none: its even guesses may lose less than an accurate model that is too sure of itself.
-        """
-        losses = self._losses() if self.run.experiment.run.patience else []
-        return min(losses)[1] if losses else None
+        """The first round with the lowest validation loss; None where nobody asks for it, or there is none."""
+        return min(losses)[1] if (losses := self._losses()) else None
 
     def _patience_over(self) -> bool:
         """No validation loss has been lower than that of the best round for ``run.patience`` rounds."""
-        best = self._best_round()
-        return best is not None and self._losses()[-1][1] - best >= self.run.experiment.run.patience
+        losses = self._losses()
+        return bool(losses) and losses[-1][1] - min(losses)[1] >= self.run.experiment.run.patience
 
     def _losses(self) -> list[tuple[float, int]]:
-        """(validation loss, round) of the rounds that were judged on validation rows, without round 0."""
-        lines = self.run.metrics()[1:]
-        return [(line["val_loss"], line["round"]) for line in lines if line.get("val_loss") is not None]
+        """(validation loss, round) of the trained rounds that have one, where ``run.patience`` asks for them.
+
+        The start is left out: its even guesses may lose less than an accurate model that is too sure of itself.
+        """
+        lines = self.run.metrics() if self.run.experiment.run.patience else []
+        return [(m["val_loss"], m["round"]) for m in lines if m["round"] and m.get("val_loss") is not None]
 
     def _best(self, t: int, state: Any) -> tuple[Any, int]:
         """The state to end with, and the round that it is of: under ``run.patience`` the best one's, if the server has
@@ -295,7 +294,7 @@ class Server:
         if self.method.kept:
             result["server_sha256"] = sha256_of(self.models(state))
         beside = ["server_accuracy", "server_client_accuracy", "server_loss", "rouge_1", "local_rouge_1"]
-        beside += ["client_loss", "server_client_loss"]
+        beside += ["client_loss", "server_client_loss", "val_loss"]
         result["details"] |= {key: last[key] for key in beside if key in last}
         if early:
             best, patience = self._best_round(), run.experiment.run.patience

@@ -154,11 +154,7 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
         except RunError as error:  # a rate at which training diverges: the search goes on without it
             cost = next(reversed(Run.open(place).metrics()), {})
             failed = {"failed": str(error)}
-        lines = [] if failed else Run.open(place).metrics()
-        of = cost.get("details", {}).get("model_of_round", trial.method.rounds)
-        loss = next(
-            (m["val_loss"] for m in reversed(lines) if m.get("val_loss") is not None and m["round"] <= of), None
-        )
+        loss = None if failed else cost["details"].get("val_loss")
         spent = {key: cost.get(key, 0) for key in ("bytes_up", "bytes_down", "seconds")}
         trials.append({"learning_rate": rate, "val_loss": loss} | spent | failed)
         said = failed.get("failed") or ("no validation loss" if loss is None else f"validation loss {loss:.4f}")

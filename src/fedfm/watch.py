@@ -54,9 +54,8 @@ class Bar(Progress):
         self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
         if self._bar is not None:
             self._bar.set_postfix(self._figures, refresh=False)
-            self._bar.update(
-                line["round"] - self._bar.n
-            )  # a resumed run may judge the round again that it goes on from
+            # A resumed run may judge the round again that it goes on from.
+            self._bar.update(line["round"] - self._bar.n)
         elif line["round"] == self._rounds or time.monotonic() - self._said > _LOGGED:
             self._said = time.monotonic()
             figures = [f"{key} {value}" for key, value in self._figures.items()] + [f"{line['seconds']:.1f} s"]

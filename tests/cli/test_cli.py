@@ -476,6 +476,17 @@ def test_tune_goes_on_without_a_rate_that_diverges(tmp_path, capsys):
     assert "no learning rate gave a validation loss" in err
 
 
+def test_tune_judges_the_model_that_early_stopping_leaves(tmp_path, capsys):
+    tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2}, "method": {"name": "fedavg", "rounds": 200}}
+    tables["method"]["local"] = {"learning_rate": 5.0, "batch_size": 4}
+    code, _, _ = call(capsys, "run", toml(tmp_path, **tables), "--tune", "4.0,5.0", "--out", tmp_path / "t")
+    assert code == 0
+    trials = json.loads((tmp_path / "t/manifest.json").read_text())["ledger"]["entries"]
+    for trial in trials:
+        lines = load_run(tmp_path / f"t-tune/rate-{trial['learning_rate']:g}").metrics()
+        assert trial["val_loss"] == min(m["val_loss"] for m in lines if m["round"]) < lines[-1]["val_loss"]
+
+
 def test_early_stopping_that_could_never_stop_is_refused(tmp_path, capsys):
     tables = {"data": {"val_fraction": 0.25}, "run": {"patience": 2, "evaluate_every": 0}}
     code, _, err = call(capsys, "run", toml(tmp_path, **tables), "--out", tmp_path / "r")
