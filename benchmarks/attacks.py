@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 import fedfm
-from fedfm.experiment import Experiment
-from fedfm.population import populate
+from fedfm.config.experiment import Experiment
+from fedfm.runtime.population import populate
 
 SEEDS = (1, 2, 3)
 PARTITIONS: dict[str, dict[str, Any]] = {

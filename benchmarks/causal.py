@@ -15,9 +15,9 @@ from collections.abc import Callable
 import common
 import torch
 
+from fedfm.core.rows import Rows
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.rows import Rows
 
 CLIENTS = 4
 LENGTHS = (64, 16)

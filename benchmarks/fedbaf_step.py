@@ -25,17 +25,18 @@ from typing import Any, ClassVar
 import common
 import torch
 
-from fedfm import buffers
-from fedfm.engines.local import LocalLink
-from fedfm.experiment import Experiment
-from fedfm.federation import Aggregator, Federation
-from fedfm.means import weighted_mean
+from fedfm.aggregation.base import Aggregator
+from fedfm.config.experiment import Experiment
+from fedfm.core.federation import Federation
+from fedfm.engines.local.engine import LocalLink
+from fedfm.linalg.kernels import buffers
+from fedfm.linalg.params import Params
+from fedfm.linalg.running_mean import weighted_mean
 from fedfm.methods.fedavg import FedAvg
-from fedfm.methods.fedbaf import FedBaF
-from fedfm.params import Params
-from fedfm.population import populate
-from fedfm.silo import Silos
-from fedfm.sweeps import Piece, chord, mix
+from fedfm.methods.fedbaf.fedbaf import FedBaF
+from fedfm.methods.fedbaf.pull import Piece, chord, mix
+from fedfm.runtime.client import Silos
+from fedfm.runtime.population import populate
 from fedfm.training import SGD
 
 BLOCK = {
@@ -142,7 +143,9 @@ def overhead(title: str, tables: dict[str, Any], local: SGD, foundation: str, tu
     avg = FedAvg(local=local)
     baf = FedBaF(local=local, base=Done(), foundation=foundation)
     silos = Silos(avg, Aggregator(), population, memory=common.scratch())
-    fed = Federation(LocalLink(silos, workers=1), model=population.model, secret=lambda name: bytes(32))
+    fed = Federation(
+        LocalLink(silos, workers=1), model=population.model, secret=lambda name: bytes(32), aggregator=Aggregator()
+    )
     w = baf.init(fed)
     rounds, added, shares = [], [], []
     for t in range(1, turns + 2):

@@ -23,12 +23,12 @@ float64. Memory comes as in a run: what an earlier round has freed serves again,
 given apart. Each row is a process of its own. "Memory" is what grows beside vectors and results that lie in memory (its
 peak less theirs), and with files all memory that no file backs.
 
-With K = 1,000 vectors and results lie in files, as a run's do that do not fit into memory (``fedfm.spill``). Where
-Linux can (6.14), they go between disk and memory past the system's cache, so that every byte comes from the disk;
-elsewhere the cache has what it holds. "Files alone" is what the same calls cost without a product: vectors are read
-once for the similarities, and read and written once for the mixture; of an eighth of the vectors, times 8. "Of peak and
-files" is what products at the peak and the files alone would take one after the other, over what ours take. CPU seconds
-are this process's; what the system's own threads need to write pages out is in none.
+With K = 1,000 vectors and results lie in files, as a run's do that do not fit into memory
+(``fedfm.linalg.out_of_core``). Where Linux can (6.14), they go between disk and memory past the system's cache, so that
+every byte comes from the disk; elsewhere the cache has what it holds. "Files alone" is what the same calls cost without
+a product: vectors are read once for the similarities, and read and written once for the mixture; of an eighth of the
+vectors, times 8. "Of peak and files" is what products at the peak and the files alone would take one after the other,
+over what ours take. CPU seconds are this process's; what the system's own threads need to write pages out is in none.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
-from fedfm import buffers
-from fedfm.columns import PIECE
-from fedfm.pairwise import gram, mix
-from fedfm.params import Params, layout_of
-from fedfm.spill import room, shelved, stored
+from fedfm.linalg.column_blocks import PIECE
+from fedfm.linalg.kernels import buffers
+from fedfm.linalg.out_of_core import room, shelved, stored
+from fedfm.linalg.pairwise import gram, mix
+from fedfm.linalg.params import Params, layout_of
 
 PAIRS = 64  # of a loop, about
 GOALS = {8: 12, 40: 30, 200: 60}

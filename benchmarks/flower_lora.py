@@ -29,12 +29,14 @@ import numpy as np
 import torch
 
 from fedfm import seeds
-from fedfm.engines.local import LocalLink
-from fedfm.federation import Aggregator, Client, ClientData, Federation
+from fedfm.aggregation.base import Aggregator
+from fedfm.core.client import Client, ClientData
+from fedfm.core.federation import Federation
+from fedfm.core.rows import Rows
+from fedfm.engines.local.engine import LocalLink
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
-from fedfm.rows import Rows
-from fedfm.silo import Silos
+from fedfm.runtime.client import Silos
 from fedfm.training import AdamW
 from fedfm.training.job import Job
 
@@ -74,7 +76,7 @@ def ours(options: Any, kernels: str) -> tuple[list[float], Params]:
     silos = Silos(method, Aggregator(), everyone, memory=common.scratch())
     link = LocalLink(silos, workers=os.cpu_count() or 1)
     try:
-        fed = Federation(link, model=everyone.model)
+        fed = Federation(link, model=everyone.model, aggregator=Aggregator())
         fed.begin(0)
         w, seconds = method.init(fed), []
         for t in range(1, options.rounds + 2):

@@ -26,13 +26,15 @@ import torch
 from torch.nn import functional
 
 from fedfm import seeds
-from fedfm.engines.local import LocalLink
-from fedfm.experiment import Experiment
-from fedfm.federation import Aggregator, Client, Federation, Update, on_client
+from fedfm.aggregation.base import Aggregator
+from fedfm.config.experiment import Experiment
+from fedfm.core.client import Client, Update, on_client
+from fedfm.core.federation import Federation
+from fedfm.engines.local.engine import LocalLink
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
-from fedfm.population import populate
-from fedfm.silo import Silos
+from fedfm.runtime.client import Silos
+from fedfm.runtime.population import populate
 from fedfm.training import SGD
 
 ROUNDS = 5  # a turn
@@ -146,7 +148,7 @@ def messages_alone(population: Any, initial: Params) -> float:
     """Seconds a client-round in which nobody trains: delivery, validation, transcript and mean."""
     method = Nothing(fraction=1.0)
     silos = Silos(method, Aggregator(), population, memory=common.scratch())
-    fed = Federation(LocalLink(silos), model=population.model)
+    fed = Federation(LocalLink(silos), model=population.model, aggregator=Aggregator())
 
     def run() -> None:
         fed.begin(1)
@@ -177,7 +179,7 @@ def measure(
     for batch_size, epochs in settings:
         method = FedAvg(local=SGD(learning_rate=0.1, batch_size=batch_size, epochs=epochs), fraction=1.0)
         silos = Silos(method, Aggregator(), population, memory=common.scratch())
-        fed = Federation(LocalLink(silos), model=population.model)
+        fed = Federation(LocalLink(silos), model=population.model, aggregator=Aggregator())
         state = method.init(fed)
 
         def ours(fed: Federation = fed, method: Any = method, state: Any = state) -> Params:

@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 from fedfm import seeds
-from fedfm.federation import Client, ClientData
-from fedfm.means import weighted_mean
+from fedfm.core.client import Client, ClientData
+from fedfm.core.rows import Rows
+from fedfm.linalg.params import Params
+from fedfm.linalg.running_mean import weighted_mean
 from fedfm.models import inputs
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.params import Params
-from fedfm.rows import Rows
 from fedfm.training import SGD, AdamW, Local, loop, packed
 from fedfm.training.job import Job
 from fedfm.training.packed import linear

@@ -22,12 +22,14 @@ from typing import Any
 import common
 import torch
 
-from fedfm.engines.local import LocalLink
-from fedfm.federation import Aggregator, ClientData, Federation, on_client
+from fedfm.aggregation.base import Aggregator
+from fedfm.core.client import ClientData, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.rows import Rows
+from fedfm.engines.local.engine import LocalLink
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
-from fedfm.rows import Rows
-from fedfm.silo import Silos
+from fedfm.runtime.client import Silos
 
 MILLION = 1_000_000
 
@@ -59,7 +61,7 @@ class Nobody:
 def federation(count: int, wire: bool = False) -> tuple[Echo, Federation]:
     method, people = Echo(), Nobody(count)
     silos = Silos(method, Aggregator(), people, memory=common.scratch())
-    return method, Federation(LocalLink(silos, wire=wire), model=people)
+    return method, Federation(LocalLink(silos, wire=wire), model=people, aggregator=Aggregator())
 
 
 @contextmanager

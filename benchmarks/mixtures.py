@@ -39,7 +39,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_limits
 
-from fedfm.mixtures import fit
+from fedfm.methods.fedpft.mixtures import fit
 
 CASES = ((1, "diag", 20), (5, "diag", 7), (10, "diag", 6), (10, "spherical", None), (1, "full", 15))
 FIELD = {"max_iter": 100, "tol": 1e-3}
@@ -168,7 +168,7 @@ def case(d: int, groups: list[Any], source: str, k: int, covariance: str, turns:
 def compile_seconds() -> float:
     """CPU seconds of the first fits in a process with an empty cache, less those of a process that finds them there."""
     code = (
-        "import time, json, numpy as np; from fedfm.mixtures import fit; at = time.process_time(); "
+        "import time, json, numpy as np; from fedfm.methods.fedpft.mixtures import fit; at = time.process_time(); "
         "fit([np.eye(9)], [3], 'diag', seeds=[0]); print(json.dumps({'s': time.process_time() - at}))"
     )
     before = os.environ.get("NUMBA_CACHE_DIR")

@@ -24,12 +24,13 @@ from typing import Any
 import common
 import torch
 
-from fedfm.engines.local import LocalLink
-from fedfm.experiment import Experiment
-from fedfm.federation import Aggregator, Federation
+from fedfm.aggregation.base import Aggregator
+from fedfm.config.experiment import Experiment
+from fedfm.core.federation import Federation
+from fedfm.engines.local.engine import LocalLink
 from fedfm.methods.fedavg import FedAvg
-from fedfm.population import populate
-from fedfm.silo import Silos
+from fedfm.runtime.client import Silos
+from fedfm.runtime.population import populate
 from fedfm.training import SGD
 
 ROUNDS = 20  # a turn of heads: a second
@@ -89,7 +90,7 @@ def prepare(tables: dict[str, Any], local: SGD) -> tuple[FedAvg, dict[int, Feder
     method, feds = FedAvg(local=local, fraction=1.0), {}
     for workers in (1, 2, 3):
         silos = Silos(method, Aggregator(), population, memory=common.scratch())
-        feds[workers] = Federation(LocalLink(silos, workers=workers), model=population.model)
+        feds[workers] = Federation(LocalLink(silos, workers=workers), model=population.model, aggregator=Aggregator())
     return method, feds, population
 
 

@@ -15,16 +15,18 @@ import typing
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from fedfm.config.experiment import PrivacySpec, RunSpec
+from fedfm.config.registry import available, resolve
+from fedfm.config.toml import key_of
 from fedfm.data.spec import DataSpec, PartitionSpec
-from fedfm.engines.silofile import Silo
-from fedfm.experiment import PrivacySpec, RunSpec
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.pretrain import PretrainSpec
-from fedfm.registry import available, resolve
+from fedfm.runtime.pretrain_spec import PretrainSpec
+from fedfm.runtime.silo_file import Silo
 from fedfm.training import BY_NAME, Local
 
 PAGE = Path(__file__).parent / "reference" / "experiment.md"
 README = Path(__file__).parent.parent / "README.md"
+METHODS = README.parent / "src" / "fedfm" / "methods"
 BEGIN, END = "<!-- methods:begin -->", "<!-- methods:end -->"
 _HEAD = """# The experiment file
 
@@ -61,15 +63,17 @@ def readme(text: str) -> str:
         first, _, rest = (module.__doc__ or "").strip().partition("\n\n")
         source = Path(str(module.__file__))
         lines = len(source.read_text(encoding="utf-8").splitlines())
-        link = f"[{source.name}](src/fedfm/methods/{source.name})"
-        rows.append(f"| `{name}` | {' '.join(first.split())} {_arxiv(rest)} | {link} | {lines} |")
+        link = f"[{source.name}](src/fedfm/methods/{source.relative_to(METHODS)})"
+        paper = " ".join([*first.split(), *_arxiv(rest)])
+        rows.append(f"| `{name}` | {paper} | {link} | {lines} |")
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n" + "\n".join(rows) + f"\n{END}{rest.partition(END)[2]}"
 
 
-def _arxiv(text: str) -> str:
-    found = re.search(r"arXiv:\d{4}\.\d{5}", text)
-    return found[0] if found else ""
+def _arxiv(text: str) -> list[str]:
+    """The paper's own number, if it has one; later ones in a docstring are of papers that it leans on."""
+    found = re.search(r"arXiv:\d{4}\.\d{5}|no arXiv number", text)
+    return [found[0]] if found and found[0].startswith("arXiv:") else []
 
 
 def page() -> str:
@@ -139,7 +143,7 @@ def table(cls: Any, beyond: Any = None, without: tuple[str, ...] = ()) -> str:
     for f in dataclasses.fields(cls):
         if f.name in without or not f.init or (beyond is not None and f.name not in _own(cls, beyond)):
             continue
-        cells = (f"`{f.name}`", _type(hints[f.name]), _default(f), str(f.metadata.get("help", "")))
+        cells = (f"`{key_of(f.name)}`", _type(hints[f.name]), _default(f), str(f.metadata.get("help", "")))
         rows.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
     return "\n".join(rows) + "\n"
 
@@ -168,7 +172,7 @@ def _type(hint: Any) -> str:
 
 
 def _default(f: dataclasses.Field[Any]) -> str:
-    value = f.default
+    value = f.metadata.get("usual", f.default)
     if value is None or value is dataclasses.MISSING or value == "" or dataclasses.is_dataclass(value):
         return ""
     if isinstance(value, tuple):

@@ -35,12 +35,12 @@ from typing import Any
 
 from claims import lines as claim_lines
 
-from fedfm import api
+from fedfm.api import execute
+from fedfm.api.studies import interval
 from fedfm.audits.audit import earlier, perform
+from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
-from fedfm.experiment import Experiment
-from fedfm.rundir import Run
-from fedfm.studies import interval
+from fedfm.runtime.run_directory import Run
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -73,10 +73,10 @@ def finished(path: Path, out: Path, changes: Mapping[str, Any]) -> dict[str, Any
     experiment = Experiment.load(path, dict(changes))
     if (out / "manifest.json").exists():
         if earlier_experiment(out) == experiment.to_dict():
-            return api.resume(out)
+            return execute.resume(out)
         shutil.rmtree(out)  # it is of an older row of this name
     print(f"{out.parent.name}/{out.name}", file=sys.stderr, flush=True)
-    return api.run(experiment, out)
+    return execute.run(experiment, out)
 
 
 def earlier_experiment(out: Path) -> dict[str, Any] | None:

@@ -31,13 +31,14 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 
-from fedfm import api, use
+from fedfm.api import execute, predict
+from fedfm.config.experiment import Experiment
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
-from fedfm.experiment import Experiment
 from fedfm.models.load import BUILT_IN, load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.pretrain import Pretraining, pretrain
+from fedfm.runtime.pretrain import pretrain
+from fedfm.runtime.pretrain_spec import Pretraining
 
 HERE = Path(__file__).resolve().parent
 MADE = HERE / ".data"
@@ -121,9 +122,9 @@ class Sets:
                 self.make(needed)
             out = HERE / ".runs" / "prepare" / name
             shutil.rmtree(out, ignore_errors=True)
-            result = api.run(experiment, out)
+            result = execute.run(experiment, out)
             print(f"{name}: accuracy {result['accuracy']:.3f} after {result['seconds']:.0f} s", file=sys.stderr)
-            use.export(out, "hf", target)
+            predict.export(out, "hf", target)
         elif smaller := re.fullmatch(r"(.+)\.at(\d+)", name):
             self.make(smaller[1])
             resampled(MADE / smaller[1], int(smaller[2]), target)

@@ -10,7 +10,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-from fedfm.engines.flower import round_trip
+from fedfm.engines.flower.private_api import round_trip
 
 Mischief = Callable[[Message, Message], list[Message]]  # (request, honest reply) -> what comes back
 

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedfm.engines.local import LocalLink
-from fedfm.federation import ClientData, Excluded, Federation
-from fedfm.params import Params
-from fedfm.rows import Batch, Rows
-from fedfm.silo import Silos
+from fedfm.core.client import ClientData
+from fedfm.core.federation import Federation
+from fedfm.core.messages import Excluded
+from fedfm.core.rows import Batch, Rows
+from fedfm.engines.local.engine import LocalLink
+from fedfm.linalg.params import Params
+from fedfm.runtime.client import Silos
 
 LINKS: list[LocalLink] = []  # ended after each test
 
@@ -75,7 +77,7 @@ def federation(
     **link: Any,
 ) -> Federation:
     """A federation of toys on the local engine."""
-    from fedfm.federation import Aggregator
+    from fedfm.aggregation.base import Aggregator
 
     toys, aggregator = Toys(rows, w), aggregator or Aggregator()
     silos = Silos(method, aggregator, toys, memory=folder, attack=attack)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fedfm import use
+from fedfm.api import predict
 from fedfm.data.load import load_table
 
 HERE = Path(__file__).resolve().parents[1]
@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parents[1]
 
 def accuracies(out: Path) -> tuple[float, float]:
     """(with running statistics, with those of the batch), of a finished run's last model."""
-    run, model, _ = use.load(out)
+    run, model, _ = predict.load(out)
     data, seed = run.experiment.data, run.experiment.run.seed
     table = load_table(data, seed=seed)
     rows = model.prepare(table, table.rows("test"))

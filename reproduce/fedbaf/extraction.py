@@ -25,20 +25,20 @@ from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import nn
 
-from fedfm.attacks.extraction import NoIntersectionError, relative_error
-from fedfm.audits.coalition import Rounds
 from fedfm.audits.extraction import recover
+from fedfm.audits.fedbaf_coalition import Rounds
+from fedfm.audits.inference.extraction import NoIntersectionError, relative_error
 from fedfm.audits.replay import turns
 from fedfm.data.load import load_table
 from fedfm.data.partition import deal
 from fedfm.data.spec import DataSpec, PartitionSpec
+from fedfm.linalg.threads import torch_threads
 from fedfm.methods.fedavg import FedAvg
-from fedfm.methods.fedbaf import FedBaF
+from fedfm.methods.fedbaf.fedbaf import FedBaF
 from fedfm.methods.scaffold import Scaffold
 from fedfm.methods.weight_init import WeightInit
 from fedfm.models.wrap import wrap
-from fedfm.population import Partitioned
-from fedfm.threads import torch_threads
+from fedfm.runtime.population import Partitioned
 from fedfm.training import SGD
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
-from fedfm.methods import fedamp, fedawa, fedbip
-from fedfm.pairwise import gram, mix
-from fedfm.params import Params, layout_of
+from fedfm.linalg.pairwise import gram, mix
+from fedfm.linalg.params import Params, layout_of
+from fedfm.methods import fedamp, fedawa
+from fedfm.methods.fedbip import fedbip
 
 BLOCKS, WIDTH, RANK = 32, 4096, 8
 SHAPES = {f"{m}.lora_{f}": s for m in "qv" for f, s in (("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)))}

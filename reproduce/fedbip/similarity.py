@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fedfm.methods.fedbip import Personal, similarities
-from fedfm.pairwise import gram
-from fedfm.params import Params
-from fedfm.population import populate
-from fedfm.rundir import Run
+from fedfm.linalg.pairwise import gram
+from fedfm.linalg.params import Params
+from fedfm.methods.fedbip.fedbip import Personal, similarities
+from fedfm.runtime.population import populate
+from fedfm.runtime.run_directory import Run
 
 HERE = Path(__file__).resolve().parents[1]
 HEAD = (

@@ -9,28 +9,54 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["Experiment", "Method", "Params", "Progress", "Run", "federate", "load_run", "resume", "run"]
+from fedfm.version import __version__
+
+__all__ = [
+    "Client",
+    "ClientId",
+    "Experiment",
+    "Federation",
+    "Method",
+    "Params",
+    "Progress",
+    "Run",
+    "Update",
+    "__version__",
+    "each",
+    "federate",
+    "load_run",
+    "on_client",
+    "resume",
+    "run",
+]
 
 if TYPE_CHECKING:
-    from fedfm.api import load_run, resume, run
-    from fedfm.experiment import Experiment
-    from fedfm.inmemory import federate
-    from fedfm.method import Method
-    from fedfm.params import Params
-    from fedfm.progress import Progress
-    from fedfm.rundir import Run
+    from fedfm.api.execute import load_run, resume, run
+    from fedfm.api.federate import federate
+    from fedfm.config.experiment import Experiment
+    from fedfm.core.client import Client, ClientId, Update, each, on_client
+    from fedfm.core.federation import Federation
+    from fedfm.core.method import Method
+    from fedfm.linalg.params import Params
+    from fedfm.runtime.progress import Progress
+    from fedfm.runtime.run_directory import Run
 
 _WHERE = {
-    "Experiment": "fedfm.experiment",
-    "Method": "fedfm.method",
-    "Params": "fedfm.params",
-    "Progress": "fedfm.progress",
-    "Run": "fedfm.rundir",
-    "federate": "fedfm.inmemory",
-    "load_run": "fedfm.api",
-    "resume": "fedfm.api",
-    "run": "fedfm.api",
+    "Client": "fedfm.core.client",
+    "ClientId": "fedfm.core.client",
+    "Experiment": "fedfm.config.experiment",
+    "Federation": "fedfm.core.federation",
+    "Method": "fedfm.core.method",
+    "Params": "fedfm.linalg.params",
+    "Progress": "fedfm.runtime.progress",
+    "Run": "fedfm.runtime.run_directory",
+    "Update": "fedfm.core.client",
+    "each": "fedfm.core.client",
+    "federate": "fedfm.api.federate",
+    "load_run": "fedfm.api.execute",
+    "on_client": "fedfm.core.client",
+    "resume": "fedfm.api.execute",
+    "run": "fedfm.api.execute",
 }
 
 

@@ -14,6 +14,10 @@ class InputError(FedfmError, ValueError):
     """What the user gave is wrong: the message says where, what, and what would be right (exit 2)."""
 
 
+class Lost(InputError):
+    """What was kept, and cannot be made again, is damaged or missing: the message names the file (exit 2)."""
+
+
 class RunError(FedfmError, RuntimeError):
     """The run cannot go on (too few clients, a full disk): everything committed is kept (exit 1)."""
 
@@ -38,6 +42,7 @@ E_EXCEPTION = "E_EXCEPTION"  # the handler raised
 E_TIMEOUT = "E_TIMEOUT"  # no reply in time
 E_DIED = "E_DIED"  # the process is gone
 E_REFUSED = "E_REFUSED"  # the silo's policy does not allow the handler
+E_EXPERIMENT = "E_EXPERIMENT"  # the site does not run this experiment; why, its own log says
 E_FORMAT = "E_FORMAT"  # not a payload of this wire format
 E_FIELD = "E_FIELD"  # a field is missing, unknown or of the wrong type
 E_TENSORS = "E_TENSORS"  # tensor names differ from those asked for
@@ -51,13 +56,14 @@ E_ROUND = "E_ROUND"  # a reply for another round
 E_DUPLICATE = "E_DUPLICATE"
 E_CLIENT = "E_CLIENT"  # a reply from somebody who was not asked
 E_READONLY = "E_READONLY"  # the handler wrote into what it was sent: a defect of the method, which stops the run
+E_LOST = "E_LOST"  # what the client keeps between messages is damaged or missing
 E_VERSION = "E_VERSION"  # the site runs another fedfm or another model
 
 
-def first_line(error: BaseException) -> str:
-    """Of an exception's text, at most 160 characters; of somebody else's code, so that even asking for it may fail."""
+def first_line(error: BaseException, most: int = 160) -> str:
+    """Of an exception's text, at most so many characters; asking for it may fail: the code is somebody else's."""
     try:
-        return str(error).partition("\n")[0][:160]
+        return str(error).partition("\n")[0][:most]
     except KeyboardInterrupt:
         raise
     except BaseException as failure:

@@ -18,8 +18,8 @@ from fedfm.aggregation.median import Median
 from fedfm.aggregation.multi_krum import MultiKrum
 from fedfm.aggregation.norm_clipping import NormClipping
 from fedfm.aggregation.trimmed_mean import TrimmedMean
-from fedfm.params import Params
-from fedfm.registry import available, name_of, resolve
+from fedfm.config.registry import available, name_of, resolve
+from fedfm.linalg.params import Params
 
 RULES = [
     Median(),
@@ -221,7 +221,7 @@ class TestInfluence:
     def test_the_mean_has_no_such_bound(self):
         x = cohort(5)
         x[0] = 1e6
-        from fedfm.means import weighted_mean
+        from fedfm.linalg.running_mean import weighted_mean
 
         assert np.abs(vector(weighted_mean((1.0, params(row)) for row in x))).max() > 1e5
 

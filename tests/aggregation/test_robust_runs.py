@@ -6,8 +6,8 @@ import pytest
 
 import fedfm
 from fedfm.aggregation.krum import Krum
+from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError, RunError
-from fedfm.experiment import Experiment
 from fedfm.methods.fedavg import FedAvg
 from fedfm.training import SGD
 from small import experiment

@@ -16,14 +16,14 @@ from fedfm.attacks.label_shuffle import LabelShuffle
 from fedfm.attacks.scaled_update import ScaledUpdate
 from fedfm.attacks.sign_flip import SignFlip
 from fedfm.audits.replay import finished, replay
+from fedfm.config.experiment import Experiment
+from fedfm.config.registry import available
 from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.experiment import Experiment
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedprox import FedProx
 from fedfm.methods.scaffold import Scaffold
-from fedfm.population import populate
-from fedfm.registry import available
+from fedfm.runtime.population import populate
 from fedfm.training import SGD
 from small import experiment
 from toy import federation

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm.attacks import extraction as e
+from fedfm.audits.inference import extraction as e
 
 # Two rounds by hand, psi = 1: w_0 = (5, 0), clients' models (6, 4) and (2, 4) of 1 and 3 rows, then (1, 3) and (5, 3).
 W_PRE = np.array([-3.0, 6.0])

@@ -7,8 +7,8 @@ import pytest
 from scipy import stats
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from fedfm.attacks import coins, copies, inverter, likelihood_ratio, one_run, rates, similarity
-from fedfm.mixtures import fit
+from fedfm.audits.inference import coins, copies, inverter, likelihood_ratio, one_run, rates, similarity
+from fedfm.methods.fedpft.mixtures import fit
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -10,16 +10,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fedfm import api, memory
-from fedfm.attacks import inverter
+from fedfm.api import execute
 from fedfm.audits import inversion, membership
 from fedfm.audits.audit import audits, choose, perform
 from fedfm.audits.finding import Finding, lines
+from fedfm.audits.inference import inverter
 from fedfm.audits.replay import finished, replay
 from fedfm.cli import main
 from fedfm.errors import InputError, RunError
-from fedfm.mixtures import unpack
+from fedfm.methods.fedpft.encoding import unpack
 from fedfm.report import html
+from fedfm.runtime import client_memory
 from small import features
 
 NAMES = {"name", "question", "estimate", "low", "high", "bound", "verdict"}
@@ -40,7 +41,7 @@ def run(folder, name="run", privacy=None, data=None, model=None, **method):
     }
     if privacy:
         tables["privacy"] = privacy
-    api.run(tables, folder / name)
+    execute.run(tables, folder / name)
     return folder / name
 
 
@@ -74,7 +75,7 @@ def change(path, **values):
 def _the_same_noise_every_time():
     numbers = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "entropy", lambda n: hashlib.sha256(str(next(numbers)).encode()).digest()[:n])
+        patch.setattr(client_memory, "entropy", lambda n: hashlib.sha256(str(next(numbers)).encode()).digest()[:n])
         yield
 
 
@@ -272,7 +273,7 @@ def test_runs_that_cannot_be_audited_are_refused(copy, tmp_path, capsys):
 def test_other_methods_are_refused_with_those_that_are_not(tmp_path, capsys):
     features(tmp_path)
     tables = {"data": {"path": str(tmp_path / "rows.npz")}, "model": {"name": "features"}}
-    api.run(tables | {"method": {"name": "fedavg", "rounds": 1}, "run": {"workers": 1}}, tmp_path / "avg")
+    execute.run(tables | {"method": {"name": "fedavg", "rounds": 1}, "run": {"workers": 1}}, tmp_path / "avg")
     assert main(["audit", str(tmp_path / "avg")]) == 2
     assert 'there are audits of "fedamp", "fedawa", "fedbaf", "fedbip", "fedpft"' in capsys.readouterr().err
 
@@ -304,7 +305,7 @@ def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):
     np.savez(tmp_path / "pictures.npz", x=x, y=y, split=np.where(np.arange(120) < 60, "train", "test"))
     data = {"path": str(tmp_path / "pictures.npz"), "partition": {"name": "iid", "clients": 2}}
     tables = {"data": data, "model": {"name": "nano-vit"}, "method": {"name": "fedpft", "components": 2}}
-    api.run(tables | {"run": {"workers": 1}}, tmp_path / "run")
+    execute.run(tables | {"run": {"workers": 1}}, tmp_path / "run")
     assert "inversion" not in choose(finished(tmp_path / "run"))
     found = by_name(perform(tmp_path / "run", ["inversion"]))
     assert set(found) == {"inversion_features", "inversion_components", "inversion_samples"}

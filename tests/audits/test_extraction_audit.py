@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from fedfm import api
-from fedfm.attacks.extraction import relative_error
+from fedfm.api import execute
 from fedfm.audits import extraction
 from fedfm.audits.audit import perform
-from fedfm.audits.coalition import Pull, Rounds
 from fedfm.audits.extraction import Clipped, recover, turned, verdict
+from fedfm.audits.fedbaf_coalition import Pull, Rounds
+from fedfm.audits.inference.extraction import relative_error
 from fedfm.audits.replay import finished, replay
+from fedfm.core.client import Update
+from fedfm.core.federation import Federation
+from fedfm.core.messages import Reply
 from fedfm.errors import InputError
-from fedfm.federation import Federation, Reply, Update
-from fedfm.methods import fedbaf
-from fedfm.methods.fedbaf import FedBaF
-from fedfm.params import Params
+from fedfm.linalg.params import Params
+from fedfm.methods.fedbaf import fedbaf
+from fedfm.methods.fedbaf.fedbaf import FedBaF
 from fedfm.report import html
 
 VISION = {
@@ -70,7 +72,7 @@ def run(folder, name, settings=None, **method):
         },
         "run": {"seed": 3, "workers": 1, "evaluate_every": 0, **(settings or {})},
     }
-    api.run(tables, folder / name)
+    execute.run(tables, folder / name)
     return folder / name
 
 

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny_text
-from fedfm import api
-from fedfm.attacks import task_vector
-from fedfm.audits import task_vector as audit
+from fedfm.api import execute
+from fedfm.audits import fedbip_view
 from fedfm.audits.audit import choose, perform
+from fedfm.audits.inference import task_vector
 from fedfm.audits.replay import finished
 from fedfm.cli import main
+from fedfm.core.rows import Rows
 from fedfm.errors import InputError
+from fedfm.linalg.params import Params
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.params import Params
-from fedfm.rows import Rows
 from models import tiny_models
 from small import features
 
@@ -103,18 +103,18 @@ def test_losses_and_alignments_of_rows_are_those_of_softmax_regression():
     rows = Rows({"features": torch.from_numpy(x)}, labels=torch.from_numpy(y))
     w = model.params().map(lambda t: torch.linspace(-1, 1, len(t)))
     tau = model.params().map(lambda t: torch.cos(torch.arange(len(t)).float()))
-    weight, bias = audit.head_names(model)
+    weight, bias = fedbip_view.head_names(model)
     W, b = w[weight].double().numpy(), w[bias].double().numpy()
     z = x @ W.T + b
     p = np.exp(z - z.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
     model.load(w)
-    np.testing.assert_allclose(audit.row_losses(model, rows), -np.log(p[np.arange(9), y]), rtol=1e-5)
+    np.testing.assert_allclose(fedbip_view.row_losses(model, rows), -np.log(p[np.arange(9), y]), rtol=1e-5)
     error = np.eye(3)[y] - p  # minus the gradient by the logits
     T, t = tau[weight].double().numpy(), tau[bias].double().numpy()
     dot = (error[:, :, None] * x[:, None] * T).sum((1, 2)) + error @ t
     length = np.sqrt((error**2).sum(1) * ((x**2).sum(1) + 1) * ((T**2).sum() + (t**2).sum()))
-    np.testing.assert_allclose(audit.alignments(model, rows, w, tau), dot / length, rtol=1e-4)
+    np.testing.assert_allclose(fedbip_view.alignments(model, rows, w, tau), dot / length, rtol=1e-4)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def run(folder, out="run", data=None, **method):
         "method": {"name": "fedbip", "rounds": 3, "local": local, **method},
         "run": {"seed": 3, "workers": 1},
     }
-    api.run(tables, folder / out)
+    execute.run(tables, folder / out)
     return folder / out
 
 
@@ -289,7 +289,7 @@ def test_a_client_that_sends_anothers_vector_is_replayed(tmp_path):
     tables = {"data": {"clients": files}, "model": {"name": "features"}, "run": {"workers": 1}}
     local = {"batch_size": 64, "learning_rate": 0.1}
     tables["method"] = {"name": "fedbip", "rounds": 2, "local": local}
-    result = api.run(tables, tmp_path / "run")
+    result = execute.run(tables, tmp_path / "run")
     assert {(e["client"], e["code"]) for e in result["excluded"]} == {("b", "E_DUPLICATE")}
     assert set(by_name(perform(tmp_path / "run"))) == NAMES  # raises where the replay ends elsewhere
 
@@ -297,7 +297,7 @@ def test_a_client_that_sends_anothers_vector_is_replayed(tmp_path):
 @pytest.mark.parametrize("keys", [{"transport": "bfloat16"}, {"space": "product", "ranks": [1, 2, 4]}])
 def test_vectors_of_another_dtype_or_rank_are_read(tmp_path, keys):
     tables = tiny_text.tables(tiny_text.save_all(tmp_path), "fedbip", local={"name": "sgd"}, **keys)
-    api.run(tables, tmp_path / "run")
+    execute.run(tables, tmp_path / "run")
     found = by_name(perform(tmp_path / "run"))
     assert set(found) == NAMES
     assert found["membership"].detail["clients"] == 3
@@ -317,9 +317,11 @@ def test_an_adapter_of_a_smaller_rank_is_judged_at_its_own_scale(tmp_path):
     rng = torch.Generator().manual_seed(0)
     start, tau = (Params({n: torch.randn(t.shape, generator=rng) for n, t in narrow.params().items()}) for _ in "ab")
     rows = narrow.prepare(table, range(6))
-    expected = audit.alignments(narrow, rows, start, tau)
-    with audit.at_rank(wide, start, tau) as both:
-        np.testing.assert_allclose(audit.alignments(wide, wide.prepare(table, range(6)), *both), expected, atol=1e-6)
+    expected = fedbip_view.alignments(narrow, rows, start, tau)
+    with fedbip_view.at_rank(wide, start, tau) as both:
+        np.testing.assert_allclose(
+            fedbip_view.alignments(wide, wide.prepare(table, range(6)), *both), expected, atol=1e-6
+        )
 
 
 def test_a_run_without_rounds_is_refused(tmp_path):
@@ -351,7 +353,7 @@ def test_a_language_model_has_rows_and_neighbours_but_no_classes(tmp_path):
         "method": {"name": "fedbip", "rounds": 2, "local": {"learning_rate": 0.5, "batch_size": 4}},
         "run": {"workers": 1},
     }
-    api.run(tables, tmp_path / "run")
+    execute.run(tables, tmp_path / "run")
     found = by_name(perform(tmp_path / "run"))
     assert "does not apply" in found["labels"].says
     assert "does not apply" in found["shares"].says
@@ -367,4 +369,4 @@ def test_losses_of_texts_are_means_over_their_tokens(tmp_path):
     model = tiny_models.load(tmp_path / "model", table, "lora", task="language_modelling")
     rows = model.prepare(table, range(6))
     alone = [float(model.loss(rows.batch([i])).detach()) for i in range(len(rows))]
-    np.testing.assert_allclose(audit.row_losses(model, rows), alone, rtol=1e-5)
+    np.testing.assert_allclose(fedbip_view.row_losses(model, rows), alone, rtol=1e-5)

@@ -8,13 +8,13 @@ import torch
 
 import fedfm
 import tiny_text
+from fedfm.api.join import join
+from fedfm.api.predict import load
 from fedfm.cli import main
-from fedfm.join import join
-from fedfm.models import lora
-from fedfm.params import Params
-from fedfm.rundir import Run
-from fedfm.tables import to_toml
-from fedfm.use import load
+from fedfm.config.toml import to_toml
+from fedfm.linalg.params import Params
+from fedfm.models.adapters import lora
+from fedfm.runtime.run_directory import Run
 from small import experiment, features
 
 
@@ -57,7 +57,7 @@ def test_a_newcomer_gets_a_model_that_predicts_and_exports(bip, tmp_path, capsys
 
 
 def test_the_same_newcomer_gets_the_same_bits(bip, tmp_path):
-    from fedfm.use import load
+    from fedfm.api.predict import load
 
     rows = features(tmp_path, seed=3)
     names = [join(bip, rows, name)["client"] for name in ("east", "west")]

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedfm import api
+from fedfm.api import execute
 from fedfm.cli import main
+from fedfm.config.toml import to_toml
 from fedfm.errors import InputError
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.pretrain import Pretraining, pretrain
-from fedfm.progress import EpochProgress
-from fedfm.tables import to_toml
+from fedfm.runtime.pretrain import pretrain
+from fedfm.runtime.pretrain_spec import Pretraining
+from fedfm.runtime.progress import EpochProgress
 
 TABLES = {
     "data": {"name": "digits", "limit": 160},
@@ -154,7 +155,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, tmp_path):
 
 def test_a_killed_process_goes_on_and_a_finished_one_answers(whole, tmp_path, capsys):
     out = tmp_path / "net"
-    command = [sys.executable, "-m", "fedfm.cli", "pretrain", str(toml(tmp_path)), "--out", str(out)]
+    command = [sys.executable, "-m", "fedfm", "pretrain", str(toml(tmp_path)), "--out", str(out)]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     )
@@ -172,7 +173,7 @@ def test_a_killed_process_goes_on_and_a_finished_one_answers(whole, tmp_path, ca
 
 
 def test_a_federation_starts_from_it(whole, tmp_path):
-    result = api.run(
+    result = execute.run(
         {
             "data": {"name": "digits", "limit": 100, "partition": {"name": "iid", "clients": 2}},
             "model": {"name": str(whole[0]), "adaptation": {"name": "head"}},
@@ -272,7 +273,7 @@ def test_a_loss_that_explodes_is_said(tmp_path, capsys):
 
 
 def test_many_pictures_are_prepared_batch_by_batch(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedfm.pretrain.IN_ADVANCE", 1000)
+    monkeypatch.setattr("fedfm.runtime.pretrain.IN_ADVANCE", 1000)
     assert pretrain(tables(), tmp_path / "net")["params_sha256"] == whole[1]["params_sha256"]
 
 

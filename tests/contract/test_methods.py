@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 import fedfm
 import tiny_text
+from fedfm.config.experiment import Experiment
+from fedfm.config.registry import available, resolve
+from fedfm.core.method import Method
 from fedfm.errors import InputError
-from fedfm.experiment import Experiment
-from fedfm.method import Method
-from fedfm.registry import available, resolve
 from small import experiment, pictures, tiny_vit
 
 METHODS = sorted(available("methods"))
@@ -81,7 +81,7 @@ def head(folder):
 @pytest.fixture(autouse=True)
 def _secrets(monkeypatch):
     """What is drawn in secret differs from run to run, unless it is given."""
-    monkeypatch.setattr("fedfm.memory.entropy", lambda n: b"k" * n)
+    monkeypatch.setattr("fedfm.runtime.client_memory.entropy", lambda n: b"k" * n)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -100,7 +100,7 @@ class TestEveryMethod:
 
     def test_tells_nothing_of_engines_data_or_flower(self, name):
         source = inspect.getsource(sys.modules[resolve("methods", name).__module__])
-        for word in ("flwr", "fedfm.engines", "fedfm.data", "fedfm.run"):
+        for word in ("flwr", "fedfm.engines", "fedfm.runtime", "fedfm.data"):
             assert f"import {word}" not in source
             assert f"from {word}" not in source
 

@@ -5,15 +5,16 @@ from functools import partial
 import pytest
 import torch
 
-from fedfm import wire
-from fedfm.engines.local import LocalLink
-from fedfm.experiment import Experiment
-from fedfm.federation import Aggregator, Federation
-from fedfm.memory import secret
-from fedfm.params import Params
-from fedfm.population import populate
-from fedfm.registry import available, resolve
-from fedfm.silo import Silos
+from fedfm.aggregation.base import Aggregator
+from fedfm.config.experiment import Experiment
+from fedfm.config.registry import available, resolve
+from fedfm.core.federation import Federation
+from fedfm.core.wire import payload
+from fedfm.engines.local.engine import LocalLink
+from fedfm.linalg.params import Params
+from fedfm.runtime.client import Silos
+from fedfm.runtime.client_memory import secret
+from fedfm.runtime.population import populate
 
 KEEPING = sorted(m for m in available("methods") if getattr(resolve("methods", m), "keeps_foundation", False))
 NEAR = 0.2  # of the way from the clients' mean to the foundation model is left: a copy with some noise on it
@@ -33,7 +34,7 @@ class Tap:
     def exchange(self, requests):
         first = requests[0].payload
         self.sent += [(requests[0].round, value) for value in first.values() if isinstance(value, Params)]
-        self.bytes.append(b"".join(bytes(piece) for piece in wire.encode(first)[1]))
+        self.bytes.append(b"".join(bytes(piece) for piece in payload.encode(first)[1]))
         for reply in self._link.exchange(requests):
             if reply.value is not None and hasattr(reply.value, "delta"):
                 self.got.append((reply.round, reply.value))
@@ -58,7 +59,7 @@ def listen(method, folder, rounds=3, **keys):
     population = populate(experiment)
     silos = Silos(experiment.method, Aggregator(), population, memory=folder / "memory")
     tap = Tap(LocalLink(silos))
-    fed = Federation(tap, model=population.model, secret=partial(secret, folder, "server"))
+    fed = Federation(tap, model=population.model, secret=partial(secret, folder, "server"), aggregator=Aggregator())
     fed.begin(0)
     state = experiment.method.init(fed)
     for t in range(1, rounds + 1):

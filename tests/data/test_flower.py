@@ -133,9 +133,9 @@ def test_without_the_package_the_message_says_what_to_install() -> None:
     code = """
 import sys
 sys.modules["flwr_datasets"] = None
-from fedfm.data import flower
+from fedfm.data import flower_partitions
 try:
-    flower._find("IidPartitioner")
+    flower_partitions._find("IidPartitioner")
 except Exception as error:
     print(error)
 """

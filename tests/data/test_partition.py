@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -151,14 +152,49 @@ def test_dirichlet_of_a_vanishing_alpha_is_one_client_at_random(alpha: float) ->
     assert p.sum(axis=0) == pytest.approx(np.full(3, 200), abs=58)  # five standard deviations
 
 
-def test_a_dirichlet_cut_by_hand() -> None:
-    table = rows([0] * 10)
-    how = spec("dirichlet", alpha=1.0, clients=3)
-    p = generator(5, "partition", "dirichlet", 0).dirichlet([1.0] * 3)
-    first, second = int(p[0] * 10), int((p[0] + p[1]) * 10)
-    data = deal(table, how, seed=5)
-    got = [len(data.clients[n].train) if n in data.clients else 0 for n in ("client-00", "client-01", "client-02")]
-    assert got == [first, second - first, 10 - second]
+def dealt(classes: int, each: int, clients: int, alpha: float, seed: int) -> np.ndarray:
+    """Rows of every client and class (K, C)."""
+    table = rows(np.repeat(np.arange(classes), each))
+    got = counts(deal(table, spec("dirichlet", alpha=alpha, clients=clients), seed=seed))
+    return np.array([got.get(f"client-{k:02d}", [0] * classes) for k in range(clients)])
+
+
+@pytest.mark.parametrize("each", [1, 3, 10, 97])
+def test_dirichlet_deals_by_largest_remainder(each: int) -> None:
+    for seed in range(20):
+        p = generator(seed, "partition", "dirichlet", 0).dirichlet([0.7] * 6)
+        exact = [float(share) * each for share in p]
+        left = each - sum(math.floor(e) for e in exact)
+        largest = sorted(range(6), key=lambda k: exact[k] % 1)[6 - left :]
+        want = [math.floor(e) + (k in largest) for k, e in enumerate(exact)]
+        assert dealt(6, each, 6, 0.7, seed)[:, 0].tolist() == want
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 10.0, 1e6])
+def test_dirichlet_favours_no_client_by_its_place(alpha: float) -> None:
+    # 400 deals of 8 classes of 5 rows to 12 clients: 3,200 independent classes, in each of which the counts are
+    # exchangeable. With the covariance of exchangeable counts the sum below is a chi-square of 11 degrees of freedom.
+    clients, seeds = 12, 400
+    every = np.concatenate([dealt(8, 5, clients, alpha, seed).T for seed in range(seeds)])  # (classes, K)
+    for cells in (every, every > 0, every == 1):  # rows, classes, classes of a single row
+        cells = cells.astype(float)
+        free = cells - cells.mean(1, keepdims=True)
+        variance = (free**2).sum() / (len(free) * (clients - 1))
+        chi = ((free.mean(0) ** 2) * len(free) / variance).sum()
+        assert chi < 31.3  # p = 0.001
+    assert (every.sum(1) == 5).all()
+
+
+@pytest.mark.parametrize("alpha", [1e-9, 1e-6, 0.05, 1e6])
+@pytest.mark.parametrize(("classes", "each", "clients"), [(1, 7, 7), (1, 40, 3), (5, 2, 10), (10, 30, 4)])
+def test_dirichlet_deals_every_row_whatever_alpha(alpha: float, classes: int, each: int, clients: int) -> None:
+    for seed in range(10):
+        cells = dealt(classes, each, clients, alpha, seed)
+        assert (cells.sum(0) == each).all()
+        if alpha <= 1e-6:
+            assert ((cells > 0).sum(0) == 1).all()
+        if alpha == 1e6:
+            assert (cells.max(0) - cells.min(0) <= 1).all()
 
 
 def test_a_class_is_dealt_alike_whatever_the_other_classes_hold() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedfm.data.strata import hold_out, quota, thin
+from fedfm.data.stratify import apportion, hold_out, quota, thin
 from fedfm.seeds import generator
 
 counts_ = st.lists(st.integers(0, 50), min_size=1, max_size=12)
@@ -25,6 +25,15 @@ def test_ties_favour_nobody() -> None:
     won = sum(quota(np.ones(4, dtype=int), 1, generator(seed)) for seed in range(400))
     assert won.sum() == 400
     assert won.min() > 60
+
+
+def test_apportion_by_hand() -> None:
+    # 10 rows: 5.4, 3.3, 1.3 -> 5, 3, 1 and the one left to the remainder .4
+    assert apportion(np.array([0.54, 0.33, 0.13]), 10, generator(0)).tolist() == [6, 3, 1]
+    thirds = [apportion(np.full(3, 1 / 3), 1, generator(seed)).tolist() for seed in range(300)]
+    assert min(np.sum(thirds, axis=0)) > 70  # equal remainders are drawn
+    assert apportion(np.array([0.0, 1.0]), 7, generator(0)).tolist() == [0, 7]
+    assert apportion(np.array([0.3, 0.7]), 0, generator(0)).tolist() == [0, 0]
 
 
 @given(counts_, st.integers(0, 200), st.integers(0, 9))

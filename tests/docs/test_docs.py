@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from fedfm.cli import main
-from fedfm.experiment import Experiment
-from fedfm.pretrain import Pretraining
+from fedfm.config.experiment import Experiment
+from fedfm.runtime.pretrain_spec import Pretraining
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
@@ -96,8 +96,8 @@ def test_the_reference_is_up_to_date():
 
 
 def test_every_command_of_the_readme_exists():
-    from fedfm.cli import _parser
+    from fedfm.cli.parser import build
 
-    helped = _parser().format_help()
+    helped = build().format_help()
     for name in re.findall(r"`fedfm ([a-z]+)", (ROOT / "README.md").read_text()):
         assert f"    {name} " in helped, name

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedfm.experiment import Experiment
-from fedfm.pretrain import Pretraining
+from fedfm.config.experiment import Experiment
+from fedfm.runtime.pretrain_spec import Pretraining
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [p.parent for p in sorted((ROOT / "reproduce").glob("**/tables.json"))]

@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedfm.federation import Client, Update, on_client
+from fedfm.core.client import Client, Update, on_client
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
 
 
 @dataclass(frozen=True)

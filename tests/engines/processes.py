@@ -29,16 +29,14 @@ def experiment(
 
 def fedfm(*args: Any, code: int = 0) -> dict[str, Any]:
     """The command line's result line."""
-    done = subprocess.run(
-        [sys.executable, "-m", "fedfm.cli", *map(str, args), "--format", "json"], **_pipes(), check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "fedfm", *map(str, args), "--format", "json"], **_pipes(), check=False)
     assert done.returncode == code, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1]) if code == 0 else {"stderr": done.stderr}
 
 
 def begin(*args: Any) -> subprocess.Popen:
     """The command line in the background, in a group of its own."""
-    command = [sys.executable, "-m", "fedfm.cli", *map(str, args), "--format", "json"]
+    command = [sys.executable, "-m", "fedfm", *map(str, args), "--format", "json"]
     return subprocess.Popen(command, **_pipes(), start_new_session=True)
 
 

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 
-from fedfm import __version__, codec, wire
-from fedfm.engines import silofile, stub
-from fedfm.engines.flower import identity, serialised_nbytes
-from fedfm.engines.host import host
-from fedfm.engines.link import HELLO, FlowerLink
-from fedfm.engines.local import Interrupted
-from fedfm.engines.simulation import reply
-from fedfm.engines.site import Site
+from fedfm import __version__
+from fedfm.aggregation.base import Aggregator
+from fedfm.config.experiment import Experiment
+from fedfm.core.client import Client, Update, each, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.wire import codec, payload
+from fedfm.engines.flower import client_stub
+from fedfm.engines.flower.app_writer import told
+from fedfm.engines.flower.link import HELLO, FlowerLink
+from fedfm.engines.flower.private_api import identity, serialised_nbytes
+from fedfm.engines.flower.server_app import host
+from fedfm.engines.flower.simulation import reply
+from fedfm.engines.flower.site import Site, of_folder
+from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import ClientFault, InputError, RunError
-from fedfm.experiment import Experiment
-from fedfm.federation import Aggregator, Client, Federation, Update, each, on_client
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
-from fedfm.params import Params
-from fedfm.rundir import Run
+from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD
 from grid import InProcessGrid
 from small import experiment
@@ -60,16 +65,17 @@ def sites(method, folder, rows=ROWS, **more):
         toys = Toys({name: rows[name]})
         toys.model.fingerprint = "f" * 64
         experiment = SimpleNamespace(
-            method=method, aggregation=Aggregator(), run=SimpleNamespace(seed=0, local_scores=False)
+            method=method, aggregation=Aggregator(), run=SimpleNamespace(seed=0, local_scores=False), privacy=None
         )
-        apps[100 + number] = App(Site(experiment, folder / name, lambda classes, t=toys: t, **more), name)
+        site = Site(lambda e=experiment: e, folder / name, lambda experiment, classes, t=toys: t, **more)
+        apps[100 + number] = App(site, name)
     return apps
 
 
 def over_flower(method, folder, mischief=lambda request, reply: [reply], rows=ROWS, site=None, **link):
     grid = InProcessGrid(sites(method, folder, rows, **(site or {})), mischief)
     link = FlowerLink(grid, **{"timeout": 0.4, "expected": sorted(rows), **link})
-    return Federation(link, model=Toys(rows).model), grid
+    return Federation(link, model=Toys(rows).model, aggregator=Aggregator()), grid
 
 
 @pytest.mark.parametrize(
@@ -116,6 +122,9 @@ def test_clients_are_ordered_by_name_and_a_broadcast_is_encoded_once(tmp_path):
     assert len({id(m.content) for m in sent}) == 1
     assert {m.metadata.message_type for m in grid.sent} == {HELLO, "train.FedAvg_train"}
     assert [(c.sender, c.receiver) for c in fed._link.hellos][:2] == [("server", "c"), ("c", "server")]
+
+
+UNAVAILABLE = "ActorUnavailableError:<'The actor is temporarily unavailable: IOError: The actor is restarting.'>"
 
 
 def crooked(name, make):
@@ -188,6 +197,41 @@ def test_a_bad_reply_leaves_its_client_out_and_changes_nothing_else(tmp_path, wh
     assert state.sha256() == run(FedAvg(), without, 1)[-1].sha256()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [Error(ErrorCode.CLIENT_APP_CRASHED, "ended"), Error(ErrorCode.UNKNOWN, "ray.exceptions.ActorDiedError: gone")],
+)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_process_that_ended_is_asked_once_more(tmp_path, error, times):
+    left = [error] * times
+    crashes = crooked("b", lambda q, r: [Message(left.pop(), reply_to=q)] if left else [r])
+    fed, _ = over_flower(Scaffold(), tmp_path / "ended", crashes)
+    state = run(Scaffold(), fed, 3)[-1]
+    if times == 2:
+        assert [(e.round, e.client, e.code) for e in fed.excluded] == [(1, "b", "E_DIED")]
+        return
+    assert fed.excluded == []
+    whole, _ = over_flower(Scaffold(), tmp_path / "whole")
+    assert (
+        Scaffold().params_for(state, "b").sha256() == Scaffold().params_for(run(Scaffold(), whole, 3)[-1], "b").sha256()
+    )
+
+
+def test_a_process_that_is_not_back_yet_is_waited_for(tmp_path, monkeypatch):
+    died, back = (Error(ErrorCode.UNKNOWN, f"ray.exceptions.{why}") for why in ("ActorDiedError", UNAVAILABLE))
+    left = [died, back, back]
+    crashes = crooked("b", lambda q, r: [Message(left.pop(0), reply_to=q)] if left else [r])
+    fed, _ = over_flower(FedAvg(), tmp_path / "ended", crashes)
+    run(FedAvg(), fed, 1)
+    assert fed.excluded == []
+    assert left == []
+    monkeypatch.setattr("fedfm.engines.flower.link._RESTART", 0.0)
+    never = crooked("b", lambda q, r: [Message(back, reply_to=q)])
+    fed, _ = over_flower(FedAvg(), tmp_path / "never", never)
+    run(FedAvg(), fed, 1)
+    assert [(e.client, e.code) for e in fed.excluded] == [("b", "E_DIED")]
+
+
 def test_a_second_reply_is_told_and_not_counted(tmp_path):
     twice = crooked("b", lambda q, r: [r, Message(r.content, reply_to=q)])
     fed, _ = over_flower(FedAvg(), tmp_path / "twice", twice)
@@ -226,15 +270,6 @@ def test_an_exception_comes_back_as_a_fault_and_its_traceback_stays(tmp_path):
     assert "Traceback" in kept[0][1]
     assert "Traceback" not in fed.excluded[0].reason
     assert not list(tmp_path.rglob("*.safetensors"))
-
-
-def test_a_policy_refuses_and_the_server_is_told(tmp_path):
-    fed, _ = over_flower(FedAvg(), tmp_path, site={"allow": ("train.*",)})
-    run(FedAvg(), fed, 1)  # means are allowed
-    with pytest.raises(RunError, match="0 of 3"):
-        fed.ask(FedAvg().evaluate, w=fed.initial)
-    assert {e.code for e in fed.excluded} == {"E_REFUSED"}
-    assert "query.FedAvg_evaluate" in fed.excluded[0].reason
 
 
 def hello(**change):
@@ -283,6 +318,32 @@ def test_silos_with_rows_of_their_own_bring_their_own_names(tmp_path):
     assert fed.clients == ("n100", "n101", "n102")
 
 
+def test_silos_with_policies_of_their_own(tmp_path):
+    """Means are allowed by both; scores by one, and the server is told who refused what."""
+    tables = experiment(tmp_path, method={"name": "fedavg", "fraction": 1.0, "rounds": 2})
+    tables["data"]["partition"] = {"name": "iid", "clients": 2}
+    demanded = Experiment.from_dict(tables | {"run": {"engine": "simulation", "timeout": 5.0}})
+    policies = {"north": ["*"], "south": ["train.*", "query.hello"]}
+    apps = {}
+    for number, (name, allow) in enumerate(policies.items()):
+        site, own = silo_site(tmp_path / name, name, demanded, allow=allow, data=tables["data"]["path"])
+        apps[100 + number] = App(site, own)
+    result = host(Run.create(demanded, tmp_path / "run"), InProcessGrid(apps))
+    assert result["excluded"] == []
+    assert result["client_accuracy"]["north"] is not None
+    assert result["client_accuracy"]["south"] is None
+    assert "query.FedAvg_evaluate is not answered: E_REFUSED" in (tmp_path / "south/.fedfm/silo.log").read_text()
+
+
+def silo_site(folder, name, demanded, **keys):
+    """A silo's site, as its worker builds it, and its name."""
+    folder.mkdir()
+    lines = [f"{key} = {json.dumps(value)}" for key, value in {"name": name, **keys}.items()]
+    (folder / "silo.toml").write_text("\n".join(lines))
+    config, node = {"experiment": told(demanded), "key": "k"}, {"silo": str(folder / "silo.toml")}
+    return of_folder(client_stub.admitted(config, node, 1))
+
+
 def test_a_silo_with_rows_of_its_own_never_attacks_on_demand(tmp_path):
     tables = experiment(tmp_path, method={"name": "fedavg", "fraction": 1.0})
     tables["data"]["partition"] = {"name": "iid", "clients": 2}
@@ -290,10 +351,8 @@ def test_a_silo_with_rows_of_its_own_never_attacks_on_demand(tmp_path):
     demanded = Experiment.from_dict(tables)
     apps = {}
     for number, name in enumerate(("north", "south")):
-        silo = silofile.Silo(name, tables["data"]["path"])
-        site = Site(demanded, tmp_path / name, partial(silofile.populate, silo, demanded), own=name)
-        assert site.silos.attack is None
-        apps[100 + number] = App(site, name)
+        site, own = silo_site(tmp_path / name, name, demanded, data=tables["data"]["path"])
+        apps[100 + number] = App(site, own)
     with pytest.raises(InputError, match="silos with rows of their own do not attack on demand"):
         host(Run.create(demanded, tmp_path / "run"), InProcessGrid(apps))
 
@@ -331,51 +390,51 @@ def test_a_late_reply_is_dropped(tmp_path):
 
 
 def test_the_apps_import_neither_torch_nor_transformers():
-    code = "import sys, fedfm.apps; sys.exit(bool({'torch', 'transformers', 'ray'} & set(sys.modules)))"
+    code = "import sys, fedfm.engines.flower.apps; sys.exit(bool({'torch', 'transformers', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_fault_made_without_the_wire_module_reads_like_one_made_with_it():
-    head, pieces = wire.encode(codec.envelope(7, 3, {"w": Params({})}))
-    text, data = stub.fault_halves(ClientFault("E_DIED", 'gone "away"'), head, b"".join(pieces))
-    assert wire.decode(text, data, None) == {
+    head, pieces = payload.encode(codec.envelope(7, 3, {"w": Params({})}))
+    text, data = client_stub.fault_halves(ClientFault("E_DIED", 'gone "away"'), head, b"".join(pieces))
+    assert payload.decode(text, data, None) == {
         "round": 7,
         "call": 3,
         "fault": {"code": "E_DIED", "reason": 'gone "away"'},
     }
-    assert wire.decode(*stub.fault_halves(ClientFault("E_FORMAT", "x"), "[", b""), None)["round"] == 0
+    assert payload.decode(*client_stub.fault_halves(ClientFault("E_FORMAT", "x"), "[", b""), None)["round"] == 0
 
 
 def test_a_site_has_one_folder_a_run_whatever_its_name(tmp_path):
     node = {"site": str(tmp_path), "client": "../../etc"}
-    place = stub.folder_of({"key": "../k"}, node, 5)
+    place = client_stub.folder_of({"key": "../k"}, node, 5)
     assert place.resolve().is_relative_to(tmp_path)
-    assert stub.folder_of({}, node, 5) != stub.folder_of({}, node, 6)
-    named = [stub.folder_of({"run": "trial", "experiment": text}, node, 5) for text in ("one", "two")]
+    assert client_stub.folder_of({}, node, 5) != client_stub.folder_of({}, node, 6)
+    named = [client_stub.folder_of({"run": "trial", "experiment": text}, node, 5) for text in ("one", "two")]
     assert named[0] != named[1]
-    with pytest.raises(InputError, match="--node-config"):
-        stub.prepare(tmp_path / "x", {"experiment": ""}, {})
+    with pytest.raises(ClientFault, match="--node-config"):
+        client_stub.folder_of({"key": "k"}, {}, 5)
 
 
 def test_a_long_path_still_has_an_address(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
-    assert len(stub.address(deep)) <= 108
-    (tmp_path / f"fedfm-{stub.os.getuid()}").chmod(0o755)
+    assert len(client_stub.address(deep)) <= 108
+    (tmp_path / f"fedfm-{client_stub.os.getuid()}").chmod(0o755)
     with pytest.raises(InputError, match="open to others"):
-        stub.address(deep)
+        client_stub.address(deep)
 
 
 def test_hello_tells_the_version(tmp_path):
     (app,) = sites(FedAvg(), tmp_path, {"a": [1.0]}).values()
-    head, data = wire.encode(codec.envelope(0, 0, {"classes": []}))
-    told = wire.decode(*app.site.answer("a", HELLO, head, b"".join(data)), None)["body"]
+    head, data = payload.encode(codec.envelope(0, 0, {"classes": []}))
+    told = payload.decode(*app.site.answer("a", HELLO, head, b"".join(data)), None)["body"]
     assert told == {"name": "a", "fedfm": __version__, "wire": 1, "model": "f" * 64, "own_data": False}
 
 
 def test_a_request_that_is_none_gets_a_fault(tmp_path):
     (app,) = sites(FedAvg(), tmp_path, {"a": [1.0]}).values()
     for head in ("", "null", '{"m":{"round":true}}', '{"m":{"round":{"s":"1"},"call":"i","body":null}}'):
-        answer = wire.decode(*app.site.answer("a", "train.FedAvg_train", head, b"\0" * 8), None)
+        answer = payload.decode(*app.site.answer("a", "train.FedAvg_train", head, b"\0" * 8), None)
         assert answer["fault"]["code"] in ("E_FORMAT", "E_FIELD")

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from fedfm.aggregation.base import Aggregator
+from fedfm.core.federation import Federation
 from fedfm.data.table import ClientRows, FederatedData, Table
-from fedfm.engines import local
-from fedfm.engines.local import Interrupted, Judges, LocalLink
+from fedfm.engines.local import engine
+from fedfm.engines.local.engine import Interrupted, Judges, LocalLink
 from fedfm.errors import E_REFUSED
-from fedfm.federation import Aggregator, Federation
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.params import Params
-from fedfm.population import REST, Partitioned, judge
-from fedfm.silo import Silos
+from fedfm.runtime.client import Silos
+from fedfm.runtime.population import REST, Partitioned, judge
 from fedfm.training.packed import predictor
 
 CLASSES = ("ant", "bee", "cow")
@@ -94,7 +95,7 @@ def test_the_same_bits_wherever_the_pieces_are_judged(own: list[list[int]], tmp_
             found.append([judge(everyone, METHOD)(v) for v in (w, 0.5 * w)])
             continue
         link = link_of(everyone, tmp_path / str(workers), workers)
-        fed = Federation(link, model=everyone.model)
+        fed = Federation(link, model=everyone.model, aggregator=Aggregator())
         here = judge(everyone, METHOD, link.judge)
         numbers = []
         for t, v in enumerate((w, 0.5 * w)):
@@ -123,7 +124,7 @@ def test_what_clients_have_judged_is_not_judged_again(
 
     monkeypatch.setattr(predictor.Predictor, "_compute", noted)
     link = link_of(everyone, tmp_path, workers)
-    fed, w = Federation(link, model=everyone.model), start(everyone)
+    fed, w = Federation(link, model=everyone.model, aggregator=Aggregator()), start(everyone)
     fed.begin(1)
     fed.ask(METHOD.evaluate, w=w, part="test", counted=False)
     judge(everyone, METHOD, link.judge)(w)
@@ -170,6 +171,6 @@ def test_other_ways_of_judging_see_all_rows_at_once() -> None:
 
 def test_silos_of_other_links_know_nothing_of_it(tmp_path: Path) -> None:
     everyone = population(DEALT["all"])
-    request = local.Request("c0", local.JUDGE, {"w": start(everyone)}, 1, 1)
+    request = engine.Request("c0", engine.JUDGE, {"w": start(everyone)}, 1, 1)
     (fault,) = Silos(METHOD, Aggregator(), everyone, memory=tmp_path).answer([request])
     assert fault.code == E_REFUSED

@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from fedfm.engines.local import Interrupted, LocalLink, processes
-from fedfm.engines.pool import Pool
+from fedfm.aggregation.base import Aggregator
+from fedfm.core.client import Update, each, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.messages import Request
+from fedfm.engines.local.engine import Interrupted, LocalLink, processes
+from fedfm.engines.local.worker_pool import Pool
 from fedfm.errors import InputError, RunError
-from fedfm.federation import Aggregator, Federation, Request, Update, each, on_client
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
-from fedfm.params import Params
-from fedfm.silo import Silos
+from fedfm.runtime.client import Silos
 from fedfm.training import SGD
-from fedfm.training.cohort import run_chunk
+from fedfm.training.scheduler import run_chunk
 from toy import Toys, federation, run
 
 ROWS = {f"c{i}": [float(i), float(i * i), 1.0][: 1 + i % 3] for i in range(9)}
@@ -486,7 +489,7 @@ def test_a_stop_lets_started_clients_finish_and_starts_no_more(tmp_path, workers
         return len(asked) > 3
 
     link = LocalLink(silos, workers=workers, stop=stop)
-    fed = Federation(link, model=toys.model)
+    fed = Federation(link, model=toys.model, aggregator=Aggregator())
     fed.begin(1)
     with pytest.raises(Interrupted):
         method.step(fed, fed.initial, 1)
@@ -496,7 +499,7 @@ def test_a_stop_lets_started_clients_finish_and_starts_no_more(tmp_path, workers
 def test_a_silos_policy_refuses_what_it_does_not_allow(tmp_path):
     method, toys = FedAvg(), Toys({"a": [0.0], "b": [1.0]})
     silos = Silos(method, Aggregator(), toys, memory=tmp_path, allow=("train.*",))
-    fed = Federation(LocalLink(silos), model=toys.model)
+    fed = Federation(LocalLink(silos), model=toys.model, aggregator=Aggregator())
     fed.begin(1)
     assert float(fed.mean(method.train, w=fed.initial)["w"]) == pytest.approx(-0.05)
     with pytest.raises(Exception, match="0 of 2"):
@@ -523,7 +526,7 @@ def test_tensors_pass_by_reference_in_one_process(tmp_path):
 
 
 def test_memory_written_by_a_killed_round_is_not_seen_again(tmp_path):
-    from fedfm.memory import DiskMemory
+    from fedfm.runtime.client_memory import DiskMemory
 
     first = DiskMemory(tmp_path, "c", (1, 1))
     first["c"] = torch.ones(2)
@@ -548,7 +551,7 @@ def test_a_silo_with_rows_of_its_own_tells_the_kind_of_an_error_only(tmp_path, r
     silos = Silos(
         method, Aggregator(), toys, memory=tmp_path, reveal=reveal, on_error=lambda client, text: told.append(text)
     )
-    fed = Federation(LocalLink(silos), model=toys.model)
+    fed = Federation(LocalLink(silos), model=toys.model, aggregator=Aggregator())
     fed.begin(1)
     fed.mean(method.train, w=fed.initial)
     (excluded,) = fed.excluded

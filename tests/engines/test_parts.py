@@ -15,13 +15,14 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-from fedfm import codec, wire
-from fedfm.engines import app, deployment, fleet, host, keys, reaper, silofile, stub
-from fedfm.engines.processes import Children
+from fedfm.config.experiment import Experiment
+from fedfm.core.messages import Excluded
+from fedfm.core.wire import codec, payload
+from fedfm.engines.flower import app_writer, client_stub, deployment, keys, loopback, reaper, server_app
+from fedfm.engines.flower.processes import Children
 from fedfm.errors import ClientFault, InputError, RunError
-from fedfm.experiment import Experiment
-from fedfm.federation import Excluded
-from fedfm.rundir import Run
+from fedfm.runtime import silo_file
+from fedfm.runtime.run_directory import Run
 
 
 def features(path, names, n=30, seed=0):
@@ -54,7 +55,7 @@ def test_an_app_holds_the_experiment_and_builds_the_same_bundle_twice(tmp_path, 
     features(tmp_path / "rows.npz", ["a", "b"])
     exp = tmp_path / "exp.toml"
     exp.write_text(Experiment.from_dict(table("rows.npz", run={"engine": "local", "wire": True})).to_toml())
-    told = app.write(tmp_path / "app", exp)
+    told = app_writer.write(tmp_path / "app", exp)
     assert "flwr run" in told
     assert "silo.toml" in told
     project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
@@ -68,19 +69,19 @@ def test_an_app_holds_the_experiment_and_builds_the_same_bundle_twice(tmp_path, 
     }
     assert build_fab_from_disk(tmp_path / "app") == build_fab_from_disk(tmp_path / "app")
     with pytest.raises(InputError, match="already"):
-        app.write(tmp_path / "app", exp)
+        app_writer.write(tmp_path / "app", exp)
 
 
 def test_a_method_that_pools_rows_has_no_app(tmp_path):
     exp = tmp_path / "exp.toml"
     exp.write_text(Experiment.from_dict(table("x.npz", method={"name": "centralised"})).to_toml())
     with pytest.raises(InputError, match="pools"):
-        app.write(tmp_path / "app", exp)
+        app_writer.write(tmp_path / "app", exp)
 
 
 def test_whoever_follows_a_server_app_is_told_of_rounds_and_clients(tmp_path, capsys):
     run = Run.create(Experiment.from_dict(table(features(tmp_path / "rows.npz", "ab"))), tmp_path / "run")
-    told = host.Told()
+    told = server_app.Told()
     told.started(run, 3, 0)
     told.excluded(Excluded(1, "north\nfedfm: fine", "E_DIED", "no node of that name is connected"))
     told.round({"round": 1, "accuracy": 0.5, "perplexity": None})
@@ -128,14 +129,14 @@ def silo(folder, text):
 )
 def test_a_silos_file_that_makes_no_sense_is_refused(tmp_path, text, word):
     with pytest.raises(InputError, match=word):
-        silofile.load(silo(tmp_path, text))
+        silo_file.load(silo(tmp_path, text))
     with pytest.raises(InputError, match="no such file"):
-        silofile.load(tmp_path / "none.toml")
+        silo_file.load(tmp_path / "none.toml")
 
 
 def test_a_silo_reports_its_rows_and_its_policy(tmp_path):
     features(tmp_path / "rows.npz", ["a", "b"])
-    told = silofile.report(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nallow = ["train.*", "query.hello"]'))
+    told = silo_file.report(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nallow = ["train.*", "query.hello"]'))
     assert told["rows"] == {"train": 24, "val": 0, "test": 6}
     assert not told["shows_single_replies"]
 
@@ -143,13 +144,14 @@ def test_a_silo_reports_its_rows_and_its_policy(tmp_path):
 def test_a_silos_classes_are_those_of_the_server(tmp_path):
     features(tmp_path / "rows.npz", ["cat", "dog"])
     experiment = Experiment.from_dict(table("elsewhere.npz"))
-    mine = silofile.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"'))
-    own = silofile.populate(mine, experiment, None)
-    theirs = silofile.populate(mine, experiment, ["ant", "cat", "dog"])
+    mine = silo_file.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"'))
+    own = silo_file.populate(mine, experiment, ["cat", "dog"])
+    with pytest.raises(InputError, match='the server\'s classes are "cat", "cow", and this silo\'s "cat", "dog"'):
+        silo_file.populate(mine, experiment, ["cat", "cow"])
+    agreed = silo_file.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nclasses = ["ant", "cat", "dog"]'))
+    theirs = silo_file.populate(agreed, experiment, ["ant", "cat", "dog"])
     assert theirs.model.classes == ("ant", "cat", "dog")
     assert (theirs.data("north").train.labels == own.data("north").train.labels + 1).all()
-    with pytest.raises(InputError, match='class "dog", which the federation does not know; it knows "cat", "cow"'):
-        silofile.populate(mine, experiment, ["cat", "cow"])
 
 
 # --- keys and children -----------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ def test_children_end_with_us_and_tell_how_they_ended(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="the system ties a process to its parent on Linux only")
 def test_a_killed_parent_takes_its_children_along(tmp_path):
     code = (
-        "import os, sys, time; from pathlib import Path; from fedfm.engines.processes import Children;"
+        "import os, sys, time; from pathlib import Path; from fedfm.engines.flower.processes import Children;"
         f"c = Children(Path({str(tmp_path)!r}), os.environ);"
         f"print(c.start('x', [sys.executable, '-c', {STUBBORN!r}]), flush=True); time.sleep(60)"
     )
@@ -240,7 +242,7 @@ def test_a_start_that_fails_shows_the_log(tmp_path):
     children = Children(tmp_path / "logs", os.environ)
     children.start("superlink", [sys.executable, "-c", "raise SystemExit('no such port')"])
     with pytest.raises(RunError, match=r"(?s)superlink did not start .*no such port"):
-        fleet._until(lambda: False, children, lambda: False, "no answer")
+        loopback._until(lambda: False, children, lambda: False, "no answer")
 
 
 # --- the warm worker -------------------------------------------------------------------------------------------------
@@ -251,33 +253,33 @@ def test_a_worker_is_started_answers_stays_and_ends_when_idle(tmp_path, monkeypa
     features(tmp_path / "rows.npz", ["a", "b"])
     config = {"experiment": Experiment.from_dict(table(tmp_path / "rows.npz")).to_toml(), "key": "k"}
     node = {"client": "client-01", "site": str(tmp_path / "site")}
-    place = stub.folder_of(config, node, 1)
-    stub.prepare(place, config, node)
-    head, pieces = wire.encode(codec.envelope(0, 0, {"classes": ["a", "b"]}))
+    place = client_stub.folder_of(config, node, 1)
+    client_stub.prepare(place, config, node)
+    head, pieces = payload.encode(codec.envelope(0, 0, {"classes": ["a", "b"]}))
 
     def ask(handler):
-        return wire.decode(*stub.call(place, node["client"], handler, head, b"".join(pieces)), None)
+        return payload.decode(*client_stub.call(place, node["client"], handler, head, b"".join(pieces)), None)
 
     assert ask("query.hello")["body"]["name"] == "client-01"
     pid = int((place / "worker.lock").read_text())
-    assert stat.S_IMODE(os.stat(stub.address(place)).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(client_stub.address(place)).st_mode) == 0o600
     assert ask("train.nothing")["fault"]["code"] == "E_REFUSED"
     assert int((place / "worker.lock").read_text()) == pid  # the same one
     os.kill(pid, signal.SIGKILL)
     assert gone_lock(place)
     assert ask("query.hello")["body"]["name"] == "client-01"  # another one, by itself
     end = time.monotonic() + 20
-    while stub.running(place) and time.monotonic() < end:
+    while client_stub.running(place) and time.monotonic() < end:
         time.sleep(0.1)
-    assert not stub.running(place)
-    assert not os.path.exists(stub.address(place))
+    assert not client_stub.running(place)
+    assert not os.path.exists(client_stub.address(place))
 
 
 def gone_lock(place):
     end = time.monotonic() + 10
-    while stub.running(place) and time.monotonic() < end:
+    while client_stub.running(place) and time.monotonic() < end:
         time.sleep(0.02)
-    return not stub.running(place)
+    return not client_stub.running(place)
 
 
 def test_a_worker_that_cannot_load_says_so_at_hello(tmp_path, monkeypatch):
@@ -285,24 +287,58 @@ def test_a_worker_that_cannot_load_says_so_at_hello(tmp_path, monkeypatch):
     config = {"experiment": Experiment.from_dict(table(tmp_path / "none.npz")).to_toml(), "key": "k"}
     silo(tmp_path, 'name = "north"\ndata = "secret-place.npz"')
     node = {"silo": str(tmp_path / "silo.toml")}
-    place = stub.folder_of(config, node, 1)
-    stub.prepare(place, config, node)
-    head, pieces = wire.encode(codec.envelope(0, 0, {"classes": ["a"]}))
-    answer = wire.decode(*stub.call(place, None, "query.hello", head, b"".join(pieces)), None)
-    assert answer["fault"] == {"code": "E_EXCEPTION", "reason": "InputError: see the site's errors.log"}
+    place = client_stub.folder_of(config, node, 1)
+    client_stub.prepare(place, config, node)
+    head, pieces = payload.encode(codec.envelope(0, 0, {"classes": ["a"]}))
+    answer = payload.decode(*client_stub.call(place, None, "query.hello", head, b"".join(pieces)), None)
+    assert answer["fault"]["code"] == "E_EXPERIMENT"
+    assert "secret-place" not in answer["fault"]["reason"]
+    assert "secret-place.npz" in (tmp_path / ".fedfm" / "silo.log").read_text()
     assert "secret-place.npz" in (place / "private" / "errors.log").read_text()
     assert "secret-place" not in str(answer)
 
 
-def test_a_worker_that_dies_at_work_is_a_fault(tmp_path, monkeypatch):
+def dying(place):
+    """What ends like a worker that is killed when it has got a message."""
+    code = (
+        "import fcntl, os, socket, sys; lock = open(sys.argv[2], 'w'); fcntl.flock(lock, fcntl.LOCK_EX);"
+        "s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen();"
+        "print('up', flush=True); s.accept()[0].recv(1); os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", code, client_stub.address(place), place / "worker.lock"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+
+
+def test_what_a_worker_was_at_when_it_was_killed_is_asked_of_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDFM_WORKER_IDLE", "2")
+    features(tmp_path / "rows.npz", ["a", "b"])
+    config = {"experiment": Experiment.from_dict(table(tmp_path / "rows.npz")).to_toml(), "key": "k"}
+    node = {"client": "client-01", "site": str(tmp_path / "site")}
+    place = client_stub.folder_of(config, node, 1)
+    client_stub.prepare(place, config, node)
+    head, pieces = payload.encode(codec.envelope(0, 0, {"classes": ["a", "b"]}))
+    with dying(place) as first:
+        answer = payload.decode(*client_stub.call(place, node["client"], "query.hello", head, b"".join(pieces)), None)
+        assert first.wait() == -signal.SIGKILL
+    assert answer["body"]["name"] == "client-01"
+    os.kill(int((place / "worker.lock").read_text()), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_at_work_twice_is_a_fault_that_says_how(tmp_path, monkeypatch):
     place = tmp_path / "p"
     place.mkdir()
-    code = (
-        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen();"
-        "print('up', flush=True); s.accept()[0].recv(1)"
+    (tmp_path / "sitecustomize.py").write_text(  # the system ends workers when they have got a message
+        "import os, sys, types\n"
+        "if 'fedfm.engines.flower.site_worker' in sys.orig_argv:\n"
+        "    from fedfm.engines.flower import client_stub, site\n"
+        "    client_stub.receive = lambda link: os.kill(os.getpid(), 9)\n"
+        "    site.of_folder = lambda folder: (types.SimpleNamespace(warm=lambda *shared: None), None)\n"
     )
-    dying = subprocess.Popen([sys.executable, "-c", code, stub.address(place)], stdout=subprocess.PIPE)
-    dying.stdout.readline()
-    with pytest.raises(ClientFault, match="E_DIED"):
-        stub.call(place, "c", "train.x", "{}", b"")
-    dying.communicate()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with dying(place) as first, pytest.raises(ClientFault) as fault:
+        client_stub.call(place, "c", "train.x", "{}", b"")
+    assert first.returncode == -signal.SIGKILL
+    assert fault.value.code == "E_DIED"
+    assert fault.value.reason.endswith("a second one too: signal 9 (SIGKILL, likely out of memory)")

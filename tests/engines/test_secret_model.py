@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from processes import experiment, fedfm, same
 
-from fedfm.experiment import Experiment
-from fedfm.rundir import Run
+from fedfm.config.experiment import Experiment
+from fedfm.runtime.run_directory import Run
 
 
 def prepared(exp: Path, out: Path, engine: str) -> Path:

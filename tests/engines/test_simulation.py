@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import begin, experiment, fedfm, mentioning, rounds, same, until
 
-from fedfm.engines.reaper import marked
+from fedfm.engines.flower.reaper import marked
 
 pytestmark = pytest.mark.simulation
 SCAFFOLD = 'name = "scaffold"\nrounds = 2\nlocal = { learning_rate = 0.03, epochs = 2 }'
@@ -67,8 +67,7 @@ def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp
     assert not marked(f"fedfm-ray{running.pid}-")  # at once: what is left writes into folders that are gone
     assert running.returncode == 130, error[-2000:]
     assert "client-00 left out, E_EXCEPTION: ValueError: as ordered" in error
-    assert "client-01 left out, E_DIED" in error
-    assert "round 2: client-01" not in error  # its actor came back
+    assert "client-01 left out" not in error  # its actor came back, and was asked once more
     assert "ValueError: as ordered" in (out / "private" / "errors.log").read_text()
     assert not mentioning(out)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedfm.errors import InputError
+from fedfm.linalg.params import Params
 from fedfm.methods.centralised import POOLED, Centralised
 from fedfm.methods.fedadam import FedAdam
 from fedfm.methods.fedavg import FedAvg
@@ -15,7 +16,6 @@ from fedfm.methods.fedyogi import FedYogi
 from fedfm.methods.local import LocalOnly
 from fedfm.methods.scaffold import Scaffold
 from fedfm.methods.zero_shot import ZeroShot
-from fedfm.params import Params
 from fedfm.training import SGD, Proximal
 from toy import federation, run
 

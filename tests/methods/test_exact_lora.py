@@ -10,20 +10,21 @@ from hypothesis import strategies as st
 
 import fedfm
 import tiny_text
-from fedfm import lowrank, use
+from fedfm.api import predict
+from fedfm.config.experiment import Experiment
+from fedfm.core.client import Client, ClientData
 from fedfm.errors import InputError
-from fedfm.experiment import Experiment
-from fedfm.federation import Client, ClientData
+from fedfm.linalg import low_rank
+from fedfm.linalg.params import Params
 from fedfm.methods import fedex_lora, flexlora, flora
-from fedfm.methods._exact_lora import Merged, Term, as_factors, as_params, averaged, delta_w
+from fedfm.methods._lora_products import Merged, Term, as_factors, as_params, averaged, delta_w
 from fedfm.methods.fedex_lora import FedExLoRA
 from fedfm.methods.flora import FLoRA
-from fedfm.models import lora
+from fedfm.models.adapters import lora
 from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.params import Params
-from fedfm.training import SGD, AdamW
+from fedfm.training import SGD, AdamW, any_rank
 
 A, B, HEAD = "q.lora_A.default.weight", "q.lora_B.default.weight", "head.weight"
 METHODS = ("flora", "flexlora", "fedex_lora")
@@ -169,7 +170,7 @@ def model_of(folder, kind="bert", rank=4, seed=0, **adaptation):
 def rows_of(model, n=24):
     rng = np.random.default_rng(0)
     tokens = tuple(torch.from_numpy(rng.integers(5, 40, rng.integers(2, 9))) for _ in range(n))
-    from fedfm.rows import Rows
+    from fedfm.core.rows import Rows
 
     return Rows(tokens=tokens, labels=torch.from_numpy(rng.integers(0, 3, n)))
 
@@ -191,7 +192,7 @@ def test_a_low_rank_in_a_larger_model_trains_like_a_truly_smaller_adapter(folder
     client = Client("k", ClientData(lambda: rows, lambda: rows, lambda: rows), model, {}, seed=3)
     method = FLoRA(local=local)
     before = [p.clone() for p in model.module.parameters() if not p.requires_grad]
-    found = lora.fit(method.local, client, start)
+    found = any_rank.fit(method.local, client, start)
     assert found.layout is start.layout
     assert {m.scaling["default"] for m in model.module.modules() if hasattr(m, "lora_A")} == {2.0}  # as before
 
@@ -311,17 +312,17 @@ def test_the_first_round_is_the_same_aggregate(folder, tmp_path, name):
     """From B = 0, FlexLoRA at full rank cuts nothing, and FedEx-LoRA has FedAvg's factors and a residual beside."""
     fedfm.run(tables(folder, name, rounds=1, rank=16), tmp_path / name)
     fedfm.run(tables(folder, "fedavg", rounds=1, rank=16), tmp_path / "fedavg")
-    run, _, w = use.load(tmp_path / name)
+    run, _, w = predict.load(tmp_path / name)
     state = run.state(run.experiment.method.state_type)
     found = lora.factors(w, 8.0)
-    assert all(lowrank.norm(x) > 0 for x in found.values())
+    assert all(low_rank.norm(x) > 0 for x in found.values())
     if name == "flexlora":  # rank 16 of 16 x 16: nothing is cut
         assert state.error == {"16": pytest.approx(0.0, abs=1e-9)}
-        assert state.energy == pytest.approx(sum(lowrank.inner(x, x) for x in found.values()), rel=1e-5)
+        assert state.energy == pytest.approx(sum(low_rank.inner(x, x) for x in found.values()), rel=1e-5)
     if name == "fedex_lora":
-        mean = use.load(tmp_path / "fedavg")[2]
+        mean = predict.load(tmp_path / "fedavg")[2]
         assert all(torch.allclose(state.w[n], mean[n], atol=1e-6) for n in mean)  # factors are averaged as FedAvg does
-        assert any(lowrank.norm(x) > 1e-4 for x in as_factors(state.shift).values())
+        assert any(low_rank.norm(x) > 1e-4 for x in as_factors(state.shift).values())
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -331,7 +332,7 @@ def test_the_adapter_on_disk_is_the_model_that_was_judged(folder, tmp_path, name
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     result = fedfm.run(tables(folder, name, model, rounds=3, fraction=0.67, ranks=[2, 4]), tmp_path / "run")
-    run, ours, w = use.load(tmp_path / "run")
+    run, ours, w = predict.load(tmp_path / "run")
     with quiet():
         auto, labels = (
             (AutoModelForSequenceClassification, {"num_labels": 3}) if model == "bert" else (AutoModelForCausalLM, {})
@@ -352,13 +353,13 @@ def test_the_adapter_on_disk_is_the_model_that_was_judged(folder, tmp_path, name
         torch.testing.assert_close(narrow.module(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
     assert result["loss"] > 0
     for to in ("peft", "hf", "torch"):
-        use.export(tmp_path / "run", to, tmp_path / to)
+        predict.export(tmp_path / "run", to, tmp_path / to)
     with quiet():
         again = auto.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         torch.testing.assert_close(again(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5)
     (tmp_path / "new.jsonl").write_text((folder / "rows.jsonl").read_text())
-    told = use.predict(tmp_path / "run", tmp_path / "new.jsonl")
+    told = predict.predict(tmp_path / "run", tmp_path / "new.jsonl")
     assert told["perplexity"] if model == "llama" else set(told["predictions"]) <= {"fish", "bird", "plant"}
 
 
@@ -383,13 +384,13 @@ def test_a_reply_of_another_rank_is_left_out(folder, tmp_path, monkeypatch):
         def __sub__(self, other):
             return lora.first(super().__sub__(other), 1)
 
-    fit = lora.fit
+    fit = any_rank.fit
 
     def odd(local, client, w):
         trained = fit(local, client, w)
         return Odd(trained) if client.id == "client-02" else trained
 
-    monkeypatch.setattr(lora, "fit", odd)
+    monkeypatch.setattr(any_rank, "fit", odd)
     result = fedfm.run(tables(folder, "flexlora", rounds=1, ranks=[2]), tmp_path / "run")
     assert [(e["client"], e["code"]) for e in result["excluded"]] == [("client-02", "E_SHAPE")]
     assert "shape (1, 16), expected (2, 16)" in result["excluded"][0]["reason"]

@@ -13,26 +13,29 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedfm
-from fedfm.engines.local import LocalLink
+from fedfm.aggregation.base import Aggregator
+from fedfm.core.client import ClientData
+from fedfm.core.federation import Federation
+from fedfm.core.method import with_model
+from fedfm.core.rows import Rows
+from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import InputError, RunError
-from fedfm.federation import Aggregator, ClientData, Federation
-from fedfm.method import with_model
-from fedfm.methods import fedbaf
+from fedfm.linalg.params import Params
 from fedfm.methods.centralised import Centralised
 from fedfm.methods.ditto import Ditto
 from fedfm.methods.fedadam import FedAdam
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedavgm import FedAvgM
-from fedfm.methods.fedbaf import FedBaF
+from fedfm.methods.fedbaf import fedbaf
+from fedfm.methods.fedbaf.fedbaf import FedBaF
+from fedfm.methods.fedbaf.matching import Match, Matching
+from fedfm.methods.fedbaf.pull import Piece
 from fedfm.methods.fedprox import FedProx
 from fedfm.methods.fedyogi import FedYogi
 from fedfm.methods.scaffold import Scaffold
 from fedfm.methods.weight_init import WeightInit
-from fedfm.models.foundation import Match, Matching
-from fedfm.params import Params
-from fedfm.rows import Rows
-from fedfm.silo import Silos
-from fedfm.sweeps import Piece
+from fedfm.runtime.client import Silos
+from fedfm.runtime.kept_files import read_secret
 from fedfm.training import SGD
 
 BASES = [FedAvg(), FedProx(mu=0.01), FedAdam(server_learning_rate=0.1), FedYogi(), FedAvgM(), Scaffold()]
@@ -87,7 +90,7 @@ def federation(method, w, rows, folder, pre, key=b"k" * 32):
     """A federation of points whose server has a foundation model ``pre``."""
     silo = Silo(w, rows)
     link = LocalLink(Silos(method, Aggregator(), silo, memory=folder))
-    fed = Federation(link, model=silo.model, secret=lambda name: key)
+    fed = Federation(link, model=silo.model, secret=lambda name: key, aggregator=Aggregator())
     line = Match("w", (len(w),), (len(w),), (len(w),), "same shape")
     matching = Matching((line,), {"w": Piece((len(w),), torch.tensor(pre))})
     method._matched[:] = [weakref.ref(silo.model), matching]
@@ -211,7 +214,11 @@ class TestEveryBase:
         local = SGD(learning_rate=0.3, epochs=2, batch_size=1)
         plain = dataclasses.replace(base, local=local)
         _, silo = federation(FedBaF(base=base, foundation="x", local=local), (5.0, 0.0), ROUNDS[0], tmp_path, (1, 1))
-        alone = Federation(LocalLink(Silos(plain, Aggregator(), silo, memory=tmp_path / "b")), model=silo.model)
+        alone = Federation(
+            LocalLink(Silos(plain, Aggregator(), silo, memory=tmp_path / "b")),
+            model=silo.model,
+            aggregator=Aggregator(),
+        )
         states = []
         for method, f in ((FedBaF(base=base, psi=0.0, foundation="x", local=local), None), (plain, alone)):
             if f is None:
@@ -370,8 +377,8 @@ class TestRuns:
         first = fedfm.run(experiment(rounds=2), tmp_path / "a")
         second = fedfm.run(experiment(rounds=2), tmp_path / "b")
         assert first["params_sha256"] != second["params_sha256"]
-        key = (tmp_path / "a/private/server/alpha.secret").read_bytes()
-        monkeypatch.setattr("fedfm.memory.entropy", lambda n: key)
+        key = read_secret(tmp_path / "a/private/server/alpha.secret")
+        monkeypatch.setattr("fedfm.runtime.client_memory.entropy", lambda n: key)
         third = fedfm.run(experiment(rounds=2), tmp_path / "c")
         assert third["params_sha256"] == first["params_sha256"]
         step, crash = FedAvg.step, [2]

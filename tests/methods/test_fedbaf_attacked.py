@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import fedfm
 from fedfm.audits.replay import finished, replay
-from fedfm.errors import RunError
-from fedfm.progress import Progress
+from fedfm.errors import Lost
+from fedfm.runtime.kept_files import read_secret
+from fedfm.runtime.progress import Progress
 from small import experiment
 
 TRIM, PSI = 0.3, 0.5
@@ -92,7 +93,7 @@ def test_a_round_is_the_rule_of_the_updates_and_then_the_mixture(rule, tmp_path)
     w_pre = vector(
         {n.removeprefix("head."): t for n, t in load_file(tmp_path / "foundation/model.safetensors").items()}
     )
-    key = (tmp_path / "run/private/server/alpha.secret").read_bytes()
+    key = read_secret(tmp_path / "run/private/server/alpha.secret")
     first = None
     for t, turn in enumerate(turns(tmp_path / "run")):  # the paper's t = 0, 1, 2
         w_t, deltas = vector(turn.before), np.stack([vector(s.value.delta) for s in turn.seen])
@@ -122,7 +123,7 @@ def test_attackers_alone_send_something_else(tmp_path):
 
 @pytest.mark.parametrize("base", ["scaffold", "fedadam", "fedprox"])
 def test_any_base_runs_and_the_same_bits_come_from_workers_and_wire(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedfm.memory.entropy", lambda n: b"k" * n)
+    monkeypatch.setattr("fedfm.runtime.client_memory.entropy", lambda n: b"k" * n)
     results = []
     for i, run in enumerate(({"workers": 1}, {"workers": 2, "wire": True})):
         found = tables(tmp_path, run={"seed": 1, **run})
@@ -145,7 +146,7 @@ def test_no_file_outside_private_tells_the_aggregate(base, tmp_path, monkeypatch
     """Moments and control variates give w' away, and w' with w_{t+1} a line through w_pre. A run that was stopped goes
     on from private/ with the same bits.
     """
-    monkeypatch.setattr("fedfm.memory.entropy", lambda n: b"k" * n)
+    monkeypatch.setattr("fedfm.runtime.client_memory.entropy", lambda n: b"k" * n)
     asked, run = tables(tmp_path), tmp_path / "run"
     asked["method"]["base"] = {"name": base}
     with pytest.raises(KeyboardInterrupt):
@@ -171,11 +172,11 @@ def test_a_run_that_lost_its_key_does_not_go_on_with_another(tmp_path):
         fedfm.run(tables(tmp_path), run, progress=_Stop())
     key = (run / "private/server/alpha.secret").read_bytes()
     (run / "private/server/alpha.secret").unlink()
-    with pytest.raises(RunError, match="Put the file back"):
+    with pytest.raises(Lost, match=r"alpha\.secret is missing.*Put the files? back"):
         fedfm.resume(run)
     (run / "private/server/alpha.secret").write_bytes(key)
     (run / "private/server").rename(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match="Put the file back"):
+    with pytest.raises(Lost, match=r"alpha\.secret is missing.*Put the files? back"):
         fedfm.resume(run)
     (tmp_path / "elsewhere").rename(run / "private/server")
     assert fedfm.resume(run)["rounds"] == 3

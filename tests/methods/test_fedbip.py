@@ -10,19 +10,21 @@ import torch
 
 import fedfm
 import tiny_text
-from fedfm import use
-from fedfm.engines.local import LocalLink
+from fedfm.aggregation.base import Aggregator
+from fedfm.api import predict
+from fedfm.config.experiment import Experiment
+from fedfm.core.client import Update
+from fedfm.core.federation import Federation
+from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import InputError, RunError
-from fedfm.experiment import Experiment
-from fedfm.federation import Aggregator, Federation, Update
-from fedfm.methods._task_vectors import Change, Entries, Products
-from fedfm.methods.fedbip import FedBip, Personal, capped, copies, shares, similarities
-from fedfm.models import lora
-from fedfm.pairwise import gram, mix
-from fedfm.params import Params
-from fedfm.population import populate
-from fedfm.silo import Silos
-from fedfm.spill import shelved, stored
+from fedfm.linalg.out_of_core import shelved, stored
+from fedfm.linalg.pairwise import gram, mix
+from fedfm.linalg.params import Params
+from fedfm.methods.fedbip.fedbip import FedBip, Personal, capped, copies, shares, similarities
+from fedfm.methods.fedbip.task_vectors import Change, Entries, Products
+from fedfm.models.adapters import lora
+from fedfm.runtime.client import Silos
+from fedfm.runtime.population import populate
 from fedfm.training import SGD, Ditto
 from toy import Quadratic, federation, run
 
@@ -342,7 +344,7 @@ def test_clients_of_different_ranks_in_a_run(tmp_path):
     for client in sorted(result["client_accuracy"]):
         config = json.loads((tmp_path / "run" / "clients" / client / "adapter" / "adapter_config.json").read_text())
         ranks.append(config["r"])
-        assert use.predict(tmp_path / "run", tmp_path / "rows.jsonl", client)["predictions"]
+        assert predict.predict(tmp_path / "run", tmp_path / "rows.jsonl", client)["predictions"]
     assert ranks == [1, 4, 1]
     with pytest.raises(InputError, match="above"):
         fedfm.run(tables | {"method": tables["method"] | {"ranks": [8]}}, tmp_path / "wide")
@@ -415,7 +417,7 @@ def test_a_cap_takes_no_second_look_at_all_pairs(tmp_path, monkeypatch, keys):
         looks.append(len(x))
         return gram(x, *args, **more)
 
-    monkeypatch.setattr("fedfm.methods._task_vectors.gram", counted)
+    monkeypatch.setattr("fedfm.methods.fedbip.task_vectors.gram", counted)
     rows = {"a": [3.0, 3.0], "b": [5.0], "c": [2.0]}
     found = {}
     for cap in (None, 1.0):
@@ -509,7 +511,7 @@ def test_the_server_sends_one_a_to_all_and_gets_changes_and_no_weights(tmp_path)
         experiment = Experiment.from_dict(tables | {"method": tables["method"] | {"name": name}})
         population = populate(experiment)
         tap = Tap(LocalLink(Silos(experiment.method, Aggregator(), population, memory=tmp_path / name)))
-        fed = Federation(tap, model=population.model)
+        fed = Federation(tap, model=population.model, aggregator=Aggregator())
         fed.begin(0)
         state = experiment.method.init(fed)
         fed.begin(1)

@@ -1,13 +1,20 @@
 """The one-round baselines against numbers worked by hand, on features of two dimensions and three classes."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
 
 import fedfm
-from fedfm.engines.local import LocalLink
+from fedfm.aggregation.base import Aggregator
+from fedfm.core.client import Client, ClientData
+from fedfm.core.federation import Federation
+from fedfm.core.rows import Rows
+from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import InputError
-from fedfm.federation import Aggregator, Client, ClientData, Federation
+from fedfm.linalg.params import Params
 from fedfm.methods import _one_shot as shared
 from fedfm.methods.average import Average
 from fedfm.methods.ccvr import CCVR, draw, pooled
@@ -20,11 +27,9 @@ from fedfm.methods.fedncm import FedNCM, nearest_mean
 from fedfm.methods.kd import KD, distillation
 from fedfm.models.load import load_model
 from fedfm.models.spec import ModelSpec
-from fedfm.params import Params
-from fedfm.rows import Rows
-from fedfm.silo import Silos
+from fedfm.runtime.client import Silos
 from fedfm.training import SGD
-from fedfm.training.softmax import NOBODY, HeadSpec, fit_rows
+from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
 from small import experiment, features
 from toy import LINKS, run
 
@@ -62,7 +67,7 @@ class Silo:
 def federation(method, tmp_path, rows=ROWS):
     silos = Silos(method, Aggregator(), Silo(rows, len(next(iter(rows.values()))[0][0])), memory=tmp_path)
     LINKS.append(LocalLink(silos))
-    return Federation(LINKS[-1], model=silos.population.model)
+    return Federation(LINKS[-1], model=silos.population.model, aggregator=Aggregator())
 
 
 def after(method, tmp_path, rounds=1, rows=ROWS):
@@ -498,7 +503,7 @@ def test_an_ensemble_is_served(tmp_path):
     tables = experiment(tmp_path)
     tables["method"] = {"name": "ensemble"}
     result = fedfm.run(tables, tmp_path / "run")
-    from fedfm.use import export, predict
+    from fedfm.api.predict import export, predict
 
     told = predict(tmp_path / "run", tmp_path / "rows.npz")
     stored = np.load(tmp_path / "rows.npz")
@@ -507,3 +512,32 @@ def test_an_ensemble_is_served(tmp_path):
     assert right.mean() == pytest.approx(result["accuracy"])
     with pytest.raises(InputError, match="not one model"):
         export(tmp_path / "run", "torch", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("method", "who"),
+    [
+        ({"name": "ensemble"}, "client-00: a head"),
+        ({"name": "fedbe"}, "client-00: a head"),
+        ({"name": "average"}, "100.0% of the clients' heads, by weight"),
+        ({"name": "fedkt"}, "client-00: 12 heads"),
+        ({"name": "fedkt"}, "server: a head"),
+        ({"name": "ccvr"}, "server: a head"),
+        ({"name": "fedpft"}, "server: a head"),
+        ({"name": "fedpft", "topology": "chain"}, "client-00: a head"),
+    ],
+)
+def test_a_head_that_did_not_converge_is_a_notice_of_the_run(method, who, tmp_path):
+    table = {"name": "dirichlet", "alpha": 1e6, "clients": 3}
+    heard = {}
+    for iterations in (1, 200):
+        settings = experiment(tmp_path, data={"partition": table}) | {
+            "method": method | {"head": {"iterations": iterations}}
+        }
+        out = tmp_path / f"run-{iterations}"
+        fedfm.run(settings, out)
+        heard[iterations] = json.loads((out / "manifest.json").read_text())["notices"]
+    said = [notice for notice in heard[1] if notice.startswith(f"{who} did not converge: after 1 iterations")]
+    assert len(said) == 1
+    assert float(re.search(r"norm is (\S+) of that at zero", said[0])[1]) > 1e-8
+    assert not any("converge" in notice for notice in heard[200])

@@ -13,10 +13,14 @@ from torch import nn
 from torch.nn import functional
 
 import fedfm
-from fedfm.engines.local import LocalLink
+from fedfm.aggregation.base import Aggregator
+from fedfm.config.experiment import Experiment
+from fedfm.core.client import Client, ClientData
+from fedfm.core.federation import Federation
+from fedfm.core.rows import Rows
+from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import InputError
-from fedfm.experiment import Experiment
-from fedfm.federation import Aggregator, Client, ClientData, Federation
+from fedfm.linalg.params import Params
 from fedfm.methods.ditto import Ditto
 from fedfm.methods.fedala import FedALA
 from fedfm.methods.fedamp import FedAMP, squared_distances, weights
@@ -31,9 +35,7 @@ from fedfm.models.layers import halves
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.wrap import wrap
-from fedfm.params import Params
-from fedfm.rows import Rows
-from fedfm.silo import Silos
+from fedfm.runtime.client import Silos
 from fedfm.training import SGD, Proximal
 from fedfm.training import Ditto as DittoOptimiser
 from small import experiment, pictures, tiny_vit
@@ -54,7 +56,7 @@ def scalars(models):
 
 def own(fed, method, state):
     """Every client's own model, as the run's directory gets it."""
-    from fedfm.federation import each
+    from fedfm.core.client import each
 
     return fed.ask(method.reveal, w=each({c: method.params_for(state, c) for c in fed.clients}))
 
@@ -265,7 +267,7 @@ def test_fedala_learns_its_mixture_in_the_second_round(tmp_path):
 
 def kept(folder, key):
     """What the toy clients keep under a name."""
-    from fedfm.memory import DiskMemory
+    from fedfm.runtime.client_memory import DiskMemory
 
     return {client: DiskMemory(folder, client, (999, 0))[key] for client in ROWS}
 
@@ -383,7 +385,7 @@ def sums(method, rows, folder):
     """A federation of such models on the local engine."""
     population = Sums(rows)
     LINKS.append(LocalLink(Silos(method, Aggregator(), population, memory=folder)))
-    return Federation(LINKS[-1], model=population.model)
+    return Federation(LINKS[-1], model=population.model, aggregator=Aggregator())
 
 
 def pair(w):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import beta, norm
 
-from fedfm.mixtures import Mixture
-from fedfm.mixtures.bound import Divergence, assemble, bound, divergence
+from fedfm.methods.fedpft.bound import Divergence, assemble, bound, divergence
+from fedfm.methods.fedpft.mixtures import Mixture
 
 
 def test_the_numbers_worked_by_hand():

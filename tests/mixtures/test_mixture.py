@@ -5,7 +5,7 @@ import pytest
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
-from fedfm.mixtures import COVARIANCES, Mixture
+from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture
 
 
 def make(covariance, k=3, d=4, seed=0):
@@ -64,7 +64,7 @@ def test_the_density_is_that_of_scipy(covariance, monkeypatch):
     expected = logsumexp(np.stack(each), axis=0, b=m.weights[:, None])
     np.testing.assert_allclose(m.log_prob(x), expected, rtol=1e-10)
     assert m.log_prob(x[:0]).shape == (0,)
-    monkeypatch.setattr("fedfm.mixtures.mixture.ENTRIES", 28)  # seven rows at a time
+    monkeypatch.setattr("fedfm.methods.fedpft.mixtures.mixture.ENTRIES", 28)  # seven rows at a time
     np.testing.assert_allclose(m.log_prob(x), expected, rtol=1e-10)
 
 

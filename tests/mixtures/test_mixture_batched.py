@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_mixture_em import blobs, covariances, one
 from test_mixture_groups import hard
 
-from fedfm.mixtures import COVARIANCES, batched, fit
+from fedfm.methods.fedpft.mixtures import COVARIANCES, batched, fit
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]

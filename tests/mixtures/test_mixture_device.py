@@ -6,7 +6,7 @@ import torch
 from elsewhere import DEVICE, Elsewhere
 from test_mixture_em import blobs
 
-from fedfm.mixtures import COVARIANCES, batched, fit
+from fedfm.methods.fedpft.mixtures import COVARIANCES, batched, fit
 
 
 def test_the_device_refuses_tensors_of_the_host_and_counts_waits():

@@ -9,7 +9,7 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 from sklearn.mixture import GaussianMixture
 
-from fedfm.mixtures import COVARIANCES, capacity, fit, kmeans
+from fedfm.methods.fedpft.mixtures import COVARIANCES, capacity, fit, kmeans
 
 
 def floor_of(x):
@@ -247,6 +247,6 @@ def test_what_makes_no_sense_is_refused(change, says):
 
 
 def test_importing_the_room_imports_no_compiler():
-    code = "import sys, fedfm.mixtures; print([m for m in ('numba', 'llvmlite') if m in sys.modules])"
+    code = "import sys, fedfm.methods.fedpft.mixtures; print([m for m in ('numba', 'llvmlite') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mixture_em import covariances, one, same
 
-from fedfm.mixtures import COVARIANCES, fit
+from fedfm.methods.fedpft.mixtures import COVARIANCES, fit
 
 groups = st.tuples(
     st.integers(1, 40),  # rows

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fedfm.mixtures import fit, tiles
+from fedfm.methods.fedpft.mixtures import fit, tiles
 
 
 def centred(n, d, seed=0):

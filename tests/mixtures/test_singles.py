@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedfm.mixtures import COVARIANCES, fit, fit_without_singles
-from fedfm.mixtures.singles import ALONE
+from fedfm.methods.fedpft.mixtures import COVARIANCES, fit, fit_without_singles
+from fedfm.methods.fedpft.mixtures.singles import ALONE
 
 
 def carried(found, rows):

@@ -6,7 +6,7 @@ import transformers as t
 from tiny_models import CLASSES, images, load, prose, save, save_tokenizer, sentences
 
 from fedfm.errors import InputError
-from fedfm.models.foundation import match
+from fedfm.methods.fedbaf.matching import match
 from fedfm.models.quiet import quiet
 
 VIT = {

@@ -11,7 +11,8 @@ from sklearn.metrics import accuracy_score, f1_score, log_loss, recall_score
 from tiny_models import load, prose, real, sentences, vectors
 
 from fedfm.data.table import Table
-from fedfm.models.metrics import answers, evaluate, references, rouge_1, scores
+from fedfm.errors import InputError
+from fedfm.models.metrics import Answer, answer_limit, answers, evaluate, references, rouge_1, scores
 
 
 @given(st.integers(1, 40), st.integers(2, 6), st.integers(0, 10_000))
@@ -92,7 +93,7 @@ def test_instructions_are_judged_on_the_answer_alone(folder):
     table = Table("instruction", pairs, None, (), np.full(3, "train"))
     model = load(folder("llama"), table, "lora", max_length=16)
     rows = model.prepare(table, range(3))
-    assert references(model, rows) == ["jumps over", "sing", "b"]
+    assert references(rows) == ["jumps over", "sing", "b"]
     nll, tokens = 0.0, 0
     with torch.no_grad():
         for row, start in zip(rows.tokens, rows.tensors["answer_start"].tolist(), strict=True):
@@ -103,13 +104,13 @@ def test_instructions_are_judged_on_the_answer_alone(folder):
     assert tokens == 2 + 1 + 1 + 3  # the answers' words, and the end after each
     s = evaluate(model, rows)
     assert s["loss"] == pytest.approx(nll / tokens, rel=1e-5)
-    exact = sum(a.strip() == b for a, b in zip(answers(model, rows), references(model, rows), strict=True)) / 3
+    exact = sum(a.text.strip() == b for a, b in zip(answers(model, rows), references(rows), strict=True)) / 3
     assert s["accuracy"] == s["exact_match"] == exact
     silent = load(folder("llama"), table, "lora", max_length=16, answer_tokens=0)
     unsaid = evaluate(silent, silent.prepare(table, range(3)))
     assert unsaid["loss"] == s["loss"]  # of the answers that are given: none is generated for it
     assert unsaid["accuracy"] is unsaid["exact_match"] is unsaid["rouge_1"] is None
-    assert all(len(model.tools.tokenizer(a)["input_ids"]) <= 4 for a in short_answers(folder, table))
+    assert all(len(model.tools.tokenizer(a.text)["input_ids"]) <= 4 for a in short_answers(folder, table))
 
 
 def short_answers(folder, table):
@@ -118,20 +119,25 @@ def short_answers(folder, table):
 
 
 def alone(model, row, start, pad):
-    """The answer to one prompt, and how much the first token leads the second at each step."""
+    """The answer to one prompt by transformers itself, whether it ends, and how much the first token leads the second
+    at each step.
+    """
     prompt = row[:start][None]
     with torch.no_grad():
         said = model.module.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=model.spec.answer_tokens,
+            max_new_tokens=answer_limit(model),
             do_sample=False,
             pad_token_id=pad,
             output_scores=True,
             return_dict_in_generate=True,
         )
     leads = [float(torch.topk(s[0], 2).values @ torch.tensor([1.0, -1.0])) for s in said.scores]
-    return model.tools.tokenizer.decode(said.sequences[0, start:], skip_special_tokens=True), min(leads)
+    ids, ends = said.sequences[0, start:], model.module.generation_config.eos_token_id
+    ended = int(ids[-1]) in ([ends] if isinstance(ends, int) else ends)
+    text = model.tools.tokenizer.decode(ids, skip_special_tokens=True)
+    return Answer(tuple(ids.tolist()), text, cut=not ended), min(leads)
 
 
 def same_as_alone(model, rows, **size):
@@ -159,6 +165,78 @@ def test_prompts_are_answered_together_as_each_alone(folder, family, size):
     assert len(set(rows.tensors["answer_start"].tolist())) > 3
     assert same_as_alone(model, rows, batch_size=size) >= 6
     assert answers(model, rows.take([])) == []
+
+
+def asking(pairs):
+    return Table("instruction", pairs, None, (), np.full(len(pairs), "train"))
+
+
+def saying(model, monkeypatch, said):
+    """Let the model say the same tokens to every prompt."""
+    ids = model.tools.tokenizer(said, add_special_tokens=False)["input_ids"]
+
+    def generate(input_ids, max_new_tokens, **_):
+        return torch.cat([input_ids, torch.tensor(ids[:max_new_tokens]).expand(len(input_ids), -1)], 1)
+
+    monkeypatch.setattr(model.module, "generate", generate)
+
+
+def test_answers_are_held_against_the_whole_reference(folder, monkeypatch):
+    """Half of it is half right, also where training sees no more of it than that."""
+    long = (
+        "the quick brown fox jumps over a lazy dog while seven small birds sing"  # 14 words, of which 8 are trained on
+    )
+    table = asking([("the fox", long)])
+    model = load(folder("llama"), table, "lora", max_length=16)
+    rows = model.prepare(table, [0])
+    assert len(rows.tokens[0]) - int(rows.tensors["answer_start"][0]) == 8
+    assert references(rows) == [long]
+    saying(model, monkeypatch, " ".join(long.split()[:8]))
+    found = evaluate(model, rows)
+    assert found["exact_match"] == 0
+    assert found["rouge_1"] == pytest.approx(2 * 8 / (8 + 14))
+    assert found["answers_cut"] == 1
+    saying(model, monkeypatch, long + " [SEP]")
+    assert evaluate(model, rows) | {"n": 1} == found | {"exact_match": 1, "accuracy": 1, "rouge_1": 1, "answers_cut": 0}
+
+
+def test_an_answer_does_not_depend_on_the_right_one(folder):
+    """Of a long prompt training keeps what a right answer leaves."""
+    question = " ".join(["the quick brown fox jumps over a lazy dog"] * 3)
+    pairs = [(question, "sing"), (question, "seven small birds sing while a lazy dog jumps")]
+    model = load(folder("llama"), asking(pairs), "lora", max_length=16)
+    rows = model.prepare(asking(pairs), range(2))
+    assert len({*rows.tensors["answer_start"].tolist()}) == 2
+    assert len({a.text for a in answers(model, rows)}) == 1
+
+
+def test_the_limit_of_an_answer_leaves_room_for_the_prompt(folder):
+    """These models have 40 positions; GPT-2 has no numbers for more."""
+    table = asking([(" ".join(["the quick brown fox"] * 20), "sing")])
+    for family in ("gpt2", "llama"):
+        for most, limit in ((None, 20), (39, 39), (3, 3)):
+            model = load(folder(family), table, "lora", max_length=64, answer_tokens=most)
+            assert answer_limit(model) == limit
+            assert len(answers(model, model.prepare(table, [0]))) == 1
+        assert answer_limit(load(folder(family), table, "lora", max_length=12)) == 12
+        with pytest.raises(InputError, match=r"answer_tokens = 40: .* 40 positions .* at most 39"):
+            load(folder(family), table, "lora", answer_tokens=40)
+
+
+def test_the_end_that_training_teaches_ends_an_answer(folder):
+    """The tokenizer's, also where the model's own configuration names none."""
+    table = asking([("the quick fox", "sing"), ("a dog", "sing")])
+    model = load(folder("llama"), table, "full", max_length=16)
+    model.module.generation_config.eos_token_id = None
+    end = model.tools.tokenizer.eos_token_id
+    with torch.no_grad():  # it says nothing but the end
+        model.module.lm_head.weight.zero_()
+        model.module.model.norm.weight.fill_(1.0)
+        model.module.lm_head.weight[end] = 1.0
+        hidden = model.module.model(input_ids=torch.tensor([[5, 6]])).last_hidden_state[0, -1]
+        model.module.lm_head.weight[end] = hidden
+    rows = model.prepare(table, [0])
+    assert [a.cut for a in answers(model, rows)] == [False]
 
 
 def test_real_answers_are_the_same_together():

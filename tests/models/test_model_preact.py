@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from tiny_models import CLASSES, images, load, prose, save_tokenizer, sentences
 
 from fedfm.errors import InputError
+from fedfm.methods.fedbaf.matching import match
 from fedfm.models.export import export
-from fedfm.models.foundation import match
 from fedfm.models.load import BUILT_IN, load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 

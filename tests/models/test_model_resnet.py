@@ -4,7 +4,7 @@ from safetensors.torch import save_file
 from tiny_models import images, load, real
 
 from fedfm.errors import InputError
-from fedfm.models.resnet import CifarResNet, ResNetConfig, build, depth
+from fedfm.models.architectures.resnet import CifarResNet, ResNetConfig, build, depth
 
 
 def checkpoint(path, blocks=1):

@@ -4,10 +4,10 @@ import torch.nn.functional as F
 from tiny_models import CLASSES, load, vectors
 from torch import nn
 
+from fedfm.core.rows import Rows
 from fedfm.models.export import load_adapter, save_adapter
 from fedfm.models.metrics import evaluate
 from fedfm.models.wrap import wrap
-from fedfm.rows import Rows
 
 
 def network():

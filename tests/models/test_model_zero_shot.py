@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from tiny_models import CLASSES, images, load
 
 from fedfm.errors import InputError
-from fedfm.models.clip import ZeroShot
+from fedfm.models.architectures.clip_zero_shot import ZeroShot
 from fedfm.models.export import export
 from fedfm.models.quiet import quiet
 

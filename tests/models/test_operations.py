@@ -3,7 +3,7 @@
 import pytest
 from tiny_models import images, load, prose, vectors
 
-from fedfm.models.operations import Costs, Macs, per_sample, rounds_to
+from fedfm.models.costs import Costs, Macs, per_sample, rounds_to
 
 
 def one(model, table, n=1):

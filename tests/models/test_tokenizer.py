@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfm.errors import InputError
-from fedfm.models.tokenizer import END, train
+from fedfm.models.architectures.tokenizer import END, train
 
 TEXT = ["the cat sat on the mat\n", "the dog <unk> sat\n", "zeta alpha beta\n"]
 

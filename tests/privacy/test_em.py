@@ -8,11 +8,12 @@ import pytest
 from scipy import stats
 
 from fedfm.errors import InputError
-from fedfm.privacy import em, gaussian
-from fedfm.privacy.em import Mixture, iteration, plan_for, release_mixture, responsibilities, start
-from fedfm.privacy.ledger import together
-from fedfm.privacy.moments import Cell, Plan, statistics, to_gaussian, unit_rows
-from fedfm.privacy.plan import COVARIANCES, RELATIONS
+from fedfm.methods.fedpft import private_em
+from fedfm.methods.fedpft.noisy_moments import Cell, Plan, statistics, to_gaussian, unit_rows
+from fedfm.methods.fedpft.private_em import Mixture, iteration, plan_for, release_mixture, responsibilities, start
+from fedfm.methods.fedpft.release_plan import COVARIANCES, RELATIONS
+from fedfm.privacy import gaussian
+from fedfm.privacy.accountant import together
 
 KEY = b"\5" * 32
 
@@ -112,14 +113,14 @@ def test_rows_far_from_every_component_still_belong_somewhere():
 @pytest.mark.parametrize(("components", "iterations"), [(1, 1), (3, 4)])
 def test_every_iteration_carries_its_share_of_the_noise(monkeypatch, relation, components, iterations):
     x, plan, seen = unit_rows(np.random.default_rng(0).normal(size=(60, 3))), Plan(relation, epsilon=2.0), []
-    original = em.noised
+    original = private_em.noised
 
     def spy(exact, spent, key, purpose, **rest):
         cell = original(exact, spent, key, purpose, **rest)
         seen.append([plan.a * (cell.count - exact.count), *(cell.total - exact.total)])
         return cell
 
-    monkeypatch.setattr(em, "noised", spy)
+    monkeypatch.setattr(private_em, "noised", spy)
     runs = 720 // (components * iterations)
     for i in range(runs):
         release_mixture(x, plan, i.to_bytes(32, "big"), "c", components=components, iterations=iterations)
@@ -146,8 +147,8 @@ def test_the_iterations_together_cost_what_is_claimed(relation):
 
 def test_the_start_looks_at_no_data(monkeypatch):
     seen = []
-    original = em.responsibilities
-    monkeypatch.setattr(em, "responsibilities", lambda x, m: seen.append(m) or original(x, m))
+    original = private_em.responsibilities
+    monkeypatch.setattr(private_em, "responsibilities", lambda x, m: seen.append(m) or original(x, m))
     for seed in (0, 1):
         x = unit_rows(np.random.default_rng(seed).normal(size=(50 + seed, 6)))
         release_mixture(x, Plan(), KEY, "c", components=3, iterations=1)
@@ -212,13 +213,13 @@ def test_weak_components_are_pooled():
     least, sigma = 2 * plan.count_sigma, plan.sum_sigma(1)
     weak = [Cell(least * 0.9, np.full(d, 5.0)), Cell(least * 0.8, np.full(d, 3.0))]
     strong = Cell(least * 3, np.full(d, 10.0))
-    found = em.maximise([strong, *weak], plan)
+    found = private_em.maximise([strong, *weak], plan)
     assert found.count == pytest.approx(least * 4.7)
     np.testing.assert_allclose(found.weights, [3 / 4.7, 1.7 / 4.7])
     np.testing.assert_allclose(found.means[1], 8 / (1.7 * least))
     np.testing.assert_allclose(found.noise, [(sigma / (3 * least)) ** 2, 2 * (sigma / (1.7 * least)) ** 2])
-    assert em.maximise([weak[0], Cell(-least, np.zeros(d))], plan) is None
-    assert len(em.maximise([strong, Cell(-1.0, np.zeros(d))], plan).weights) == 1
+    assert private_em.maximise([weak[0], Cell(-least, np.zeros(d))], plan) is None
+    assert len(private_em.maximise([strong, Cell(-1.0, np.zeros(d))], plan).weights) == 1
 
 
 def test_an_empty_class_gives_nothing_or_noise_but_no_failure():
@@ -233,11 +234,11 @@ def test_an_empty_class_gives_nothing_or_noise_but_no_failure():
 
 def test_the_heaviest_component_is_split():
     m = Mixture(9.0, np.array([0.2, 0.8]), np.eye(2, 3), np.array([0.1, 0.2]), np.array([0.0, 0.5]))
-    s = em.spread(m, 5, 0)
+    s = private_em.spread(m, 5, 0)
     np.testing.assert_allclose(s.weights, [0.2, 0.2, 0.2, 0.2, 0.2])
     np.testing.assert_array_equal(s.variances, [0.1, 0.2, 0.2, 0.2, 0.2])
     assert len(np.unique(s.means, axis=0)) == 5
-    assert em.spread(m, 2, 0) is m
+    assert private_em.spread(m, 2, 0) is m
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from fedfm.errors import InputError
+from fedfm.methods.fedpft.noisy_moments import Plan
 from fedfm.privacy import gaussian
-from fedfm.privacy.ledger import together
-from fedfm.privacy.moments import Plan
+from fedfm.privacy.accountant import together
 
 
 def test_a_record_at_two_clients_spends_at_both():
@@ -46,9 +46,14 @@ def test_what_does_not_add_up_is_refused(other):
         together([])
 
 
-@pytest.mark.parametrize("name", ["gaussian", "noise", "plan", "moments", "em", "sums", "ledger"])
+_FEDPFT = ("release_plan", "noisy_moments", "private_em", "noisy_sums")
+
+
+@pytest.mark.parametrize(
+    "name", ["privacy.gaussian", "privacy.noise", "privacy.accountant", *(f"methods.fedpft.{name}" for name in _FEDPFT)]
+)
 def test_examples(name):
-    module = importlib.import_module(f"fedfm.privacy.{name}")
+    module = importlib.import_module(f"fedfm.{name}")
     assert doctest.testmod(module).failed == 0
     for attribute in vars(module).values():
         if getattr(attribute, "__module__", "") == module.__name__ and not attribute.__name__.startswith("_"):
@@ -56,5 +61,7 @@ def test_examples(name):
 
 
 def test_the_room_imports_no_scipy():
-    code = "import sys, fedfm.privacy.em, fedfm.privacy.sums; sys.exit('scipy' in sys.modules)"
+    code = (
+        "import sys, fedfm.methods.fedpft.private_em, fedfm.methods.fedpft.noisy_sums; sys.exit('scipy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,9 +8,9 @@ import pytest
 from scipy import stats
 
 from fedfm.errors import ClientFault, InputError
+from fedfm.methods.fedpft.noisy_moments import Cell, Plan, project, release, statistics, to_gaussian, unit_rows
+from fedfm.methods.fedpft.release_plan import COVARIANCES, RELATIONS
 from fedfm.privacy import gaussian, noise
-from fedfm.privacy.moments import Cell, Plan, project, release, statistics, to_gaussian, unit_rows
-from fedfm.privacy.plan import COVARIANCES, RELATIONS
 
 KEY = b"\7" * 32
 PLANS = [Plan(relation, covariance) for relation in RELATIONS for covariance in COVARIANCES]

@@ -8,9 +8,9 @@ import pytest
 from scipy.optimize import minimize
 
 from fedfm.errors import InputError
+from fedfm.methods.fedpft.noisy_moments import Plan, statistics, too_noisy, unit_rows
+from fedfm.methods.fedpft.release_plan import CALIBRATIONS, COVARIANCES, RELATIONS
 from fedfm.privacy import gaussian
-from fedfm.privacy.moments import Plan, statistics, too_noisy, unit_rows
-from fedfm.privacy.plan import CALIBRATIONS, COVARIANCES, RELATIONS
 
 HALF = [[1.0, 0.0], [-0.5, math.sqrt(0.75)]]  # two unit rows at cosine -1/2
 

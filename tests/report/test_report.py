@@ -295,11 +295,10 @@ def test_optional_keys_may_be_absent(tmp_path):
     parsed(document(run))
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "metrics.jsonl", "messages.jsonl"])
-def test_a_missing_file_is_named(tmp_path, name):
+def test_a_missing_manifest_is_named(tmp_path):
     run = runs.make(tmp_path / "run")
-    (run / name).unlink()
-    with pytest.raises(InputError, match=rf"{name}: no such file"):
+    (run / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"manifest\.json: no such file"):
         html.write(run)
     assert not (run / "report.html").exists()
 
@@ -310,15 +309,59 @@ def test_a_newer_schema_is_refused(tmp_path, schema):
         html.write(runs.make(tmp_path / "run", schema=schema))
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("manifest.json", "{"), ("manifest.json", "[]"), ("metrics.jsonl", "x\n"), ("messages.jsonl", "7\n")],
-)
-def test_a_damaged_file_is_named_with_its_line(tmp_path, name, text):
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_manifest_is_named(tmp_path, text):
     run = runs.make(tmp_path / "run")
-    (run / name).write_text(text)
-    with pytest.raises(InputError, match=rf"{name}(:1)?: (not JSON|a JSON object is wanted)"):
+    (run / "manifest.json").write_text(text)
+    with pytest.raises(InputError, match=r"manifest\.json: (not JSON|a JSON object is wanted)"):
         html.write(run)
+
+
+DAMAGE = {
+    "metrics gone": ("metrics.jsonl", lambda lines: None, "metrics.jsonl has no line of rounds 0 to 12"),
+    "metrics emptied": ("metrics.jsonl", lambda lines: [], "metrics.jsonl has no line of rounds 0 to 12"),
+    "metrics cut": ("metrics.jsonl", lambda lines: lines[:5], "metrics.jsonl has no line of rounds 5 to 12"),
+    "a hole": ("metrics.jsonl", lambda lines: lines[:3] + lines[4:7] + lines[9:], "no line of rounds 3 and 7 to 8"),
+    "no JSON": ("metrics.jsonl", lambda lines: [*lines[:2], b"{dam", *lines[3:]], "has a damaged line: 3"),
+    "no object": ("metrics.jsonl", lambda lines: [*lines[:2], b"7", *lines[2:]], "has a damaged line: 3"),
+    "many": ("metrics.jsonl", lambda lines: [b"x"] * 8 + lines, "has damaged lines: 1, 2, 3, 4, 5 and 3 more"),
+    "messages gone": ("messages.jsonl", lambda lines: None, "messages.jsonl does not list all messages: bytes up 0 of"),
+    "some messages": ("messages.jsonl", lambda lines: lines[::2], "messages.jsonl does not list all messages"),
+    "junk": ("messages.jsonl", lambda lines: [*lines[:2], b"\0\xff\r{", *lines[2:]], "has a damaged line: 3"),
+    "deep": ("messages.jsonl", lambda lines: [b"[" * 100_000, *lines], "messages.jsonl has a damaged line: 1"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_of_a_damaged_log_the_rest_is_shown_and_what_is_missing_is_said(tmp_path, what):
+    name, damage, said = DAMAGE[what]
+    run = runs.make(tmp_path / "run")
+    manifest = json.loads((run / "manifest.json").read_text())
+    sent = [m for m in map(json.loads, (run / "messages.jsonl").read_text().splitlines()) if m["counted"]]
+    for way, up in (("bytes_up", True), ("bytes_down", False)):
+        manifest["result"][way] = sum(m["bytes"] for m in sent if (m["to"] == "server") == up)
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    assert read.read(run).missing == ()
+    lines = damage((run / name).read_bytes().split(b"\n")[:-1])
+    if lines is None:
+        (run / name).unlink()
+    else:
+        (run / name).write_bytes(b"".join(line + b"\n" for line in lines))
+    assert any(said in text for text in read.read(run).missing)
+    text = words(document(run))
+    assert "This record is not whole" in text
+    assert said in text
+    assert "fedavg-digits" in text
+
+
+def test_of_an_unfinished_run_a_torn_last_line_is_no_damage_and_a_checkpoint_tells_of_lines(tmp_path):
+    run = runs.make(tmp_path / "run", finished=None, result=None)
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'{"round": 13, "acc')
+    assert read.read(run).missing == ()
+    (run / "checkpoint").mkdir()
+    (run / "checkpoint/round-000015.safetensors").touch()
+    assert read.read(run).missing == ("metrics.jsonl has no line of rounds 13 to 14",)
 
 
 def test_a_long_messages_file_is_summed_as_a_stream(tmp_path):

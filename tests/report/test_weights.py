@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from fedfm import api
+from fedfm.api import execute
 from fedfm.cli import main
 from fedfm.report import compare, html
-from fedfm.report.weights import Weights, gathered, load, seriation, words
+from fedfm.report.client_weights import Weights, gathered, load, seriation, words
 from report import runs
 from small import experiment
 
@@ -135,7 +135,7 @@ def test_before_and_after_the_last_pass(tmp_path):
 def real(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fedbip")
     method = {"name": "fedbip", "rounds": 3, "granularity": "module", "fraction": 1.0}
-    api.run(experiment(folder, method=method), folder / "run")
+    execute.run(experiment(folder, method=method), folder / "run")
     return folder / "run"
 
 

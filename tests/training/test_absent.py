@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedfm import api
+from fedfm.api import execute
+from fedfm.core.client import Client, ClientData
+from fedfm.core.rows import Rows
 from fedfm.errors import InputError
-from fedfm.federation import Client, ClientData
+from fedfm.linalg.params import Params
 from fedfm.models.wrap import wrap
-from fedfm.params import Params
-from fedfm.rows import Rows
-from fedfm.training import SGD, Adam, Proximal, cohort, loop
+from fedfm.training import SGD, Adam, Proximal, loop, scheduler
 from fedfm.training.job import Job
 from small import experiment
 
@@ -55,7 +55,7 @@ W = Params({"weight": torch.tensor([[0.3, -0.2], [0.8, 0.1], [-0.5, 0.4]])})
 def trained(local, *, mu=0.0, correction=None, w=W):
     rows = Rows({"x": X}, labels=Y)
     client = Client("c", ClientData(lambda: rows, Rows, Rows), Linear(), {}, 0)
-    return cohort.train(Job(client, w, local, mu, correction))
+    return scheduler.train(Job(client, w, local, mu, correction))
 
 
 def gradient(w, fill):
@@ -103,8 +103,8 @@ def test_a_vectorised_trainer_leaves_it_to_the_loop(tmp_path):
     local = {"learning_rate": 0.2, "absent": "zero", "epochs": 2}
     partition = {"name": "by_class", "classes_per_client": 2, "clients": 4}
     tables = experiment(tmp_path, data={"partition": partition}, method={"rounds": 1, "fraction": 0.2, "local": local})
-    result = api.run(tables, tmp_path / "run")
-    run = api.load_run(tmp_path / "run")
+    result = execute.run(tables, tmp_path / "run")
+    run = execute.load_run(tmp_path / "run")
     (client,) = run.metrics()[1]["cohort"]
     counts = run.manifest["split"]["clients"][client]["train"]["by_class"]
     w = run.state(Params)
@@ -119,14 +119,14 @@ def test_every_averaging_method_takes_it(tmp_path, name):
     keep = {**method, "local": {"epochs": 2}}
     data = {"partition": {"name": "by_class", "classes_per_client": 2, "clients": 4}}
     tables = [experiment(tmp_path, data=data, method=m) for m in (method, keep)]
-    one, two = (api.run(t, tmp_path / f"run{i}") for i, t in enumerate(tables))
+    one, two = (execute.run(t, tmp_path / f"run{i}") for i, t in enumerate(tables))
     assert one["params_sha256"] != two["params_sha256"]
     assert one["excluded"] == []
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):
     with pytest.raises(InputError, match=r'method.local.absent = "drop": expected "keep", "zero" or "exclude"'):
-        api.run(experiment(tmp_path, method={"local": {"absent": "drop"}}))
+        execute.run(experiment(tmp_path, method={"local": {"absent": "drop"}}))
     text = tmp_path / "play.txt"
     text.write_text("to be or not to be, that is the question\n" * 400)
     tables = experiment(
@@ -136,7 +136,7 @@ def test_what_makes_no_sense_is_refused(tmp_path):
         method={"local": {"absent": "zero"}, "rounds": 1},
     )
     with pytest.raises(InputError, match=r'absent = "zero": only a classifier .* "language_modelling"'):
-        api.run(tables, tmp_path / "run")
+        execute.run(tables, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     own = wrap(nn.Linear(2, 3), lambda m, b: m(b["features"]).sum(), classes=("a", "b", "c"))
     with pytest.raises(InputError, match="only a classifier under cross-entropy"):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfm import lanes
-from fedfm.compiled import compiled
+from fedfm.linalg.kernels import simd
+from fedfm.linalg.kernels.jit import compiled
 from fedfm.training.packed import attention
 from fedfm.training.packed.attention import Shape
 
@@ -67,7 +67,7 @@ def test_exponential() -> None:
     @compiled
     def run(z: np.ndarray, out: np.ndarray) -> None:
         for i in range(0, len(z), 16):
-            lanes.store(out, i, lanes.exponential(lanes.load(z, i)))
+            simd.store(out, i, simd.exponential(simd.load(z, i)))
 
     z = np.concatenate([np.linspace(-87, 0, 4080), np.full(16, -1e30)]).astype(np.float32)
     out = np.empty_like(z)

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fedfm import descent, seeds
-from fedfm.federation import Client, ClientData
-from fedfm.params import Params
-from fedfm.rows import Rows
+from fedfm import seeds
+from fedfm.core.client import Client, ClientData
+from fedfm.core.rows import Rows
+from fedfm.linalg.kernels import softmax_sgd
+from fedfm.linalg.params import Params
 from fedfm.training import SGD, Adam, AdamW, Proximal, gram, heads
 from fedfm.training.job import Job
 
@@ -230,12 +231,12 @@ def test_both_ways_of_plain_sgd_are_the_textbooks(n, d, c, size, epochs, decay, 
 @given(seed=st.integers(0, 2**63 - 1), purpose=st.sampled_from(["batches", "other"]))
 def test_the_compiled_seeding_is_numpys(seed, purpose):
     """Also where the derived seed is short of 64 or of 32 bits."""
-    got, want = descent.generator(seed, purpose), seeds.generator(seed, purpose)
+    got, want = softmax_sgd.generator(seed, purpose), seeds.generator(seed, purpose)
     assert got.bit_generator.state == want.bit_generator.state
     np.testing.assert_array_equal(got.permutation(36), want.permutation(36))
     words = np.empty(12, np.uint32)
     for short in (seed, seed & 0xFFFFFFFF, seed & 0xFF, 0):
-        descent._state(short, words[:4], words[4:])
+        softmax_sgd._state(short, words[:4], words[4:])
         np.testing.assert_array_equal(
             words[4:].view(np.uint64), np.random.SeedSequence(short).generate_state(4, np.uint64)
         )

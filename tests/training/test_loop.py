@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedfm.federation import Client, ClientData
+from fedfm.core.client import Client, ClientData
+from fedfm.core.rows import Rows
+from fedfm.linalg.params import Params
 from fedfm.models.load import load_model
 from fedfm.models.spec import ModelSpec
-from fedfm.params import Params
-from fedfm.rows import Rows
-from fedfm.training import SGD, Adam, AdamW, cohort, heads, loop
+from fedfm.training import SGD, Adam, AdamW, heads, loop, scheduler
 from fedfm.training.job import Job
 
 
@@ -161,9 +161,9 @@ def test_only_some_tensors_move_as_if_the_others_were_constants(local):
 
 def test_trainers_of_whole_models_leave_the_rest_to_the_loop():
     model = load_model(ModelSpec("features"), classes=("a", "b", "c"), kind="features", feature_dim=4)
-    assert cohort.trainer_for(model, SGD()) is heads.train
-    assert cohort.trainer_for(model, SGD(), ("head.bias",)) is loop.train
+    assert scheduler.trainer_for(model, SGD()) is heads.train
+    assert scheduler.trainer_for(model, SGD(), ("head.bias",)) is loop.train
     w = model.params()
-    got = cohort.train(Job(client(model), w, SGD(batch_size=4), only=("head.bias",)))
+    got = scheduler.train(Job(client(model), w, SGD(batch_size=4), only=("head.bias",)))
     assert torch.equal(got["head.weight"], w["head.weight"])
     assert not torch.equal(got["head.bias"], w["head.bias"])

@@ -18,13 +18,14 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from fedfm.federation import Client, ClientData
-from fedfm.models import adaptation, families
+from fedfm.core.client import Client, ClientData
+from fedfm.core.rows import Rows
+from fedfm.linalg.params import Params
+from fedfm.models import families
+from fedfm.models.adapters import adaptation
 from fedfm.models.model import Model, Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.params import Params
-from fedfm.rows import Rows
-from fedfm.training import SGD, Adam, AdamW, Local, cohort, loop, packed
+from fedfm.training import SGD, Adam, AdamW, Local, loop, packed, scheduler
 from fedfm.training.job import Job
 from fedfm.training.packed import linear, net, prefix
 
@@ -270,8 +271,8 @@ def test_rows_of_another_kind_go_through_the_loop() -> None:
 def test_what_is_left_to_the_loop(options: dict[str, Any]) -> None:
     model = make("bert", **options)
     assert not packed.applies(model, "fast")
-    assert cohort.trainer_for(model) is loop.train
-    assert cohort.width(model) == 1
+    assert scheduler.trainer_for(model) is loop.train
+    assert scheduler.width(model) == 1
 
 
 def test_half_precision_and_unknown_kernels_are_refused() -> None:
@@ -284,11 +285,11 @@ def test_half_precision_and_unknown_kernels_are_refused() -> None:
 
 def test_chosen_by_the_model_alone() -> None:
     model = make("bert")
-    assert cohort.trainer_for(model) is packed.train
-    assert cohort.width(model) == 1
+    assert scheduler.trainer_for(model) is packed.train
+    assert scheduler.width(model) == 1
     model.kernels = "fast"  # type: ignore[attr-defined]
-    assert cohort.trainer_for(model) is packed.train
-    assert cohort.width(model) > 1
+    assert scheduler.trainer_for(model) is packed.train
+    assert scheduler.width(model) > 1
 
 
 def test_a_model_with_another_loss_is_left_to_the_loop() -> None:
@@ -298,4 +299,4 @@ def test_a_model_with_another_loss_is_left_to_the_loop() -> None:
     module = make("bert").module
     mine = wrap(module, lambda m, batch: m(**batch).logits.square().mean(), classes=("a", "b"))
     assert not packed.applies(mine, "exact")
-    assert cohort.trainer_for(mine) is loop.train
+    assert scheduler.trainer_for(mine) is loop.train

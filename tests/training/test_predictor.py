@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_packed import FAMILIES, make, rows_of, start_of
 
+from fedfm.core.rows import Rows
 from fedfm.models.model import Model
-from fedfm.rows import Rows
 from fedfm.training import packed
 from fedfm.training.packed import batch, predictor, prefix
 from fedfm.training.packed.predictor import batches

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfm.training import SGD, Adam, AdamW
-from fedfm.training.rules import Rule
+from fedfm.training.update_rules import Rule
 
 
 def torch_optimiser(local, p):

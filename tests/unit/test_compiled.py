@@ -8,7 +8,7 @@ import pytest
 
 _SHOWN = """
 import numba
-import fedfm.compiled
+import fedfm.linalg.kernels.jit
 print(numba.config.CPU_FEATURES)
 """
 
@@ -29,7 +29,7 @@ def test_what_the_environment_says_stays():
 def test_whole_registers_where_there_are_long_ones():
     from llvmlite import binding
 
-    from fedfm.compiled import LOWER_CLOCK
+    from fedfm.linalg.kernels.jit import LOWER_CLOCK
 
     has = binding.get_host_cpu_features().get("avx512f") and binding.get_host_cpu_name() not in LOWER_CLOCK
     if not has:

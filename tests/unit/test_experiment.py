@@ -6,9 +6,9 @@ import pytest
 
 from fedfm import Experiment
 from fedfm.attacks.sign_flip import SignFlip
+from fedfm.config.experiment import RunSpec
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
-from fedfm.experiment import RunSpec
 from fedfm.methods.fedprox import FedProx
 from fedfm.models.spec import ModelSpec
 

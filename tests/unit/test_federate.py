@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 import fedfm
 from fedfm import seeds
 from fedfm.cli import main
+from fedfm.core.method import Method
 from fedfm.errors import InputError
-from fedfm.method import Method
 
 
 def rows(n=90, seed=0):

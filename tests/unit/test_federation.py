@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedfm.conform import conform, nonfinite
+from fedfm.aggregation.base import Aggregator
+from fedfm.core.checks import conform, nonfinite
+from fedfm.core.client import Update, each, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.messages import Reply, Request
 from fedfm.errors import ClientFault, RunError
-from fedfm.federation import Federation, Reply, Request, Update, each, on_client
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
 from toy import Quadratic
 
 
@@ -47,7 +50,7 @@ def fault(client, code="E_EXCEPTION", reason="ValueError: no"):
 
 
 def mean_of(replies, min_clients=1, clients=("a", "b", "c")):
-    fed = Federation(Script(replies, clients), model=Quadratic(), min_clients=min_clients)
+    fed = Federation(Script(replies, clients), model=Quadratic(), min_clients=min_clients, aggregator=Aggregator())
     fed.begin(4)
     method = FedAvg()
     return fed, float(fed.mean(method.train, w=fed.initial)["w"])
@@ -97,6 +100,34 @@ def test_metrics_must_be_finite_too(value):
     assert {e.client for e in fed.excluded} == {"b", "c"}
 
 
+@pytest.mark.parametrize(
+    ("metrics", "code"),
+    [
+        ({"accuracy": 1.0}, "E_FIELD"),
+        ({"loss": 0.1, "round": 9.0}, "E_FIELD"),
+        ({"params_sha256": 0.0}, "E_FIELD"),
+        ({f"m{i}": 0.0 for i in range(101)}, "E_SIZE"),
+        ({"n" * 101: 0.0}, "E_SIZE"),
+    ],
+)
+def test_metrics_that_nobody_notes_cost_their_client_the_round(metrics, code):
+    bad = {"delta": params(w=[50.0]), "weight": 1.0, "metrics": metrics}
+    fed, mean = mean_of([ok("a", 1.0), raw("b", bad), ok("c", 3.0)])
+    assert mean == 2.0
+    assert [(e.client, e.code) for e in fed.excluded] == [("b", code)]
+    with pytest.raises(ClientFault, match=code):  # as the client's own half is told
+        Update(params(w=[50.0]), 1.0, metrics)
+    most = {"n" * 97 + f"{i:03}": 1.0 for i in range(100)}
+    assert Update(params(w=[50.0]), 1.0, most).metrics == most
+
+
+def test_a_reason_is_kept_short_whatever_a_client_has_put_into_it():
+    value = Update(Params({"n" * 10**6: torch.tensor([1.0]), "w": torch.tensor([1.0])}), 1.0)
+    fed, _ = mean_of([ok("a", 1.0), raw("b", value), ok("c", 3.0)])
+    assert [e.code for e in fed.excluded] == ["E_TENSORS"]
+    assert len(fed.excluded[0].reason) == 400
+
+
 def test_late_duplicate_and_stray_replies_change_nothing():
     def late(r, c):
         return Reply("b", update(100.0), r - 1, c, 1, 1)
@@ -138,7 +169,7 @@ def test_the_order_of_arrival_does_not_matter():
 
 def test_a_payload_can_differ_by_client():
     link = Script([ok("a", 0.0), ok("b", 0.0), ok("c", 0.0)])
-    fed = Federation(link, model=Quadratic())
+    fed = Federation(link, model=Quadratic(), aggregator=Aggregator())
     fed.begin(1)
     fed.ask(FedAvg().train, w=each({"a": 1, "b": 2, "c": 3}), other=7)
     assert [(r.payload["w"], r.payload["other"]) for r in link.requests] == [(1, 7), (2, 7), (3, 7)]
@@ -147,7 +178,7 @@ def test_a_payload_can_differ_by_client():
 
 def test_ask_shows_single_replies_and_mean_does_not_say_so():
     link = Script([ok("a", 0.0), ok("b", 0.0), ok("c", 0.0)])
-    fed = Federation(link, model=Quadratic())
+    fed = Federation(link, model=Quadratic(), aggregator=Aggregator())
     fed.begin(1)
     fed.mean(FedAvg().train, w=fed.initial)
     assert {r.handler for r in link.requests} == {"train.FedAvg_train"}
@@ -192,7 +223,7 @@ def test_a_finite_number_that_no_data_gives_leaves_its_client_out(handler, name,
         return named if handler == "tell" else tensors
 
     link = Script([raw("a", reply([*values, ABSURD[name]])), raw("b", reply(values)), fault("c")])
-    fed = Federation(link, model=Quadratic())
+    fed = Federation(link, model=Quadratic(), aggregator=Aggregator())
     fed.begin(1)
     found = fed.ask(getattr(Sums(), handler), w=fed.initial)
     assert set(found) == {"b"}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedfm import api
+from fedfm.api import execute
 from fedfm.errors import InputError
 from small import experiment
 
@@ -11,23 +11,23 @@ from small import experiment
 def test_accuracy_before_aggregation_is_that_of_clients_alone(tmp_path):
     """After one round from the same start a client of fedavg has trained what the method local trains."""
     local = {"learning_rate": 0.2, "epochs": 3}
-    fed = api.run(
+    fed = execute.run(
         experiment(tmp_path, method={"rounds": 1, "fraction": 1.0, "local": local}, run={"local_scores": True}),
         tmp_path / "fed",
     )
     tables = experiment(tmp_path, method={"rounds": 1, "local": local})
     tables["method"] = {"name": "local", "rounds": 1, "local": local}
-    alone = api.run(tables, tmp_path / "alone")
-    split = api.load_run(tmp_path / "fed").manifest["split"]["clients"]
+    alone = execute.run(tables, tmp_path / "alone")
+    split = execute.load_run(tmp_path / "fed").manifest["split"]["clients"]
     judged = [(split[c]["train"]["rows"], a) for c, a in alone["client_accuracy"].items() if a is not None]
     n, accuracy = np.array(judged).T
     expected = float((n * accuracy).sum() / n.sum())
     assert fed["details"]["accuracy_before_aggregation"] == pytest.approx(expected)
-    lines = api.load_run(tmp_path / "fed").metrics()
+    lines = execute.load_run(tmp_path / "fed").metrics()
     assert "accuracy_before_aggregation" not in lines[0]
     assert lines[1]["accuracy_before_aggregation"] == pytest.approx(expected)
     method = {"rounds": 1, "fraction": 1.0, "local": local, "weighting": "uniform"}  # a plain mean, as local's
-    even = api.run(experiment(tmp_path, method=method, run={"local_scores": True}), tmp_path / "even")
+    even = execute.run(experiment(tmp_path, method=method, run={"local_scores": True}), tmp_path / "even")
     loss = alone["local_loss"]
     assert even["details"]["loss_before_aggregation"] == pytest.approx(loss)
     assert 0 < loss < 3
@@ -36,8 +36,8 @@ def test_accuracy_before_aggregation_is_that_of_clients_alone(tmp_path):
 @pytest.mark.parametrize("name", ["scaffold", "fedadam", "fedprox"])
 def test_it_changes_nothing_else_and_is_off_by_default(tmp_path, name):
     method = {"name": name, "rounds": 2, "local": {"learning_rate": 0.2}}
-    off = api.run(experiment(tmp_path, method=method), tmp_path / "off")
-    on = api.run(experiment(tmp_path, method=method, run={"local_scores": True, "workers": 2}), tmp_path / "on")
+    off = execute.run(experiment(tmp_path, method=method), tmp_path / "off")
+    on = execute.run(experiment(tmp_path, method=method, run={"local_scores": True, "workers": 2}), tmp_path / "on")
     assert on["params_sha256"] == off["params_sha256"]
     assert 0 < on["details"]["accuracy_before_aggregation"] <= 1
     assert "accuracy_before_aggregation" not in off["details"]
@@ -48,13 +48,13 @@ def test_it_is_refused_under_a_promise(tmp_path):
     tables = experiment(tmp_path, method={"name": "fedpft", "rounds": 1}, run={"local_scores": True})
     del tables["method"]["local"], tables["method"]["fraction"]
     with pytest.raises(InputError, match=r"run.local_scores: .* covered by no"):
-        api.run({**tables, "privacy": privacy})
+        execute.run({**tables, "privacy": privacy})
 
 
 def test_the_ledger_counts_by_hand(tmp_path):
     tables = experiment(tmp_path, run={"target_accuracy": 0.5}, method={"local": {"epochs": 3, "learning_rate": 0.2}})
-    api.run(tables, tmp_path / "run")
-    run = api.load_run(tmp_path / "run")
+    execute.run(tables, tmp_path / "run")
+    run = execute.load_run(tmp_path / "run")
     found = run.manifest["ledger"]["operations"]
     n = float(np.median([c["train"]["rows"] for c in run.manifest["split"]["clients"].values()]))
     assert found["macs_per_sample"] == 8 * 4
@@ -73,8 +73,8 @@ def test_fedala_pays_for_its_weights(tmp_path):
     """W takes nothing in a client's first round, 11 passes in its second (10 losses are compared), then one."""
     local = {"learning_rate": 0.2, "epochs": 2}
     method = {"name": "fedala", "rounds": 4, "fraction": 1.0, "share": 0.5, "threshold": 1e9, "local": local}
-    api.run(experiment(tmp_path, method=method), tmp_path / "run")
-    run = api.load_run(tmp_path / "run")
+    execute.run(experiment(tmp_path, method=method), tmp_path / "run")
+    run = execute.load_run(tmp_path / "run")
     n = np.array([c["train"]["rows"] for c in run.manifest["split"]["clients"].values()])
     share = (n // 2).sum() / n.sum()  # of all clients' rows: updates are weighted by n_k
     found = run.manifest["ledger"]["operations"]
@@ -89,17 +89,17 @@ def test_fedala_pays_for_its_weights(tmp_path):
 
 
 def test_a_target_that_is_not_reached_and_methods_without_an_optimiser(tmp_path):
-    api.run(experiment(tmp_path, run={"target_accuracy": 1.0}, method={"rounds": 1}), tmp_path / "run")
-    found = api.load_run(tmp_path / "run").manifest["ledger"]["operations"]
+    execute.run(experiment(tmp_path, run={"target_accuracy": 1.0}, method={"rounds": 1}), tmp_path / "run")
+    found = execute.load_run(tmp_path / "run").manifest["ledger"]["operations"]
     assert found["rounds_to_target"] is None
     assert found["tmac"] is None
     assert "was not reached" in (tmp_path / "run" / "report.html").read_text()
     tables = experiment(tmp_path)
     tables["method"] = {"name": "fedncm"}
-    api.run(tables, tmp_path / "ncm")
-    assert "operations" not in api.load_run(tmp_path / "ncm").manifest["ledger"]
+    execute.run(tables, tmp_path / "ncm")
+    assert "operations" not in execute.load_run(tmp_path / "ncm").manifest["ledger"]
     with pytest.raises(InputError, match=r"run.target_accuracy = 1.5: expected a number in \(0, 1\]"):
-        api.run(experiment(tmp_path, run={"target_accuracy": 1.5}))
+        execute.run(experiment(tmp_path, run={"target_accuracy": 1.5}))
 
 
 def test_blocks_of_running_text_are_samples(tmp_path):
@@ -111,8 +111,8 @@ def test_blocks_of_running_text_are_samples(tmp_path):
         model={"name": "nano-gpt2", "weights": "random", "max_length": 32, "adaptation": {"name": "full"}},
         method={"rounds": 1, "fraction": 1.0, "local": {"learning_rate": 0.1}},
     )
-    api.run(tables, tmp_path / "run")
-    found = api.load_run(tmp_path / "run").manifest["ledger"]["operations"]
+    execute.run(tables, tmp_path / "run")
+    found = execute.load_run(tmp_path / "run").manifest["ledger"]["operations"]
     n, d = 32, 64
     assert found["macs_per_sample"] == 2 * (n * 12 * d * d + 2 * n * n * d) + n * d * 257
     assert found["samples"] == pytest.approx(0.4 * 41 * 200 / 32, rel=0.25)  # bytes of half the training text
@@ -122,6 +122,6 @@ def test_a_client_that_trains_two_models_costs_twice_as_much(tmp_path):
     macs = {}
     for name in ("sgd", "ditto"):
         local = {"name": name, "epochs": 2, "learning_rate": 0.2}
-        api.run(experiment(tmp_path, method={"rounds": 1, "local": local}), tmp_path / name)
-        macs[name] = api.load_run(tmp_path / name).manifest["ledger"]["operations"]["macs_per_client_round"]
+        execute.run(experiment(tmp_path, method={"rounds": 1, "local": local}), tmp_path / name)
+        macs[name] = execute.load_run(tmp_path / name).manifest["ledger"]["operations"]["macs_per_client_round"]
     assert macs["ditto"] == 2 * macs["sgd"] > 0

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm import lowrank
+from fedfm.linalg import low_rank
 
 
 def draw(seed, m, n, r, dtype=torch.float32):
@@ -27,7 +27,7 @@ RANKS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 @given(**SIZES, ranks=RANKS)
 def test_a_stack_is_the_weighted_sum(seed, m, n, ranks):
     terms = [((-1) ** k / (k + 1), draw(seed + k, m, n, r)) for k, r in enumerate(ranks)]
-    u, v = lowrank.stack(terms)
+    u, v = low_rank.stack(terms)
     assert u.shape == (m, sum(ranks))
     assert v.shape == (sum(ranks), n)
     torch.testing.assert_close(u @ v, sum(c * dense(x) for c, x in terms), rtol=1e-12, atol=1e-12)
@@ -38,17 +38,17 @@ def test_a_stack_is_the_weighted_sum(seed, m, n, ranks):
 def test_inner_products_and_norms(seed, m, n, ranks):
     matrices = [draw(seed + k, m, n, r) for k, r in enumerate(ranks)]
     flat = torch.stack([dense(x).reshape(-1) for x in matrices])
-    torch.testing.assert_close(lowrank.inners(matrices), flat @ flat.T, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(low_rank.inners(matrices), flat @ flat.T, rtol=1e-10, atol=1e-10)
     for i, x in enumerate(matrices):
-        assert lowrank.norm(x) == pytest.approx(float(flat[i].norm()))
-        assert lowrank.inner(x, matrices[0]) == pytest.approx(float(flat[i] @ flat[0]), abs=1e-9)
+        assert low_rank.norm(x) == pytest.approx(float(flat[i].norm()))
+        assert low_rank.inner(x, matrices[0]) == pytest.approx(float(flat[i] @ flat[0]), abs=1e-9)
 
 
 @settings(deadline=None, max_examples=50)
 @given(**SIZES, r=st.integers(1, 12), rank=st.integers(0, 12))
 def test_a_cut_is_the_best_one(seed, m, n, r, rank):
     x = draw(seed, m, n, r)
-    (u, v), sigma = lowrank.truncate(x, rank)
+    (u, v), sigma = low_rank.truncate(x, rank)
     p, s, w = torch.linalg.svd(dense(x), full_matrices=False)
     k = min(m, n, r)
     assert len(sigma) == k
@@ -64,38 +64,38 @@ def test_a_cut_is_the_best_one(seed, m, n, r, rank):
 
 def test_the_pair_does_not_depend_on_signs():
     u, v = draw(3, 5, 4, 2)
-    for a, b in zip(lowrank.truncate((u, v), 2)[0], lowrank.truncate((-u, -v), 2)[0], strict=True):
+    for a, b in zip(low_rank.truncate((u, v), 2)[0], low_rank.truncate((-u, -v), 2)[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 def test_factors_longer_than_the_matrix_are_compressed_without_loss():
     x = draw(0, 4, 3, 9)
-    assert [tuple(t.shape) for t in lowrank.compressed(x)] == [(4, 3), (3, 3)]
-    torch.testing.assert_close(dense(lowrank.compressed(x)), dense(x), rtol=1e-12, atol=1e-12)
+    assert [tuple(t.shape) for t in low_rank.compressed(x)] == [(4, 3), (3, 3)]
+    torch.testing.assert_close(dense(low_rank.compressed(x)), dense(x), rtol=1e-12, atol=1e-12)
 
 
 def test_compressed_factors_do_not_tell_the_terms_of_a_sum():
     one, two = draw(0, 6, 5, 1), draw(1, 6, 5, 1)
-    x = lowrank.stack([(1.0, one), (1.0, two)])
+    x = low_rank.stack([(1.0, one), (1.0, two)])
     # The same sum of other terms: (u1 + u2) v1 + u2 (v2 - v1).
-    y = lowrank.stack([(1.0, (one[0] + two[0], one[1])), (1.0, (two[0], two[1] - one[1]))])
-    for a, b in zip(lowrank.compressed(x), lowrank.compressed(y), strict=True):
+    y = low_rank.stack([(1.0, (one[0] + two[0], one[1])), (1.0, (two[0], two[1] - one[1]))])
+    for a, b in zip(low_rank.compressed(x), low_rank.compressed(y), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_changes_nothing():
     x = draw(1, 4, 3, 2)
-    u, v = lowrank.padded(x, 5)
+    u, v = low_rank.padded(x, 5)
     assert (u.shape, v.shape) == ((4, 5), (5, 3))
     assert torch.equal(dense((u, v)), dense(x))
     with pytest.raises(ValueError, match="larger than 1"):
-        lowrank.padded(x, 1)
+        low_rank.padded(x, 1)
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="different sizes"):
-        lowrank.stack([(1.0, draw(0, 4, 3, 2)), (1.0, draw(0, 3, 4, 2))])
+        low_rank.stack([(1.0, draw(0, 4, 3, 2)), (1.0, draw(0, 3, 4, 2))])
     with pytest.raises(ValueError, match="no matrices"):
-        lowrank.stack([])
-    assert lowrank.inners([]).shape == (0, 0)
-    assert math.isclose(lowrank.norm(draw(0, 2, 2, 0)), 0.0)
+        low_rank.stack([])
+    assert low_rank.inners([]).shape == (0, 0)
+    assert math.isclose(low_rank.norm(draw(0, 2, 2, 0)), 0.0)

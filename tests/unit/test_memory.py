@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm.memory import DiskMemory
+from fedfm.runtime.client_memory import DiskMemory
 
 
 def handle(root, version, writes):

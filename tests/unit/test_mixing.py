@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm.mixing import LINE, WIDTH, mixed
+from fedfm.linalg.kernels.weighted_sums import LINE, WIDTH, mixed
 
 sizes = st.one_of(st.integers(1, 3 * WIDTH), st.integers(1, 2000))
 

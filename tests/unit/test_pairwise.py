@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedfm
-from fedfm import columns, pairwise, spill
-from fedfm.pairwise import gram, mix
-from fedfm.params import Params
-from fedfm.spill import shelved
+from fedfm.linalg import column_blocks, out_of_core, pairwise
+from fedfm.linalg.out_of_core import shelved
+from fedfm.linalg.pairwise import gram, mix
+from fedfm.linalg.params import Params
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 EPS = {d: torch.finfo(d).eps for d in DTYPES if d.is_floating_point}
@@ -33,7 +33,7 @@ SMALL = {
 def make_small(patch: pytest.MonkeyPatch) -> None:
     """Blocks, stretches and layers of a few entries, so that small vectors have many."""
     for name, value in SMALL.items():
-        for module in (columns, pairwise):
+        for module in (column_blocks, pairwise):
             if hasattr(module, name):
                 patch.setattr(module, name, value)
 
@@ -125,8 +125,8 @@ def test_vectors_in_files_give_the_bits_of_vectors_in_memory(case, centre, added
 
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
-        patch.setattr(columns, "WINDOWS", 16 * 8 * count)  # a window or two on a thread
-        patch.setattr(spill, "FILE", 1 << 12)
+        patch.setattr(column_blocks, "WINDOWS", 16 * 8 * count)  # a window or two on a thread
+        patch.setattr(out_of_core, "FILE", 1 << 12)
         products, mixed = both(vectors, base, None)
         again, filed = both(shelved(vectors, most=0), shelved(base, most=0), 0)
     assert products.tobytes() == again.tobytes()
@@ -213,8 +213,8 @@ def test_products_of_vectors_where_they_lie_give_the_bits_of_copies(monkeypatch,
     monkeypatch.setattr(pairwise, "LOOP", 0)
     found = []
     for loop, placed in ((1 << 60, 1 << 60), (0, 0)):
-        monkeypatch.setattr(columns, "LOOP", loop)
-        monkeypatch.setattr(columns, "PLACED", placed)
+        monkeypatch.setattr(column_blocks, "LOOP", loop)
+        monkeypatch.setattr(column_blocks, "PLACED", placed)
         onto = (None, [base] * 6, bases)
         found.append((gram(vectors), *(mix(weights, vectors, onto=of) for of in onto)))
     (plain, *mixed), (products, *others) = found
@@ -287,12 +287,12 @@ def test_what_does_not_fit_is_refused():
 STREAMED = """
 import resource, sys
 import numpy as np, torch
-from fedfm import columns
-from fedfm.pairwise import gram, mix
-from fedfm.params import Params
-from fedfm.spill import shelved
+from fedfm.linalg import column_blocks
+from fedfm.linalg.pairwise import gram, mix
+from fedfm.linalg.params import Params
+from fedfm.linalg.out_of_core import shelved
 
-columns.WINDOWS = 1 << 23
+column_blocks.WINDOWS = 1 << 23
 count, entries = 16, 2 << 20  # 128 MiB of vectors, and of results
 def drawn(k):
     return np.random.default_rng(k).normal(size=entries).astype(np.float32)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm.means import Mean, weighted_mean
-from fedfm.params import Params, sha256_of
+from fedfm.linalg.params import Params, sha256_of
+from fedfm.linalg.running_mean import Mean, weighted_mean
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5)
 

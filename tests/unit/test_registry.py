@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from fedfm import registry
+from fedfm.config import registry
+from fedfm.errors import InputError
 from fedfm.methods.fedavg import FedAvg
 
 
 def test_listing_and_showing_import_no_torch() -> None:
     code = (
         "import sys\n"
-        "from fedfm import catalogue\n"
-        "from fedfm.registry import available\n"
+        "from fedfm.config import catalogue\n"
+        "from fedfm.config.registry import available\n"
         "catalogue.listing()\n"
         "names = [n for kind in ('methods', 'attacks', 'aggregation') for n in available(kind)]\n"
         "assert len(names) > 20 and all(map(catalogue.method, names))\n"
@@ -34,5 +35,9 @@ def test_entry_points_are_found_by_kind(tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "entry_points.txt").write_text("[fedfm.methods]\nmine = fedfm.methods.fedavg:FedAvg\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert registry.available("methods")["mine"] == "fedfm.methods.fedavg:FedAvg"
+    with pytest.raises(InputError, match="nobody here has listed"):
+        registry.resolve("methods", "mine")
+    monkeypatch.setattr(registry, "_admitted", {})
+    registry.admit_named({"method": {"name": "fedbaf", "base": {"name": "mine"}}})
     assert registry.resolve("methods", "mine") is FedAvg
     assert "mine" not in registry.available("attacks")

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from fedfm.engines import app
+from fedfm.config.experiment import WITHHELD, Experiment
+from fedfm.engines.flower import app_writer
 from fedfm.errors import InputError
-from fedfm.experiment import WITHHELD, Experiment
 
 SECRET = "lab/secret-model-7"
 
@@ -42,7 +42,7 @@ def test_a_server_that_does_not_know_says_so():
 
 def test_an_app_is_bundled_without_it(tmp_path):
     (tmp_path / "e.toml").write_text(experiment().to_toml())
-    app.write(tmp_path / "app", tmp_path / "e.toml")
+    app_writer.write(tmp_path / "app", tmp_path / "e.toml")
     assert SECRET not in (tmp_path / "app/pyproject.toml").read_text()
     kept = tmp_path / "app/runs/server-only"
     assert json.loads(kept.read_text()) == {"foundation": SECRET}

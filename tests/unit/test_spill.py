@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import fedfm
-from fedfm import spill, store
+from fedfm.core import storage
 from fedfm.errors import InputError
-from fedfm.params import Params
-from fedfm.spill import Vectors, room, shelved, stored
+from fedfm.linalg import out_of_core
+from fedfm.linalg.out_of_core import Vectors, room, shelved, stored
+from fedfm.linalg.params import Params
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
 
@@ -54,7 +55,7 @@ def test_room_in_a_file_leaves_none_behind_and_its_vectors_outlive_each_other(tm
 def test_a_shelf_moves_what_does_not_fit_into_a_file_and_changes_no_bit(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(spill, "FILE", 1000)  # two of these vectors
+    monkeypatch.setattr(out_of_core, "FILE", 1000)  # two of these vectors
     drawn = [Params({"w": torch.randn(100), "b": torch.randn(3)}) for _ in range(6)]
     kept = shelved(drawn, most=2 * drawn[0].nbytes)
     assert [x is y for x, y in zip(kept, drawn, strict=True)] == [True, True, False, False, False, False]
@@ -64,15 +65,15 @@ def test_a_shelf_moves_what_does_not_fit_into_a_file_and_changes_no_bit(monkeypa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("uncached", [spill.UNCACHED, 1 << 30])
+@pytest.mark.parametrize("uncached", [out_of_core.UNCACHED, 1 << 30])
 def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatch, uncached):
-    monkeypatch.setattr(spill, "UNCACHED", uncached)  # a flag that no system knows is left out
+    monkeypatch.setattr(out_of_core, "UNCACHED", uncached)  # a flag that no system knows is left out
     layout = Params({"w": torch.zeros(5000), "b": torch.zeros(3, dtype=torch.bfloat16)}).layout
     one, two = room(2, layout, most=0)
     for dtype, flat in two.flats.items():
         file = stored(flat)
         assert file is not None
-        assert file.flags == (uncached if uncached == spill.UNCACHED and file.flags else 0)
+        assert file.flags == (uncached if uncached == out_of_core.UNCACHED and file.flags else 0)
         new = torch.randn(len(flat)).to(dtype)
         flat[:] = 1.0
         file.write(2 * dtype.itemsize, new[2:].view(torch.uint8).numpy())
@@ -90,7 +91,7 @@ def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatc
 
 @pytest.mark.parametrize("trouble", [None, "refused", "in part"])
 def test_whole_pages_go_past_the_cache_and_what_cannot_goes_through_it(monkeypatch, trouble):
-    entries = 40 * spill.PAGE
+    entries = 40 * out_of_core.PAGE
     (vector,) = room(1, Params({"w": torch.zeros(entries)}).layout, most=0)
     flat = vector.flats[torch.float32]
     file = stored(flat)
@@ -162,12 +163,12 @@ def test_sums_of_vectors_are_by_client_and_lie_where_they_fit(monkeypatch, memor
 
 def test_what_fits_into_memory_is_told_by_the_environment(monkeypatch):
     monkeypatch.delenv("FEDFM_MEMORY", raising=False)
-    assert spill.limit() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    assert out_of_core.limit() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     monkeypatch.setenv("FEDFM_MEMORY", "4096")
-    assert spill.limit() == 4096
+    assert out_of_core.limit() == 4096
     monkeypatch.setenv("FEDFM_MEMORY", "4 GB")
     with pytest.raises(InputError, match=r'FEDFM_MEMORY = "4 GB": expected a number of bytes'):
-        spill.limit()
+        out_of_core.limit()
 
 
 @LINUX
@@ -175,11 +176,11 @@ def test_a_large_value_is_read_back_as_views_of_its_file_and_a_small_one_as_copi
     drawn = {f"c{i}": Params({"w": torch.randn(1000), "n": torch.tensor(i)}) for i in range(3)}
     value = {"round": 1, "state": drawn, "odd": torch.tensor([True]), "after": Params({"w": torch.randn(9)})}
     path = tmp_path / "x.safetensors"
-    store.save(path, value)
+    storage.save(path, value)
 
     def read(limit: int) -> dict:
         monkeypatch.setenv("FEDFM_MEMORY", str(limit))
-        found = store.load(path)
+        found = storage.load(path)
         assert found is not None
         assert found["round"] == 1
         assert found["odd"].tolist() == [True]
@@ -199,17 +200,17 @@ def test_a_large_value_is_read_back_as_views_of_its_file_and_a_small_one_as_copi
     mapped["state"]["c0"]["w"].zero_()  # whoever writes, writes to memory of its own
     assert path.read_bytes() == before
     path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    assert store.load(path) is None
+    assert storage.load(path) is None
     path.write_bytes(before[:-1])
-    assert store.load(path) is None
+    assert storage.load(path) is None
     path.write_bytes(b"")
-    assert store.load(path) is None
+    assert storage.load(path) is None
 
 
 def test_a_saved_value_is_a_safetensors_file(tmp_path):
     from safetensors import safe_open
 
-    store.save(tmp_path / "x.safetensors", Params({"w": torch.arange(3.0)}))
+    storage.save(tmp_path / "x.safetensors", Params({"w": torch.arange(3.0)}))
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         assert list(file.keys()) == ["data"]
         assert file.get_tensor("data").view(torch.float32).tolist() == [0.0, 1.0, 2.0]
@@ -217,16 +218,16 @@ def test_a_saved_value_is_a_safetensors_file(tmp_path):
 
 
 def test_a_payload_over_the_limit_is_refused_and_a_checkpoint_of_that_size_is_read(monkeypatch, tmp_path):
-    from fedfm import wire
+    from fedfm.core.wire import limits, payload
     from fedfm.errors import ClientFault
 
-    monkeypatch.setattr(wire, "MAX_BYTES", 10)
+    monkeypatch.setattr(limits, "MAX_BYTES", 10)
     value = Params({"w": torch.arange(3.0)})
-    head, pieces = wire.encode(value)
+    head, pieces = payload.encode(value)
     with pytest.raises(ClientFault, match="over the limit"):
-        wire.decode(head, b"".join(pieces))
-    store.save(tmp_path / "x.safetensors", value)
-    assert store.load(tmp_path / "x.safetensors", Params)["w"].tolist() == [0.0, 1.0, 2.0]
+        payload.decode(head, b"".join(pieces))
+    storage.save(tmp_path / "x.safetensors", value)
+    assert storage.load(tmp_path / "x.safetensors", Params)["w"].tolist() == [0.0, 1.0, 2.0]
 
 
 RUN = """
@@ -236,12 +237,12 @@ import numpy as np
 import torch
 from torch import nn
 import fedfm
-from fedfm import columns
-from fedfm.pairwise import mix
-from fedfm.params import Params
-from fedfm.rundir import Run
+from fedfm.linalg import column_blocks
+from fedfm.linalg.pairwise import mix
+from fedfm.linalg.params import Params
+from fedfm.runtime.run_directory import Run
 
-columns.WINDOWS = 1 << 22  # of four vectors
+column_blocks.WINDOWS = 1 << 22  # of four vectors
 small = [Params({"w": torch.randn(1 << 17)}) for _ in range(4)]
 mix(np.ones((1, 4, 4)), small)  # compiled loops take their libraries' memory for good
 del small

@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm import squares
+from fedfm.linalg.kernels import gram_matrix
 
 
 def products(x, near, cuts=()):
     """Of vectors (K, n), added in pieces that end at the cuts."""
-    totals = squares.room(len(x))
+    totals = gram_matrix.room(len(x))
     addresses = x.ctypes.data + x.strides[0] * np.arange(len(x))
     for start, stop in zip([0, *cuts], [*cuts, x.shape[1]], strict=True):
-        squares.add(totals, addresses + 4 * start, near, stop - start)
-    return squares.found(totals, len(x))
+        gram_matrix.add(totals, addresses + 4 * start, near, stop - start)
+    return gram_matrix.found(totals, len(x))
 
 
 @settings(deadline=None, max_examples=100)
@@ -27,16 +27,16 @@ def test_they_are_numpys_and_nothing_is_touched(count, n, begin, centred, seed):
     got = products(x, near)
     exact = x.astype(np.float64) - near[:, None].astype(np.float64)
     size = np.abs(exact) @ np.abs(exact).T
-    assert (np.abs(got - exact @ exact.T) <= 2**-23 * (min(n, squares.COLUMNS) + 4) * size + 1e-30).all()
+    assert (np.abs(got - exact @ exact.T) <= 2**-23 * (min(n, gram_matrix.COLUMNS) + 4) * size + 1e-30).all()
     np.testing.assert_array_equal(got, got.T)
     np.testing.assert_array_equal(whole, before)
 
 
 @pytest.mark.parametrize("count", [3, 40])
 def test_pieces_of_whole_panels_give_the_bits_of_all_at_once(count):
-    x = np.random.default_rng(0).standard_normal((count, 9 * squares.COLUMNS + 5)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((count, 9 * gram_matrix.COLUMNS + 5)).astype(np.float32)
     near = np.zeros(count, np.float32)
-    cuts = [squares.COLUMNS, 4 * squares.COLUMNS]
+    cuts = [gram_matrix.COLUMNS, 4 * gram_matrix.COLUMNS]
     assert products(x, near).tobytes() == products(x, near, cuts).tobytes()
 
 

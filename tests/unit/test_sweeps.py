@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm import buffers, means, params, sweeps
-from fedfm.means import Mean, weighted_mean
-from fedfm.params import Params
-from fedfm.sweeps import Piece, chord, mix
+from fedfm.linalg import params, running_mean
+from fedfm.linalg.kernels import buffers
+from fedfm.linalg.params import Params
+from fedfm.linalg.running_mean import Mean, weighted_mean
+from fedfm.methods.fedbaf import pull
+from fedfm.methods.fedbaf.pull import Piece, chord, mix
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 EPS = {d: torch.finfo(d).eps for d in FLOATS}
@@ -22,9 +24,9 @@ EPS = {d: torch.finfo(d).eps for d in FLOATS}
 def way(request, monkeypatch):
     """Both ways of computing, on vectors of any length."""
     length = {"torch": 1 << 60, "compiled": 1}[request.param]
-    monkeypatch.setattr(sweeps, "_LONG", length)
+    monkeypatch.setattr(pull, "_LONG", length)
     monkeypatch.setattr(params, "LONG", length)
-    monkeypatch.setattr(means, "LONG", length)
+    monkeypatch.setattr(running_mean, "LONG", length)
     return request.param
 
 
@@ -75,7 +77,7 @@ def test_the_chord_of_some_names_is_that_of_the_vector_of_these_names(shapes, wh
     u, w = (drawn(s, *shapes, dtypes=FLOATS) for s in (seed, seed + 1))
     names = [n for i, n in enumerate(u) if i in which]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweeps, "_LONG", 1 if compiled else 1 << 60)
+        patch.setattr(pull, "_LONG", 1 if compiled else 1 << 60)
         got = chord(u, w, names)
     x, y = np.array(numbers(u.only(names), names)), np.array(numbers(w.only(names), names))
     if not names:
@@ -110,7 +112,7 @@ def test_norms_of_many_equal_entries_are_the_closed_form():
     x = Params({"w": torch.full((n,), 0.1)})
     y = Params({"w": torch.full((n,), 0.3)})
     a, b = value * math.sqrt(n), float(np.float32(0.3)) * math.sqrt(n)
-    assert n >= sweeps._LONG
+    assert n >= pull._LONG
     assert n >= params.LONG
     got = chord(x, y)
     assert got[1:] == pytest.approx((a, b, b - a), rel=1e-12)
@@ -147,7 +149,7 @@ def test_the_mixture_is_the_formula_entry_by_entry(case, compiled):
     u, pieces, a = case
     before = bits(u)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweeps, "_LONG", 1 if compiled else 1 << 60)
+        patch.setattr(pull, "_LONG", 1 if compiled else 1 << 60)
         got = mix(u, pieces, a)
     assert got.layout is u.layout
     assert bits(u) == before
@@ -168,7 +170,7 @@ def test_both_ways_mix_in_the_same_bits(monkeypatch):
     u, pre = drawn(0, (300, 301), (77,), (5, 5)), drawn(1, (300, 301), (77,), (5, 5))
     found = []
     for long in (1, 1 << 60):
-        monkeypatch.setattr(sweeps, "_LONG", long)
+        monkeypatch.setattr(pull, "_LONG", long)
         found.append(mix(u, {n: Piece(tuple(t.shape), t) for n, t in pre.items()}, 0.7).sha256())
     assert found[0] == found[1]
 
@@ -179,7 +181,7 @@ def test_neighbours_in_memory_go_in_one_run_and_what_lies_elsewhere_does_not():
     whole = {n: Piece(tuple(t.shape), t) for n, t in pre.items()}
 
     def runs(pieces, a=0.5):
-        return [(r.start, r.stop, r.p is not None) for r in sweeps._mix_runs(u, torch.float32, pieces, a)]
+        return [(r.start, r.stop, r.p is not None) for r in pull._mix_runs(u, torch.float32, pieces, a)]
 
     assert runs(whole) == [(0, 27, True)]
     assert runs(whole | {"l1.w": Piece((5,), pre["l1.w"].clone())}) == [(0, 12, True), (12, 17, True), (17, 27, True)]
@@ -274,7 +276,7 @@ def test_a_long_mean_has_these_bits_where_it_is_compiled_by_itself():
     terms = [Params({"w": torch.randn(n, generator=torch.Generator().manual_seed(k))}) for k in range(5)]
     base, flats, weights = terms.pop(), [t["w"] for t in terms], [10.0, 3.0, 7.0, 1.0]
     before = [t.sha256() for t in (*terms, base)]
-    assert means._fuses(torch.float32)
+    assert running_mean._fuses(torch.float32)
     assert same((base + weighted_mean(zip(weights, terms, strict=True)))["w"], one_by_one(weights, flats, base["w"]))
     assert same(weighted_mean(zip(weights, terms, strict=True))["w"], one_by_one(weights, flats))
     assert [t.sha256() for t in (*terms, base)] == before

@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm import tiling
-from fedfm.compiled import EXACT
-from fedfm.lanes import COUNT
+from fedfm.linalg.kernels import matmul
+from fedfm.linalg.kernels.jit import EXACT
+from fedfm.linalg.kernels.simd import COUNT
 
 
 @numba.njit(fastmath=EXACT)
 def product(out, o, down, width, add, a, p, row, step, rows, b, q, under, n):
-    tiling.product(out, o, down, width, add, a, p, row, step, rows, b, q, under, n)
+    matmul.product(out, o, down, width, add, a, p, row, step, rows, b, q, under, n)
 
 
 @numba.njit(fastmath=EXACT)
 def transpose(x, at, under, n, wide, size, to, o):
-    tiling.transpose(x, at, under, n, wide, size, to, o)
+    matmul.transpose(x, at, under, n, wide, size, to, o)
 
 
 @settings(max_examples=150, deadline=None)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedfm.writing import to_json, visible
+from fedfm.core.text import to_json, visible
 
 
 def strict(text):

@@ -1,1 +1,1 @@
-"""How the server makes one update of many. The file's name is the rule's name: ``[aggregation] name = "median"``."""
+"""How the server makes one update of many. The file's name is the rule's: ``[aggregation] name = "median"``."""

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedfm.aggregation.base import Aggregator
+from fedfm.core.client import ClientId
+from fedfm.core.federation import Federation
 from fedfm.errors import RunError
-from fedfm.federation import Aggregator, ClientId, Federation
-from fedfm.params import Layout, Params
+from fedfm.linalg.params import Layout, Params
 
 _ENTRIES = 1 << 20  # of all clients together that are worked on at a time
 _LEAST = 1024  # coordinates of a block, however many clients

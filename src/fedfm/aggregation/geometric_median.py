@@ -18,7 +18,7 @@ from torch import Tensor
 from fedfm.aggregation._robust import Robust, blocks, combination, shares
 from fedfm.aggregation.median import median
 from fedfm.errors import InputError
-from fedfm.params import Params
+from fedfm.linalg.params import Params
 
 
 @dataclass(frozen=True)

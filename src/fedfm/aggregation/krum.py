@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedfm.aggregation._robust import Robust, squared_distances
 from fedfm.errors import InputError
-from fedfm.params import Params
+from fedfm.linalg.params import Params
 
 
 @dataclass(frozen=True)

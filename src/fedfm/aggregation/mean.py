@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedfm.federation import Aggregator
+from fedfm.aggregation.base import Aggregator
 
 
 @dataclass(frozen=True)

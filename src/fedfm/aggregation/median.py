@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedfm.aggregation._robust import Robust, by_coordinate
-from fedfm.params import Params
+from fedfm.linalg.params import Params
 
 
 @dataclass(frozen=True)

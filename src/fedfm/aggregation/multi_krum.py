@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fedfm.aggregation._robust import combination, shares, squared_distances
 from fedfm.aggregation.krum import Krum, scores
 from fedfm.errors import InputError
-from fedfm.params import Params
+from fedfm.linalg.params import Params
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from fedfm.aggregation._robust import Robust, combination, shares
 from fedfm.errors import InputError
-from fedfm.params import Params
+from fedfm.linalg.params import Params
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from fedfm.aggregation._robust import Robust, by_coordinate
 from fedfm.errors import InputError
-from fedfm.params import Params
+from fedfm.linalg.params import Params
 
 
 @dataclass(frozen=True)

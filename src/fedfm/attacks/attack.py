@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import numpy as np
 
 from fedfm import seeds
+from fedfm.core.client import Client, ClientId, Update
+from fedfm.core.method import Method, nested
 from fedfm.errors import InputError
-from fedfm.federation import Client, ClientId, Update
-from fedfm.method import Method, nested
 from fedfm.training import Local
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedfm.attacks.attack import LANGUAGE, Attack, needs_updates
+from fedfm.core.client import Update
+from fedfm.core.method import Method
 from fedfm.errors import InputError
-from fedfm.federation import Update
-from fedfm.method import Method
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table

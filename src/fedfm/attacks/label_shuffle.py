@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedfm.attacks.attack import LANGUAGE, Attack, locals_of
+from fedfm.core.method import Method
 from fedfm.errors import InputError
-from fedfm.method import Method
 from fedfm.training import Local
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedfm.attacks.attack import Attack, needs_updates
+from fedfm.core.client import Update
+from fedfm.core.method import Method
 from fedfm.errors import InputError
-from fedfm.federation import Update
-from fedfm.method import Method
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedfm.attacks.attack import Attack, needs_updates
-from fedfm.federation import Update
-from fedfm.method import Method
+from fedfm.core.client import Update
+from fedfm.core.method import Method
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fedfm import store
 from fedfm.audits.finding import Finding
 from fedfm.audits.replay import Replay, Watch, finished, replay
+from fedfm.config.registry import available
+from fedfm.core import storage
+from fedfm.core.text import to_json
 from fedfm.errors import InputError, close, listed
-from fedfm.registry import available
-from fedfm.rundir import Run
-from fedfm.writing import to_json
+from fedfm.runtime.run_directory import Run
 
 FILE = "audit.json"
 Notice = Callable[[str], None]
@@ -114,7 +114,7 @@ def perform(
     fresh = {f.name for f in found}
     kept = [f for f in earlier(run.path) if f["name"] not in fresh]
     text = to_json({"run": str(run.path), "findings": kept + [f.to_dict() for f in found]}, indent=1, ascii=True)
-    store.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
+    storage.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
     return found
 
 

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedfm.attacks.coins import readings
-from fedfm.attacks.one_run import epsilon_bound
 from fedfm.audits.audit import Audit
-from fedfm.audits.claim import claim
+from fedfm.audits.fedpft_view import Array, Cell, View
 from fedfm.audits.finding import Finding, nothing
+from fedfm.audits.inference.coins import readings
+from fedfm.audits.inference.one_run import epsilon_bound
 from fedfm.audits.replay import Replay
-from fedfm.audits.view import Array, Cell, View
-from fedfm.rundir import Run
+from fedfm.audits.stated_epsilon import claim
+from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the messages tell more about single rows than the stated epsilon allows?"
 CONFIDENCE = 0.99  # of a refutation: audits are repeated, and must not cry wolf

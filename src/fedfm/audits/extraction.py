@@ -12,21 +12,23 @@ import torch
 from numpy.typing import NDArray
 
 from fedfm import seeds
-from fedfm.attacks import extraction
-from fedfm.attacks.extraction import NoIntersectionError
+from fedfm.aggregation.base import Aggregator
 from fedfm.audits.audit import Audit
-from fedfm.audits.coalition import BaseStep, Lines, Pull, Rounds
+from fedfm.audits.fedbaf_coalition import BaseStep, Lines, Pull, Rounds
 from fedfm.audits.fidelity import Ability, Fidelity
 from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.inference import extraction
+from fedfm.audits.inference.extraction import NoIntersectionError
 from fedfm.audits.replay import Replay
-from fedfm.conform import match
-from fedfm.federation import Aggregator, ClientId, Federation, Update
-from fedfm.means import Mean
-from fedfm.methods.fedbaf import LOG_RANGE, FedBaF
-from fedfm.params import Layout, Params
+from fedfm.core.checks import match
+from fedfm.core.client import ClientId, Update
+from fedfm.core.federation import Federation
+from fedfm.linalg.params import Layout, Params
+from fedfm.linalg.running_mean import Mean
+from fedfm.linalg.threads import one_thread, torch_threads
+from fedfm.methods.fedbaf.fedbaf import LOG_RANGE, FedBaF
 from fedfm.privacy.gaussian import sigma_for
-from fedfm.rundir import Run
-from fedfm.threads import one_thread, torch_threads
+from fedfm.runtime.run_directory import Run
 
 Array = NDArray[Any]
 LINE = 0.1  # relative error below which the model counts as disclosed

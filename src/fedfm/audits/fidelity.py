@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedfm import seeds
-from fedfm.params import Params
-from fedfm.population import Partitioned
-from fedfm.rows import Rows
+from fedfm.core.rows import Rows
+from fedfm.linalg.params import Params
+from fedfm.runtime.population import Partitioned
 
 Array = NDArray[Any]
 JUDGED, FITTED, PASSAGES = 300, 400, 8  # rows that judge, rows to fit a probe to, passages of a language model

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from fedfm.writing import finite
+from fedfm.core.text import finite
 
 Verdict = Literal["holds", "leaks", "inconclusive"]
 

@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm import seeds
-from fedfm.attacks import rates, similarity
-from fedfm.attacks.inverter import SIDE, Inverter, train
 from fedfm.audits.audit import Audit
+from fedfm.audits.fedpft_view import Array, Cell, View
 from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.inference import rates, similarity
+from fedfm.audits.inference.inverter import SIDE, Inverter, train
 from fedfm.audits.replay import Replay
-from fedfm.audits.view import Array, Cell, View
 from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.rundir import Run
+from fedfm.runtime.run_directory import Run
 
 TARGETS, OWN, DRAWS = 100, 1000, 16  # pictures attacked, pictures of the attacker, draws from a mixture
 LEAST = 50  # pictures to train on

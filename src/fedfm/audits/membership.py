@@ -9,17 +9,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm import seeds
-from fedfm.attacks import rates
-from fedfm.attacks.likelihood_ratio import Density, scores
-from fedfm.attacks.one_run import largest_auc
 from fedfm.audits.audit import Audit
-from fedfm.audits.claim import claim
+from fedfm.audits.fedpft_view import Array, Cell, View
 from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.inference import rates
+from fedfm.audits.inference.likelihood_ratio import Density, scores
+from fedfm.audits.inference.one_run import largest_auc
 from fedfm.audits.replay import Replay
-from fedfm.audits.view import Array, Cell, View
-from fedfm.mixtures import fit, fit_without_singles
-from fedfm.mixtures.summary import gaussian
-from fedfm.privacy import moments
+from fedfm.audits.stated_epsilon import claim
+from fedfm.methods.fedpft import noisy_moments
+from fedfm.methods.fedpft.mixtures import fit, fit_without_singles
+from fedfm.methods.fedpft.mixtures.uncounted import rounded
+from fedfm.methods.fedpft.summary import gaussian
 
 QUESTION = "Can the server tell from a client's mixture which rows it was fitted to?"
 QUESTION_TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
@@ -103,8 +104,9 @@ def _same_recipe(view: View, x: Array, components: int, key: tuple[Any, ...]) ->
     if view.plan is None or components > 1:
         seed = seeds.derive(view.replay.run.experiment.run.seed, "audit", "shadow em", *map(str, key))
         way = fit_without_singles if view.plan is None else fit
-        return way([x], [min(components, len(x))], view.method.covariance, seeds=[seed])[0].mixture
-    return gaussian(*moments.normal_of(moments.statistics(x, view.plan), 0.0)[1:])
+        found = way([x], [min(components, len(x))], view.method.shape, seeds=[seed])[0].mixture
+        return rounded(found) if view.method.counts == "withheld" else found
+    return gaussian(*noisy_moments.normal_of(noisy_moments.statistics(x, view.plan), 0.0)[1:])
 
 
 def _auc(view: View, scored: Sequence[_Scored]) -> Finding:

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedfm.attacks import copies, rates
 from fedfm.audits.audit import Audit
+from fedfm.audits.fedpft_view import Cell, View
 from fedfm.audits.finding import Finding, nothing
+from fedfm.audits.inference import copies, rates
 from fedfm.audits.replay import Replay
-from fedfm.audits.view import Cell, View
-from fedfm.mixtures.singles import ALONE
+from fedfm.methods.fedpft.mixtures.singles import ALONE
 
 QUESTION = "Do components of the mixtures give away single rows?"
 SHARE = 0.05  # of the typical distance between neighbours: nearer than that a mean is a copy
@@ -80,8 +80,9 @@ def _of(view: View, cell: Cell, gap: float) -> tuple[list[dict[str, Any]], list[
     index, distance = copies.nearest(means, view.features(cell.rows))
     _, by_chance = copies.nearest(means, view.features(never))
     carried = cell.mixture.weights * cell.size
-    # Noisy counts say nothing about how many examples a component has.
-    alone = carried < LONE if view.plan is None else np.zeros(len(means), dtype=bool)
+    # Noisy counts and rounded weights say nothing about how many examples a component has.
+    told = view.plan is None and view.method.counts == "exact"
+    alone = carried < LONE if told else np.zeros(len(means), dtype=bool)
     leaks = [
         {
             "client": cell.client,

@@ -18,16 +18,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedfm.data.table import fingerprint
-from fedfm.engines.local import LocalLink
-from fedfm.errors import E_DUPLICATE, ClientFault, InputError, RunError
-from fedfm.federation import Aggregator, ClientId, Federation, Reply, Request
-from fedfm.memory import secret
-from fedfm.params import sha256_of
-from fedfm.population import Partitioned, populate
-from fedfm.rundir import Run
-from fedfm.silo import Silos
-from fedfm.threads import torch_threads
+from fedfm.aggregation.base import Aggregator
+from fedfm.core.client import ClientId
+from fedfm.core.federation import Federation
+from fedfm.core.messages import Reply, Request
+from fedfm.engines.local.engine import LocalLink
+from fedfm.errors import E_DUPLICATE, ClientFault, InputError, Lost, RunError
+from fedfm.linalg.params import sha256_of
+from fedfm.linalg.threads import torch_threads
+from fedfm.runtime import kept_files
+from fedfm.runtime.client import Silos
+from fedfm.runtime.client_memory import secret
+from fedfm.runtime.disclosure import fingerprints
+from fedfm.runtime.population import Partitioned, populate
+from fedfm.runtime.run_directory import Run
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,11 @@ def replay(
                 watch.see(turn, population)
         models = {c: method.params_for(state, c) for c in (population.clients if method.personal else ("",))}
     if sha256_of(models) != result.get("server_sha256", result["params_sha256"]):
+        if marks := run.manifest.get("lost"):
+            raise RunError(
+                f"{run.path}: run again, it ends with other parameters: it went on without {marks[0]['file']}, and a "
+                "replay has nothing to lose; audit a run that is whole"
+            )
         raise RunError(
             f"{run.path}: run again, it ends with other parameters than its result line says; audit it on the machine "
             f"and with the versions of its manifest: {run.manifest['versions']}"
@@ -252,10 +261,16 @@ def turns(
 
 @contextmanager
 def secrets(run: Run) -> Iterator[Path]:
-    """A folder with copies of the run's secrets and nothing else: memories start empty, as the run's did."""
+    """A folder with copies of the run's secrets and nothing else: memories start empty, as the run's did.
+
+    Raises:
+        Lost: a secret is damaged.
+    """
     with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as name:
         source, target = run.path / "private", Path(name)
-        for path in source.rglob("*.secret"):
+        for path in kept_files.secrets(source):
+            if kept_files.read_secret(path) is None:
+                raise Lost(f"{path} is damaged: the noise of this run cannot be drawn again; put back a copy of it")
             copy = target / path.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
@@ -268,7 +283,7 @@ def _parties(private: Path) -> set[str]:
 
 
 def _unchanged(run: Run, population: Partitioned) -> None:
-    now = {"data": fingerprint(population.federated.table), "model": population.model.fingerprint}
+    now = fingerprints(run, population.federated.table, population.model.fingerprint)
     for name, value in now.items():
         if run.manifest["fingerprints"].get(name) != value:
             raise InputError(f"{run.path}: the {name} changed since this run: an audit needs what it was run with")

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm.audits.audit import Audit
+from fedfm.audits.fedpft_view import Cell, View
 from fedfm.audits.finding import Finding, Verdict
 from fedfm.audits.replay import Replay
-from fedfm.audits.view import Cell, View
 
 QUESTION = "What is revealed about a class that one client alone has?"
 STANDS_OUT = 4.0  # standard deviations of the noise on a count

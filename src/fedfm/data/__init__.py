@@ -1,1 +1,1 @@
-"""Data: sources, partitions, and the rows that each client holds."""
+"""Sources, tables, partitions: the rows that each client holds."""

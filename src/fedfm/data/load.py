@@ -14,7 +14,7 @@ from fedfm.data.partition import CLIENT
 from fedfm.data.partition import check as check_partition
 from fedfm.data.sources._files import FORMATS, close, content_of, existing, listing, str_array
 from fedfm.data.spec import DataSpec
-from fedfm.data.strata import hold_out, thin
+from fedfm.data.stratify import hold_out, thin
 from fedfm.data.table import Kind, Table
 from fedfm.errors import InputError
 from fedfm.seeds import generator
@@ -81,7 +81,8 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
 
 
 def read_inputs(path: str | Path, spec: DataSpec, *, kind: Kind) -> Table:
-    """Rows to predict: any of the formats of ``data.path``; no labels are needed, and none are read.
+    """Rows to predict: any of the formats of ``data.path``; no labels are needed, and none are read. Instructions keep
+    the outputs that they have; another's is "".
 
     Args:
         path: file or folder.

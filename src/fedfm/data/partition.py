@@ -3,12 +3,14 @@
 Every training row is in exactly one client.
 
 iid        rows in random order, dealt like cards: sizes differ by at most one.
-dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019): the rows of the class, in
-           random order, are cut at floor(cumulative share n_c). Sizes are not balanced, empty clients are not redrawn.
+dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019), made whole numbers of its
+           rows by largest remainder: no client is favoured by its place. Which rows they are is random. Sizes are not
+           balanced, empty clients are not redrawn.
 by_class   every client holds ``classes_per_client`` classes; each class is held by K m / C clients, rounded up or
            down, and dealt evenly to them.
 by_column  one client a value of the column; with ``clients = N`` each of V values' rows are dealt evenly to N / V.
-flower     any partitioner of flwr-datasets that gives every row to one client (see :mod:`fedfm.data.flower`).
+flower     any partitioner of flwr-datasets that gives every row to one client (see
+:mod:`fedfm.data.flower_partitions`).
 
 Rows that the source marks val are dealt by the same rule, with the same shares and the same holders; with ``flower`` by
 the class proportions that the client has in training.
@@ -27,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.data import flower
+from fedfm.data import flower_partitions
 from fedfm.data.sources._files import close, listing
 from fedfm.data.spec import DataSpec, PartitionSpec
-from fedfm.data.strata import hold_out, quota
+from fedfm.data.stratify import apportion, hold_out, quota
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.seeds import generator
@@ -199,7 +201,7 @@ def _by_rule(
         )
     labels = table.labels
     if part.name == "flower":
-        owner, clients = flower.owners(table, part, train, spec.label, clients, seed, notices)
+        owner, clients = flower_partitions.owners(table, part, train, spec.label, clients, seed, notices)
         kept = own_test(table, val, train, owner, clients, seed, "val")
         lost = np.flatnonzero(kept < 0)  # of classes that nobody trains on
         kept[lost] = np.arange(len(lost)) % clients
@@ -242,9 +244,9 @@ def _dirichlet(part: PartitionSpec, clients: int, seed: int) -> Callable[[int, i
 
     def shares(c: int, count: int) -> Owner:
         # Drawn again from the class's own stream for every split: training and validation rows have the same shares.
-        p = dirichlet(part.alpha or 0.0, clients, generator(seed, "partition", "dirichlet", c))
-        cuts = np.floor(np.cumsum(p)[:-1] * count).astype(np.int64).clip(0, count)
-        return np.repeat(np.arange(clients), np.diff(cuts, prepend=0, append=count))
+        rng = generator(seed, "partition", "dirichlet", c)
+        p = dirichlet(part.alpha or 0.0, clients, rng)
+        return np.repeat(np.arange(clients), apportion(p, count, rng))
 
     return shares
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-IN_MEMORY = "(in memory)"  # the name of data and of a model that a Python program gave: see fedfm.inmemory
+IN_MEMORY = "(in memory)"  # the name of data and of a model that a Python program gave: see fedfm.api.federate
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
-from fedfm.conform import match
+from fedfm.core.checks import match
+from fedfm.core.client import Client, ClientId, Update, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.method import Method
+from fedfm.core.rows import Rows
 from fedfm.errors import InputError
-from fedfm.federation import Client, ClientId, Federation, Update, on_client
-from fedfm.method import Method
-from fedfm.params import Params
-from fedfm.rows import Rows
-from fedfm.training.softmax import NOBODY, HeadSpec, fit_rows
+from fedfm.linalg.params import Params
+from fedfm.methods._convergence import Missed
+from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ class OwnHeads(OneShot):
     def fit(self, client: Client) -> Update:
         """The client's own head w_k and n_k; a class that it has not seen gets the bias NOBODY."""
         x, y = rows_of(client)
-        w, b = fit_rows(x, y, len(client.model.classes), self.head, client.seed)
-        return Update(head_of(client.model, w, b), len(y))
+        missed = Missed()
+        w, b = fit_rows(x, y, len(client.model.classes), self.head, client.seed, missed)
+        return Update(head_of(client.model, w, b), len(y), missed.metrics)
 
     def validate(self) -> None:
         super().validate()

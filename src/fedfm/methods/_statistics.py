@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedfm.federation import Model
-from fedfm.params import Params
+from fedfm.core.client import Model
+from fedfm.linalg.params import Params
 
 
 def averaged(model: Model, x: Params, w: Params, delta: Params) -> Params:

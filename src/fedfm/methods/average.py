@@ -13,9 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedfm.federation import Client, Federation, Update, on_client
+from fedfm.core.client import Client, Update, on_client
+from fedfm.core.federation import Federation
+from fedfm.linalg.params import Params
+from fedfm.methods._convergence import tell_mean
 from fedfm.methods._one_shot import OwnHeads, zeros_for_unseen
-from fedfm.params import Params
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,11 @@ class Average(OwnHeads):
     means: ClassVar[tuple[str, ...]] = ("train",)
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
-        return fed.mean(self.train)  # w = sum_k n_k/n w_k
+        w = fed.mean(self.train)  # w = sum_k n_k/n w_k
+        tell_mean(fed)
+        return w
 
     @on_client
     def train(self, client: Client) -> Update:
         update = self.fit(client)
-        return Update(zeros_for_unseen(update.delta), update.weight)
+        return Update(zeros_for_unseen(update.delta), update.weight, update.metrics)

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.client import Client, Update, on_client
+from fedfm.core.federation import Federation
 from fedfm.errors import InputError
-from fedfm.federation import Client, Federation, Update, on_client
+from fedfm.linalg.params import Params
+from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import class_sums, rows_of
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
-from fedfm.training.softmax import HeadSpec, fit_rows
+from fedfm.training.fit_head import HeadSpec, fit_rows
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class CCVR(FedAvg):
         seen = [c for c in range(classes) if count[c] > 0]
         z = torch.cat([draw(mu[c], sigma[c], self.virtual, fed.seed_for("virtual", c)) for c in seen])
         labels = torch.tensor(seen).repeat_interleave(self.virtual)
-        weight, bias = fit_rows(z.float(), labels, classes, self.head, fed.seed_for("head"))
+        missed = Missed()
+        weight, bias = fit_rows(z.float(), labels, classes, self.head, fed.seed_for("head"), missed)
+        tell(fed, "server", missed.metrics)
         names, dtype = _head_names(fed.model), fed.model.head.weight.dtype
         return w.replace(dict(zip(names, (weight.to(dtype), bias.to(dtype)), strict=True)))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fedfm.federation import Client, Federation, on_client
+from fedfm.core.client import Client, on_client
+from fedfm.core.federation import Federation
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
 
 POOLED = "(pooled)"  # the client that holds everybody's training rows; it exists on the local engine only
 

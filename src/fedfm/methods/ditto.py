@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from fedfm.core.client import ClientId
 from fedfm.errors import InputError
-from fedfm.federation import ClientId
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
 from fedfm.training import Ditto as BothModels
 from fedfm.training import Local
 

@@ -1,9 +1,10 @@
 """DSFL: Dynamic Sparsification for Federated Learning.
 
-Beitollahi, Liu, Lu. ICCSPA 2022. As it stands in FedPFT's comparison (arXiv:2402.01862, Section 6): clients send the
-half of their change that is largest in magnitude. What is not sent is remembered and added to the next change, as in
-Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599, Algorithm 1; ``feedback = false``
-forgets it. Left out: DSFL's own choice of each client's share by its connection; one ``keep`` holds for all.
+Beitollahi, Liu, Lu. ICCSPA 2022; no arXiv number. As it stands in FedPFT's comparison (arXiv:2402.01862, Section 6):
+clients send the half of their change that is largest in magnitude. What is not sent is remembered and added to the next
+change, as in Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599, Algorithm 1;
+``feedback = false`` forgets it. Left out: DSFL's own choice of each client's share by its connection; one ``keep``
+holds for all.
 
 What is not sent travels as zeros, because a mean of dense vectors is what an aggregator can hide: ``bytes_up`` counts
 them, and ``details`` says what values and positions alone would take.
@@ -18,11 +19,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fedfm.core.client import Client, Update, on_client
+from fedfm.core.method import Judge
 from fedfm.errors import InputError
-from fedfm.federation import Client, Update, on_client
-from fedfm.method import Judge
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
 
 
 @dataclass(frozen=True)

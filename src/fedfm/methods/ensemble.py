@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fedfm.core.federation import Federation
+from fedfm.core.rows import Rows
 from fedfm.errors import InputError
-from fedfm.federation import Federation
+from fedfm.linalg.params import Params
+from fedfm.methods._convergence import tell
 from fedfm.methods._one_shot import OwnHeads, as_heads, combined, each_head, mean_probability, same_shape
-from fedfm.params import Params
-from fedfm.rows import Rows
-from fedfm.training.softmax import NOBODY
+from fedfm.training.fit_head import NOBODY
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Ensemble(OwnHeads):
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         replies = fed.ask(self.fit, check=same_shape(fed))
+        for client, update in replies.items():
+            tell(fed, client, update.metrics)
         return as_heads(*(update.delta for update in replies.values()))
 
     def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:

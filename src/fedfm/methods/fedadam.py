@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from fedfm.core.client import ClientId
+from fedfm.core.federation import Federation
 from fedfm.errors import InputError
-from fedfm.federation import ClientId, Federation
+from fedfm.linalg.params import Params
 from fedfm.methods._statistics import averaged
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.client import Client, Update, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.update_metrics import PASSES
 from fedfm.errors import InputError
-from fedfm.federation import Client, Federation, Update, on_client
-from fedfm.methods._keeping import Keeping
+from fedfm.linalg.params import Params
+from fedfm.methods._personal import Keeping
 from fedfm.models.layers import layers
-from fedfm.params import Params
-from fedfm.silo import PASSES
 
 LOSSES = 10  # whose standard deviation says that W is learnt
 MOST = 100  # passes: under clipping W may swing for ever

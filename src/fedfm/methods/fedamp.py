@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from fedfm.core.client import Client, ClientId, Update, each, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.method import Method
 from fedfm.errors import InputError
-from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
-from fedfm.method import Method
+from fedfm.linalg.out_of_core import Vectors
+from fedfm.linalg.pairwise import gram, mix
+from fedfm.linalg.params import Params
 from fedfm.models.layers import layers
-from fedfm.pairwise import gram, mix
-from fedfm.params import Params
-from fedfm.spill import Vectors
 from fedfm.training import SGD, Local
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fedfm.federation import Client, ClientId, Federation, Update, on_client
-from fedfm.method import Method
-from fedfm.params import Params
+from fedfm.core.client import Client, ClientId, Update, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.method import Method
+from fedfm.linalg.params import Params
 from fedfm.training import SGD, Local
 
 

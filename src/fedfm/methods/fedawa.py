@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from fedfm.core.client import ClientId
+from fedfm.core.federation import Federation
 from fedfm.errors import InputError
-from fedfm.federation import ClientId, Federation
+from fedfm.linalg.pairwise import gram, mix
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.models.layers import layers
-from fedfm.pairwise import gram, mix
-from fedfm.params import Params
 
 EPSILON = 1e-8  # of Adam, and below which a product of norms counts as that: torch's defaults
 

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.federation import Federation
+from fedfm.core.rows import Rows
 from fedfm.errors import InputError
-from fedfm.federation import Federation
-from fedfm.means import weighted_mean
+from fedfm.linalg.params import Params
+from fedfm.linalg.running_mean import weighted_mean
+from fedfm.methods._convergence import tell
 from fedfm.methods._one_shot import OwnHeads, as_heads, mean_probability, same_shape, zeros_for_unseen
-from fedfm.params import Params
-from fedfm.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,11 @@ class FedBE(OwnHeads):
         return as_heads(super().init(fed))
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
-        replies = fed.ask(self.fit, check=same_shape(fed)).values()
-        heads = [update.delta for update in replies]
-        mu, variance = gaussian([(update.weight, zeros_for_unseen(update.delta)) for update in replies])
+        replies = fed.ask(self.fit, check=same_shape(fed))
+        for client, update in replies.items():
+            tell(fed, client, update.metrics)
+        heads = [update.delta for update in replies.values()]
+        mu, variance = gaussian([(update.weight, zeros_for_unseen(update.delta)) for update in replies.values()])
         sampled = [sample(mu, variance, fed.seed_for("draw", m)) for m in range(self.draws)]
         return as_heads(*sampled) if self.members == "sampled" else as_heads(*heads, mu, *sampled)
 

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedfm import lowrank
-from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
-from fedfm.lowrank import Factors
-from fedfm.methods._exact_lora import AnyRanks, Merged, Term, as_factors, as_params, averaged, delta_w, terms
-from fedfm.models import lora
-from fedfm.params import Params
+from fedfm.core.client import Client, ClientId, Update, each, on_client
+from fedfm.core.federation import Federation
+from fedfm.linalg import low_rank
+from fedfm.linalg.low_rank import Factors
+from fedfm.linalg.params import Params
+from fedfm.methods._lora_products import AnyRanks, Merged, Term, as_factors, as_params, averaged, delta_w, terms
+from fedfm.models.adapters import lora
+from fedfm.training import any_rank
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class FedExLoRA(AnyRanks[Merged]):
     @on_client
     def train(self, client: Client, w: Params, shift: Params) -> Update:
         with lora.shifted(client.model, as_factors(shift)):
-            w_k = lora.fit(self.local, client, w)
+            w_k = any_rank.fit(self.local, client, w)
         return Update(w_k - w, self.weight(client), client.metrics)
 
     def params_for(self, state: Merged, client: ClientId) -> Params:
@@ -67,11 +69,11 @@ def frozen(state: Merged, rank: int) -> Params:
 def added(shift: Params, more: Mapping[str, Factors]) -> Params:
     """The shift and more of it, as factors that show no more than the sum."""
     before = as_factors(shift)
-    sums = {path: lowrank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
-    return as_params({path: lowrank.compressed(x) for path, x in sums.items()})
+    sums = {path: low_rank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
+    return as_params({path: low_rank.compressed(x) for path, x in sums.items()})
 
 
 def residual(found: Sequence[Term], mean: Params, alpha: float) -> dict[str, Factors]:
     """Path -> factors of Delta W_res = sum_k p_k s B_k A_k - s B-bar A-bar, of rank (K + 1) r."""
     product = lora.factors(mean, alpha)
-    return {path: lowrank.stack([(1.0, x), (-1.0, product[path])]) for path, x in delta_w(found, alpha).items()}
+    return {path: low_rank.stack([(1.0, x), (-1.0, product[path])]) for path, x in delta_w(found, alpha).items()}

@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.client import Client, ClientData, ClientId, Update, each, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.rows import Rows
 from fedfm.errors import E_SHAPE, ClientFault, InputError
-from fedfm.federation import Client, ClientData, ClientId, Federation, Update, each, on_client
+from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import need_head, passes, rows_of
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
-from fedfm.rows import Rows
 
 
 @dataclass(frozen=True)

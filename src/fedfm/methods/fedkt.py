@@ -19,12 +19,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm import seeds
-from fedfm.conform import match
+from fedfm.core import update_metrics
+from fedfm.core.checks import match
+from fedfm.core.client import Client, on_client
+from fedfm.core.federation import Federation
 from fedfm.errors import E_FIELD, E_SHAPE, ClientFault, InputError
-from fedfm.federation import Client, Federation, on_client
+from fedfm.linalg.params import Params
+from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import OwnHeads, head_of, rows_of, tensors_of
-from fedfm.params import Params
-from fedfm.training.softmax import fit_rows
+from fedfm.training.fit_head import fit_rows
+
+
+@dataclass(frozen=True)
+class Students:
+    """What a client sends: its students, and how the fits of them and of their teachers went."""
+
+    heads: list[Params]
+    metrics: dict[str, float]
+
+    def __post_init__(self) -> None:
+        update_metrics.check(self.metrics)
 
 
 @dataclass(frozen=True)
@@ -44,22 +58,27 @@ class FedKT(OwnHeads):
             if x.dim() != 2 or x.shape[1] != dim or x.dtype != torch.float32:
                 raise ClientFault(E_SHAPE, f"public features {tuple(x.shape)} {x.dtype}, expected (n, {dim}) float32")
 
-        def are_students(students: list[Params]) -> None:
-            if len(students) != self.partitions:
-                raise ClientFault(E_FIELD, f"{len(students)} students, expected {self.partitions}")
-            for student in students:
+        def are_students(reply: Students) -> None:
+            if len(reply.heads) != self.partitions:
+                raise ClientFault(E_FIELD, f"{len(reply.heads)} students, expected {self.partitions}")
+            for student in reply.heads:
                 match(student, fed.initial.layout, "student")
 
         d_aux = torch.cat(list(fed.ask(self.publish, check=is_features).values()))
         order = seeds.generator(fed.seed_for("public"), "order").permutation(len(d_aux))
         d_aux = d_aux[torch.from_numpy(order)]  # whose row it is is not told
         replies = fed.ask(self.students, check=are_students, d_aux=d_aux)
-        said = torch.stack([torch.stack([_label(s, d_aux) for s in replies[c]]) for c in sorted(replies)])  # (K, s, n)
+        for client, reply in replies.items():
+            tell(fed, client, reply.metrics)
+        labels = [torch.stack([_label(s, d_aux) for s in replies[c].heads]) for c in sorted(replies)]
+        said = torch.stack(labels)  # (K, s, n)
         v = consistent_votes(said, classes)
         known = v.sum(1) > 0  # where no client's students agree there is no label to learn
         if not known.any():
             v, known = F.one_hot(said, classes).sum((0, 1)), ~known
-        final = fit_rows(d_aux[known], v[known].argmax(1), classes, self.head, fed.seed_for("head"))
+        missed = Missed()
+        final = fit_rows(d_aux[known], v[known].argmax(1), classes, self.head, fed.seed_for("head"), missed)
+        tell(fed, "server", missed.metrics)
         return head_of(fed.model, *final)
 
     @on_client
@@ -70,17 +89,18 @@ class FedKT(OwnHeads):
         return x[torch.from_numpy(order[: math.ceil(self.public * len(x))])]
 
     @on_client
-    def students(self, client: Client, d_aux: Tensor) -> list[Params]:
+    def students(self, client: Client, d_aux: Tensor) -> Students:
         """Lines 2 to 13: of each partition's teachers one student, which has seen public rows only."""
         x, y = rows_of(client)
-        classes, students = len(client.model.classes), []
+        classes, students, missed = len(client.model.classes), [], Missed()
         for j in range(self.partitions):
             order = torch.from_numpy(seeds.generator(client.seed, "partition", j).permutation(len(y)))
             parts = [part for part in order.tensor_split(self.subsets) if len(part)]
-            teachers = [fit_rows(x[p], y[p], classes, self.head, client.seed) for p in parts]
+            teachers = [fit_rows(x[p], y[p], classes, self.head, client.seed, missed) for p in parts]
             labels = majority([F.linear(d_aux, *teacher).argmax(1) for teacher in teachers], classes)
-            students.append(head_of(client.model, *fit_rows(d_aux, labels, classes, self.head, client.seed)))
-        return students
+            student = fit_rows(d_aux, labels, classes, self.head, client.seed, missed)
+            students.append(head_of(client.model, *student))
+        return Students(students, missed.metrics)
 
     def validate(self) -> None:
         super().validate()

@@ -16,11 +16,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedfm.core.client import Client, Update, on_client
+from fedfm.core.federation import Federation
 from fedfm.errors import InputError
-from fedfm.federation import Client, Federation, Update, on_client
+from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, class_sums, head_of, rows_of
-from fedfm.params import Params
-from fedfm.training.softmax import NOBODY
+from fedfm.training.fit_head import NOBODY
 
 
 @dataclass(frozen=True)

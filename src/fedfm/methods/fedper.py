@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fedfm.core.client import Client, ClientId, Update, each, on_client
+from fedfm.core.federation import Federation
 from fedfm.errors import InputError
-from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
-from fedfm.methods._keeping import Keeping
+from fedfm.linalg.params import Params
+from fedfm.methods._personal import Keeping
 from fedfm.models.layers import halves
-from fedfm.params import Params
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from fedfm.core.client import Client, Update, on_client
+from fedfm.core.federation import Federation
 from fedfm.errors import InputError, one_of
-from fedfm.federation import Client, Federation, Update, on_client
+from fedfm.linalg.params import Params
 from fedfm.methods._statistics import averaged
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
 
 
 @dataclass(frozen=True)

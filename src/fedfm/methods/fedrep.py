@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from fedfm.core.client import Client
 from fedfm.errors import InputError
-from fedfm.federation import Client
+from fedfm.linalg.params import Params
 from fedfm.methods.fedper import FedPer
 from fedfm.models.layers import halves
-from fedfm.params import Params
 from fedfm.training import Local
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedfm.linalg.params import Params
 from fedfm.methods.fedadam import FedAdam
-from fedfm.params import Params
 
 
 @dataclass(frozen=True)

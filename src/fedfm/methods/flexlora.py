@@ -12,13 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedfm import lowrank
-from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
-from fedfm.lowrank import Factors
-from fedfm.method import Judge
-from fedfm.methods._exact_lora import AnyRanks, averaged, delta_w, terms
-from fedfm.models import lora
-from fedfm.params import Params
+from fedfm.core.client import Client, ClientId, Update, each, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.method import Judge
+from fedfm.linalg import low_rank
+from fedfm.linalg.low_rank import Factors
+from fedfm.linalg.params import Params
+from fedfm.methods._lora_products import AnyRanks, averaged, delta_w, terms
+from fedfm.models.adapters import lora
+from fedfm.training import any_rank
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class FlexLoRA(AnyRanks[Cut]):
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:
-        return Update(lora.fit(self.local, client, w) - w, self.weight(client), client.metrics)
+        return Update(any_rank.fit(self.local, client, w) - w, self.weight(client), client.metrics)
 
     def params_for(self, state: Cut, client: ClientId) -> Params:
         return state.w
@@ -77,8 +79,8 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
     tensors, sigma = dict[str, Tensor](), []
     for path, (a, b) in lora.pairs(like).items():
         r = len(like[a])
-        x, values = lowrank.truncate(dW[path], r)
-        u, v = lowrank.padded(x, r)
+        x, values = low_rank.truncate(dW[path], r)
+        u, v = low_rank.padded(x, r)
         if (k := len(x[1])) < r:  # of a cohort of small ranks: rows as a full SVD has them, or they would never move
             whole = torch.linalg.qr(torch.cat([x[1].T, like[a].double().T], 1)[:, :r])[0].T  # (min(r, d_in), d_in)
             v[k : len(whole)] = whole[k:]

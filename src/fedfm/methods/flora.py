@@ -16,11 +16,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from fedfm import lowrank, seeds
-from fedfm.federation import Client, ClientId, Federation, Update, each, on_client
-from fedfm.methods._exact_lora import AnyRanks, Merged, as_factors, as_params, averaged, delta_w, terms
-from fedfm.models import lora
-from fedfm.params import Layout, Params
+from fedfm import seeds
+from fedfm.core.client import Client, ClientId, Update, each, on_client
+from fedfm.core.federation import Federation
+from fedfm.linalg import low_rank
+from fedfm.linalg.params import Layout, Params
+from fedfm.methods._lora_products import AnyRanks, Merged, as_factors, as_params, averaged, delta_w, terms
+from fedfm.models.adapters import lora
+from fedfm.training import any_rank
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,18 @@ class FLoRA(AnyRanks[Merged]):
     def train(self, client: Client, head: Params, shift: Params, rank: int, restart: int) -> Update:
         w = fresh(client.model.layout, head, rank, restart)  # A_k random, B_k = 0
         with lora.shifted(client.model, as_factors(shift)):
-            w_k = lora.fit(self.local, client, w)
+            w_k = any_rank.fit(self.local, client, w)
         return Update(w_k - w, self.weight(client), client.metrics)
 
     def params_for(self, state: Merged, client: ClientId) -> Params:
         return lora.merged(state.w, as_factors(state.shift), state.alpha)
 
 
-def merge(before: lowrank.Factors | None, stacked: lowrank.Factors) -> lowrank.Factors:
+def merge(before: low_rank.Factors | None, stacked: low_rank.Factors) -> low_rank.Factors:
     """What was merged so far and a new stack, as factors of their sum: nothing is lost, and since all clients are sent
     them, they do not show one client's columns beside another's.
     """
-    return lowrank.compressed(stacked if before is None else lowrank.stack([(1.0, before), (1.0, stacked)]))
+    return low_rank.compressed(stacked if before is None else low_rank.stack([(1.0, before), (1.0, stacked)]))
 
 
 def fresh(layout: Layout, head: Params, rank: int, seed: int) -> Params:

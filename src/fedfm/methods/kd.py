@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.client import Client, each, on_client
+from fedfm.core.federation import Federation
 from fedfm.errors import InputError
-from fedfm.federation import Client, Federation, each, on_client
+from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, head_of, passes, rows_of, tensors_of
-from fedfm.params import Params
 
 Head = tuple[Tensor, Tensor]  # (C, d), (C,)
 

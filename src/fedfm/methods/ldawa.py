@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fedfm.federation import Client, Update, on_client
+from fedfm.core.client import Client, Update, on_client
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fedfm.federation import Client, ClientId, Federation, each, on_client
+from fedfm.core.client import Client, ClientId, each, on_client
+from fedfm.core.federation import Federation
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
 
 
 @dataclass(frozen=True)

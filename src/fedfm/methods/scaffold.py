@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from fedfm.core.client import Client, ClientId, Update, on_client
+from fedfm.core.federation import Federation
 from fedfm.errors import InputError
-from fedfm.federation import Client, ClientId, Federation, Update, on_client
+from fedfm.linalg.params import Params
 from fedfm.methods._statistics import averaged
 from fedfm.methods.fedavg import FedAvg
-from fedfm.params import Params
 from fedfm.training import SGD, Proximal
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fedfm.federation import Federation
-from fedfm.method import with_model
-from fedfm.methods._around import Around
-from fedfm.params import Params
+from fedfm.core.federation import Federation
+from fedfm.core.method import with_model
+from fedfm.linalg.params import Params
+from fedfm.methods.fedbaf.server_foundation import Around
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Foundation models: loading them, what of them is trained, metrics, export."""
+"""Foundation models: load, adapt, score, export."""

@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from fedfm.core.text import to_json
 from fedfm.errors import InputError
-from fedfm.models import beside, lora
-from fedfm.models.adaptation import LORA
+from fedfm.linalg.params import Params
+from fedfm.models.adapters import dual_adapter, lora
+from fedfm.models.adapters.adaptation import LORA
+from fedfm.models.adapters.pair import GLOBAL, LOCAL, MIX, is_pair
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
-from fedfm.params import Params
-from fedfm.training.pair import GLOBAL, LOCAL, MIX, is_pair
-from fedfm.writing import to_json
 
 Target = Literal["peft", "hf", "torch"]
 ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fedfm.json"
@@ -40,7 +40,7 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
         for name in (GLOBAL, LOCAL):
             save_adapter(model, w.part(name), folder / name)
         _save(dict(w.part(MIX)), folder / PAIRED)
-        w = beside.mean(model, w)
+        w = dual_adapter.mean(model, w)
     if _is_lora(model) and (rank := lora.rank_of(w)) and rank != lora.rank_of(model.params()):
         _save_lora(model, w, rank, folder)
     elif _is_lora(model):

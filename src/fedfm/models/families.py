@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from fedfm.errors import InputError
+
 
 @dataclass(frozen=True)
 class Family:
@@ -100,6 +102,22 @@ def find(module: nn.Module, model_type: str) -> Parts:
         _module(module, _resolve(module, prefix, p)) for p in (family.embedding, family.norm, family.pooler)
     )
     return Parts(embedding, blocks, norm, pooler, head)
+
+
+def type_of(module: Any) -> str:
+    """The model type by its configuration; "" of a module that is of no such kind."""
+    found = getattr(getattr(module, "config", None), "model_type", "")
+    return found if isinstance(found, str) else ""
+
+
+def check_alike(name: str, model_type: str, mine: str) -> None:
+    """Refuse a model whose parts have other names than those of one of type ``mine``.
+
+    Raises:
+        InputError: the two types are not of one family.
+    """
+    if mine != model_type and (mine not in FAMILIES or FAMILIES.get(mine) is not FAMILIES.get(model_type)):
+        raise InputError(f"{name}: a model of type {model_type!r} does not match one of type {mine!r}")
 
 
 def unwrapped(module: Any) -> Any:

@@ -19,6 +19,8 @@ from fedfm.models.quiet import quiet
 from fedfm.models.spec import ModelSpec
 
 _Parts = tuple[nn.Module, str, dict[str, Any], list[str], Tools]  # the fields of load.Loaded
+_TEXT_HEADS = ("SequenceClassification", "CausalLM", "MaskedLM")
+_HEADS = ("ImageClassification", "SequenceClassification", "CausalLM")
 _TWO_HEADS = ("deit",)  # saved with the head of distillation beside the classifier, and their mean as the answer
 PROMPT = "a photo of a {}."  # Learning Transferable Visual Models (CLIP), Radford et al., section 3.1.4
 
@@ -30,21 +32,15 @@ def pretrained(
     kind: str,
     task: str,
     seed: int,
-    *,
-    as_saved: bool = False,
 ) -> _Parts:
-    """The model for the task, with a new head for ``classes`` unless it is a language model.
-
-    Args:
-        as_saved: of the class that wrote it, also where that has two heads.
-    """
+    """The model for the task, with a new head for ``classes`` unless it is a language model."""
     import transformers
 
     from fedfm.models.load import DTYPES
 
     with quiet():
         config = _config(path, spec)
-        if config.model_type in _TWO_HEADS and not as_saved:
+        if config.model_type in _TWO_HEADS:
             config.architectures = []  # the class with one head, the first of those that transformers knows
         labels: dict[str, Any] = {}
         if task == "classification":
@@ -52,6 +48,7 @@ def pretrained(
             auto = "AutoModelForImageClassification" if kind == "image" else "AutoModelForSequenceClassification"
         else:
             auto = "AutoModelForCausalLM"
+        _check_kind(config, spec.name, kind, task)
         for key, value in labels.items():
             setattr(config, key, value)
         tools = _tools(path, spec, config, kind)
@@ -66,7 +63,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
     """A CLIP model whose text encoder has turned the class names into a linear classifier."""
     import transformers
 
-    from fedfm.models.clip import ZeroShot, text_embeddings
+    from fedfm.models.architectures.clip_zero_shot import ZeroShot, text_embeddings
     from fedfm.models.load import DTYPES
 
     with quiet():
@@ -106,7 +103,7 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
 def _config(path: Path | str, spec: ModelSpec) -> Any:
     from transformers import AutoConfig
 
-    import fedfm.models.preact_resnet  # noqa: F401 - makes its architecture known to transformers
+    import fedfm.models.architectures.preact_resnet  # noqa: F401 - makes its architecture known to transformers
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -143,11 +140,52 @@ def _changed(config: Any, options: Mapping[str, Any]) -> Any:
         raise InputError(f"model.options: {_first(error)}") from None
 
 
-def labels(path: Path | str, name: str) -> tuple[str, ...]:
-    """The class names that the model was saved with."""
+def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
+    """See ``load.as_saved``; neither tokenizer nor image processor is needed."""
+    from fedfm.models.families import check_alike, type_of
+
+    spec = ModelSpec(name)
     with quiet():
-        names = _config(path, ModelSpec(name)).id2label
-    return tuple(str(names[i]) for i in sorted(names))
+        config = _config(path, spec)
+        check_alike(name, config.model_type, type_of(like))
+        module, drawn = _weights(_class_for(like, config), path, spec, config, 0, torch.float32)
+    return module, str(config.model_type), drawn
+
+
+def _class_for(like: Any, config: Any) -> Any:
+    """The class that reads a model of this configuration for what ``like`` is for: its head is of the same kind."""
+    import transformers
+
+    for auto in (getattr(transformers, f"AutoModelFor{name}") for name in _HEADS):
+        classes = auto._model_mapping.get(type(like.config), ())
+        if isinstance(like, classes) and type(config) in auto._model_mapping:
+            return auto
+    own = (c for c in type(like).__mro__ if c.__module__.partition(".")[0] == "transformers")
+    return next(own, transformers.AutoModel)
+
+
+def _check_kind(config: Any, name: str, kind: str, task: str) -> None:
+    """Refuse a model of pictures for text and one of text for pictures, and for running text one that sees ahead."""
+    import transformers
+
+    reads = {
+        "image": type(config) in transformers.AutoModelForImageClassification._model_mapping,
+        "text": any(type(config) in getattr(transformers, f"AutoModelFor{h}")._model_mapping for h in _TEXT_HEADS),
+    }
+    needs = "image" if kind == "image" else "text"
+    other = "text" if needs == "image" else "image"
+    if reads[other] and not reads[needs]:
+        words = {"image": "pictures", "text": "text"}
+        raise InputError(
+            f"model.name: {name!r} is of type {config.model_type!r}, which reads {words[other]}: it does not fit data "
+            f"of kind {kind}"
+        )
+    masked = type(config) in transformers.AutoModelForMaskedLM._model_mapping
+    if task != "classification" and masked and getattr(config, "is_decoder", None) is False:
+        raise InputError(
+            f"model.name: {name!r} is of type {config.model_type!r}, which sees the words that it would predict: "
+            f'model.task = "{task}" needs a causal model, such as a llama or a gpt2'
+        )
 
 
 def _first(error: Exception) -> str:
@@ -256,7 +294,12 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
     # RoBERTa's positions start behind the padding index.
     offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
     length = min(spec.max_length, positions - offset) if positions else spec.max_length
-    return Tools(tokenizer=tokenizer, max_length=length)
+    if positions and spec.answer_tokens is not None and spec.answer_tokens >= positions:
+        raise InputError(
+            f"model.answer_tokens = {spec.answer_tokens}: {spec.name!r} has {positions} positions for a prompt and its "
+            f"answer; expected at most {positions - 1}"
+        )
+    return Tools(tokenizer=tokenizer, max_length=length, positions=positions)
 
 
 def _image_processor(path: Path | str, config: Any) -> Any:

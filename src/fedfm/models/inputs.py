@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.models.quiet import quiet
-from fedfm.rows import Rows
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
@@ -56,8 +56,9 @@ def prepare(
     if table.kind == "passages" or (language_model and table.kind == "text"):
         return Rows(tokens=passages(list(part.inputs), tokenizer, max_length), pad=pad)
     if table.kind == "instruction":
-        tokens, starts = instructions(list(part.inputs), tokenizer, max_length)
-        return Rows({"answer_start": starts}, tokens=tokens, pad=pad)
+        pairs = [(instruction, output) for instruction, output in part.inputs]
+        tokens, starts = instructions(pairs, tokenizer, max_length)
+        return Rows({"answer_start": starts}, tokens=tokens, pad=pad, pairs=tuple(pairs))
     return Rows(tokens=texts(list(part.inputs), tokenizer, max_length), labels=_labels(part, classes), pad=pad)
 
 
@@ -155,15 +156,28 @@ def passages(pieces: list[str], tokenizer: Any, max_length: int) -> tuple[Tensor
 
 
 def instructions(pairs: list[tuple[str, str]], tokenizer: Any, max_length: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(token vectors of prompt and answer, (n,) where the answer starts); long prompts lose their beginning."""
+    """(token vectors of prompt and answer, (n,) where the answer starts), as a model trains on them.
+
+    Answers lose what is beyond half of ``max_length``, prompts their beginning.
+    """
     rows, starts = [], []
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for instruction, output in pairs:
         with quiet():
-            prompt = tokenizer(PROMPT.format(instruction=instruction))["input_ids"]
             answer = tokenizer(output, add_special_tokens=False)["input_ids"] + eos
         answer = answer[: max_length // 2]
-        prompt = prompt[-(max_length - len(answer)) :]
+        prompt = _prompt(instruction, tokenizer, max_length - len(answer))
         rows.append(torch.tensor(prompt + answer, dtype=torch.int64))
         starts.append(len(prompt))
     return tuple(rows), torch.tensor(starts, dtype=torch.int64)
+
+
+def prompts(pairs: Sequence[tuple[str, str]], tokenizer: Any, length: int) -> list[Tensor]:
+    """What a model reads before it answers each instruction: the last ``length`` tokens, whatever the right answer."""
+    return [torch.tensor(_prompt(instruction, tokenizer, length), dtype=torch.int64) for instruction, _ in pairs]
+
+
+def _prompt(instruction: str, tokenizer: Any, length: int) -> list[int]:
+    with quiet():
+        ids: list[int] = tokenizer(PROMPT.format(instruction=instruction))["input_ids"]
+    return ids[-length:]

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from fedfm import seeds
 from fedfm.errors import InputError
-from fedfm.models import adaptation, families, inputs, resnet
+from fedfm.linalg.params import to_bytes
+from fedfm.models import families, inputs
+from fedfm.models.adapters import adaptation
+from fedfm.models.architectures import resnet
 from fedfm.models.model import Model, Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.params import to_bytes
 
 BUILT_IN = {  # folders in this package; all but nano-vit are architectures without weights
     "nano-vit": "nano_vit",
@@ -260,31 +262,34 @@ def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...], kind: str, se
     return Loaded(net, "cifar_resnet", config, ["linear"], Tools(image=image))
 
 
-def as_saved(name: str, kind: str, task: str) -> tuple[nn.Module, str]:
-    """(module, model type) of a model with the weights, the head and the labels that it was saved with.
+def as_saved(name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
+    """(module, model type, names that its weights lack) of a model with the head and the labels it was saved with.
+
+    Args:
+        name: built in, a folder, a file of a CIFAR ResNet, or a hub id.
+        like: the module with which it shall be compared, which says for what it is read.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: it cannot be read, or is of another family.
     """
-    spec = ModelSpec(name, task=task, adaptation=AdaptationSpec("full"))
     path = locate(name)
     if isinstance(path, Path) and path.is_file():
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
+        families.check_alike(name, "cifar_resnet", families.type_of(like))
         try:
             state = load_file(path)
             classes = tuple(map(str, range(len(state["linear.weight"]))))
         except (KeyError, SafetensorError, OSError) as error:
             raise InputError(f"model.name: {path} is not a CIFAR ResNet: {error}") from None
-        loaded = _resnet(path, spec, classes, kind, seed=0)
+        spec = ModelSpec(name, task="classification", adaptation=AdaptationSpec("full"))
+        loaded = _resnet(path, spec, classes, "image", seed=0)
         loaded.module.load_state_dict(state, strict=False)
-        return loaded.module, loaded.model_type
+        return loaded.module, loaded.model_type, set()
     from fedfm.models import hub
 
-    classes = hub.labels(path, name) if task == "classification" else ()
-    loaded = Loaded(*hub.pretrained(path, spec, classes, kind, task, seed=0, as_saved=True))
-    return loaded.module, loaded.model_type
+    return hub.as_saved(path, name, like)
 
 
 def _draw_head(module: nn.Module, new: list[str], seed: int) -> None:

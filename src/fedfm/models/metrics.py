@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedfm.core.rows import Rows
+from fedfm.models.inputs import prompts
 from fedfm.models.model import IGNORE, Model
-from fedfm.rows import Rows
 
 Scores = dict[str, Any]
 
@@ -21,9 +24,9 @@ def evaluate(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
 
     Returns:
         ``n`` (rows), ``accuracy``, ``balanced_accuracy``, ``macro_f1``, ``loss``, ``perplexity``, ``tokens``, and for
-        instructions ``exact_match``, ``rouge_1``. ``loss`` is the mean over rows, for language models over predicted
-        tokens; ``perplexity`` = exp(loss) and ``accuracy`` that of the next token; for instructions the accuracy is
-        exact match of the answers.
+        instructions ``exact_match``, ``rouge_1``, ``answers_cut``. ``loss`` is the mean over rows, for language models
+        over predicted tokens; ``perplexity`` = exp(loss) and ``accuracy`` that of the next token; for instructions the
+        accuracy is exact match of the answers.
 
     Example:
         >>> from fedfm.models.wrap import wrap
@@ -35,9 +38,9 @@ def evaluate(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
     if (own := getattr(model, "scores_function", None)) is not None:
         return own(model, rows, batch_size)  # type: ignore[no-any-return]
     if model.is_language_model:
-        found = _language(model, rows, batch_size)
+        found = likelihood(model, rows, batch_size)
         if model.task == "instruction":
-            found |= _instruction(model, rows)
+            found |= compared(answers(model, rows) if model.spec.answer_tokens != 0 else [], references(rows))
         return found
     if rows.labels is None or not len(rows):
         return nothing(n=len(rows))
@@ -67,8 +70,11 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
     }
 
 
-def _language(model: Model, rows: Rows, batch_size: int) -> Scores:
-    """Sums over tokens in float64, without keeping logits of more than one batch."""
+def likelihood(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
+    """Of a language model the loss a predicted token and what follows from it; of instructions the answers' tokens.
+
+    Sums over tokens are in float64, and logits of more than one batch are never kept.
+    """
     total, hits, tokens = 0.0, 0, 0
     with torch.no_grad(), model.evaluating():
         for batch in rows.batches(batch_size):
@@ -88,52 +94,86 @@ def _language(model: Model, rows: Rows, batch_size: int) -> Scores:
     }
 
 
-def _instruction(model: Model, rows: Rows) -> Scores:
-    if not len(rows) or not model.spec.answer_tokens:
-        return {"accuracy": None, "exact_match": None, "rouge_1": None}
-    pairs = list(zip(answers(model, rows), references(model, rows), strict=True))
-    exact = sum(a.strip() == b.strip() for a, b in pairs) / len(pairs)
-    return {"accuracy": exact, "exact_match": exact, "rouge_1": sum(rouge_1(a, b) for a, b in pairs) / len(pairs)}
+def compared(said: Sequence[Answer], right: Sequence[str]) -> Scores:
+    """Exact match and ROUGE-1, means over the rows, against whole references; None where nothing is said.
+
+    ``answers_cut`` is the share of answers that the limit stops: a longer one might have matched.
+    """
+    if not said:
+        return dict.fromkeys(("accuracy", "exact_match", "rouge_1", "answers_cut"))
+    n, pairs = len(said), list(zip((a.text for a in said), right, strict=True))
+    exact = sum(a.strip() == b.strip() for a, b in pairs) / n
+    rouge = sum(rouge_1(a, b) for a, b in pairs) / n
+    return {"accuracy": exact, "exact_match": exact, "rouge_1": rouge, "answers_cut": sum(a.cut for a in said) / n}
 
 
-def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[str]:
-    """What the model answers, greedily, to the prompts of instruction rows.
+@dataclass(frozen=True)
+class Answer:
+    """What a model says to one instruction.
+
+    Attributes:
+        tokens: with the end.
+        text: without special tokens.
+        cut: it stops at the limit, without an end of its own.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    cut: bool
+
+
+def answer_limit(model: Model) -> int:
+    """Most tokens of an answer: ``answer_tokens``, else ``max_length`` or, if they are fewer, half of the positions."""
+    tools = model.tools
+    return model.spec.answer_tokens or min(tools.max_length, (tools.positions or 2 * tools.max_length) // 2)
+
+
+def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
+    """What the model answers, greedily, to instruction rows. The right answers have no part in it.
 
     Prompts of like length are answered together, padded on the left, where no answer looks: what a row says alone, but
     for a tie of two tokens that the last bit decides.
     """
-    tokens, starts = rows.tokens or (), rows.tensors["answer_start"].tolist()
+    limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
+    asked = prompts(rows.pairs or (), model.tools.tokenizer, min(window, places - limit) if places else window)
     share = rows.tensors.get("local_share")
-    order = sorted(range(len(tokens)), key=lambda i: starts[i])
-    out = [""] * len(tokens)
+    order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
+    out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
     ends = _ends(model)
     with torch.no_grad(), model.evaluating():
         for at in range(0, len(order), batch_size):
             some = order[at : at + batch_size]
-            longest = starts[some[-1]]
-            prompts = torch.full((len(some), longest), rows.pad)  # (b, L)
-            for row, i in zip(prompts, some, strict=True):
-                row[longest - starts[i] :] = tokens[i][: starts[i]]
-            mask = torch.arange(longest) >= longest - torch.tensor([starts[i] for i in some])[:, None]  # (b, L)
+            longest = len(asked[some[-1]])
+            batch = torch.full((len(some), longest), rows.pad)  # (b, L)
+            mask = torch.zeros_like(batch)  # (b, L)
+            for row, i in enumerate(some):
+                batch[row, longest - len(asked[i]) :], mask[row, longest - len(asked[i]) :] = asked[i], 1
             model.share = None if share is None else share[some]
             said = generate(
-                input_ids=prompts.to(model.device),
-                attention_mask=mask.long().to(model.device),
-                max_new_tokens=model.spec.answer_tokens,
+                input_ids=batch.to(model.device),
+                attention_mask=mask.to(model.device),
+                max_new_tokens=limit,
                 do_sample=False,
+                num_beams=1,
+                use_cache=True,
+                eos_token_id=sorted(ends) or None,
                 pad_token_id=rows.pad,
             )
             for i, ids in zip(some, said[:, longest:].tolist(), strict=True):
-                out[i] = model.tools.tokenizer.decode(_until(ids, ends), skip_special_tokens=True)
+                tokens = _until(ids, ends)
+                text = model.tools.tokenizer.decode(tokens, skip_special_tokens=True)
+                out[i] = Answer(tuple(tokens), text, cut=ends.isdisjoint(tokens))
     return out
 
 
 def _ends(model: Model) -> set[int]:
-    """The tokens that end an answer."""
+    """The tokens that end an answer: the model's own, and the tokenizer's, which ends the answers that it trains on."""
     module: Any = model.module
     found = module.generation_config.eos_token_id
-    return set() if found is None else {found} if isinstance(found, int) else set(found)
+    own = {found} if isinstance(found, int) else set(found or ())
+    taught = model.tools.tokenizer.eos_token_id
+    return own if taught is None else own | {taught}
 
 
 def _until(ids: list[int], ends: set[int]) -> list[int]:
@@ -142,11 +182,9 @@ def _until(ids: list[int], ends: set[int]) -> list[int]:
     return ids[: stop + 1]
 
 
-def references(model: Model, rows: Rows) -> list[str]:
-    """The right answers of instruction rows."""
-    starts = rows.tensors["answer_start"].tolist()
-    decode = model.tools.tokenizer.decode
-    return [decode(t[s:], skip_special_tokens=True) for t, s in zip(rows.tokens or (), starts, strict=True)]
+def references(rows: Rows) -> list[str]:
+    """The right answers of instruction rows, whole: a model trains on what fits of them."""
+    return [output for _, output in rows.pairs or ()]
 
 
 def rouge_1(answer: str, reference: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedfm.core.rows import Batch, Rows
+from fedfm.linalg.params import Layout, Params, layout_of
 from fedfm.models import inputs
-from fedfm.models.adaptation import live_head
+from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.spec import ModelSpec
-from fedfm.params import Layout, Params, layout_of
-from fedfm.rows import Batch, Rows
-from fedfm.training import packed
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
 
 ENCODE = 32  # rows that the frozen backbone sees at a time
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+PREDICTORS: list[Callable[[Any, Rows], Tensor | None]] = []  # quicker ways to logits: training.packed adds its own
 IGNORE = -100  # F.cross_entropy's mark of a target that does not count
 
 
@@ -38,12 +38,14 @@ class Tools:
         processor: the transformers image processor behind it, to be saved with an export, or None.
         tokenizer: or None.
         max_length: tokens.
+        positions: tokens that the model can tell apart by their place, or None where nothing limits them.
     """
 
     image: inputs.Preprocess | None = None
     processor: Any = None
     tokenizer: Any = None
     max_length: int = 128
+    positions: int | None = None
 
 
 class Model:
@@ -59,7 +61,7 @@ class Model:
         fingerprint: sha256 of the starting weights without new heads, and of the configuration.
         names: the trainable tensors that travel, in the module's order.
         layout: of :meth:`params`.
-        kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.cohort``).
+        kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.scheduler``).
     """
 
     kernels: str = "exact"
@@ -142,13 +144,13 @@ class Model:
 
     def beside(self, other: Params, a: float) -> AbstractContextManager[None]:
         """Within it LoRA's output is a times the model's own and 1 - a times that of ``other``, which is frozen."""
-        from fedfm.models.beside import beside
+        from fedfm.models.adapters.dual_adapter import beside
 
         return beside(self, other, a)
 
     def wearing(self, w: Params, rows: Rows) -> AbstractContextManager[Rows]:
         """Within it the model has both adapters of a pair (``training.pair``), and takes the rows that this yields."""
-        from fedfm.models.beside import wearing
+        from fedfm.models.adapters.dual_adapter import wearing
 
         return wearing(self, w, rows)
 
@@ -197,7 +199,7 @@ class Model:
         Raises:
             ValueError: the model has no head.
         """
-        from fedfm.models.beside import prompts
+        from fedfm.models.adapters.dual_adapter import prompts
 
         if self.last_layer is None:
             raise ValueError("the model has no linear head, hence no last hidden state")
@@ -290,10 +292,11 @@ class Model:
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
         """Logits of all rows without gradients, float32 on the CPU; a language model pads to the longest row.
 
-        LoRA of the classifiers that :mod:`fedfm.training.packed` knows goes through its forward, without padding.
+        What a :data:`PREDICTORS` entry knows goes through its forward.
         """
-        if (found := packed.predict(self, rows)) is not None:
-            return found
+        for predictor in PREDICTORS:
+            if (found := predictor(self, rows)) is not None:
+                return found
         if self.is_language_model and rows.tokens is not None:
             rows = _padded(rows)
         rows, back = _by_length(rows)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
+from fedfm.core.rows import Batch, Rows
 from fedfm.models import load
+from fedfm.models.ends import Ends
 from fedfm.models.families import Parts
 from fedfm.models.model import Model, Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.rows import Batch, Rows
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
@@ -23,6 +24,7 @@ class WrappedModel(Model):
     """A :class:`Model` whose loss, logits and preparation of rows are given as functions."""
 
     softmax = False
+    ends: Ends | None = None  # where they are known otherwise than by ``parts``
     loss_function: Callable[[nn.Module, Batch], Tensor]
     logits_function: Callable[[nn.Module, Batch], Tensor] | None = None
     prepare_function: Callable[[Table, np.ndarray], Rows] | None = None
@@ -121,4 +123,5 @@ def wrap(
     )
     model._train_too = list(module.modules())  # its dropout was chosen for this training, unlike a foundation model's
     model.loss_function, model.logits_function, model.prepare_function = loss, logits, prepare
+    model.ends = Ends((), head or None)
     return model

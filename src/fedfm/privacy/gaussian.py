@@ -1,7 +1,7 @@
 """The Gaussian mechanism, calibrated exactly.
 
 Balle, Wang: Improving the Gaussian Mechanism for Differential Privacy: Analytical Calibration and Optimal Denoising.
-ICML 2018. arXiv 1805.06530, Theorem 8 and Algorithm 1. The noise of FedPFT (Beitollahi et al. 2024, Theorem 4.1) is
+ICML 2018. arXiv:1805.06530, Theorem 8 and Algorithm 1. The noise of FedPFT (Beitollahi et al. 2024, Theorem 4.1) is
 here too, with a check of what it is worth.
 """
 

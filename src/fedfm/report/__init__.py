@@ -1,1 +1,1 @@
-"""Reports of runs: one self-contained page, tables for the terminal, from the files of a run directory alone."""
+"""HTML and tables, from the files of a run directory alone."""

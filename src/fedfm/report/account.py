@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fedfm.report import weights
+from fedfm.core.text import finite, to_json
+from fedfm.report import client_weights
 from fedfm.report.page import code, details, note, table
 from fedfm.report.read import RunFiles, Traffic, mapping, numeric, sequence
 from fedfm.report.text import count, esc, number, plural, size, toml
-from fedfm.writing import finite, to_json
 
 _WAY = {"up": "client to server", "down": "server to client", "across": "client to client"}
 _SEEN = {
@@ -160,8 +160,9 @@ def result(run: RunFiles) -> str:
 def share_box(run: RunFiles) -> str:
     """What must not leave the place where the run lies; the report itself tells something too."""
     items = [str(s) for s in sequence(run.manifest.get("do_not_share"))]
-    items.append("This report names the clients and shows their rows per class; ask them before passing it on.")
-    if (run.path / weights.FILE).exists():
+    counted = "" if run.experiment.get("privacy") else " and shows their rows per class"
+    items.append(f"This report names the clients{counted}; ask them before passing it on.")
+    if (run.path / client_weights.FILE).exists():
         items.append("Its map of who learns from whom says whose rows resemble whose, and audit.json names the pairs.")
     body = "".join(f"<li>{esc(s)}</li>" for s in items)
     title = "What must not be shared"

@@ -96,14 +96,21 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
     return save(page("Comparison · fedfm", head, parts, "Written by fedfm from the runs' own files."), Path(out))
 
 
+def _incomplete(names: Sequence[str], runs: Sequence[RunFiles]) -> str:
+    said = [f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.missing]
+    items = "".join(f"<li>{esc(text)}</li>" for text in said)
+    title = "Records that are not whole"
+    return f'<aside aria-label="{title}"><strong>{title}</strong><ul>{items}</ul></aside>' if said else ""
+
+
 def section(runs: Sequence[RunFiles]) -> str:
     """Table and plots of the runs; the first is the one that the others are held against."""
     names = labels(runs)
     alike = differences(runs)
-    warning = ""
+    warning = _incomplete(names, runs)
     if alike:
         items = "".join(f"<li>{esc(d)}</li>" for d in alike)
-        warning = f'<aside aria-label="Not like for like"><strong>Not like for like</strong><ul>{items}</ul></aside>'
+        warning += f'<aside aria-label="Not like for like"><strong>Not like for like</strong><ul>{items}</ul></aside>'
     figures = _figures(runs)
     rows = [
         [
@@ -161,10 +168,12 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 
     def unlike(what: str, of: list[object]) -> None:
         if others := _unlike(names, of):
-            out.append(f"{what} of {', '.join(others)} {'is' if len(others) == 1 else 'are'} not that of {names[0]}.")
+            out.append(_sentence(what, others, names[0]))
 
     unlike("The model (fingerprint)", [mapping(run.manifest.get("fingerprints")).get("model") for run in runs])
-    unlike("The split among clients", [mapping(run.manifest.get("split")).get("clients") for run in runs])
+    told = _not_private(names, runs)
+    if others := _unlike(list(told), [mapping(run.manifest.get("split")).get("clients") for run in told.values()]):
+        out.append(_sentence("The split among clients", others, next(iter(told))))
     unlike("The seed", [mapping(run.experiment.get("run")).get("seed") for run in runs])
     unlike("The attack", [run.experiment.get("attack") for run in runs])
     unlike("The aggregation", [run.experiment.get("aggregation") or {"name": "mean"} for run in runs])
@@ -177,12 +186,30 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def other_data(runs: Sequence[RunFiles]) -> list[str]:
-    """A sentence where the figures are not of the same data, by the fingerprints of all rows; else nothing."""
+    """Sentences where the figures are not of the same data, by the fingerprints of all rows, or where nobody can tell:
+    under [privacy] a fingerprint is keyed, with another key a run.
+    """
     names = labels(runs)
-    others = _unlike(names, [mapping(run.manifest.get("fingerprints")).get("data") for run in runs])
-    if not others:
-        return []
-    return [f"The figures are of different data: the rows (fingerprint) of {', '.join(others)} are not {names[0]}'s."]
+    out, told = [], _not_private(names, runs)
+    if others := _unlike(list(told), [mapping(run.manifest.get("fingerprints")).get("data") for run in told.values()]):
+        first = next(iter(told))
+        out.append(
+            f"The figures are of different data: the rows (fingerprint) of {', '.join(others)} are not {first}'s."
+        )
+    if (keyed := [n for n in names if n not in told]) and len(names) > 1:
+        out.append(
+            f"Of {', '.join(keyed)} nobody can tell whether the data are the same: [privacy] keys the fingerprint."
+        )
+    return out
+
+
+def _not_private(names: Sequence[str], runs: Sequence[RunFiles]) -> dict[str, RunFiles]:
+    """The runs whose manifests tell of their rows."""
+    return {n: run for n, run in zip(names, runs, strict=True) if not run.experiment.get("privacy")}
+
+
+def _sentence(what: str, others: Sequence[str], first: str) -> str:
+    return f"{what} of {', '.join(others)} {'is' if len(others) == 1 else 'are'} not that of {first}."
 
 
 def _unlike(names: Sequence[str], of: Sequence[object]) -> list[str]:

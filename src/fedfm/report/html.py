@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedfm.report import account, audit, compare, features, sections, weights
+from fedfm.report import account, audit, client_weights, compare, fedpft, sections
 from fedfm.report.page import page, save
 from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
 from fedfm.report.text import NONE, count, duration, esc, number, numbers, percent, plural, size
@@ -25,7 +25,7 @@ def write(run_dir: Path, baselines: Sequence[Path] = ()) -> Path:
         The path of the report.
 
     Raises:
-        InputError: a file is missing, not what it should be, or of a newer schema.
+        InputError: the manifest is missing, not what it should be, or of a newer schema.
     """
     run = read(run_dir)
     others = [read(path, messages=False) for path in baselines]
@@ -38,9 +38,9 @@ def render(run: RunFiles, others: Sequence[RunFiles] = ()) -> str:
         ("rounds", "Progress by round", sections.curves(run)),
         ("clients", "Clients", sections.clients(run)),
         ("compare", "Compared with baselines", compare.section([run, *others]) if others else ""),
-        ("map", "Who learns from whom", weights.section(run)),
+        ("map", "Who learns from whom", client_weights.section(run)),
         ("split", "How the data are split", sections.split(run)),
-        ("features", "Mixtures of features", features.section(run)),
+        ("features", "Mixtures of features", fedpft.section(run)),
         ("messages", "Messages", account.messages(run)),
         ("privacy", "Privacy", account.privacy(run)),
         ("audit", "Audits", audit.section(run)),
@@ -51,7 +51,7 @@ def render(run: RunFiles, others: Sequence[RunFiles] = ()) -> str:
     ]
     version = esc(run.manifest.get("fedfm") or "")
     head = f'<p class="eyebrow">fedfm {version} · run report</p><h1>{esc(run.name)}</h1>'
-    head += f'<p class="lead">{_sentence(run)}</p>{_status(run)}{_tiles(run)}{account.share_box(run)}'
+    head += f'<p class="lead">{_sentence(run)}</p>{_status(run)}{_missing(run)}{_tiles(run)}{account.share_box(run)}'
     made = f"Written by fedfm {version} from manifest.json, metrics.jsonl and messages.jsonl of this run."
     return page(f"{run.name} · fedfm", head, [p for p in parts if p[2]], made)
 
@@ -93,6 +93,13 @@ def _status(run: RunFiles) -> str:
         said = "No round is committed yet."
     said += " <code>fedfm resume</code> goes on from there."
     return f'<aside id="status" role="status"><strong>Unfinished run</strong><p>{said}</p></aside>'
+
+
+def _missing(run: RunFiles) -> str:
+    if not run.missing:
+        return ""
+    items = "".join(f"<li>{esc(text)}</li>" for text in run.missing)
+    return f'<aside id="missing" role="alert"><strong>This record is not whole</strong><ul>{items}</ul></aside>'
 
 
 def _tiles(run: RunFiles) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.errors import InputError
+from fedfm.runtime import logs
 
 SCHEMA = 1  # the newest manifest that this module understands
 SERVER = "server"
@@ -62,6 +63,7 @@ class RunFiles:
         result: the result line, empty while the run is unfinished.
         rounds: committed rounds in order of number.
         traffic: the crossings, summed; largest first.
+        missing: what of the record is damaged or gone, and what the run went on without, a sentence each.
     """
 
     path: Path
@@ -69,6 +71,7 @@ class RunFiles:
     result: Mapping[str, Any]
     rounds: tuple[Round, ...]
     traffic: tuple[Traffic, ...] = field(default=())
+    missing: tuple[str, ...] = field(default=())
 
     @property
     def finished(self) -> bool:
@@ -163,7 +166,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
         messages: whether to sum up messages.jsonl too, which may be long.
 
     Raises:
-        InputError: a file is missing or not what it should be, or a newer fedfm wrote it.
+        InputError: the manifest is missing or not what it should be, or a newer fedfm wrote it.
     """
     run_dir = Path(run_dir)
     path = run_dir / "manifest.json"
@@ -180,15 +183,42 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
         raise InputError(
             f"{path}: schema {schema!r}, this fedfm reads up to {SCHEMA}; use the fedfm that wrote the run"
         )
-    finished = bool(manifest.get("finished"))
-    rounds = {r.number: r for r in map(_round, _lines(run_dir / "metrics.jsonl", finished))}
+    result = mapping(manifest.get("result"))
+    # A resumed round replaces the one written before the kill.
+    rounds = {r.number: r for r in map(_round, _lines(run_dir / logs.METRICS))}
     return RunFiles(
         path=run_dir,
         manifest=manifest,
-        result=mapping(manifest.get("result")),
-        rounds=_spans([rounds[t] for t in sorted(rounds)]),  # a resumed round replaces the one written before the kill
-        traffic=_traffic(run_dir / "messages.jsonl", finished) if messages else (),
+        result=result,
+        rounds=_spans([rounds[t] for t in sorted(rounds)]),
+        traffic=_traffic(run_dir / logs.MESSAGES) if messages else (),
+        missing=(*_gone(manifest), *_gaps(run_dir, result, max(rounds, default=0), messages)),
     )
+
+
+def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The objects of a log that can be read; what cannot is named in ``RunFiles.missing``."""
+    return (line for _, line, _ in logs.lines(path) if line is not None)
+
+
+def _gaps(run_dir: Path, result: Mapping[str, Any], last: int, messages: bool) -> list[str]:
+    """What the logs lack: up to the end of a finished run, else up to the newest checkpoint."""
+    committed = [t - 1 for t in _committed(run_dir)]  # a round's line is written after its checkpoint
+    last = int(_whole(result.get("rounds"))) if result else max([last, *committed])
+    finished = result or None
+    if messages:
+        return logs.gaps(run_dir, last, finished)
+    return logs.gaps_of_metrics(run_dir / logs.METRICS, last, finished)
+
+
+def _committed(run_dir: Path) -> list[int]:
+    names = [path.stem for where in ("", "private/") for path in run_dir.glob(f"{where}checkpoint/round-*.safetensors")]
+    return [int(name.removeprefix("round-")) for name in names if name.removeprefix("round-").isdigit()]
+
+
+def _gone(manifest: Mapping[str, Any]) -> list[str]:
+    marks = [mapping(mark) for mark in sequence(manifest.get("lost"))]
+    return [f"{mark.get('file')} {mark.get('how')}: the run went on without it" for mark in marks]
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
@@ -209,27 +239,6 @@ def numeric(value: Any) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
-
-
-def _lines(path: Path, finished: bool) -> Iterator[Mapping[str, Any]]:
-    """Objects of a JSON Lines file, one at a time."""
-    if not path.is_file():
-        if finished:
-            raise InputError(f"{path}: no such file, although the run is finished; restore it from where it ran")
-        return  # killed before its first round
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for i, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                if not finished and not line.endswith("\n"):
-                    return  # the line that was being written when the run was killed
-                raise InputError(f"{path}:{i}: not JSON ({error}); restore the file as fedfm wrote it") from error
-            if not isinstance(value, dict):
-                raise InputError(f"{path}:{i}: a JSON object is wanted, not {type(value).__name__}")
-            yield value
 
 
 def _by_client(found: Any) -> dict[str, float | None]:
@@ -272,9 +281,9 @@ def _whole(value: Any) -> float:
     return x if x is not None and math.isfinite(x) else 0.0
 
 
-def _traffic(path: Path, finished: bool) -> tuple[Traffic, ...]:
+def _traffic(path: Path) -> tuple[Traffic, ...]:
     sums: dict[tuple[str, str, str, bool], tuple[int, float, set[str]]] = {}
-    for line in _lines(path, finished):
+    for line in _lines(path):
         sender, receiver = str(line.get("from", "")), str(line.get("to", ""))
         direction = "up" if receiver == SERVER else "down" if sender == SERVER else "across"
         key = (

@@ -104,6 +104,8 @@ def clients(run: RunFiles) -> str:
         return note("No accuracy per client was measured.")
     if run.experiment.get("privacy") and not run.measured:
         return note("Under [privacy] no client is asked for scores: the ledger does not cover them.")
+    if mapping(run.experiment.get("method")).get("counts") == "withheld" and not run.measured:
+        return note("No client is asked for scores, which would tell how many rows it has: counts are withheld.")
     order = sorted(final, key=lambda c: (-sound(final[c], -2.0), c))
     rows = [Bar(c, final[c], "no test rows" if final[c] is None else percent(final[c])) for c in order]
     silent = sum(1 for v in final.values() if v is None)
@@ -206,6 +208,9 @@ def split(run: RunFiles) -> str:
     said_ = [*sequence(part.get("notices")), *sequence(run.manifest.get("notices"))]
     notices = "".join(f"<li>{esc(n)}</li>" for n in dict.fromkeys(map(str, said_)))
     notices = f'<ul class="plain">{notices}</ul>' if notices else ""
+    if (kept := part.get("counts")) is not None:
+        said = "Under [privacy] the exact numbers of rows by client and class are no part of this report: "
+        return note(f"{esc(said)}<code>{esc(kept)}</code> has them.") + notices
     if not table_:
         return note("The manifest does not say how the rows were split.") + notices
     classes = [str(c) for c in sequence(part.get("classes"))]

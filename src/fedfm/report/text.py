@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from fedfm.writing import visible
+from fedfm.core.text import visible
 
 NBSP = "\N{NO-BREAK SPACE}"
 NONE = "\N{EN DASH}"  # what stands where there is no value

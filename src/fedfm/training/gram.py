@@ -12,7 +12,7 @@ that is always 1.
 
 from __future__ import annotations
 
-from fedfm.training import SGD
+from fedfm.training.optimisers import SGD
 
 _FIXED = 1 << 20  # multiply-adds that take as long as the calls around the products
 

@@ -1,9 +1,10 @@
 """Linear heads on frozen features, trained one client after the other by compiled loops.
 
 With the backbone frozen, a client trains a softmax regression on cached features. A head is small: what counts is not
-the arithmetic but what stands around it, so all steps of a client are one call (:mod:`fedfm.descent`). Where a
-client takes many steps over fewer rows than features, they are taken in the rows' span (:mod:`fedfm.training.gram`).
-Other rules than plain SGD step in Python, on gradients from the same kernel.
+the arithmetic but what stands around it, so all steps of a client are one call
+(:mod:`fedfm.linalg.kernels.softmax_sgd`). Where a client takes many steps over fewer rows than features, they are taken
+in the rows' span (:mod:`fedfm.training.gram`). Other rules than plain SGD step in Python, on gradients from the same
+kernel.
 
 A client's bits depend on nothing but itself.
 """
@@ -18,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.params import Layout, Params
-from fedfm.training import SGD, gram
-from fedfm.training.ahead import loops
+from fedfm.linalg.kernels.ahead import loops
+from fedfm.linalg.params import Layout, Params
+from fedfm.training import gram
 from fedfm.training.job import Job
-from fedfm.training.rules import Rule
+from fedfm.training.optimisers import SGD
+from fedfm.training.update_rules import Rule
 
 
 class _Trained(Params):

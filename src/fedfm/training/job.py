@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedfm import seeds
-from fedfm.federation import Client
-from fedfm.params import Params
-from fedfm.training import Local
+from fedfm.core.client import Client
+from fedfm.linalg.params import Params
+from fedfm.training.optimisers import Local
 
 
 @dataclass(frozen=True)

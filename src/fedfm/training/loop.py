@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedfm.core.rows import Batch
 from fedfm.errors import InputError
-from fedfm.params import Params
-from fedfm.rows import Batch
-from fedfm.training import ABSENT, Local
+from fedfm.linalg.params import Params
 from fedfm.training.job import Job
-from fedfm.training.rules import Rule
+from fedfm.training.optimisers import ABSENT, Local
+from fedfm.training.update_rules import Rule
 
 
 class Flat:

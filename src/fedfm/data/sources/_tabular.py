@@ -46,7 +46,8 @@ def to_table(
         source: what the file is called in messages.
         at: what a row is called in messages.
         task: "instruction" reads pairs, "language_modelling" reads each text as a passage; else the columns decide.
-        labelled: False for rows to predict: label, output and split are not looked at, and every row is a test row.
+        labelled: False for rows to predict: label and split are not looked at, every row is a test row, and an output
+            may be missing ("").
         classes: names of the integers in the label column, where the source knows them.
 
     Raises:
@@ -65,9 +66,11 @@ def to_table(
     if pairs:
         kind = "instruction"
         instructions = _texts(columns, spec.instruction, "data.instruction", source, at)
-        outputs = [""] * length
         if labelled:
             outputs = _texts(columns, spec.output, "data.output", source, at)
+        else:
+            given = columns.get(spec.output, [None] * length)
+            outputs = ["" if v is None else _text(v, spec.output, at, row) for row, v in enumerate(given)]
         inputs = list(zip(instructions, outputs, strict=True))
         used |= {spec.instruction, spec.output}
     else:
@@ -201,11 +204,15 @@ def _texts(columns: Columns, name: str, key: str, source: str, at: At) -> list[s
     """A column of non-empty strings."""
     values = column(columns, name, key, source)
     for row, value in enumerate(values):
-        if not isinstance(value, str) or not value.strip():
-            if value is None or isinstance(value, str):
-                raise InputError(f'{at(row)}: column "{name}" is empty: fill it, or remove the row')
-            raise InputError(f'{at(row)}: column "{name}" holds {type(value).__name__} {value!r:.40}: text is expected')
+        if value is None or not _text(value, name, at, row).strip():
+            raise InputError(f'{at(row)}: column "{name}" is empty: fill it, or remove the row')
     return list(values)
+
+
+def _text(value: Any, name: str, at: At, row: int) -> str:
+    if not isinstance(value, str):
+        raise InputError(f'{at(row)}: column "{name}" holds {type(value).__name__} {value!r:.40}: text is expected')
+    return value
 
 
 def _label(value: Any, name: str, at: At, row: int) -> int | str:

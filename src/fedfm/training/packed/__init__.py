@@ -18,9 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fedfm import buffers
-from fedfm.params import Params
-from fedfm.rows import Rows
+from fedfm.core.rows import Rows
+from fedfm.linalg.kernels import buffers
+from fedfm.linalg.params import Params
+from fedfm.models.model import PREDICTORS
 from fedfm.training import loop
 from fedfm.training.job import Job
 from fedfm.training.packed import attention, trainer
@@ -122,3 +123,6 @@ def _net(model: Any, low: bool, *, fresh: bool = False) -> _Found | None:
             except Unsupported:
                 known[low] = None
     return known[low]
+
+
+PREDICTORS.append(predict)

@@ -93,7 +93,7 @@ Saved = list[tuple[Tensor, ...]]
 
 def fits(width: int, heads: int) -> bool:
     """Whether the compiled loops take heads of this size."""
-    from fedfm.lanes import COUNT
+    from fedfm.linalg.kernels.simd import COUNT
 
     return width % heads == 0 and (width // heads) % COUNT == 0
 

@@ -14,10 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.compiled import EXACT, compiled, part
-from fedfm.lanes import COUNT, all_of, exponential, first, fma, larger, largest, load, minus, store, times
-from fedfm.lanes import total as sum_of
-from fedfm.tiling import product, transpose
+from fedfm.linalg.kernels.jit import EXACT, compiled, part
+from fedfm.linalg.kernels.matmul import product, transpose
+from fedfm.linalg.kernels.simd import (
+    COUNT,
+    all_of,
+    exponential,
+    first,
+    fma,
+    larger,
+    largest,
+    load,
+    minus,
+    store,
+    times,
+)
+from fedfm.linalg.kernels.simd import total as sum_of
 
 F = np.float32
 _part = partial(part, maths=EXACT)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fedfm.rows import Rows
+from fedfm.core.rows import Rows
 from fedfm.training.packed.batch import Batch
 from fedfm.training.packed.net import Net
 from fedfm.training.packed.prefix import Cache, Prefix

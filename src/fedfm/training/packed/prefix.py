@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fedfm.rows import Rows
+from fedfm.core.rows import Rows
 from fedfm.training.packed.attention import Shape
 from fedfm.training.packed.net import Net
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from fedfm.params import Params
+from fedfm.linalg.params import Params
 from fedfm.training.job import Job
 from fedfm.training.packed import attention
 from fedfm.training.packed.batch import Batch
 from fedfm.training.packed.net import Net
 from fedfm.training.packed.prefix import Cache
-from fedfm.training.rules import Rule
+from fedfm.training.update_rules import Rule
 
 
 def train(net: Net, cache: Cache, jobs: Sequence[Job], fast: bool) -> list[Params]:

@@ -1,0 +1,246 @@
+"""Federate what is in memory: a module of one's own with a loss, or a Hugging Face Trainer. On this machine only.
+
+Data sets and module stay where they are: worker processes are forked and share them. For sites of their own, write an
+experiment whose data and model have names (docs/how-to/deployment.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedfm.api import execute
+from fedfm.api.user_module import Given, Loss, Objective, Places
+from fedfm.config.experiment import Experiment
+from fedfm.config.registry import admit_named, resolve
+from fedfm.data.partition import deal, own_test
+from fedfm.data.spec import IN_MEMORY, DataSpec
+from fedfm.data.stratify import hold_out
+from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.methods.centralised import POOLED
+from fedfm.models.wrap import WrappedModel
+from fedfm.runtime.population import Partitioned
+from fedfm.runtime.run_directory import Run
+from fedfm.seeds import generator
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def federate(
+    model: nn.Module | Trainer,
+    *,
+    clients: Mapping[str, Any] | None = None,
+    train: Any = None,
+    partition: Mapping[str, Any] | None = None,
+    test: Any = None,
+    loss: Loss | None = None,
+    objective: Objective | None = None,
+    logits: Callable[[nn.Module, Any], Tensor] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    labels: str | None = None,
+    classes: Sequence[str] = (),
+    method: str = "fedavg",
+    rounds: int | None = None,
+    local: Mapping[str, Any] | None = None,
+    val_fraction: float = 0.0,
+    aggregation: str | Mapping[str, Any] = "mean",
+    seed: int = 0,
+    out: str | Path | None = None,
+    run: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    progress: execute.Progress | None = None,
+    **keys: Any,
+) -> dict[str, Any]:
+    """Train a module over clients whose rows are in memory; afterwards it holds the trained weights.
+
+    Parameters that require a gradient travel, and batch norm's running statistics; with PEFT these are the adapter's.
+    Data sets are map-style (``len(d)``, ``d[i]``); rows are tuples ``(input, ..., target)``, dicts, or tensors. Random
+    transforms that use torch's generator repeat with the seed; those of other generators do not.
+
+    Args:
+        model: a module on the device where it shall run, or a ``transformers.Trainer``, of which module, loss, data
+            collator, ``train_dataset``, ``eval_dataset`` (as ``test``) and the arguments of the optimiser are taken.
+        clients: name -> data set. Or ``train`` and ``partition``.
+        train: one data set, dealt to clients by ``partition`` (Trainer: its ``train_dataset``).
+        partition: as ``data.partition`` of an experiment, e.g. ``{"name": "dirichlet", "alpha": 0.1, "clients": 10}``.
+        test: a data set on which nobody trains, or one a client by name.
+        loss: (output, target) -> scalar mean over the batch, e.g. ``torch.nn.functional.cross_entropy``. Without it and
+            ``objective`` the module returns its loss itself, as transformers' models do.
+        objective: (module, batch) -> scalar, instead of ``loss``; the batch is what ``collate`` made.
+        logits: (module, batch) -> (b, C), beside an ``objective``, where there is an accuracy to measure.
+        collate: list of rows -> batch [torch's default_collate].
+        labels: which key of rows that are dicts is the target ["labels", else "label"].
+        classes: names of the classes.
+        method: name of a method; its own keys are further arguments, e.g. ``mu=0.01``.
+        rounds: [the method's default].
+        local: the client optimiser, as ``[method.local]``; a Trainer's arguments are its defaults.
+        val_fraction: of each client's rows, kept for validation.
+        aggregation: the rule's name, or as ``[aggregation]``, e.g. ``{"name": "trimmed_mean", "trim": 0.2}``.
+        seed: every random stream derives from it.
+        out: the run directory [``runs/<name>-<time>``]; where it holds this very run, the run goes on.
+        run: further keys of ``[run]``, e.g. ``{"workers": 2, "evaluate_every": 5}``.
+        name: of the run.
+        progress: told what happens, e.g. ``fedfm.cli.progress_bar.Bar()``.
+
+    Returns:
+        The result line, and ``models``: client -> folder of its model; one folder under "" where all share one. With a
+        model a client the module keeps the weights that it had. Accuracy is measured where rows have integer
+        labels and the module gives one logit a class; else there is only the loss.
+
+    Raises:
+        InputError: something given is wrong; before any training.
+        RunError: the run cannot go on; call again with the same ``out``.
+
+    Example:
+        >>> x, y = torch.randn(40, 3), torch.randint(0, 2, (40,))
+        >>> halves = {"north": list(zip(x[:20], y[:20])), "south": list(zip(x[20:], y[20:]))}
+        >>> result = federate(nn.Linear(3, 2), clients=halves, loss=nn.functional.cross_entropy)  # doctest: +SKIP
+    """
+    given = Given(model, loss, objective, logits, collate, labels)
+    if given.trainer is not None:
+        train, test, local = given.data_and_optimiser(clients, train, test, local)
+    admit_named({"method": {"name": method}})
+    for key, value in keys.items():
+        if isinstance(value, nn.Module):
+            raise InputError(
+                f"{key}: a module; expected a built-in name, a folder as save_pretrained writes it or a hub id"
+            )
+    if "local" not in {f.name for f in fields(resolve("methods", method))}:
+        raise InputError(
+            f'method = "{method}": it has no client optimiser that trains a module; federate takes methods that have '
+            'one, such as "fedavg"; for the others write an experiment'
+        )
+    device = next((p.device for p in given.module.parameters()), torch.device("cpu"))
+    settings = {"seed": seed, **_on(device, dict(run or {}))}
+    tables = {
+        "data": {"name": IN_MEMORY, "partition": _partition(clients, train, partition), "val_fraction": val_fraction},
+        "model": {"name": IN_MEMORY},
+        "method": {
+            "name": method,
+            **({} if rounds is None else {"rounds": rounds}),
+            "local": dict(local or {}),
+            **keys,
+        },
+        "aggregation": {"name": aggregation} if isinstance(aggregation, str) else aggregation,
+        "run": settings,
+    }
+    experiment = Experiment.from_dict(tables | {"name": name or f"{method.rpartition(':')[2]}-in-memory"}, imports=True)
+    table, places = given.table(clients, train, test, experiment.data.partition.column)
+    federated = _dealt(table, places, experiment.data, experiment.run.seed)
+    with _as_it_was(given.module):
+        wrapped = given.wrapped(table, classes)
+        federated = replace(federated, table=replace(table, classes=wrapped.classes))
+        start = wrapped.params()
+        try:
+            current, fresh = _run_at(out, experiment)
+            watcher = progress or execute.Progress()
+            result = execute.drive(current, watcher, fresh=fresh, population=lambda: Partitioned(federated, wrapped))
+            start = _end(current, experiment, wrapped) or start
+        finally:
+            wrapped.load(start)
+    return result | {"models": _folders(current, experiment, federated.clients)}
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _partition(clients: Mapping[str, Any] | None, train: Any, partition: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The partition of the record; clients that came with data sets of their own are a column of names."""
+    if clients is None and train is None:
+        raise InputError("clients: expected name -> data set, or train=data set with partition={...}")
+    if clients is not None and (train is not None or partition is not None):
+        raise InputError("clients: every data set is a client; drop train and partition")
+    if clients is None:
+        return {} if partition is None else partition
+    if not isinstance(clients, Mapping) or not clients:
+        raise InputError("clients: expected a dict of name -> data set")
+    for name in clients:
+        if not isinstance(name, str) or not name.strip() or name in ("server", POOLED):
+            raise InputError(f"clients: {name!r} is no name for a client; expected a text")
+    return {"name": "by_column", "column": "client"}
+
+
+def _dealt(table: Table, places: Places, spec: DataSpec, seed: int) -> FederatedData:
+    """Clients' rows: as they came, or by the partition's rule."""
+    if ("train", "") in places:
+        return deal(table, spec, seed=seed)
+    names = [client for split, client in places if split == "train"]
+    train, test = table.rows("train"), table.rows("test")
+    if ("test", "") not in places:
+        own = {c: places.get(("test", c), np.zeros(0, dtype=np.int64)) for c in names}
+    elif table.labels is None:
+        own = {c: np.zeros(0, dtype=np.int64) for c in names}
+    else:
+        owner = np.concatenate([np.full(len(places["train", c]), k) for k, c in enumerate(names)])
+        who = own_test(table, test, train, owner, len(names), seed)
+        own = {c: test[who == k] for k, c in enumerate(names)}
+    clients = {}
+    for c in names:
+        mine = places["train", c]
+        held = hold_out(
+            None if table.labels is None else table.labels[mine], mine, spec.val_fraction, generator(seed, "val", c)
+        )
+        clients[c] = ClientRows(np.setdiff1d(mine, held), np.sort(held), own[c])
+    return FederatedData(table, clients, test, table.notices)
+
+
+def _on(device: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
+    """On an accelerator, one process."""
+    if device.type == "cpu":
+        return settings
+    from fedfm.engines.local.engine import processes
+
+    return settings | {"workers": processes(settings.get("workers", 1), device)}
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def _run_at(out: str | Path | None, experiment: Experiment) -> tuple[Run, bool]:
+    """(run, whether it is new): the one in ``out`` where it is of this experiment."""
+    if out is None or not (Path(out) / "manifest.json").exists():
+        return Run.create(experiment, Path(out) if out else None), True
+    run = Run.open(out)
+    if run.manifest["experiment"] != experiment.to_dict():
+        raise InputError(f"{out} holds a run of another experiment; give another out")
+    return run, False
+
+
+def _end(run: Run, experiment: Experiment, model: WrappedModel) -> Params | None:
+    """The trained parameters; None where every client has its own."""
+    if experiment.method.personal:
+        return None
+    w: Params = experiment.method.params_for(run.state(experiment.method.state_type), "")
+    if w.layout is not model.layout:
+        raise InputError(f"{run.path} was trained with another model; give another out")
+    return w
+
+
+def _folders(run: Run, experiment: Experiment, clients: Iterable[str]) -> dict[str, str]:
+    if not experiment.method.personal:
+        return {"": str(run.adapter())}
+    return {c: str(run.adapter(c)) for c in sorted(clients)}
+
+
+@contextlib.contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Training and evaluation modes as they were; parameters in storage of their own, without gradients of ours."""
+    modes = [(m, m.training) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for p in module.parameters():
+            if p.requires_grad:
+                p.data, p.grad = p.data.clone(), None
+        for m, training in modes:
+            m.training = training

@@ -1,0 +1,127 @@
+"""A client that comes after training: its model from a finished run, without a round more."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedfm.aggregation.base import Aggregator
+from fedfm.config.experiment import Experiment
+from fedfm.core.messages import Request
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.linalg.threads import torch_threads
+from fedfm.models.export import save_adapter
+from fedfm.runtime.client import Silos
+from fedfm.runtime.population import Partitioned
+from fedfm.runtime.run_directory import Run
+from fedfm.runtime.silo_file import COLUMNS, Silo, populate
+from fedfm.training import any_rank
+
+NAME = "newcomer"
+
+
+def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[str, Any]:
+    """Give a newcomer its model; it is kept in the run under the newcomer's name.
+
+    Args:
+        path: a finished run.
+        data: the newcomer's rows, in any form that an experiment takes; what is marked as test rows, or else
+            ``data.test_fraction`` of them, judges.
+        client: its name ["newcomer", or with a number behind it].
+
+    Returns:
+        ``accuracy`` of its model on its test rows, ``adapter`` (path); ``start_accuracy`` of what its last local pass
+        started from, ``alone_accuracy`` after as many passes without the federation; ``weights``: whose vectors its
+        start is made of.
+
+    Raises:
+        InputError: the run is not finished, the method has nothing for newcomers, or the rows are of another kind.
+    """
+    run = Run.open(path)
+    experiment = run.experiment
+    if run.manifest["result"] is None:
+        raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
+    if experiment.in_memory:
+        raise InputError(f"{path}: data and model were given from Python; join takes runs of an experiment file")
+    method, name = experiment.method, _free(run, client)
+    if not Path(data).exists():
+        raise InputError(f"{data}: no such file or folder; join takes the newcomer's rows")
+    with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
+        population = populate(_newcomer(run, name, data), experiment, run.manifest["model"]["classes"])
+        _same(run, population, data)
+        model, rows = population.model, population.data(name)
+        if not len(rows.train):
+            raise InputError(f"{data}: no training rows")
+        w_0: Params = model.params()
+        adapt, own = _passes(experiment, population, Path(memory) / "with", name, w_0)
+        start, weights = method.newcomer(model, run.state(method.state_type), w_0, name, adapt)
+        w = own(adapt(start))
+        alone, own_alone = _passes(experiment, population, Path(memory) / "alone", name, w_0)
+        found = {
+            key: method.scores(model, value, rows.test)["accuracy"] if len(rows.test) else None
+            for key, value in (
+                ("accuracy", w),
+                ("start_accuracy", start),
+                ("alone_accuracy", own_alone(alone(alone(w_0)))),
+            )
+        }
+        folder = save_adapter(model, w, run.adapter(name))
+        run.manifest.setdefault("newcomers", {})[name] = {"data": str(data), **found, "weights": weights}
+        run.write_manifest()
+    return {"run": str(path), "client": name, **found, "adapter": str(folder), "weights": weights}
+
+
+def _newcomer(run: Run, name: str, data: str | Path) -> Silo:
+    """A silo with the run's columns, classes and model."""
+    spec = run.experiment.data
+    columns = {column: getattr(spec, column) for column in COLUMNS}
+    classes = tuple(run.manifest["model"]["classes"])
+    return Silo(name, str(Path(data).resolve()), classes=classes, models=(run.experiment.model.name,), **columns)
+
+
+def _free(run: Run, client: str | None) -> str:
+    taken = {*run.manifest["clients"], *run.manifest.get("newcomers", {})}
+    if client is None:
+        return next(n for n in (NAME, *(f"{NAME}-{i}" for i in range(2, len(taken) + 3))) if n not in taken)
+    if not client.strip() or client in taken:
+        raise InputError(f'--client "{client}": the run has a client of that name; give another')
+    return client
+
+
+def _same(run: Run, population: Partitioned, data: str | Path) -> None:
+    """The newcomer's rows and model are of the run's kind."""
+    table, shape = population.federated.table, run.manifest["model"]
+    width = table.inputs.shape[1] if table.kind == "features" else None
+    if (table.kind, width) != (shape["kind"], shape["feature_dim"]):
+        of = f"{shape['kind']} of {shape['feature_dim']} numbers" if shape["feature_dim"] else shape["kind"]
+        raise InputError(f"{data}: rows of another kind than the run's: expected {of}")
+    if population.model.fingerprint != run.manifest["fingerprints"]["model"]:
+        raise InputError(f"{run.path}: the model {run.experiment.model.name} changed since the run")
+
+
+def _passes(
+    experiment: Experiment, population: Partitioned, memory: Path, name: str, w_0: Params
+) -> tuple[Callable[[Params], Params], Callable[[Params], Params]]:
+    """The client's local pass, with a stream of its own each time, as in rounds after the last; and its own model,
+    where that is not what it sends.
+    """
+    method: Any = experiment.method
+    silos = Silos(method, Aggregator(), population, memory=memory, seed=experiment.run.seed)
+    count = 0
+
+    def adapt(w: Params) -> Params:
+        nonlocal count
+        count += 1
+        client = silos.client(Request(name, "", {}, method.rounds + count, 1))
+        trained = any_rank.go_on(method.local, client, w, w_0)
+        client.memory.commit()  # type: ignore[attr-defined]
+        return trained
+
+    def own(w: Params) -> Params:
+        found: Params = method.own(silos.client(Request(name, "", {}, method.rounds + count, 2)), w)
+        return found
+
+    return adapt, own

@@ -1,0 +1,314 @@
+"""What a script hands to :func:`fedfm.federate`: module, loss and rows, or a Hugging Face Trainer, as a model and a
+table of ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedfm.core.rows import Batch, Rows
+from fedfm.data.spec import IN_MEMORY
+from fedfm.data.table import Table
+from fedfm.data.user_datasets import DatasetRows, Joined, checked, column, read_once
+from fedfm.errors import InputError
+from fedfm.linalg.params import to_bytes
+from fedfm.models.ends import known, seen
+from fedfm.models.families import unwrapped
+from fedfm.models.metrics import nothing, scores
+from fedfm.models.wrap import WrappedModel, wrap
+
+Loss = Callable[[Any, Tensor], Tensor]  # (what the module returned, target) -> scalar, as torch.nn's losses
+Objective = Callable[[nn.Module, Any], Tensor]  # (module, batch as collated) -> scalar
+Places = dict[tuple[str, str], np.ndarray]  # (split, client or "") -> indexes
+_PROBE = 8  # rows on which module and loss are tried out
+
+
+class Given:
+    """Module, loss and rows as the user has them, and as a model and a table of ours."""
+
+    def __init__(
+        self,
+        model: Any,
+        loss: Loss | None,
+        objective: Objective | None,
+        logits: Callable[[nn.Module, Any], Tensor] | None,
+        collate: Callable[[list[Any]], Any] | None,
+        labels: str | None,
+    ) -> None:
+        transformers = sys.modules.get("transformers")
+        self.trainer: Any = model if transformers and isinstance(model, transformers.Trainer) else None
+        self.module: nn.Module = model.model if self.trainer is not None else model
+        if not isinstance(self.module, nn.Module):
+            hint = "; load it, e.g. with from_pretrained" if isinstance(model, str | os.PathLike) else ""
+            raise InputError(
+                f"model is a {type(model).__name__}: expected a torch.nn.Module or a transformers.Trainer{hint}"
+            )
+        if loss is not None and objective is not None:
+            raise InputError("loss and objective: give one of the two")
+        if self.trainer is not None and (loss is not None or objective is not None or collate is not None):
+            raise InputError("loss, objective, collate: a Trainer has its own; give it them, or give its module")
+        if logits is not None and objective is None:
+            raise InputError("logits: only an objective needs it; with a loss they are what the module returns")
+        self._loss, self._objective, self._logits = loss, objective, logits
+        self._key = labels
+        self._collate = collate or torch.utils.data.default_collate
+        self._columns: set[str] | None = None
+        self._listed = False  # batches are tuples
+        self._sets: list[tuple[str, str, Any]] = []  # (split, client or "", data set)
+        self._nan: int | None = None  # the first row that holds one
+        self._alias = ""  # the key of the target, where it is not "labels"
+        self.notices: tuple[str, ...] = ()
+        if self.trainer is not None:
+            self._from_trainer(self.trainer)
+
+    # --- a Trainer ---------------------------------------------------------------------------------------------------
+    def _from_trainer(self, trainer: Any) -> None:
+        args = trainer.args
+        if args.fp16:
+            raise InputError("Trainer: args.fp16 needs a loss scaler, which clients do not have; use bf16 or neither")
+        self._collate = trainer.data_collator
+        names = list(trainer.label_names or [])
+        self._key = self._key or (names[0] if len(names) == 1 else None)
+        if args.remove_unused_columns:
+            parameters = inspect.signature(unwrapped(self.module).forward).parameters
+            self._columns = {*parameters, *names, "label", "label_ids"}
+
+    def data_and_optimiser(
+        self, clients: Any, train: Any, test: Any, local: Mapping[str, Any] | None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """(train, test, [method.local]) of the Trainer where nothing else is given."""
+        trainer, args = self.trainer, self.trainer.args
+        if train is None and clients is None:
+            train = trainer.train_dataset
+            if train is None:
+                raise InputError("Trainer: it has no train_dataset; give it one, or clients=...")
+        test = trainer.eval_dataset if test is None else test
+        if isinstance(test, Mapping) and clients is None:
+            raise InputError("Trainer: its eval_dataset is a dict; give test=one of them")
+        optim = str(getattr(args.optim, "value", args.optim))
+        local = dict(local or {})
+        known = next((n for n in ("adamw", "sgd") if optim == n or optim.startswith(f"{n}_torch")), None)
+        if known is None and "name" not in local:
+            raise InputError(f'Trainer: args.optim = "{optim}" has no counterpart; give local={{"name": "adamw"}}')
+        if "epochs" not in local and (args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)):
+            raise InputError('Trainer: a round is whole epochs; give local={"epochs": 1}, not max_steps or a fraction')
+        optimiser = {
+            "name": known,
+            "learning_rate": float(args.learning_rate),
+            "batch_size": int(args.per_device_train_batch_size * args.gradient_accumulation_steps),
+            "epochs": int(args.num_train_epochs),
+            "weight_decay": float(args.weight_decay),
+        } | local
+        self.notices = (
+            "client optimiser from the Trainer's arguments: "
+            + ", ".join(f"{k} {v}" for k, v in optimiser.items())
+            + "; not taken: its schedule and warm-up, clipping of gradients, parameters without decay, callbacks",
+        )
+        return train, test, optimiser
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+    def collated(self, rows: list[Any]) -> Batch:
+        """Rows as one batch of named tensors; the target is called "labels"."""
+        if self._columns is not None and rows and isinstance(rows[0], Mapping):
+            rows = [{k: v for k, v in row.items() if k in self._columns} for row in rows]
+        try:
+            batch = self._collate(rows)
+        except (TypeError, ValueError, RuntimeError) as error:
+            text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise InputError(f"rows cannot be collated to a batch: {text}; give collate=...") from error
+        if isinstance(batch, Tensor):
+            batch = (batch,)
+        if isinstance(batch, Mapping):
+            named = dict(batch)
+            key = self._key or next((k for k in ("labels", "label") if k in named), None)
+            if self._key is not None and self._key not in named:
+                raise InputError(f'labels: rows have no "{self._key}"; found {", ".join(map(str, named))}')
+            if key is not None and key != "labels":
+                named["labels"], self._alias = named[key], key
+        elif isinstance(batch, (tuple, list)):
+            self._listed = True
+            named = {str(i): x for i, x in enumerate(batch)}
+            if len(batch) > 1:
+                named["labels"] = named.pop(str(len(batch) - 1))
+        else:
+            raise InputError(f"a batch is a {type(batch).__name__}: expected tensors, a tuple or a dict of them")
+        for key, value in named.items():
+            if not isinstance(value, Tensor):
+                raise InputError(
+                    f'"{key}" of a batch is a {type(value).__name__}: expected a tensor; tokenise or drop it, '
+                    "or give collate=..."
+                )
+        return named
+
+    def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any, by: str | None) -> tuple[Table, Places]:
+        """All rows one after the other, and which are whose; with the column ``by`` where a partition wants one."""
+        sets = self._sets
+        if clients is not None:
+            sets += [("train", c, checked(clients[c], f'clients["{c}"]')) for c in sorted(clients)]
+        else:
+            sets.append(("train", "", checked(train, "train")))
+        if isinstance(test, Mapping):
+            if clients is None or (strange := sorted(test.keys() - clients.keys())):
+                raise InputError(f"test: {'no clients are named' if clients is None else f'{strange} are no clients'}")
+            sets += [("test", c, checked(test[c], f'test["{c}"]', empty=True)) for c in sorted(test)]
+        elif test is not None:
+            sets.append(("test", "", checked(test, "test")))
+        inputs = Joined([data for _, _, data in sets])
+        places, at = Places(), 0
+        for which, client, data in sets:
+            places[which, client] = np.arange(at, at + len(data))
+            at += len(data)
+        split = np.concatenate([np.full(len(data), which) for which, _, data in sets])
+        columns = column([data for _, _, data in sets], by) if by and clients is None else {}
+        table = Table("own", inputs, None, (), split, columns, "the data given to federate()", self.notices)
+        self.rows = DatasetRows(table=table, index=np.arange(len(inputs)), collated=self.collated)
+        labels, self._nan = read_once(self.rows)
+        return replace(table, labels=labels), places
+
+    def native(self, batch: Batch) -> Any:
+        """The batch as the user's collate made it."""
+        if self._listed:
+            return tuple(batch.values())
+        return {k: x for k, x in batch.items() if not (self._alias and k == "labels")}
+
+    # --- the model ---------------------------------------------------------------------------------------------------
+    def outcome(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        """(loss, logits or whatever the module returned, or None)."""
+        if self.trainer is not None:
+            with self.trainer.compute_loss_context_manager():
+                value, found = self.trainer.compute_loss(module, self.native(batch), return_outputs=True)
+            return value.mean(), found["logits"] if isinstance(found, Mapping) and "logits" in found else None
+        if self._objective is not None:
+            native = self.native(batch)
+            return self._objective(module, native), self._logits(module, native) if self._logits else None
+        arguments = {k: x for k, x in batch.items() if k != self._alias}
+        if self._loss is None:
+            found = module(*arguments.values()) if self._listed else module(**arguments)
+            if getattr(found, "loss", None) is None:
+                raise InputError("the module returns no loss of its own: give loss=(output, target) -> scalar")
+            return found.loss, getattr(found, "logits", None)
+        if "labels" not in batch:
+            raise InputError("loss: rows have no target; expected (input, target), or a dict with labels=its key")
+        inputs = {k: x for k, x in arguments.items() if k != "labels"}
+        output = module(*inputs.values()) if self._listed or len(inputs) == 1 else module(**inputs)
+        return self._loss(output, batch["labels"]), output
+
+    def wrapped(self, table: Table, classes: Sequence[str]) -> WrappedModel:
+        """The module as a model, tried out on the first rows."""
+        module = self.module
+        live = [p for p in module.parameters() if p.requires_grad]
+        if not live:
+            raise InputError("model: no parameter requires a gradient, there is nothing to train")
+        for what in ("dtype", "device"):
+            if len(found := {str(getattr(p, what)) for p in live}) > 1:
+                raise InputError(
+                    f"model: trainable parameters are of {' and '.join(sorted(found))}; expected one {what}"
+                )
+        model = wrap(
+            module,
+            lambda m, b: self.outcome(m, b)[0],
+            logits=lambda m, b: self.outcome(m, b)[1],
+            prepare=lambda t, index: DatasetRows(table=t, index=index, collated=self.collated),
+            name=IN_MEMORY,
+        )
+        model.task = "own"  # no kernels but the general ones: the loss is not ours
+        model.fingerprint = _fingerprint(module, model)
+        count = self._tried(model, table)
+        if count and table.labels is not None and int(table.labels.max()) >= count:
+            raise InputError(f"labels: there is a {int(table.labels.max())}, and the module gives {count} logits")
+        if classes and count and len(classes) != count:
+            raise InputError(f"classes: {len(classes)} names, and the module gives {count} logits")
+        top = count if count else 0 if table.labels is None else int(table.labels.max()) + 1
+        model.classes = tuple(map(str, classes)) or _names(module, top)
+        model.scores_function = lambda _, rows, size: self._scores(model, rows, size, bool(count))
+        return model
+
+    def _tried(self, model: WrappedModel, table: Table) -> int:
+        """Number of logits of a classifier, 0 of anything else; refuses what does not run."""
+        batch = self.rows.batch(range(min(_PROBE, len(self.rows))))
+        batch = {k: x.to(model.device) for k, x in batch.items()}
+        try:
+            with torch.random.fork_rng(devices=[]), model.evaluating(), seen(self.module) as layers:
+                loss, logits = self.outcome(self.module, batch)
+        except InputError:
+            raise
+        except Exception as error:
+            text = str(error).splitlines()[0][:300] if str(error) else ""
+            alone = self.trainer is None and self._loss is None and self._objective is None
+            what = "module and loss fail on the first rows"
+            if alone:
+                what = "give loss=(output, target) -> scalar; without it the module, called with all of a batch, fails"
+            raise InputError(f"{what}: {type(error).__name__}: {text}") from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"the loss of a batch is {shape}: expected a scalar, the mean over the rows")
+        model.ends = known(self.module) or layers.ends(logits)
+        self._check_nan(model)
+        fits = isinstance(logits, Tensor) and logits.dim() == 2 and logits.is_floating_point() and logits.shape[1] > 1
+        return int(logits.shape[1]) if fits and table.labels is not None else 0
+
+    def _check_nan(self, model: WrappedModel) -> None:
+        """Refuse rows with a NaN, unless module and loss know what to do with one."""
+        if self._nan is None:
+            return
+        with torch.random.fork_rng(devices=[]), model.evaluating():
+            start = max(min(self._nan, len(self.rows) - _PROBE), 0)
+            batch = self.rows.batch(range(start, min(start + _PROBE, len(self.rows))))
+            batch = {k: x.to(model.device) for k, x in batch.items()}
+            if bool(torch.isfinite(self.outcome(self.module, batch)[0])):
+                return
+        row = self._nan
+        for split, client, data in self._sets:
+            if row < len(data):
+                where = f'{"clients" if split == "train" else split}["{client}"]' if client else split
+                raise InputError(f"{where}, row {row} holds NaN, and so does its loss: fill it, or leave the row out")
+            row -= len(data)
+
+    def _scores(self, model: WrappedModel, rows: Rows, size: int, classifier: bool) -> dict[str, Any]:
+        """As models.metrics.evaluate; the loss is the user's own, a mean over rows."""
+        if not len(rows):
+            return nothing()
+        total, outputs, targets = 0.0, [], []
+        with torch.random.fork_rng(devices=[]), model.evaluating():
+            for start in range(0, len(rows), size):
+                index = range(start, min(start + size, len(rows)))
+                batch = {k: x.to(model.device) for k, x in rows.batch(index).items()}
+                loss, logits = self.outcome(self.module, batch)
+                total += float(loss) * len(index)
+                if classifier:
+                    outputs.append(logits.float().cpu())
+                    targets.append(batch["labels"].cpu().long())
+        found = scores(torch.cat(outputs), torch.cat(targets)) if classifier else nothing(len(rows))
+        mean = total / len(rows)
+        return found | {"loss": mean if np.isfinite(mean) else None}
+
+
+def _names(module: nn.Module, count: int) -> tuple[str, ...]:
+    """Class names of a transformers configuration, else 0, 1, ..."""
+    named = getattr(getattr(module, "config", None), "id2label", None) or {}
+    return (
+        tuple(str(named[i]) for i in range(count)) if set(named) == {*range(count)} else tuple(map(str, range(count)))
+    )
+
+
+def _fingerprint(module: nn.Module, model: WrappedModel) -> str:
+    """SHA-256 over what stays as it is, the frozen parameters, and over names and shapes of what travels.
+
+    Not over the values that travel: a script that is started again may draw others, and a resumed run has its own.
+    """
+    digest = hashlib.sha256(repr([(n, str(d), s) for n, d, s in model.layout.entries]).encode())
+    for name, p in module.named_parameters():
+        if not p.requires_grad:
+            digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
+            digest.update(to_bytes(p.detach().cpu().contiguous()))
+    return digest.hexdigest()

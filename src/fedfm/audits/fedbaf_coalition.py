@@ -1,0 +1,344 @@
+"""What clients that put their knowledge together know of a FedBaF run: every aggregate, and what became of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedfm.aggregation.base import Aggregator
+from fedfm.audits.inference import extraction
+from fedfm.audits.replay import Seen, Turn, secrets
+from fedfm.core.client import ClientId
+from fedfm.core.federation import Federation
+from fedfm.core.messages import Reply, Request
+from fedfm.linalg.params import Params
+from fedfm.methods.fedbaf.fedbaf import STILL, FedBaF
+from fedfm.methods.fedbaf.matching import match
+from fedfm.methods.fedbaf.pull import chord
+from fedfm.methods.scaffold import Scaffold
+from fedfm.runtime.client_memory import secret
+from fedfm.runtime.population import Partitioned
+from fedfm.runtime.run_directory import Run
+
+Array = NDArray[Any]
+ROUNDS, MEMORY = 12, 1 << 30  # rounds that are kept: this many, if they fit into so many bytes
+ROUNDING = 1e-3  # of the length of a round's step: an aggregate that is no further off is known
+
+
+class Target:
+    """What is to be found: the foundation model's entries that mix, as a vector.
+
+    Attributes:
+        truth: (P,) float32.
+        groups: of its tensors.
+        names: of the tensors.
+        whole: every trainable entry mixes.
+    """
+
+    def __init__(self, model: Any, method: FedBaF) -> None:
+        found = match(model, method.foundation, method.identical)
+        self._regions = {name: tuple(slice(length) for length in piece.region) for name, piece in found.pieces.items()}
+        self.names = tuple(self._regions)
+        self.truth = _flat([piece.tensor for piece in found.pieces.values()])
+        ends = np.cumsum([piece.tensor.numel() for piece in found.pieces.values()]).tolist()
+        self.groups = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        self.whole = len(self.truth) == sum(tensor.numel() for tensor in model.live().values())
+
+    def of(self, w: Params) -> Array:
+        """(P,) float32: the entries of w that mix."""
+        return _flat([w[name][region] for name, region in self._regions.items()])
+
+    def into(self, w: Params, x: Array) -> Params:
+        """W with these entries in the place of its own."""
+        tensors = {name: w[name].clone() for name in self.names}
+        for (name, region), g in zip(self._regions.items(), self.groups, strict=True):
+            part = tensors[name][region]
+            part.copy_(torch.from_numpy(x[g]).view(part.shape).to(part.dtype))
+        return w.replace(tensors)
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> Array:
+    x: Array = torch.cat([t.detach().reshape(-1).float() for t in tensors]).numpy()
+    return x
+
+
+def _off(u: Params, w: Params, names: Collection[str]) -> float:
+    """||u - w|| of what is trained."""
+    return float((u.only(names) - w.only(names)).norm())
+
+
+class Pull:
+    """Line 9 as whoever knows the aggregates computes it, round by round.
+
+    Args:
+        names: of the trainable tensors, over which norms go.
+    """
+
+    def __init__(self, method: FedBaF, names: Collection[str]) -> None:
+        self._method, self._names = method, names
+        self._reference: float | None = None
+        self._calls = 0
+
+    def __call__(self, mean: Params, w: Params, t: int) -> tuple[float, float]:
+        """(tau_t as printed, l_t = psi tau_t / tau_ref as used) of round t = 1, 2, ...; the paper counts from 0.
+
+        Who comes late takes the first angle that it sees for that of round 1.
+        """
+        self._calls += 1
+        length = chord(mean, w, self._names).length
+        tau = length / math.sqrt(t)
+        if self._reference is None:
+            if length <= STILL:
+                return tau, 0.0
+            self._reference = length
+            self._since = t if self._calls == t else 1
+        if self._method.cap == "reference":
+            length = min(length, self._reference)
+        if self._method.harden == "first_round" and t != self._since:
+            return tau, 0.0
+        return tau, self._method.psi * length / self._reference * math.sqrt(self._since / t)
+
+
+class BaseStep:
+    """The base method's own server step, on replies that some clients know.
+
+    Args:
+        aggregator: the run's own, where it is not the plain one.
+
+    Attributes:
+        names: of the trainable tensors.
+    """
+
+    def __init__(
+        self, population: Partitioned, method: FedBaF, seed: int, aggregator: Aggregator | None = None
+    ) -> None:
+        self._population, self._method, self._seed = population, method, seed
+        self._aggregator = aggregator or Aggregator()
+        self.names = tuple(population.model.live())
+
+    def step(self, turn: Turn, own: Any, members: Collection[ClientId] | None = None) -> tuple[Params, Any]:
+        """(their estimate of w', the state it comes with) in a round; exact where ``members`` are all, or None.
+
+        Args:
+            own: the state as they know it. What the round sent is not guessed: moments of a server optimiser are.
+        """
+        known = {(s.call, s.client): s for s in turn.seen if members is None or s.client in members}
+        fed = Federation(
+            _Known(known, self._population.clients),
+            model=self._population.model,
+            aggregator=self._aggregator if len(known) == len(turn.seen) else Aggregator(),  # a part: the mean
+            seed=self._seed,
+        )
+        fed.begin(turn.round)
+        state = self._method.base.step(fed, _told(turn, own), turn.round)
+        return self._method.params_for(state, ""), state
+
+    def again(
+        self, run: Run, method: FedBaF, turns: Sequence[Turn], w_0: Params, last: Aggregator | None
+    ) -> tuple[Any, float]:
+        """(state, a_t / U) after the server's steps of these rounds from the first on, with the run's own alpha.
+
+        U itself is the server's secret, and stays in here.
+
+        Args:
+            method: in the place of the run's own.
+            turns: their replies may be others than in the run.
+            w_0: what the server's model holds before the first round.
+            last: aggregator of the last of them; the plain one before.
+        """
+        self._population.model.load(w_0)
+        with secrets(run) as private:
+            fed = Federation(
+                link := _Known({}, self._population.clients),
+                model=self._population.model,
+                aggregator=self._aggregator,
+                seed=self._seed,
+                secret=partial(secret, private, "server"),
+            )
+            for turn in turns:
+                link.replies = {(s.call, s.client): s for s in turn.seen}
+                if turn is turns[-1]:
+                    fed.aggregator = last or fed.aggregator
+                    fed.begin(turn.round)
+                    aggregate = method.params_for(method.base.step(fed, turn.before, turn.round), "")
+                fed.begin(turn.round)
+                state = method.step(fed, turn.before, turn.round)  # earlier ones set what tau is measured by
+            before = method.params_for(turns[-1].before, "")
+            return state, method.psi * method.tau(fed, aggregate, before, turns[-1].round - 1)
+
+    def by_controls(self, turn: Turn, members: Collection[ClientId]) -> Params:
+        """W' as a client of SCAFFOLD reads it off the control variates that it is sent before and after a round.
+
+        Option II sets c_k <- c_k - c + (x - y_k) / (s_k eta_l), and c moves by |S|/K times the mean of the changes
+        (arXiv:1910.06378, lines 12 and 17): c + (K/|S|) (c_new - c) is the mean of (x - y_k) / (s_k eta_l). With s_k
+        steps at every client alike, w' follows to rounding; else the members' own number stands for all.
+        """
+        base, rows = self._method.base, self._population.federated.clients
+        assert isinstance(base, Scaffold)  # noqa: S101 - told() asked
+        x, c = turn.before.x, turn.before.c
+        there = {s.client for s in turn.seen}
+        own = [base.local.steps(len(rows[k].train)) for k in sorted(there & set(members))]
+        step = sum(own) / len(own) * base.local.learning_rate * base.server_learning_rate
+        moved: Params = turn.after.c - c
+        aggregate: Params = x - step * (c + (len(rows) / len(there)) * moved)
+        return aggregate
+
+
+class _Known:
+    """A link to clients whose replies are there already."""
+
+    def __init__(self, replies: Mapping[tuple[int, ClientId], Seen], clients: Sequence[ClientId]) -> None:
+        self.replies, self.clients = replies, clients
+
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        for r in requests:
+            if (r.call, r.client) in self.replies:
+                yield Reply(r.client, self.replies[r.call, r.client].value, r.round, r.call)
+
+
+def _told(turn: Turn, own: Any) -> Any:
+    """A state with what the round sent to its clients, and otherwise as they know it."""
+    if isinstance(turn.before, Params):
+        return turn.before
+    sent = {id(value) for value in turn.sent.values()}
+    theirs = {f.name: getattr(turn.before, f.name) for f in dataclasses.fields(turn.before)}
+    return dataclasses.replace(own, **{name: value for name, value in theirs.items() if id(value) in sent})
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a coalition has to work with.
+
+    Attributes:
+        rounds: in which a member took part and after which one saw the new model.
+        u: (T, P) its estimate of the aggregate w'; exact if all of the cohort were members.
+        v: (T, P) the model that came back.
+        guess: (T,) l_t = psi tau_t / tau_ref as the coalition computes it: a_t is in [1, 2] l_t.
+        exact: u is w' to rounding; the lines meet in one point, which shows it to the coalition.
+        controls: u was read off SCAFFOLD's control variates.
+    """
+
+    rounds: tuple[int, ...]
+    u: Array
+    v: Array
+    guess: Array
+    exact: bool = False
+    controls: bool = False
+
+
+class Rounds:
+    """A replay's watch: keeps the models of the first rounds, and tau and distances of all.
+
+    Attributes:
+        turns: kept rounds, with the replies.
+        curve: of every round: ``angle``, tau_t as it is printed; ``pull``, l_t as it was used; how far w_{t+1} is from
+            w_pre, by ``error`` and by ``dist``. The audit sees that; no other file of the run has it.
+        target: what is to be found.
+        first, last: the model before the first round, and after the last.
+    """
+
+    def __init__(
+        self,
+        method: FedBaF,
+        *,
+        clients: int,
+        rounds: int,
+        trainable: int,
+        seed: int,
+        evaluate_every: int = 1,
+        aggregator: Aggregator | None = None,
+    ) -> None:
+        self.method, self._rounds, self._seed, self._every = method, rounds, seed, evaluate_every
+        self._aggregator = aggregator
+        cohort = max(math.floor(method.fraction * clients), 1)
+        fits = MEMORY // (4 * max(trainable, 1) * (cohort + 3))
+        self.most = max(2, min(max(ROUNDS, math.ceil(3 / method.fraction)), fits))
+        self.turns: list[Turn] = []
+        self.curve: list[dict[str, float]] = []
+        self.asked: dict[int, set[ClientId]] = {}
+        self._sent: dict[int, Array] = {}  # what the model of a kept round is of the target
+
+    def see(self, turn: Turn, population: Partitioned) -> None:
+        self.last = self.model(turn.after)
+        if not turn.round:
+            self.first = self.last
+            self.start, self.target = turn.after, Target(population.model, self.method)
+            self.server = BaseStep(population, self.method, self._seed, self._aggregator)
+            self._own, self._pull = turn.after, Pull(self.method, self.server.names)
+            return
+        self.asked[turn.round] = set(turn.asked)
+        if len(self.turns) < self.most:
+            self.turns.append(turn)
+        mean, self._own = self.server.step(turn, self._own)
+        tau, used = self._pull(mean, self.model(turn.before), turn.round)
+        w = self.target.of(self.model(turn.after))
+        if self.turns[-1] is turn:
+            self._sent[turn.round] = w
+        self.curve.append(
+            {
+                "round": turn.round,
+                "angle": tau,
+                "pull": used,
+                "error": extraction.relative_error(w, self.target.truth),
+                "dist": extraction.dist(w, self.target.truth),
+            }
+        )
+
+    def model(self, state: Any) -> Params:
+        """The model of a state."""
+        w: Params = self.method.params_for(state, "")
+        return w
+
+    def sees(self, members: Collection[ClientId], t: int) -> bool:
+        """Whether a member is sent the model that round t ends with: in the next round, or to be scored.
+
+        With ``run.evaluate_every`` every client is sent it to score it on its own rows, whether it is sampled or not.
+        """
+        scored = t == self._rounds or (self._every and t % self._every == 0)
+        return bool(scored or not self.asked.get(t + 1, set()).isdisjoint(members))
+
+    def lines(self, members: Collection[ClientId]) -> Lines:
+        """What these clients know together."""
+        own, whole, pull = self.start, self.start, Pull(self.method, self.server.names)
+        known = list[tuple[int, Array, float, bool, bool]]()
+        for turn in self.turns:
+            there = {s.client for s in turn.seen}
+            exact = there <= set(members)
+            if isinstance(self.method.base, Scaffold) and not exact:
+                true, whole = self.server.step(turn, whole)
+            if there.isdisjoint(members):
+                continue
+            mean, own = self.server.step(turn, own, members)
+            controls = not exact and self._told(members, turn.round)
+            if controls:
+                mean = self.server.by_controls(turn, members)
+                # A robust rule, attackers and unequal numbers of rows leave it an estimate.
+                off, far = (_off(true, w, self.server.names) for w in (mean, self.model(turn.before)))
+                exact = off <= ROUNDING * far
+            _, used = pull(mean, self.model(turn.before), turn.round)
+            if used and self.sees(members, turn.round):
+                known.append((turn.round, self.target.of(mean), used, exact, controls))
+        best = [line for line in known if line[3]] or [line for line in known if line[4]]
+        if 1 < len(best) < len(known):
+            known = best  # the others would only blur them
+        size = len(self.target.truth)
+        return Lines(
+            tuple(t for t, *_ in known),
+            np.array([u for _, u, *_ in known], dtype=np.float32).reshape(len(known), size),
+            np.array([self._sent[t] for t, *_ in known], dtype=np.float32).reshape(len(known), size),
+            np.array([used for _, _, used, *_ in known]),
+            exact=bool(known) and all(line[3] for line in known),
+            controls=any(line[4] for line in known),
+        )
+
+    def _told(self, members: Collection[ClientId], t: int) -> bool:
+        """Whether a member is sent SCAFFOLD's control variate after round t; nobody is to be scored."""
+        return isinstance(self.method.base, Scaffold) and not self.asked.get(t + 1, set()).isdisjoint(members)

@@ -1,0 +1,210 @@
+"""What the server sees of FedBip's clients: task vectors, scores of rows along them, and who is asked about what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from fedfm import seeds
+from fedfm.audits.fedbip_colluders import Full
+from fedfm.audits.replay import Turn
+from fedfm.core.client import ClientId, Update
+from fedfm.core.rows import Rows
+from fedfm.linalg.params import Params
+from fedfm.methods.fedbip.fedbip import FedBip
+from fedfm.models.adapters import lora
+from fedfm.models.model import IGNORE
+from fedfm.runtime.population import Partitioned
+from fedfm.runtime.run_directory import Run
+
+Array = NDArray[Any]
+FEW = 5  # strangers without whom scores have no scale
+CLIENTS, ROWS = 40, 150  # whose rows are scored, and at most so many of either kind
+ALIGNED = 300  # rows whose gradient is taken: a backward pass each
+PUBLIC, WAY = 200, (0.0, 0.25, 0.5, 0.75, 1.0)  # rows that the server has of its own; places where it looks at them
+
+
+@dataclass
+class Scored:
+    """Rows of one client: trained on, and strangers to it of the same classes."""
+
+    members: Rows
+    strangers: Rows
+    drop: list[Array] = field(default_factory=lambda: [np.zeros(0), np.zeros(0)])  # of the loss, summed over rounds
+    last: tuple[Params, Params] | None = None  # theta_bar, tau
+
+
+class Eye:
+    """Sees the rounds: scores rows as they pass, keeps first vectors' heads, the weights, and one full round."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._scored: dict[ClientId, Scored] | None = None
+        self._first: Params | None = None  # what the first round's clients were sent
+        self.heads: dict[ClientId, Params] = {}  # of tau, by client: its first message
+        self.p: list[Array] = []  # (L, K, K) a round
+        self.full: Full | None = None
+        self.predicted: dict[ClientId, Array] = {}  # Q of class_shares, by client
+
+    def see(self, turn: Turn, population: Partitioned) -> None:
+        """One round is over."""
+        if not turn.round:
+            return
+        method, model = self._run.experiment.method, population.model
+        deltas = {s.client: s.value.delta for s in turn.seen if isinstance(s.value, Update)}
+        before = {c: _vector(turn.payloads[c]) for c in deltas}
+        sent = {c: tau.cast(before[c].layout) for c, tau in deltas.items()}  # 16-bit ones are widened
+        self._first = self._first or next(iter(before.values()))
+        names = head_names(model)
+        if names is not None:
+            kept = [n for n in names if n is not None]
+            first = self._first.only(kept)
+            fresh = {c: x for c, x in sent.items() if c not in self.heads and _same(before[c].only(kept), first)}
+            if population.federated.table.labels is not None and len(population.test):
+                few = [c for c in sorted(fresh) if len(self.predicted) < CLIENTS]
+                self.predicted |= {c: _predicted(population, before[c], fresh[c]) for c in few}
+            self.heads |= {c: tau.only(kept) for c, tau in fresh.items()}
+        for client, scored in self.scored(population).items():
+            if client in sent:
+                self._score(model, scored, before[client], sent[client])
+        if (p := method.arrays(turn.after).get("weights")) is not None:
+            self.p.append(np.asarray(p, dtype=np.float64))
+        every = len(sent) == len(population.clients) and turn.round < method.rounds
+        if every and isinstance(method, FedBip):  # whose formula the colluders solve
+            self.full = Full(turn.round, sent, before, turn.after.theta_bar, self.p[-1])
+
+    def scored(self, population: Partitioned) -> dict[ClientId, Scored]:
+        """The rows that are scored, drawn once."""
+        if self._scored is None:
+            rng, clients = self.rng("rows"), list(population.clients)
+            drawn = sorted(rng.permutation(clients)[:CLIENTS].tolist())
+            found = {c: _rows(population, c, own_sources(self._run), rng) for c in drawn}
+            self._scored = {c: s for c, s in found.items() if len(s.members) and len(s.strangers)}
+        return self._scored
+
+    def rng(self, *purpose: str) -> np.random.Generator:
+        """The same audit gives the same figures."""
+        return seeds.generator(self._run.experiment.run.seed, "audit", "task_vector", *purpose)
+
+    def _score(self, model: Any, s: Scored, theta_bar: Params, tau: Params) -> None:
+        with at_rank(model, theta_bar, tau) as (start, change):
+            for i, rows in enumerate((s.members, s.strangers)):
+                model.load(start)
+                loss = row_losses(model, rows)
+                model.load(start + change)
+                drop = loss - row_losses(model, rows)
+                s.drop[i] = s.drop[i] + drop if len(s.drop[i]) else drop
+        s.last = theta_bar, tau
+
+
+# --- rows and the model -----------------------------------------------------------------------------------------------
+
+
+def head_names(model: Any) -> tuple[str, str | None] | None:
+    """Names of the head's travelling weight and bias; None where no head is trained."""
+    if model.head is None or model.is_language_model:
+        return None
+    weight, bias = model.head.weight, model.head.bias
+    of = {id(tensor): name for name, tensor in model.live().items()}
+    return None if id(weight) not in of else (of[id(weight)], of.get(id(bias)) if bias is not None else None)
+
+
+def own_sources(run: Run) -> bool:
+    """Clients differ by where their rows come from: only their own test rows are like their training rows."""
+    data = run.experiment.data
+    return bool(data.clients) or data.partition.name == "by_column"
+
+
+def row_losses(model: Any, rows: Rows) -> Array:
+    """(n,) float64: the loss of each row; of a text the mean over its tokens."""
+    if rows.labels is not None and not model.is_language_model:
+        return F.cross_entropy(model.predict(rows).double(), rows.labels, reduction="none").numpy()
+    found = []
+    with torch.no_grad(), model.evaluating():
+        for batch in rows.batches(64):
+            logits, targets = model.flat(model.logits(batch), batch)
+            loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").double()
+            n = len(batch["input_ids"])
+            loss, counts = loss.view(n, -1), (targets != IGNORE).view(n, -1)
+            found.append((loss.sum(1) / counts.sum(1).clamp_min(1)).cpu())
+    return torch.cat(found).numpy() if found else np.zeros(0)
+
+
+@contextmanager
+def at_rank(model: Any, theta_bar: Params, tau: Params) -> Iterator[tuple[Params, Params]]:
+    """Both in the model's shapes; within it the model has the scale of their rank, if that is another than its own."""
+    rank = lora.rank_of(theta_bar)
+    if theta_bar.layout is model.layout or rank is None:
+        yield theta_bar, tau
+    else:
+        with lora.scaled(model, rank):
+            yield lora.filled(theta_bar, model.layout), lora.filled(tau, model.layout)
+
+
+def alignments(model: Any, rows: Rows, theta_bar: Params, tau: Params) -> Array:
+    """(n,) cosine of tau with the descent direction of each row's loss at theta_bar."""
+    model.load(theta_bar)
+    live = model.live()
+    at = torch.cat([tau[name].reshape(-1).double() for name in live])
+    found = []
+    with model.evaluating(), torch.enable_grad():
+        for i in range(len(rows)):
+            loss = model.loss(rows.batch([i]))
+            grads = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
+            pairs = zip(grads, live.values(), strict=True)
+            g = torch.cat(
+                [(torch.zeros_like(p) if g is None else g).detach().reshape(-1).double().cpu() for g, p in pairs]
+            )
+            scale = float(g.norm() * at.norm())
+            found.append(-float(g @ at) / scale if scale else 0.0)
+    return np.array(found)
+
+
+def _rows(population: Partitioned, client: ClientId, own: bool, rng: np.random.Generator) -> Scored:
+    data = population.data(client)
+    members, strangers = data.train, data.test if own else population.test
+    if members.labels is not None and strangers.labels is not None:
+        same = torch.isin(strangers.labels, torch.unique(members.labels))
+        strangers = strangers.take(torch.nonzero(same).reshape(-1))
+    members, strangers = (r.take(np.sort(rng.permutation(len(r))[:ROWS])) for r in (members, strangers))
+    return Scored(members, strangers)
+
+
+def _predicted(population: Partitioned, theta_bar: Params, tau: Params) -> Array:
+    """``Q`` (C, C): mean probabilities by class of rows of the server's own, over places on the way to theta."""
+    model, rows = population.model, public(population)
+    classes = len(model.classes)
+    q, counts = np.zeros((classes, classes)), np.zeros(classes)
+    assert rows.labels is not None  # noqa: S101 - a classifier's rows have labels
+    labels = rows.labels.numpy()
+    with at_rank(model, theta_bar, tau) as (start, change), torch.no_grad():
+        for share in WAY:
+            model.load(start + share * change)
+            np.add.at(q, labels, torch.softmax(model.predict(rows).double(), 1).numpy())
+            counts += np.bincount(labels, minlength=classes)
+    known = counts > 0
+    q[known] /= counts[known, None]
+    q[~known] = q[known].mean(0)
+    return q
+
+
+def public(population: Partitioned) -> Rows:
+    """Rows that the server has of its own: some of the global test rows."""
+    n = len(population.test)
+    return population.test.take(np.unique(np.linspace(0, n - 1, min(n, PUBLIC)).astype(np.int64)))
+
+
+def _vector(payload: Mapping[str, Any]) -> Params:
+    """What the client's pass started from: theta_bar_i, FedAMP's u_i, FedAWA's w."""
+    return next(value for value in payload.values() if isinstance(value, Params))
+
+
+def _same(x: Params, y: Params) -> bool:
+    return x is y or all(torch.equal(flat, y.flats[dtype]) for dtype, flat in x.flats.items())

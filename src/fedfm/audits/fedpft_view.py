@@ -1,0 +1,178 @@
+"""What the server of a FedPFT run saw, as mixtures by client and class, and whose rows they were fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedfm import seeds
+from fedfm.audits.replay import Replay
+from fedfm.core.client import ClientId, Update
+from fedfm.methods.fedpft import noisy_moments
+from fedfm.methods.fedpft.fedpft import FedPFT, Noised, Passed
+from fedfm.methods.fedpft.mixtures import Mixture
+from fedfm.methods.fedpft.private_em import plan_for
+from fedfm.methods.fedpft.release_plan import Plan
+from fedfm.methods.fedpft.summary import Summary, gaussian, opened
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One class of one client, as it was sent.
+
+    Attributes:
+        count: of rows, as the server was told: noisy under differential privacy, made up where it is withheld.
+        size: how many rows went into the fit, as far as it can be known.
+        mixture: None where the server makes none of a noisy cell, which does not stand out of its noise.
+        total: (d,) sum of the rows, as far as it can be read off; in a chain that of all who went before.
+        sigma: standard deviation of the noise on each number of it.
+        rows: the client's training rows of the class, as numbers of rows of the table.
+    """
+
+    client: ClientId
+    label: int
+    count: float
+    size: float
+    mixture: Mixture | None
+    total: Array
+    sigma: float
+    rows: Array
+
+
+class View:
+    """A replayed run of FedPFT.
+
+    Attributes:
+        plan: of its noise; None where there is none.
+        cells: of all clients and classes that were sent, in order of clients.
+        classes: their names.
+    """
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+        method = replay.run.experiment.method
+        assert isinstance(method, FedPFT)  # noqa: S101 - audits that read its messages run on it alone
+        self.method = method
+        self.plan: Plan | None = method.privacy
+        self.federated = replay.population.federated
+        self.classes = self.federated.table.classes
+        labels = self.federated.table.labels
+        assert labels is not None  # noqa: S101 - a classification task has labels
+        self.labels: Array = labels
+        self.cells: Sequence[Cell] = [cell for s in replay.seen for cell in self._cells(s.client, s.value)]
+
+    def features(self, rows: Array) -> Array:
+        """(n, d) features of rows of the table, as the method uses them: of norm 1 under differential privacy."""
+        found: Array = self._features[self._place[rows]]
+        return found
+
+    def as_used(self, x: Array) -> Array:
+        """Features as the method uses them."""
+        return noisy_moments.unit_rows(x) if self.plan else x
+
+    def held_out(self, client: ClientId, label: int) -> Array:
+        """Rows of a class on which nobody trained and which could have been this client's.
+
+        Where clients differ by where their rows come from, only the client's own test rows are like its training rows;
+        otherwise all global ones are.
+        """
+        rows = self.federated.clients[client].test if self._own_sources else self.federated.test
+        found: Array = rows[self.labels[rows] == label]
+        return found
+
+    def of_class(self, label: int, *, without: ClientId = "") -> Array:
+        """Training rows of a class at all clients but one."""
+        rows = [c.train for name, c in sorted(self.federated.clients.items()) if name != without]
+        every: Array = np.concatenate([np.zeros(0, dtype=np.int64), *rows])
+        found: Array = every[self.labels[every] == label]
+        return found
+
+    def rng(self, *purpose: str | int) -> np.random.Generator:
+        """The same audit gives the same figures."""
+        return seeds.generator(self.replay.run.experiment.run.seed, "audit", *purpose)
+
+    @cached_property
+    def _own_sources(self) -> bool:
+        data = self.replay.run.experiment.data
+        return bool(data.clients) or data.partition.name == "by_column"
+
+    @cached_property
+    def _used(self) -> Array:
+        parts = [getattr(c, part) for c in self.federated.clients.values() for part in ("train", "test")]
+        return np.unique(np.concatenate([self.federated.test, *parts]))
+
+    @cached_property
+    def _place(self) -> Array:
+        place = np.full(len(self.federated.table), -1, dtype=np.int64)
+        place[self._used] = np.arange(len(self._used))
+        return place
+
+    @cached_property
+    def _features(self) -> Array:
+        """Clients' own are those that the replay computed already."""
+        population, out = self.replay.population, None
+        blocks = [(c.train, population.data(name).train) for name, c in sorted(self.federated.clients.items())]
+        blocks.append((self.federated.test, population.test))
+        seen = set(np.concatenate([index for index, _ in blocks]).tolist())
+        if rest := [i for i in self._used.tolist() if i not in seen]:
+            blocks.append((np.array(rest), population.rows(np.array(rest))))
+        for index, rows in blocks:
+            if not len(index):
+                continue
+            x = rows.tensors["features"].numpy()
+            if out is None:
+                out = np.empty((len(self._used), x.shape[1]), dtype=np.float64 if self.plan else x.dtype)
+            out[self._place[index]] = self.as_used(x)
+        assert out is not None  # noqa: S101 - a run without rows is refused
+        return out
+
+    def _cells(self, client: ClientId, value: Any) -> list[Cell]:
+        own = self.federated.clients[client].train
+        of = {c: own[self.labels[own] == c] for c in range(len(self.classes))}
+        if isinstance(value, Passed):
+            value = value.summary
+        if isinstance(value, Summary):
+            return [self._sent(client, c, n, g, of[c]) for c, n, g in opened([value])]
+        cells = [self._summed(client, value, c, of[c]) for c in of]
+        return [cell for cell in cells if cell is not None]
+
+    def _sent(self, client: ClientId, label: int, count: int, g: Mixture, rows: Array) -> Cell:
+        size = len(rows) if self.method.counts == "withheld" else count
+        # After an M step the mean of a mixture is that of its rows; where counts are withheld, nearly.
+        total = size * (g.weights @ g.means.astype(np.float64))
+        sigma = 0.0
+        if self.plan is not None:  # in a chain the release went before, with one component
+            star = self.method.topology == "star"
+            sigma = (plan_for(self.plan, self.method.iterations) if star else self.plan).sum_sigma(1)
+        return Cell(client, label, count, size, g, total, sigma, rows)
+
+    def _summed(self, client: ClientId, value: Any, label: int, rows: Array) -> Cell | None:
+        """From the noisy sums that a client releases, or from the exact ones that it gives for a mean."""
+        plan, second = self.plan, None
+        if isinstance(value, Noised) and plan is not None:
+            count, total = float(value.counts[label]), value.totals[label].double().numpy()
+            if plan.counts_public and not count:
+                return None
+            if plan.seconds(len(total)):
+                second = value.seconds[label].double().numpy()
+            normal = noisy_moments.to_gaussian(
+                noisy_moments.Cell(count, total, second), plan, len(total), client_rows=value.rows
+            )
+            sigma = plan.sum_sigma(max(count, 1.0), client_rows=value.rows)
+        elif isinstance(value, Update) and "sums" in value.delta and plan is not None:
+            numbers = value.delta["sums"][label].double().numpy()
+            count, dim = float(numbers[0]), self._features.shape[1]
+            total, second = numbers[1 : 1 + dim], numbers[1 + dim :] if plan.seconds(dim) else None
+            normal = noisy_moments.normal_of(noisy_moments.Cell(count, total, second), 0.0) if count else None
+            sigma = 0.0
+        else:
+            return None
+        mixture = None if normal is None else gaussian(*normal[1:])
+        return Cell(client, label, count, count, mixture, total, sigma, rows)

@@ -1,0 +1,108 @@
+"""Feature inversion: a network that paints 32 x 32 pictures from features, trained on the attacker's own pictures.
+
+A small deterministic relative of the diffusion models in FedPFT (arXiv:2402.01862), section 6.3 and Appendix H: a
+lower bound on what an attacker with a larger machine can do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Array = NDArray[Any]
+SIDE = 32
+STEPS, BATCH, RATE = 500, 32, 2e-3
+PROBE, PATIENCE = 50, 3  # steps between looks at the attacker's validation pictures; looks without a better one
+JITTER = 0.1  # noise on standardised features: the features to invert are not those that it was trained on
+
+
+class Inverter:
+    """Trained by :func:`train`; call it with features (n, d) for pictures (n, 32, 32, 3) in [0, 1]."""
+
+    def __init__(self, net: nn.Module, mean: Array, scale: Array) -> None:
+        self._net, self._mean, self._scale = net, mean, scale
+
+    def __call__(self, features: Array) -> Array:
+        import torch
+
+        with torch.no_grad():
+            done = [self._net(part) for part in torch.split(self._standard(features), 256)]
+        out: Array = torch.cat(done).permute(0, 2, 3, 1).numpy()
+        return out
+
+    def _standard(self, features: Array) -> Any:
+        import torch
+
+        return torch.from_numpy(((features - self._mean) / self._scale).astype(np.float32))
+
+
+def train(features: Array, pictures: Array, seed: int, steps: int = STEPS) -> Inverter:
+    """Least squares on the attacker's own pairs; a tenth of them decides when to stop.
+
+    Args:
+        features: (n, d), n >= 10.
+        pictures: (n, 32, 32, 3) in [0, 1].
+        seed: the same seed, the same network.
+        steps: of Adam, at most.
+    """
+    import torch
+
+    mean, scale = features.mean(0), features.std(0) + 1e-6
+    order = np.random.default_rng(seed).permutation(len(features))
+    held, own = order[: max(1, len(order) // 10)], order[max(1, len(order) // 10) :]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = _decoder(features.shape[1], torch.from_numpy(pictures[own].mean(0)))
+        inverter = Inverter(net, mean, scale)
+        x = inverter._standard(features)
+        y = torch.from_numpy(pictures.astype(np.float32)).permute(0, 3, 1, 2)
+        optimiser = torch.optim.Adam(net.parameters(), RATE)
+        best, kept, worse = float("inf"), net.state_dict(), 0
+        for step in range(steps):
+            index = torch.from_numpy(own)[torch.randint(len(own), (BATCH,))]
+            batch = x[index] + JITTER * torch.randn(BATCH, x.shape[1])
+            optimiser.zero_grad()
+            torch.autograd.backward(torch.nn.functional.mse_loss(net(batch), y[index]))
+            optimiser.step()
+            if (step + 1) % PROBE == 0:
+                with torch.no_grad():
+                    loss = float(torch.nn.functional.mse_loss(net(x[held]), y[held]))
+                if loss < best:
+                    best, worse, kept = loss, 0, {k: v.clone() for k, v in net.state_dict().items()}
+                else:
+                    worse += 1
+                if worse == PATIENCE:
+                    break
+        net.load_state_dict(kept)
+    return inverter
+
+
+def _decoder(dim: int, middle: Any) -> nn.Module:
+    """(n, d) -> (n, 3, 32, 32): 4 x 4 cells, doubled three times, on top of the mean picture."""
+    import torch
+    from torch import nn
+
+    def up(a: int, b: int) -> list[nn.Module]:
+        return [nn.Upsample(scale_factor=2.0), nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU()]
+
+    last = nn.Conv2d(16, 3, 3, padding=1)
+    net = nn.Sequential(
+        nn.Linear(dim, 64 * 16), nn.Unflatten(1, (64, 4, 4)), nn.SiLU(), *up(64, 48), *up(48, 32), *up(32, 16), last
+    )
+
+    class OnMean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+            self.register_buffer("middle", middle.float().permute(2, 0, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = (self.middle + self.net(x)).clamp(0, 1)
+            return out
+
+    return OnMean()

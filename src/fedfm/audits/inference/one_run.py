@@ -1,0 +1,87 @@
+"""A lower bound on epsilon from one run, in which many coins were tossed.
+
+Steinke, Nasr, Jagielski: Privacy auditing with one (1) training run. NeurIPS 2023. arXiv:2305.08846, Theorem 5.2 and
+Appendix D. The guesses may depend on each other in any way: a mechanism that is (epsilon, delta)-private in each coin
+lets no more of r guesses be right than r tosses of a coin of bias e^epsilon/(1 + e^epsilon), up to a term in delta.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+SHARES = (1.0, 0.5, 0.2, 0.05)  # of the guesses that are made, the surest first; the level is split among them
+
+
+def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
+    """The chance of so many right guesses, or more, were the mechanism (epsilon, delta)-private in each coin.
+
+    Args:
+        coins: tossed.
+        guesses: made, at most as many.
+        right: of them.
+        epsilon: at least 0; infinite promises nothing, and the answer is 1.
+        delta: from 0 to 1.
+    """
+    from scipy.stats import binom
+
+    if not 0 <= right <= guesses <= coins:
+        raise ValueError(f"{right} right of {guesses} guesses of {coins} coins")
+    if epsilon == math.inf or not right:
+        return 1.0
+    bias = 1 / (1 + math.exp(-epsilon))
+    beyond = float(binom.sf(right - 1, guesses, bias))
+    # Failures of probability delta may turn i wrong guesses right: at worst by the largest mean of the next i terms.
+    just_below = np.cumsum(binom.pmf(right - np.arange(1, right + 1), guesses, bias))
+    return min(beyond + 2 * coins * delta * float((just_below / np.arange(1, right + 1)).max()), 1.0)
+
+
+def epsilon_bound(
+    readings: Sequence[float], delta: float, confidence: float = 0.95, steps: int = 1, most: float = 64.0
+) -> float:
+    """The largest epsilon that these readings refute, at this confidence; 0 where they refute none.
+
+    Args:
+        readings: one for each coin; its sign is the guess, right where positive, and its size how sure it is.
+        delta: of the promise.
+        steps: how many neighbouring steps the other side of a coin is away: 2 where neighbours differ by a row more or
+            less and the coin exchanges two rows. Then (k epsilon, delta (1 + e^epsilon)) is promised of a coin.
+        most: larger bounds are not looked for.
+    """
+    x = np.asarray(readings, dtype=np.float64)
+    if not len(x):
+        return 0.0
+    order = np.argsort(-np.abs(x), kind="stable")
+    best = 0.0
+    for guesses in sorted({max(1, round(share * len(x))) for share in SHARES}):
+        right = int((x[order[:guesses]] > 0).sum())  # a reading of 0 is a wrong guess: safe
+        low, high = 0.0, most
+        level = (1 - confidence) / len(SHARES)
+        if _refutes(len(x), guesses, right, low, delta, steps, level):
+            for _ in range(40):
+                middle = (low + high) / 2
+                if _refutes(len(x), guesses, right, middle, delta, steps, level):
+                    low = middle
+                else:
+                    high = middle
+        best = max(best, low)
+    return best
+
+
+def _refutes(coins: int, guesses: int, right: int, epsilon: float, delta: float, steps: int, level: float) -> bool:
+    within = delta * sum(math.exp(i * epsilon) for i in range(steps))
+    return p_value(coins, guesses, right, steps * epsilon, min(within, 1.0)) < level
+
+
+def largest_auc(epsilon: float, delta: float) -> float:
+    """No test of one row's presence has a larger AUC under (epsilon, delta)-privacy.
+
+    The area under the dual of its trade-off curve max(0, 1 - delta - e^eps a, e^-eps (1 - delta - a)).
+
+    Example:
+        >>> round(largest_auc(1.0, 0.0), 4), largest_auc(0.0, 0.0)
+        (0.7311, 0.5)
+    """
+    return 1 - (1 - delta) ** 2 / (1 + math.exp(min(epsilon, 700.0)))

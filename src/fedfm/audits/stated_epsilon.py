@@ -1,0 +1,46 @@
+"""What a run's manifest claims."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fedfm.runtime.run_directory import Run
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Differential privacy as the ledger states it.
+
+    Attributes:
+        steps: from one row to another in its place: 2 where neighbours differ by a row more or less.
+    """
+
+    epsilon: float
+    delta: float
+    steps: int
+
+    @property
+    def exchange_delta(self) -> float:
+        """Of an exchange of two rows, beside ``steps * epsilon``."""
+        return min(self.delta * sum(math.exp(min(i * self.epsilon, 700.0)) for i in range(self.steps)), 1.0)
+
+
+def claim(run: Run) -> Claim | None:
+    """What is promised against a server that sees every message; None where nothing is."""
+    if getattr(run.experiment.method, "pooled", False):
+        return None  # this server adds the noise itself: the promise is against whoever sees the model
+    ledger: dict[str, Any] = run.manifest["ledger"]
+    stated = [v for v in (ledger.get("epsilon"), run.manifest["result"].get("epsilon")) if v is not None]
+    if not stated:
+        return None
+    entries = [e for e in ledger.get("entries", []) if e.get("epsilon") is not None]
+    privacy = run.experiment.privacy
+    deltas = [float(e["delta"]) for e in entries if e.get("delta") is not None]
+    if not deltas and privacy is not None and privacy.delta is not None:
+        deltas = [privacy.delta]
+    relations = {e.get("relation") for e in entries}
+    exchange = relations and relations <= {"replace", "replace_any"}
+    # The smallest epsilon that stands anywhere is what a reader may believe.
+    return Claim(min(map(float, stated)), max(deltas, default=1e-5), 1 if exchange else 2)

@@ -1,0 +1,331 @@
+"""What each command does. Heavy libraries are imported where a command needs them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from fedfm.core.text import to_json, visible, visible_lines
+from fedfm.errors import InputError
+
+INTERRUPTED = 130
+CLEARED = "\r\x1b[K"  # the line on which the cursor stands, on a terminal
+
+
+def _experiment(args: Any) -> Any:
+    from fedfm.config.experiment import Experiment
+    from fedfm.config.toml import parse_override
+
+    overrides = dict(parse_override(text) for text in args.set)
+    if args.engine:
+        overrides["run.engine"] = args.engine
+    return Experiment.load(args.experiment, overrides)
+
+
+def run(args: Any) -> int:
+    """``fedfm run``."""
+    from fedfm.api import execute, studies
+
+    experiment = _experiment(args)
+    progress = _watch()
+    if args.tune:
+        experiment = studies.tune(experiment, _numbers("--tune", args.tune, float), args.out, progress)
+    if args.seeds and args.yardsticks:
+        raise InputError("--seeds and --yardsticks: one of them at a time")
+    if args.yardsticks:
+        result = studies.beside(experiment, args.out, progress)
+        return _say(args, result, studies.beside_text(result))
+    if args.seeds:
+        result = studies.seeds(experiment, _seeds(args.seeds), args.out, progress)
+        return _say(args, result, studies.seeds_text(result))
+    result = _guarded(lambda: execute.run(experiment, args.out, progress=progress), progress)
+    return _say(args, result, _summary(result))
+
+
+def _seeds(text: str) -> list[int]:
+    seeds: list[int] = _numbers("--seeds", text, int)
+    if min(seeds) < 0:
+        raise InputError(f"--seeds {text}: seeds are whole numbers of at least 0")
+    return seeds
+
+
+def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        what = "whole numbers of at least 0" if kind is int else "numbers"
+        raise InputError(f"{flag} {text}: expected {what} separated by commas") from None
+
+
+def pretrain(args: Any) -> int:
+    """``fedfm pretrain``."""
+    from fedfm.cli.progress_bar import Epochs
+    from fedfm.config.toml import parse_override
+    from fedfm.runtime.pretrain import ABOUT, pretrain
+    from fedfm.runtime.pretrain_spec import Pretraining
+
+    what = Pretraining.load(args.experiment, dict(parse_override(text) for text in args.set))
+    try:
+        result = pretrain(what, args.out, watcher=Epochs())
+    except InputError:
+        raise
+    except (KeyboardInterrupt, Exception):
+        if (args.out / ABOUT).exists():
+            print("fedfm: finished epochs are kept; the same command goes on", file=sys.stderr)
+        raise
+    names = ("epochs", "parameters", "accuracy", "perplexity", "train_loss", "seconds")
+    figures = [f"{name} {result[name]:.6g}" for name in names if result[name] is not None]
+    return _say(args, result, f"{result['folder']}: {', '.join(figures)}")
+
+
+def resume(args: Any) -> int:
+    """``fedfm resume``."""
+    from fedfm.api import execute
+
+    progress = _watch()
+    result = _guarded(lambda: execute.resume(args.run, progress=progress, accept_loss=args.accept_loss), progress)
+    _incomplete(Path(result["run"]))
+    return _say(args, result, _summary(result))
+
+
+def _guarded(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any]:
+    """Whatever stops a run, say how to go on with it."""
+    try:
+        return call()
+    except InputError:
+        raise
+    except (KeyboardInterrupt, Exception):
+        if progress.path is not None:
+            tell(f"fedfm: what was committed is kept; go on with: fedfm resume {progress.path}", sys.stderr)
+        raise
+
+
+def _watch() -> Any:
+    from fedfm.cli.progress_bar import Bar
+
+    return Bar()
+
+
+def tell(text: str, where: TextIO | None = None) -> None:
+    """For people. Names of clients and classes are others' choice: nothing of them acts on the terminal."""
+    print(visible_lines(text), file=where)
+
+
+def _say(args: Any, result: dict[str, Any], text: str) -> int:
+    if args.format == "json":
+        print(to_json(result, ascii=True), flush=True)
+    else:
+        tell(text)
+    return 0
+
+
+def _summary(result: dict[str, Any]) -> str:
+    from fedfm.report import compare
+
+    return f"{compare.table([Path(result['run'])]).rstrip()}\nreport: {Path(result['run']) / 'report.html'}"
+
+
+def _incomplete(path: Path) -> list[str]:
+    """Say what of a run's record is missing, and what it went on without; returns it."""
+    from fedfm.report.read import read
+
+    missing = list(read(path).missing)
+    for text in missing:
+        tell(f"fedfm: {visible(f'{path}: {text}')}", sys.stderr)
+    return missing
+
+
+def audit(args: Any) -> int:
+    """``fedfm audit``."""
+    from fedfm.audits.audit import perform
+    from fedfm.audits.finding import lines
+    from fedfm.report import html
+
+    if args.pictures is not None and "inversion" not in args.attack:
+        raise InputError("--pictures: the attacker's own are for --attack inversion; add it")
+    progress = _watch()
+    found = perform(args.run, args.attack, progress.notice, pictures=args.pictures)
+    page = html.write(args.run)
+    result = {"run": str(args.run), "findings": [f.to_dict() for f in found]}
+    if missing := _incomplete(args.run):
+        result["missing"] = missing
+    _say(args, result, f"{lines(found)}\nreport: {page}")
+    return 1 if any(f.contradicts for f in found) else 0
+
+
+def report(args: Any) -> int:
+    """``fedfm report``."""
+    from fedfm.report import client_weights, compare, html
+
+    path = html.write(args.run)
+    _incomplete(args.run)
+    tell(compare.table([args.run]).rstrip())
+    if text := client_weights.words(args.run):
+        tell(text)
+    tell(f"report: {path}")
+    return 0
+
+
+def compare(args: Any) -> int:
+    """``fedfm compare``."""
+    from fedfm.report import compare
+    from fedfm.report.read import read
+
+    tell(compare.table(args.run).rstrip())
+    for notice in compare.other_data([read(path, messages=False) for path in args.run]):
+        tell(f"fedfm: {visible(notice)}", sys.stderr)
+    for path in args.run:
+        _incomplete(path)
+    tell(f"page: {compare.write(args.run, args.out)}")
+    return 0
+
+
+def demo(args: Any) -> int:
+    """``fedfm demo``."""
+    from fedfm.api import studies
+
+    result = studies.demo(args.out, args.seed, _watch())
+    return _say(args, result, studies.demo_text(result))
+
+
+def predict(args: Any) -> int:
+    """``fedfm predict``."""
+    from fedfm.api.predict import check_out, predict, write
+
+    if args.out is not None:
+        check_out(args.out)
+    result = predict(args.run, args.file, args.client)
+    lines = [visible(answer) for answer in result.get("answers", ())]
+    lines += [
+        f"{visible(label)}\t{max(p):.3f}" if p else visible(label)
+        for label, p in zip(result["predictions"], result["probabilities"], strict=True)
+    ]
+    if "files" in result:
+        lines = [f"{visible(name)}\t{line}" for name, line in zip(result["files"], lines, strict=True)]
+    if args.out is not None:
+        write(result, args.out)
+        lines = [visible(args.out)]
+    if result.get("perplexity") is not None:
+        lines.append(f"perplexity {result['perplexity']:.6g}")
+    if cut := len(result.get("cut", ())):
+        tell(
+            f"fedfm: {cut} of {len(result['answers'])} answers stop at {result['answer_tokens']} tokens "
+            "(model.answer_tokens of the run), without an end of their own",
+            sys.stderr,
+        )
+    return _say(args, result, "\n".join(lines))
+
+
+def export(args: Any) -> int:
+    """``fedfm export``."""
+    from fedfm.api.predict import export
+
+    tell(export(args.run, args.to, args.out, args.client))
+    return 0
+
+
+def join(args: Any) -> int:
+    """``fedfm join``."""
+    from fedfm.api.join import join
+
+    result = join(args.run, args.data, args.client)
+    rows = [("its model", "accuracy"), ("before its last local pass", "start_accuracy"), ("alone", "alone_accuracy")]
+    lines = [f"{what:<28}{'' if result[key] is None else format(result[key], '.3f')}" for what, key in rows]
+    shares = sorted(result["weights"].items(), key=lambda item: -item[1])[:6]
+    lines += [f"made of {', '.join(f'{visible(name)} {p:.2f}' for name, p in shares)}"] if shares else []
+    return _say(
+        args, result, "\n".join([f"{visible(result['client'])}, accuracy on its test rows:", *lines, result["adapter"]])
+    )
+
+
+def listing(args: Any) -> int:
+    """``fedfm list``."""
+    from fedfm.config import catalogue
+
+    print(catalogue.listing(args.kind))
+    return 0
+
+
+def show(args: Any) -> int:
+    """``fedfm show``."""
+    from fedfm.config import catalogue
+
+    print(catalogue.method(args.method))
+    return 0
+
+
+def check(args: Any) -> int:
+    """``fedfm check``."""
+    from fedfm.data.load import check_files
+
+    experiment = _experiment(args)
+    check_files(experiment.data)
+    _check_models(experiment)
+    result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
+    text = experiment.to_toml().rstrip()
+    population = None
+    if not experiment.run.superlink:  # whose machine has the data and the model
+        from fedfm.runtime.population import populate
+
+        population = populate(experiment)
+        classes = list(population.federated.table.classes)
+        trainable = sum(population.model.layout.sizes.values())
+        result |= {"clients": list(population.clients), "classes": classes, "trainable": trainable}
+        names = ", ".join(f'"{name}"' for name in classes)
+        text += f"\n\n# {len(population.clients)} clients, {trainable} trainable numbers, classes = [{names}]"
+    if args.matching:
+        from dataclasses import asdict
+
+        from fedfm.methods.fedbaf.matching import match
+
+        method = experiment.method
+        if not hasattr(method, "foundation"):
+            raise InputError(f"--matching: method {experiment.method_name} has no foundation model of its own")
+        if population is None:
+            raise InputError("--matching: the model lies at the SuperLink's machine; run it there")
+        found = match(population.model, method.foundation, method.identical)
+        result["matching"] = [asdict(line) for line in found.table]
+        text += f"\n\n# tensor, its shape, the foundation model's, what mixes, why\n{found}"
+    return _say(args, result, text)
+
+
+def _check_models(experiment: Any) -> None:
+    """Refuse models that are not there; a SuperLink's machine has its own."""
+    from fedfm.methods.fedbaf.matching import check_place
+    from fedfm.models.load import locate
+
+    if experiment.run.superlink:
+        return
+    if experiment.model.name != "features":
+        locate(experiment.model.name)
+    if hasattr(experiment.method, "foundation"):
+        check_place(experiment.method.foundation)
+
+
+def app(args: Any) -> int:
+    """``fedfm app``."""
+    from fedfm.engines.flower.app_writer import write
+
+    tell(write(args.folder, args.experiment))
+    return 0
+
+
+def silo(args: Any) -> int:
+    """``fedfm silo``."""
+    from fedfm.runtime.silo_file import described, report
+
+    found = report(args.file)
+    return _say(args, found, described(found))
+
+
+def doctor(args: Any) -> int:
+    """``fedfm doctor``."""
+    from fedfm.cli.doctor import examine
+
+    lines = examine()
+    bad = [line for line in lines if line["status"] == "bad"]
+    text = "\n".join(f"{line['status']:<5} {line['what']}: {line['found']}" for line in lines)
+    _say(args, {"ok": not bad, "checks": lines}, text)
+    return 1 if bad else 0

@@ -1,0 +1,94 @@
+"""`fedfm doctor`: is this installation complete, and would a run here be safe and quick?"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_REQUIRED = ("torch", "transformers", "peft", "safetensors", "flwr", "numpy", "pyarrow", "PIL", "sklearn", "greenlet")
+_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+_TESTED_FLOWER = "1.41."
+_WIDTH = 768  # inputs and outputs of the linear maps that are timed
+
+
+def examine() -> list[dict[str, Any]]:
+    """Each check as {what, status: ok | note | bad, found}."""
+    return [{"what": what, "status": status, "found": found} for what, status, found in _checks()]
+
+
+def _checks() -> Iterator[tuple[str, str, str]]:
+    yield "python", "ok" if sys.version_info >= (3, 11) else "bad", sys.version.split()[0]
+    for name in _REQUIRED:
+        try:
+            found = version(_DISTRIBUTIONS.get(name, name))
+            bad = name == "flwr" and not found.startswith(_TESTED_FLOWER)
+            yield name, "bad" if bad else "ok", f"{found}, expected {_TESTED_FLOWER}x" if bad else found
+        except PackageNotFoundError:
+            yield name, "bad", f"missing: pip install {_DISTRIBUTIONS.get(name, name)}"
+    for name, extra in (("ray", "simulation"), ("datasets", "hub")):
+        there = importlib.util.find_spec(name) is not None
+        yield name, "ok" if there else "note", version(name) if there else f"not installed; extra [{extra}] brings it"
+    yield from _model()
+    yield from _products()
+    yield "cores", "ok", f"{os.cpu_count()} (run.workers = 0 uses all, one thread a client)"
+    fork = hasattr(os, "fork")
+    yield "workers", "ok" if fork else "note", "forked" if fork else "this system cannot fork: set run.workers = 1"
+    free = shutil.disk_usage(Path.cwd()).free / 1e9
+    yield "disk", "ok" if free > 1 else "bad", f"{free:.1f} GB free here"
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "", "false")
+    yield "model hub", "ok", "offline (HF_HUB_OFFLINE is set)" if offline else "models named by a hub id are downloaded"
+    told = os.environ.get("FLWR_TELEMETRY_ENABLED", "")
+    yield "telemetry", "ok", "off" if told == "0" else "fedfm turns Flower's off in every process that it starts"
+
+
+def _model() -> Iterator[tuple[str, str, str]]:
+    """The built-in model loads and computes."""
+    try:
+        import torch
+
+        from fedfm.models.load import load_model
+        from fedfm.models.spec import ModelSpec
+
+        model = load_model(ModelSpec(name="nano-vit"), classes=("a", "b"), kind="image", seed=0)
+        with torch.no_grad():
+            logits = model.logits({"pixel_values": torch.zeros(1, 3, 32, 32)})
+        fine = bool(torch.isfinite(logits).all())
+        yield "nano-vit", "ok" if fine else "bad", f"{sum(model.layout.sizes.values())} parameters trainable by LoRA"
+        yield "device", "ok", "cuda" if torch.cuda.is_available() else "cpu"
+    except Exception as error:  # whatever it is, the user should read it here
+        yield "nano-vit", "bad", f"{type(error).__name__}: {error}"
+
+
+def _products() -> Iterator[tuple[str, str, str]]:
+    """How fast frozen linear maps are, and what bfloat16 gains: on processors that emulate it, it loses."""
+    try:
+        import torch
+
+        from fedfm.linalg.threads import torch_threads
+        from fedfm.training.packed.linear import Linear
+
+        with torch_threads(1), torch.no_grad():
+            x, weight = torch.ones(256, _WIDTH), torch.ones(_WIDTH, _WIDTH)
+            full, low = (_seconds(Linear(weight, None, low), x) for low in (False, True))
+        speed = f"{2e-9 * x.numel() * _WIDTH / full:.0f} Gflop/s a core"
+        word = f'kernels = "fast_bf16" multiplies at {full / low:.1f} times that'
+        yield "linear maps", "ok", f"{speed} in float32; {word}{'' if full > low else ': it is of no use here'}"
+    except (ImportError, RuntimeError) as error:
+        yield "linear maps", "bad", f"{type(error).__name__}: {error}"
+
+
+def _seconds(linear: Any, x: Any) -> float:
+    """The least of a few turns."""
+    turns = []
+    for _ in range(8):
+        begun = time.perf_counter()
+        linear.forward(x)
+        turns.append(time.perf_counter() - begun)
+    return min(turns)

@@ -1,0 +1,128 @@
+"""Progress on stderr: a bar, or lines of a log file."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedfm.core.messages import Excluded
+from fedfm.core.text import visible
+from fedfm.runtime.progress import EpochProgress, Progress
+from fedfm.runtime.run_directory import Run
+
+_LOGGED = 20.0  # seconds between two lines of a log file
+
+
+class Bar(Progress):
+    """One bar a run: rounds done, clients of the current one, the last accuracy or perplexity. In a log file, which
+    nothing can be drawn in, whole lines a few times a minute.
+
+    Attributes:
+        path: the run directory, once there is one; what to resume if something stops it.
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._bar: Any = None
+        self._name, self._rounds, self._clients = "", 0, 0
+        self._figures: dict[str, str] = {}
+        self._said = -math.inf  # when the last line was written
+
+    def started(self, run: Run, rounds: int, done: int) -> None:
+        """Open the bar."""
+        self.path, self._name, self._rounds, self._said = run.path, visible(run.experiment.name), rounds, -math.inf
+        if not _drawn():
+            return
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=rounds, initial=done, desc=self._name, unit="round", file=sys.stderr, dynamic_ncols=True)
+
+    def client(self) -> None:
+        """Count a client."""
+        self._clients += 1
+        if self._bar is not None:
+            self._figures["client"] = str(self._clients)
+            self._bar.set_postfix(self._figures, refresh=time.monotonic() - self._bar.last_print_t > 0.2)
+
+    def round(self, line: Mapping[str, Any]) -> None:
+        """Advance."""
+        self._clients = 0
+        self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
+        if self._bar is not None:
+            self._bar.set_postfix(self._figures, refresh=False)
+            # A resumed run may judge the round again that it goes on from.
+            self._bar.update(line["round"] - self._bar.n)
+        elif line["round"] == self._rounds or time.monotonic() - self._said > _LOGGED:
+            self._said = time.monotonic()
+            figures = [f"{key} {value}" for key, value in self._figures.items()] + [f"{line['seconds']:.1f} s"]
+            text = f"{self._name}: round {line['round']} of {self._rounds}, {', '.join(figures)}"
+            sys.stderr.write(f"{text}\n")
+
+    def excluded(self, excluded: Excluded) -> None:
+        """Say who, what and why."""
+        self.notice(str(excluded))
+
+    def notice(self, text: str) -> None:
+        """Print above the bar, on one line: who gives a client its name cannot have it look like one of ours."""
+        from tqdm import tqdm
+
+        tqdm.write(f"fedfm: {visible(text)}", file=sys.stderr)
+
+    def finished(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _drawn() -> bool:
+    """Whether what a carriage return writes over is gone: on a terminal, and in a notebook's cell."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+class Epochs(EpochProgress):
+    """The bar of a pretraining: its steps, and a line an epoch."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._steps, self._epochs = 0, 0
+
+    def started(self, epochs: int, done: int, steps: int) -> None:
+        """Open the bar; in a log file only the lines of epochs are written."""
+        from tqdm import tqdm
+
+        self._steps, self._epochs = steps, epochs
+        self._bar = tqdm(
+            total=epochs * steps,
+            initial=done * steps,
+            desc=f"epoch {done + 1}/{epochs}",
+            unit="step",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            leave=False,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def step(self) -> None:
+        """Advance."""
+        self._bar.update(1)
+
+    def epoch(self, line: Mapping[str, Any]) -> None:
+        """Print its figures above the bar."""
+        from tqdm import tqdm
+
+        figures = [f"epoch {line['epoch']}/{self._epochs}", f"lr {line['learning_rate']:g}"]
+        figures += [f"train loss {line['train_loss']:.4f}"]
+        figures += [f"{key} {line[key]:.4f}" for key in ("accuracy", "perplexity") if line[key] is not None]
+        tqdm.write("  ".join([*figures, f"{line['seconds']:.1f} s"]), file=sys.stderr)
+        self._bar.set_description(f"epoch {line['epoch'] + 1}/{self._epochs}", refresh=False)
+
+    def finished(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

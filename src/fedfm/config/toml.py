@@ -1,0 +1,230 @@
+"""Tables of a TOML file <-> frozen dataclasses: strict, with the place of what is wrong and what would be right."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from fedfm.errors import InputError, close, listed
+
+_DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  # formats that data.path takes
+
+
+def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str, Any]:
+    """The nested tables of a TOML file, with keys ``a.b.c`` set anew.
+
+    Args:
+        takes: what the command takes, for the message where there is no file.
+
+    Raises:
+        InputError: the file is absent, cannot be read, or is not TOML.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; {takes}") from None
+    except (IsADirectoryError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if path.is_dir() or path.name.lower().endswith(_DATA):
+            message = f'{path} looks like data; {takes}, whose [data] says which: path = "{path}"'
+        else:
+            message = f"{path}: not TOML: {error}"
+        raise InputError(message) from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    for key, value in overrides.items():
+        put(table, key, value)
+    return table
+
+
+def refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
+    """Refuse the first key that is not known; ``path`` is the table's own name, "" for the file."""
+    for key in table:
+        if key not in known:
+            where = f"{path}.{key}" if path else f"{key}"
+            raise InputError(
+                f"{where}: unknown key{close(key, known)}; {f'[{path}]' if path else 'the file'} takes {listed(known)}"
+            )
+
+
+def build(cls: type, table: Any, path: str) -> Any:
+    """An instance of a dataclass from a table.
+
+    Raises:
+        InputError: an unknown key, a wrong type, a missing key; named by its path.
+    """
+    if not isinstance(table, Mapping):
+        raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}")
+    hints = get_type_hints(cls)
+    known = {key_of(f.name): f for f in fields(cls) if f.init}
+    refuse_unknown(table, known, path)
+    at = f"{path}." if path else ""
+    found = {}
+    for key, value in table.items():
+        of = known[key]
+        found[of.name] = convert(value, hints[of.name], f"{at}{key}", of.metadata.get("help", ""))
+    return cls(**found)
+
+
+def key_of(name: str) -> str:
+    """The key of a field: ``lambda_`` is ``lambda``, which Python keeps to itself."""
+    return name.removesuffix("_")
+
+
+def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
+    """``value`` as ``hint`` says; whole numbers pass as floats, nothing else is coerced.
+
+    Args:
+        meaning: of a table, for the message where there is none.
+
+    Raises:
+        InputError: it is of another type.
+    """
+    from fedfm.training import Local
+
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        options = [a for a in args if a is not types.NoneType]
+        return convert(value, options[0], path, meaning)
+    if hint is Local:
+        return build_local(value, path)
+    if _is_method(hint):
+        return build_base(hint, value, path)
+    if is_dataclass(hint):
+        return build(hint, value, path)  # type: ignore[arg-type]
+    if hint is Any:
+        return value
+    if hint is float and type(value) is int:
+        value = float(value)
+    if hint in (int, float, str, bool):
+        if type(value) is not hint or (hint is float and value != value):
+            raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}")
+        return value
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(convert(v, args[0], f"{path}[{i}]") for i, v in enumerate(value))
+    if origin is dict and isinstance(value, Mapping):
+        return {k: convert(v, args[1], f"{path}.{k}") for k, v in value.items()}
+    says = f" ({meaning})" if origin is dict and meaning else ""
+    raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}{says}")
+
+
+def _words(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
+    return names.get(hint) or {tuple: "a list", dict: "a table"}.get(get_origin(hint), str(hint))
+
+
+def build_local(table: Any, path: str) -> Any:
+    """A client optimiser from its table; ``name`` says which, sgd by default."""
+    from fedfm.training import BY_NAME
+
+    if not isinstance(table, Mapping):
+        raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ learning_rate = 0.1 }}")
+    table = dict(table)
+    name = table.pop("name", "sgd")
+    if not isinstance(name, str) or name not in BY_NAME:
+        shown = json.dumps(name, default=str)
+        raise InputError(f"{path}.name = {shown}: expected {listed(BY_NAME)}{close(str(name), BY_NAME)}")
+    return build(BY_NAME[name], table, path)
+
+
+def _is_method(hint: Any) -> bool:
+    from fedfm.core.method import Method
+
+    return isinstance(hint, type) and issubclass(hint, Method)
+
+
+def build_base(kind: type, table: Any, path: str) -> Any:
+    """A method inside a method, from its table; ``name`` says which, by default the plainest of its kind."""
+    from fedfm.config.registry import ours, resolve
+
+    if not isinstance(table, Mapping):
+        raise InputError(f'{path} = {table!r}: expected a table, e.g. {{ name = "fedprox" }}')
+    table = dict(table)
+    name = table.pop("name", kind.__module__.rpartition(".")[2])
+    if not isinstance(name, str):
+        raise InputError(f"{path}.name = {name!r}: expected a text in quotes")
+    cls = resolve("methods", name)
+    if not issubclass(cls, kind):
+        fit = [n for n in ours("methods") if issubclass(resolve("methods", n), kind)]
+        raise InputError(f'{path}.name = "{name}": expected {listed(fit)}')
+    return build(cls, table, path)
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as nested tables; keys without a value are left out."""
+    if is_dataclass(value) and not isinstance(value, type):
+        from fedfm.training import BY_NAME
+
+        table = {
+            key_of(f.name): {"name": name_of(inner)} | plain(inner) if _is_method(type(inner)) else plain(inner)
+            for f in fields(value)
+            for inner in [getattr(value, f.name)]
+        }
+        by_class: dict[type, str] = {c: n for n, c in BY_NAME.items()}
+        return ({"name": by_class[type(value)]} | table) if type(value) in by_class else _present(table)
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def name_of(method: Any) -> str:
+    """The name under which a method is found again."""
+    module = type(method).__module__
+    package, _, name = module.rpartition(".")
+    return name if package == "fedfm.methods" else f"{module}:{type(method).__qualname__}"
+
+
+def _present(table: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in table.items() if v is not None}
+
+
+def put(table: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``a.b.c`` in nested tables."""
+    *path, last = key.split(".")
+    for part in path:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise InputError(f"--set {key}: {part} is not a table")
+    table[last] = value
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """``method.rounds=5`` -> ("method.rounds", 5); the value is TOML, or a bare word."""
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise InputError(f"--set {text}: expected key=value, e.g. --set method.rounds=5")
+    try:
+        return key.strip(), tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def to_toml(tables: Mapping[str, Any]) -> str:
+    """Nested tables as TOML: one section a table, deeper ones inline."""
+
+    def inline(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return "{ " + ", ".join(f"{_bare(k)} = {inline(v)}" for k, v in value.items() if v is not None) + " }"
+        if isinstance(value, (list, tuple)):
+            return "[" + ", ".join(map(inline, value)) + "]"
+        return json.dumps(value, ensure_ascii=False)
+
+    top = [f"{_bare(k)} = {inline(v)}" for k, v in tables.items() if not isinstance(v, Mapping)]
+    for section, table in tables.items():
+        if isinstance(table, Mapping):
+            top += ["", f"[{_bare(section)}]"] + [
+                f"{_bare(k)} = {inline(v)}" for k, v in table.items() if v is not None
+            ]
+    return "\n".join(top).strip() + "\n"
+
+
+def _bare(key: str) -> str:
+    return key if key and all(c.isalnum() or c in "-_" for c in key) and key.isascii() else json.dumps(key)

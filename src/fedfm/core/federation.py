@@ -1,0 +1,265 @@
+"""What the server half of a method can touch: its clients, two verbs, and the transcript of what they exposed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, get_type_hints
+
+from fedfm import seeds
+from fedfm.core import update_metrics
+from fedfm.core.checks import conform, match
+from fedfm.core.client import ClientId, Update, action, each, no_secret
+from fedfm.core.messages import Excluded, Link, Reply, Request
+from fedfm.core.transcript import Crossing, Transcript
+from fedfm.errors import E_CLIENT, E_DUPLICATE, E_READONLY, E_ROUND, E_TIMEOUT, ClientFault, RunError
+from fedfm.linalg.out_of_core import Shelf
+from fedfm.linalg.params import Layout, Params
+
+# Of a reply's parameters, and of any floating-point tensor in it. Honest updates have norms of some thousands, and sums
+# of squares over 10^9 rows of norm 1,000 just reach it. Below it nothing overflows float32: 10^14 terms of this norm
+# and MAX_WEIGHT add up to 1e38, and a square, as of a server's Adam, is 1e30.
+MAX_NORM = 1e15
+_REASON = 400  # characters of a reason that are kept
+
+
+class Aggregates(Protocol):
+    """How a mean is made (see :class:`fedfm.aggregation.base.Aggregator`)."""
+
+    def mean(
+        self,
+        fed: Federation,
+        handler: Callable[..., Any],
+        of: Iterable[ClientId] | None,
+        payload: Mapping[str, Any],
+        like: Layout,
+    ) -> Params:
+        """Ask the clients; their weighted mean."""
+
+
+class Federation:
+    """The server half's view: the clients, two verbs, and the transcript of what they exposed.
+
+    Attributes:
+        clients: names, sorted: the same order on every engine.
+        model: the server's copy of the model.
+        initial: w_0, the trainable parameters before the first round.
+        round: 1, 2, ... while a round runs; 0 before the first.
+        call: number of the round's last call, from 1; a client's memory is that of the calls before.
+        excluded: who was left out so far, with the reason.
+        notices: what the user should know of this round.
+        heard: how many clients of the last call gave a valid reply.
+        metrics: what the clients' updates of this round noted, as means weighted like the updates.
+        secret: the server's own: 32 bytes under a name, from the operating system's entropy, the same all run long.
+        memory: the server's own, of what belongs to no file that anybody else sees; as of the last committed round.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        model: Any,
+        aggregator: Aggregates,
+        seed: int = 0,
+        min_clients: int = 1,
+        on_excluded: Callable[[Excluded], None] = lambda excluded: None,
+        secret: Callable[[str], bytes] = no_secret,
+        memory: Callable[[int], MutableMapping[str, Any]] | None = None,
+    ) -> None:
+        self._link = link
+        self.secret = secret
+        kept: dict[str, Any] = {}
+        self._memory = memory or (lambda t: kept)
+        self.memory = self._memory(0)
+        self.model = model
+        self.initial: Params = model.params()
+        self.aggregator = aggregator
+        self.seed, self.min_clients = seed, min_clients
+        self.round, self.call = 0, 0
+        self.transcript = Transcript()
+        self.excluded: list[Excluded] = []
+        self.notices: list[str] = []
+        self.heard = 0
+        self.metrics: dict[str, float] = {}
+        self.cohort: tuple[ClientId, ...] = ()
+        self._on_excluded = on_excluded
+        self.clients: tuple[ClientId, ...] = tuple(sorted(link.clients))
+
+    def begin(self, t: int) -> None:
+        """Start round t: its random streams, its metrics."""
+        self.round, self.call, self.metrics, self.cohort, self.notices = t, 0, {}, (), []
+        self.memory = self._memory(t)
+
+    def commit(self) -> None:
+        """Keep what the server's half has put into its memory."""
+        if hasattr(self.memory, "commit"):
+            self.memory.commit()
+
+    def seed_for(self, *purpose: str | int) -> int:
+        """A seed of this round for one purpose."""
+        return seeds.derive(self.seed, "server", self.round, *purpose)
+
+    def sample(self, fraction: float) -> Sequence[ClientId]:
+        """A cohort S_t of max(floor(C K), 1) clients, drawn without replacement, in order of names."""
+        m = max(math.floor(fraction * len(self.clients) + 1e-9), 1)
+        rng = seeds.generator(self.seed, "server", self.round, "cohort")
+        chosen = rng.choice(len(self.clients), size=m, replace=False)
+        return [self.clients[i] for i in sorted(chosen)]
+
+    def ask(
+        self,
+        handler: Callable[..., Any],
+        *,
+        of: Iterable[ClientId] | None = None,
+        counted: bool = True,
+        like: Layout | each | None = None,
+        check: Callable[[Any], None] = lambda value: None,
+        least: int | None = None,
+        **payload: Any,
+    ) -> dict[ClientId, Any]:
+        """Run a client handler in each silo. The server SEES each client's reply.
+
+        Replies that are updates note their metrics, as those of :meth:`mean` do. Vectors that do not fit into memory
+        together lie in files (see ``fedfm.linalg.out_of_core``).
+
+        Args:
+            like: what parameters, or an update's delta, must look like; may differ by client.
+            check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
+            least: valid replies that the call needs; by default ``min_clients``.
+
+        Raises:
+            RunError: fewer than that gave a valid reply.
+        """
+        hint = get_type_hints(handler)["return"]
+
+        def checked(client: ClientId, value: Any) -> None:
+            if like is not None:
+                layout = like[client] if isinstance(like, each) else like
+                match(value.delta if isinstance(value, Update) else value, layout, "delta")
+            check(value)
+
+        came = self.exchange("query", handler, of, payload, hint, counted=counted, check=checked, least=least)
+        shelf, means, replies = Shelf(), update_metrics.Means(), dict[ClientId, Any]()
+        for client, value in came:
+            if isinstance(value, Update):
+                means.add(value)
+                value = replace(value, delta=shelf.put(value.delta))
+            replies[client] = shelf.put(value) if isinstance(value, Params) else value
+        self.metrics.update(means.means())
+        return replies
+
+    def notice(self, text: str) -> None:
+        """Tell the user: the run shows it and keeps it in its manifest."""
+        self.notices.append(text)
+
+    def exclude(self, client: ClientId, code: str, reason: str) -> None:
+        """Leave a client out of this round for what the method found in its reply."""
+        self._exclude(client, ClientFault(code, reason))
+
+    def mean(
+        self,
+        handler: Callable[..., Any],
+        *,
+        of: Iterable[ClientId] | None = None,
+        like: Layout | None = None,
+        **payload: Any,
+    ) -> Params:
+        """Weighted mean of the replies' deltas. The server sees only what the aggregator shows it.
+
+        Args:
+            like: what a delta must look like; by default the model's own parameters.
+
+        Raises:
+            RunError: fewer than ``min_clients`` gave a valid reply.
+        """
+        return self.aggregator.mean(self, handler, of, payload, like or self.initial.layout)
+
+    def exchange(
+        self,
+        kind: str,
+        handler: Callable[..., Any],
+        of: Iterable[ClientId] | None,
+        payload: Mapping[str, Any],
+        hint: Any,
+        *,
+        form: str = "plain",
+        counted: bool = True,
+        check: Callable[[ClientId, Any], None] = lambda client, value: None,
+        least: int | None = None,
+    ) -> Iterator[tuple[ClientId, Any]]:
+        """Deliver, validate, record; yield (client, value) in order of names, so that sums do not depend on timing.
+
+        A client whose reply is absent or not valid is excluded from this round with a line that says why.
+        """
+        cohort = sorted(self.clients if of is None else of)
+        name = f"{kind}.{action(handler)}"
+        self.call += 1
+        if counted and not self.cohort:
+            self.cohort = tuple(cohort)
+        varying = [k for k, v in payload.items() if isinstance(v, each)]
+        requests = [
+            Request(
+                c,
+                name,
+                {**payload, **{k: payload[k][c] for k in varying}} if varying else payload,
+                self.round,
+                self.call,
+            )
+            for c in cohort
+        ]
+        pending = set(cohort)
+        early: dict[ClientId, Any] = {}  # valid, but another's turn
+        turns, good, before = list(reversed(cohort)), 0, len(self.excluded)
+        for reply in self._link.exchange(requests):
+            try:
+                self._expected(reply, pending, cohort)
+            except ClientFault as fault:  # says nothing about the reply that is still to come, if any
+                self._exclude(reply.client, fault)
+                continue
+            pending.remove(reply.client)
+            self._record(name, reply, form, counted)
+            try:
+                if reply.fault is not None:
+                    raise reply.fault
+                value = conform(reply.value, hint, most=MAX_NORM)
+                check(reply.client, value)
+            except ClientFault as fault:
+                if fault.code == E_READONLY:  # later clients, and the server, may have seen the changed tensor
+                    raise RunError(f"round {self.round}: {fault.reason}") from None
+                self._exclude(reply.client, fault)
+            else:
+                early[reply.client] = value
+                good += 1
+            while turns and turns[-1] not in pending:
+                if (client := turns.pop()) in early:
+                    yield client, early.pop(client)
+        for client in sorted(pending):
+            self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"))
+        yield from sorted(early.items())
+        self.excluded[before:] = sorted(self.excluded[before:], key=lambda e: (e.client, e.code))
+        self.heard = good
+        if good < (self.min_clients if least is None else least):
+            raise RunError(
+                f"round {self.round}: {good} of {len(cohort)} clients gave a valid reply to {name}, "
+                f"min_clients is {self.min_clients}"
+            )
+
+    def _expected(self, reply: Reply, pending: set[ClientId], cohort: Sequence[ClientId]) -> None:
+        """It answers this call, and is the first that does."""
+        if reply.client not in pending:
+            code, why = (E_DUPLICATE, "a second reply to one request"), (E_CLIENT, "was not asked in this call")
+            raise ClientFault(*(code if reply.client in cohort else why))
+        if (reply.round, reply.call) != (self.round, self.call):
+            raise ClientFault(E_ROUND, f"a reply to round {reply.round}, call {reply.call}")
+
+    def _exclude(self, client: ClientId, fault: ClientFault) -> None:
+        excluded = Excluded(self.round, client, fault.code, fault.reason[:_REASON])  # a name in it may be the client's
+        self.excluded.append(excluded)
+        self._on_excluded(excluded)
+
+    def _record(self, name: str, reply: Reply, form: str, counted: bool) -> None:
+        down = Crossing(self.round, "server", reply.client, name, reply.nbytes_down, "plain", counted)
+        self.transcript.add(down)
+        if reply.nbytes_up:
+            self.transcript.add(Crossing(self.round, reply.client, "server", name, reply.nbytes_up, form, counted))

@@ -1,0 +1,63 @@
+"""What passes between the server and its clients, as an engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from fedfm.core.client import ClientId
+from fedfm.errors import ClientFault
+
+
+class Request(NamedTuple):
+    """One message to one client: call ``handler`` (``train.X`` or ``query.X``) with ``payload``.
+
+    (round, call) names the request: a reply carries both back, and a client's memory is versioned by them.
+    """
+
+    client: ClientId
+    handler: str
+    payload: Mapping[str, Any]
+    round: int
+    call: int
+
+
+class Reply(NamedTuple):
+    """What came back: a value, or the fault that took its place.
+
+    Attributes:
+        nbytes_down, nbytes_up: of request and reply as Flower serialises their records.
+    """
+
+    client: ClientId
+    value: Any
+    round: int
+    call: int
+    nbytes_down: int = 0
+    nbytes_up: int = 0
+    fault: ClientFault | None = None
+
+
+class Link(Protocol):
+    """An engine, as the server sees it: deliver requests, yield replies as they come."""
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        """Names of the clients, sorted."""
+
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        """Deliver; yield at most one reply a request, in any order; what has not come in time is not yielded."""
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A client left out of a round, and why."""
+
+    round: int
+    client: ClientId
+    code: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"round {self.round}: {self.client} left out, {self.code}: {self.reason}"

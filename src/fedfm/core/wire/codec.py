@@ -1,0 +1,85 @@
+"""Requests and replies as Flower messages' records, and what they weigh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from fedfm.core.wire import flower_records, payload
+from fedfm.core.wire.flower_records import STYPE
+
+CHUNK = 5 * 1024 * 1024  # Flower slices an array's bytes into chunks of this length
+
+
+def to_record(value: Any) -> Any:
+    """``value`` as a Flower RecordDict."""
+    head, pieces = payload.encode(value)
+    return flower_records.pack(head, b"".join(pieces))
+
+
+def from_record(record: Any, hint: Any = Any) -> Any:
+    """The value of a RecordDict made by :func:`to_record`.
+
+    Raises:
+        ClientFault: it is not one, or the value is not what ``hint`` says.
+    """
+    head, data = flower_records.unpack(record)
+    return payload.decode(head, data, hint)
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of ``to_record(value)`` as Flower serialises it, computed from structure and shapes.
+
+    Flower stores equal chunks of one array once; this counts every chunk, so that the figure does not depend on values.
+    """
+    head, data = payload.size(value)
+    return _record_nbytes(head, data)
+
+
+def _varint(n: int) -> int:
+    return max((n.bit_length() + 6) // 7, 1)
+
+
+def _object(kind: str, children: int, body: int) -> int:
+    """An object on Flower's wire: "<kind> <child ids of 64 digits, comma-separated> <body length>", a zero byte, the
+    body.
+    """
+    ids = children * 64 + max(children - 1, 0)
+    return len(kind) + 1 + ids + 1 + len(str(body)) + 1 + body
+
+
+@functools.lru_cache(maxsize=4096)
+def _record_nbytes(head: int, data: int) -> int:
+    chunks = -(-data // CHUNK)
+    # {"dtype": "uint8", "shape": [N], "stype": "fedfm.packed", "arraychunk_ids": [0, 1, ...]}
+    indexes = sum(len(str(i)) for i in range(chunks)) + 2 * max(chunks - 1, 0)
+    meta = (
+        len('{"dtype": "uint8", "shape": [], "stype": "", "arraychunk_ids": []}')
+        + len(str(data))
+        + len(STYPE)
+        + indexes
+    )
+    total = _object("Array", chunks, meta)
+    for i in range(chunks):
+        total += _object("ArrayChunk", 0, min(CHUNK, data - i * CHUNK))
+    total += _object("ArrayRecord", 1, len('{"packed": ""}') + 64)
+    text = 1 + _varint(head) + head  # protobuf: the string, in its value, in its item with the key "json"
+    item = 6 + 1 + _varint(text) + text
+    total += _object("ConfigRecord", 0, 1 + _varint(item) + item)
+    return total + _object("RecordDict", 2, len('{"data": "", "head": ""}') + 128)
+
+
+def envelope(round: int, call: int, body: Any) -> Mapping[str, Any]:
+    """What travels in both directions: the request's name and the payload or the reply's value."""
+    return {"round": round, "call": call, "body": body}
+
+
+def weigh(body: Any) -> int:
+    """``nbytes(envelope(round, call, body))``, which is the same for every round and call."""
+    return enveloped(*payload.size(body))
+
+
+def enveloped(head: int, data: int) -> int:
+    """As :func:`weigh`, of a body whose head and data have these lengths."""
+    return _record_nbytes(len('{"m":{"round":"i","call":"i","body":}}') + head, 16 + data)

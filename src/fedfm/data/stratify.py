@@ -1,0 +1,75 @@
+"""Whole numbers in given proportions: the arithmetic of stratified splits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def quota(counts: np.ndarray, total: int, rng: np.random.Generator, caps: np.ndarray | None = None) -> np.ndarray:
+    """``total`` shared in proportion to ``counts`` by largest remainder: int64 (G,), summing to ``total``.
+
+    Equal remainders are settled by the generator, so that no group is favoured by its place. With ``caps`` no group
+    gets more than its cap, and the sum is at most that of the caps. All counts zero gives zeros.
+    """
+    counts = np.asarray(counts, dtype=np.int64)
+    whole = int(counts.sum())
+    if whole == 0:
+        return np.zeros_like(counts)
+    if caps is None:
+        caps = np.full_like(counts, total)
+    total = min(total, int(caps.sum()))
+    shares: np.ndarray = np.minimum(counts * total // whole, caps)
+    order = np.lexsort((rng.random(len(counts)), -(counts * total % whole)))  # integers: no rounding decides
+    while (left := total - int(shares.sum())) > 0:
+        open_ = [g for g in order if shares[g] < caps[g]][:left]
+        shares[open_] += 1
+    return shares
+
+
+def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
+    """``total`` in the proportions ``shares`` (G,), which sum to 1, by largest remainder: int64 (G,).
+
+    As :func:`quota`, of fractions: equal remainders are settled by the generator.
+    """
+    exact = shares * total
+    parts: np.ndarray = np.floor(exact).astype(np.int64)
+    order = np.lexsort((rng.random(len(shares)), parts - exact))
+    parts[order[: total - parts.sum()]] += 1
+    return parts
+
+
+def hold_out(groups: np.ndarray | None, rows: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
+    """Rows to hold out of ``rows`` (n,): round(fraction n), at least one, in the groups' proportions; ascending.
+
+    ``groups`` (n,) gives each row's stratum. Every stratum keeps a row, so that no class is lost to training.
+    """
+    if fraction <= 0 or len(rows) < 2:
+        return rows[:0]
+    groups = np.zeros(len(rows), dtype=np.int64) if groups is None else groups
+    _, code, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    shares = quota(counts, max(1, round(fraction * len(rows))), rng, caps=counts - 1)
+    return np.sort(rows[_draw(code, shares, rng)])
+
+
+def thin(groups: np.ndarray | None, rows: np.ndarray, limit: int, rng: np.random.Generator) -> np.ndarray:
+    """At most ``limit`` of ``rows`` (n,), in the groups' proportions, one of each where the limit allows; ascending."""
+    if limit >= len(rows):
+        return rows
+    groups = np.zeros(len(rows), dtype=np.int64) if groups is None else groups
+    _, code, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    shares = quota(counts, limit, rng)
+    if limit >= len(counts):
+        for empty in np.flatnonzero(shares == 0):
+            shares[np.argmax(shares)] -= 1
+            shares[empty] = 1
+    return np.sort(rows[_draw(code, shares, rng)])
+
+
+def _draw(code: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Positions of ``shares[g]`` members of each group g."""
+    order = rng.permutation(len(code))
+    order = order[np.argsort(code[order], kind="stable")]  # by group, shuffled within each
+    counts = np.bincount(code, minlength=len(shares))
+    rank = np.arange(len(code)) - np.repeat(np.cumsum(counts) - counts, counts)
+    drawn: np.ndarray = order[rank < shares[code[order]]]
+    return drawn

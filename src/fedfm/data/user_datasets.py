@@ -1,0 +1,105 @@
+"""Data sets in memory: any object with ``len(d)`` and ``d[i]``, read when a batch asks for its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.core.rows import Batch, Rows
+from fedfm.data.table import Table
+from fedfm.errors import InputError
+
+_READ = 256  # rows collated at a time where labels are read
+
+
+@dataclass(frozen=True)
+class DatasetRows(Rows):
+    """Rows of a data set, read and collated when a batch asks for them."""
+
+    table: Table | None = None
+    index: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    collated: Callable[[list[Any]], Batch] = dict
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def take(self, index: Sequence[int] | np.ndarray | Tensor) -> DatasetRows:
+        """These rows, in this order."""
+        return replace(self, index=self.index[np.asarray(index, dtype=np.int64)])
+
+    def batch(self, index: Sequence[int] | np.ndarray | Tensor) -> Batch:
+        """The collated rows."""
+        assert self.table is not None  # noqa: S101 - set by whoever makes rows
+        return self.collated([self.table.inputs[i] for i in self.take(index).index.tolist()])
+
+
+class Joined(Sequence[Any]):
+    """Several data sets, one after the other."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(p) for p in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, i: Any) -> Any:
+        part = int(np.searchsorted(self._ends, i, side="right"))
+        return self._parts[part][int(i) - (int(self._ends[part - 1]) if part else 0)]
+
+
+def checked(data: Any, what: str, *, empty: bool = False) -> Any:
+    """``data``, if it is a map-style data set.
+
+    Raises:
+        InputError: it is not, or has no rows.
+    """
+    if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise InputError(f"{what} is a {type(data).__name__}: expected a map-style data set, with len() and [i]")
+    if not len(data) and not empty:
+        raise InputError(f"{what} has no rows")
+    return data
+
+
+def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
+    """What one reading of the rows tells: (class labels (n,), the first row that holds a NaN).
+
+    Labels are None unless every row has one whole number of at least 0 as its target. Rows without labels and without
+    floating-point numbers are not read to their end.
+    """
+    found: list[np.ndarray] | None = []
+    first, at = None, 0
+    with torch.random.fork_rng(devices=[]):
+        for batch in rows.batches(_READ):
+            y = batch.get("labels")
+            if y is None or y.dim() != 1 or y.is_floating_point() or y.dtype == torch.bool or int(y.min()) < 0:
+                found = None
+            if found is not None and y is not None:
+                found.append(y.cpu().numpy().astype(np.int64))
+            floats = [x for x in batch.values() if x.is_floating_point()]
+            if first is None:
+                # A sum is NaN where a number is, and fast; infinities of both signs make one too.
+                n = min(_READ, len(rows) - at)
+                rowwise = [x for x in floats if x.dim() and len(x) == n]  # a collate may pack rows otherwise
+                bad = next((x for x in rowwise if torch.isnan(x.sum()) and torch.isnan(x).any()), None)
+                if bad is not None:
+                    first = at + int(torch.isnan(bad).reshape(n, -1).any(1).nonzero()[0])
+            if found is None and (first is not None or not floats):
+                break
+            at += _READ
+    return None if found is None else np.concatenate(found), first
+
+
+def column(sets: Sequence[Any], name: str) -> dict[str, np.ndarray]:
+    """A column that all data sets name, as Hugging Face's do, of text or whole numbers; {} where there is none."""
+    if not all(name in (getattr(data, "column_names", None) or ()) for data in sets):
+        return {}
+    values = [v for data in sets for v in data[name]]
+    if not all(isinstance(v, (str, int)) for v in values):
+        raise InputError(f'data.partition.column: "{name}" holds neither text nor whole numbers')
+    return {name: np.array([str(v) for v in values])}

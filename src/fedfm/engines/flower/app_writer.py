@@ -1,0 +1,128 @@
+"""A Flower app around an experiment: one pyproject.toml, whose components lie in the installed library."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from fedfm.config.experiment import Experiment
+from fedfm.core import storage
+from fedfm.engines.flower import server_app
+from fedfm.errors import InputError
+from fedfm.version import __version__
+
+_DEMO = {
+    "data": {"name": "digits", "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 5}},
+    "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 4}},
+    "method": {"name": "fedavg", "rounds": 5},
+}
+
+
+def write(folder: str | Path, experiment: str | Path | None = None) -> str:
+    """Write a Flower app into ``folder``; returns the commands that run it.
+
+    Raises:
+        InputError: the folder holds an app already, or the experiment is wrong.
+    """
+    folder = Path(folder)
+    if (folder / "pyproject.toml").exists():
+        raise InputError(f"{folder} holds a pyproject.toml already; give a new folder")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; give a new folder")
+    chosen = Experiment.load(experiment) if experiment else Experiment.from_dict(_DEMO)
+    if getattr(chosen.method, "pools", False):
+        raise InputError(f'method "{chosen.method_name}" pools all rows in one place: no federation runs it')
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder.resolve() / "runs"
+    write_app(folder, chosen, out=out)
+    if known := chosen.server_only():  # no suffix: Flower bundles files by theirs
+        out.mkdir(exist_ok=True)
+        value = {key: str(Path(v).resolve()) if Path(v).exists() else v for key, v in known.items()}
+        storage.write_atomic(out / server_app.SERVER_ONLY, json.dumps(value).encode(), 0o600)
+    return _how_to(folder, chosen)
+
+
+def write_app(folder: Path, experiment: Experiment, *, out: Path, run: str = "", key: str = "") -> None:
+    """The pyproject.toml that Flower builds a bundle from.
+
+    Args:
+        out: where the ServerApp writes run directories.
+        run: name of the run directory; "" for one a Flower run. One that is there goes on.
+        key: names this run's folder at the sites.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
+    values = {"experiment": told(experiment), "out": str(out), "run": run, "key": key}
+    lines = "\n".join(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
+    (folder / "pyproject.toml").write_text(
+        f"""[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "fedfm-{name}"
+version = "1.0.0"
+description = "The experiment {name}, run by fedfm."
+license = "Apache-2.0"
+dependencies = ["fedfm=={__version__}"]
+
+[tool.hatch.build.targets.wheel]
+bypass-selection = true
+
+[tool.flwr.app]
+publisher = "fedfm"
+
+[tool.flwr.app.components]
+serverapp = "fedfm.apps:server"
+clientapp = "fedfm.apps:client"
+
+[tool.flwr.app.config]
+{lines}
+""",
+        encoding="utf-8",
+    )
+
+
+def told(experiment: Experiment) -> str:
+    """The text of an experiment as the ServerApp and the sites of a deployment are told it."""
+    spec = replace(experiment.run, engine="deployment", wire=False, workers=0, superlink=None, root_certificates=None)
+    return absolute(replace(experiment, run=spec)).for_clients().to_toml()
+
+
+def absolute(experiment: Experiment) -> Experiment:
+    """The experiment with absolute paths: other processes read it from other folders."""
+
+    def path(text: str | None) -> str | None:
+        return str(Path(text).resolve()) if text and Path(text).exists() else text
+
+    data = experiment.data
+    clients = {name: path(file) or file for name, file in data.clients.items()} if data.clients else data.clients
+    data = replace(data, path=path(data.path), hub=path(data.hub), clients=clients)
+    return replace(experiment, data=data, model=replace(experiment.model, name=path(experiment.model.name) or ""))
+
+
+def _how_to(folder: Path, experiment: Experiment) -> str:
+    nodes = experiment.data.partition.clients or len(experiment.data.clients or ()) or 10
+    return f"""wrote {folder / "pyproject.toml"}: experiment "{experiment.name}"
+
+here, simulated:
+  export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
+  flwr run {folder} --stream --federation-config 'num-supernodes={nodes} client-resources-num-cpus=1'
+
+on real machines, each with `pip install fedfm=={__version__}` and the three variables above:
+  the operator, once
+    flower-superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key \\
+      --enable-supernode-auth --host 0.0.0.0 --port 8443 --database state.db \\
+      --disable-runtime-dependency-installation --isolation process --superexec-auth-secret-file secret
+    flower-superexec --runtime-api-address HOST:8443 --root-certificates ca.crt --superexec-auth-secret-file secret
+    # let silos reach /v1/fleet/* and /health only: the same port carries the operator's own interface
+  each silo, once
+    ssh-keygen -t ecdsa -b 384 -N "" -f silo.key              # silo.key.pub goes to the operator
+    fedfm silo silo.toml                                      # name, rows, classes, models, policy: before it connects
+    flower-supernode --superlink HOST:8443 --root-certificates ca.crt --auth-supernode-private-key silo.key \\
+      --node-config 'silo="/path/to/silo.toml"'
+  the operator, for every silo and every run
+    flwr supernode register silo.key.pub prod                 # prod: a [superlink.prod] in $FLWR_HOME/config.toml
+    flwr run {folder} prod --stream
+    # --run-config 'run="trial-1"' names the run directory; the same name again goes on with it"""

@@ -1,0 +1,260 @@
+"""The thin side of a ClientApp: hands a message's bytes to the site's warm worker and gets the reply's bytes back.
+
+Flower starts a new process for every message. One that imports torch and loads a model takes 10 s and more, so this one
+does neither: it speaks to a worker process of the site over a Unix socket, and starts that process if it is not there.
+This module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from fedfm.engines.flower.processes import cause
+from fedfm.errors import E_DIED, E_EXPERIMENT, E_REFUSED, ClientFault, InputError
+
+_HEADER = struct.Struct("<III Q")  # lengths of client, handler, head and data
+_LIMIT = 1 << 30  # of each of the first three
+_PATH = 100  # bytes that fit into a socket's address
+_START = 120.0  # seconds until a worker that was started listens
+_TRIES = 3  # to start a worker that ends before it listens
+_LONGEST = 1 << 20  # bytes of an experiment's text
+RUNS = "runs"  # below a silo's own folder: whatever keys a server chooses, the silo's own files lie beside it
+
+
+def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
+    """The folder of this site and this run: worker, socket, the client's memory and its errors.
+
+    ``site`` of the node's configuration says where, else it lies beside the silo's file.
+
+    Raises:
+        ClientFault: the node's configuration does not say who this is.
+    """
+    if node.get("site"):
+        root = Path(str(node["site"]))
+    elif node.get("silo"):
+        root = Path(str(node["silo"])).expanduser().resolve().parent / ".fedfm"
+    else:
+        raise ClientFault(E_REFUSED, NO_SILO)
+    key = str(config.get("key") or "")
+    if not key:  # a run's name alone may come again, with another experiment
+        digest = hashlib.sha256(str(config.get("experiment")).encode(errors="surrogatepass")).hexdigest()
+        key = f"{config.get('run') or run_id}-{digest[:8]}"
+    if node.get("silo"):
+        return root / RUNS / plain(key) / "silo"
+    return root / plain(key) / plain(str(node.get("client")))
+
+
+def silo_folder(folder: Path) -> Path:
+    """Of a silo's site and run: where the silo keeps what is of all runs."""
+    return folder.parents[2]
+
+
+def plain(name: str) -> str:
+    """A file name for a text that others chose; ``store.safe_name`` does the same where torch is loaded."""
+    text = quote(name, safe="", errors="surrogatepass")
+    text = text if name.strip(".") else text.replace(".", "%2E")
+    return text if len(text) <= 255 else f"{text[:160]}+{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+NO_SILO = "this node has no silo.toml: a SuperNode is started with --node-config 'silo=\"/path/to/silo.toml\"'"
+
+
+def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
+    """Write ``site.json``, from which the worker learns what it serves: the first experiment of a run is the run's.
+
+    A rehearsal on loopback writes it for its own clients. A node that the server's messages reach writes it only for a
+    silo with a file of its own, which says what experiments may read.
+
+    Raises:
+        ClientFault: there is no experiment.
+    """
+    path = folder / "site.json"
+    if path.exists():
+        return
+    experiment = config.get("experiment")
+    if not isinstance(experiment, str) or len(experiment.encode(errors="surrogatepass")) > _LONGEST:
+        raise ClientFault(E_EXPERIMENT, f"the run's configuration has no experiment of at most {_LONGEST} bytes")
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    silo = str(Path(str(node["silo"])).expanduser().resolve()) if node.get("silo") else None
+    told = {"experiment": experiment, "silo": silo, "client": None if silo else node.get("client")}
+    handle, temporary = tempfile.mkstemp(dir=folder)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(told, file)
+    os.replace(temporary, path)
+
+
+def admitted(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
+    """The folder of this site and this run, for a message of a server: a silo's, or one that a rehearsal prepared.
+
+    Raises:
+        ClientFault: neither is there, or the server tells another experiment than at first.
+    """
+    folder = folder_of(config, node, run_id)
+    if node.get("silo"):
+        prepare(folder, config, node)
+    try:
+        told = json.loads((folder / "site.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ClientFault(E_REFUSED, NO_SILO) from None
+    if told["experiment"] != config.get("experiment"):
+        raise ClientFault(E_EXPERIMENT, "the experiment is another than the one that this run began with")
+    return folder
+
+
+def address(folder: Path) -> str:
+    """The worker's socket: in the folder, or where a path is too long for a socket, in a private place of this user."""
+    path = str(folder.resolve() / "worker.sock")
+    if len(path.encode()) <= _PATH:
+        return path
+    place = Path(tempfile.gettempdir()) / f"fedfm-{os.getuid()}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    status = place.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
+        raise InputError(f"{place} belongs to somebody else or is open to others: remove it, or set TMPDIR")
+    return str(place / hashlib.sha256(path.encode()).hexdigest()[:24])
+
+
+def running(folder: Path) -> bool:
+    """Whether the site's worker is there: it holds a lock as long as it lives."""
+    try:
+        with open(folder / "worker.lock") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+            return False
+    except FileNotFoundError:
+        return False
+
+
+def start(folder: Path) -> None:
+    """Start the site's worker; of two that start at once, one stays. It outlives the process that asked for it."""
+    with open(os.open(folder / "worker.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600), "ab") as log:
+        worker = subprocess.Popen(
+            # -P and cwd: no module is imported from where the node was started.
+            [sys.executable, "-P", "-m", "fedfm.engines.flower.site_worker", str(folder.resolve())],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    worker.returncode = 0  # nobody waits for it, and Python need not complain that it lives on
+
+
+def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
+    """One message through the worker; if that ends while it is at work, once more through a new one.
+
+    That is safe: the client's memory is versioned by (round, call), so a request that comes again finds it as it was.
+
+    Raises:
+        ClientFault: E_DIED, two workers ended while they were at work, or none started.
+    """
+    for _ in range(2):
+        with contextlib.closing(_connect(folder)) as link, contextlib.suppress(OSError):
+            send(link, json.dumps(client), handler, head, data)
+            if (answer := receive(link)) is not None:
+                return answer[2], answer[3]
+        _gone(folder)
+    raise ClientFault(E_DIED, f"the site's worker ended while it was at work, and a second one too: {_ending(folder)}")
+
+
+def _gone(folder: Path) -> None:
+    """Wait until a worker that has hung up is no more: for a moment its socket still takes connections."""
+    deadline = time.monotonic() + 5
+    while running(folder) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _ending(folder: Path) -> str:
+    """How the site's last worker ended; its status is known to the process that has started it."""
+    with contextlib.suppress(OSError, ValueError):
+        pid = int((folder / "worker.lock").read_text())
+        for _ in range(20):  # it lets go of its lock a moment before it has ended
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return cause(status)
+            time.sleep(0.05)
+    return "likely out of memory"
+
+
+def _connect(folder: Path) -> socket.socket:
+    deadline, started, tries = time.monotonic() + _START, 0.0, 0
+    while True:
+        link = socket.socket(socket.AF_UNIX)
+        try:
+            link.connect(address(folder))
+            return link
+        except (FileNotFoundError, ConnectionRefusedError):
+            link.close()
+        now = time.monotonic()
+        if not running(folder) and now - started > 10:  # it takes the lock a moment after it has been started
+            if tries == _TRIES:
+                break
+            start(folder)
+            started, tries = now, tries + 1
+        if now > deadline:
+            break
+        time.sleep(0.05)
+    raise ClientFault(E_DIED, "the site's worker did not start; see worker.log in the site's folder")
+
+
+def send(link: socket.socket, client: str, handler: str, head: str, data: bytes) -> None:
+    """One frame: lengths, then the four parts."""
+    parts = [client.encode(), handler.encode(), head.encode()]
+    link.sendall(_HEADER.pack(*map(len, parts), len(data)) + b"".join(parts))
+    link.sendall(data)
+
+
+def receive(link: socket.socket) -> tuple[str, str, str, bytes] | None:
+    """A frame's four parts; None if the other side is gone."""
+    header = _exactly(link, _HEADER.size)
+    if header is None:
+        return None
+    *lengths, size = _HEADER.unpack(header)
+    if max(lengths) > _LIMIT:
+        return None
+    parts = [_exactly(link, n) for n in (*lengths, size)]
+    if any(part is None for part in parts):
+        return None
+    client, handler, head, data = (bytes(part or b"") for part in parts)
+    return client.decode(), handler.decode(), head.decode(), data
+
+
+def _exactly(link: socket.socket, count: int) -> bytearray | None:
+    block = bytearray(count)
+    view = memoryview(block)
+    while view:
+        got = link.recv_into(view)
+        if not got:
+            return None
+        view = view[got:]
+    return block
+
+
+def fault_halves(fault: ClientFault, head: str, data: bytes) -> tuple[str, bytes]:
+    """A reply that tells a fault, made without the wire format's module; round and call are those of the request."""
+    round, call = 0, 0
+    # The envelope's first two entries are two integers, in this order: see wire's head grammar.
+    if re.match(r'\{"m":\{"round":"i","call":"i"[,}]', head) and len(data) >= 16:
+        round, call = struct.unpack("<qq", data[:16])
+    told = {"m": {"code": {"s": fault.code}, "reason": {"s": fault.reason[:400]}}}
+    text = json.dumps({"m": {"round": "i", "call": "i", "fault": told}}, separators=(",", ":"))
+    return text, struct.pack("<qq", round, call)

@@ -1,0 +1,204 @@
+"""The deployment engine: SuperLink and SuperNodes over TLS with node authentication.
+
+Without ``run.superlink`` everything is started here, on loopback, with fresh keys, and ended with the run. With it, the
+run is submitted to a SuperLink that is there. Either way Flower starts the ServerApp, which writes the run directory;
+this process watches that directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedfm.core.client import ClientId
+from fedfm.core.messages import Excluded
+from fedfm.engines.flower import app_writer, server_app
+from fedfm.engines.flower.loopback import Fleet, loopback
+from fedfm.engines.flower.private_api import Control
+from fedfm.engines.local.engine import Interrupted
+from fedfm.errors import InputError, RunError
+from fedfm.runtime.disclosure import private_notices
+from fedfm.runtime.run_directory import Run
+
+if TYPE_CHECKING:
+    from fedfm.runtime.progress import Progress
+
+_POLL = 0.1
+_PATIENCE = 120.0  # seconds that the connection to a SuperLink may be down
+
+
+def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
+    """Run to the end on a SuperLink: the one that the experiment names, or one of our own."""
+    folder = run.path / "private" / "deployment"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if run.experiment.run.superlink:
+        return _attach(run, folder, stop, progress)
+    clients = _clients(run)
+    config = {"experiment": app_writer.told(run.experiment), "key": key_of(run)}
+    with loopback(folder, clients, config, stop) as fleet:
+        return _Watch(run, fleet.control, fleet, stop, progress).follow(_submit(run, folder, fleet.control))
+
+
+def _clients(run: Run) -> list[ClientId]:
+    """The clients' names; the ServerApp reads the rows again, and the model."""
+    from fedfm.data.load import load_table
+    from fedfm.data.partition import deal
+
+    experiment = run.experiment
+    table = load_table(experiment.data, seed=experiment.run.seed, task=experiment.model.task)
+    return sorted(deal(table, experiment.data, seed=experiment.run.seed).clients)
+
+
+def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
+    spec = run.experiment.run
+    given = spec.root_certificates or os.environ.get("FEDFM_ROOT_CERTIFICATES", "")
+    if not given or not Path(given).is_file():
+        raise InputError(
+            f'run.superlink = "{spec.superlink}": its authority\'s certificate is needed: set run.root_certificates or '
+            f"FEDFM_ROOT_CERTIFICATES to a PEM file{f' ({given}: no such file)' if given else ''}"
+        )
+    with contextlib.closing(Control(str(spec.superlink), Path(given))) as control:
+        return _Watch(run, control, None, stop, progress).follow(_submit(run, folder, control))
+
+
+def _submit(run: Run, folder: Path, control: Control) -> int:
+    """Hand the app to the SuperLink."""
+    (run.path / server_app.OUTCOME).unlink(missing_ok=True)
+    place = folder / "app"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    path = run.path.resolve()
+    app_writer.write_app(place, run.experiment, out=path.parent, run=path.name, key=key_of(run))
+    (place / "pyproject.toml").chmod(0o600)
+    return control.start(place)
+
+
+def key_of(run: Run) -> str:
+    """Names the run's folder at the sites: the same when it is resumed, another for any other run."""
+    digest = hashlib.sha256(f"{run.path.resolve()}\n{run.manifest['created']}".encode()).hexdigest()
+    return f"{run.experiment.name}-{digest[:12]}"
+
+
+# --- watching --------------------------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Follows the run directory that a ServerApp writes, until there is a result."""
+
+    def __init__(
+        self, run: Run, control: Control, fleet: Fleet | None, stop: Callable[[], bool], progress: Progress
+    ) -> None:
+        self._run, self._control, self._fleet = run, control, fleet
+        self._stop, self._progress = stop, progress
+        self._told = {line["round"] for line in run.metrics()}
+        self._notices = {*run.manifest["notices"], *private_notices(run)}
+        self._asked = self._reached = time.monotonic()
+        self._served, self._size = False, 0
+        self._read: tuple[int, dict[str, Any]] | None = None
+        progress.started(run, run.experiment.method.rounds, max(self._told, default=0))
+
+    def follow(self, run_id: int) -> dict[str, Any]:
+        """The result line.
+
+        Raises:
+            InputError: the ServerApp refused the experiment.
+            RunError: it failed, or a process that it needs ended.
+            Interrupted: the user asked to stop.
+        """
+        try:
+            while True:
+                result = self._manifest()["result"]
+                self._tell()
+                if result is not None:
+                    return dict(result)
+                self._check(run_id)
+                if self._stop():
+                    raise Interrupted
+                time.sleep(_POLL)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._control.stop(run_id)
+            raise
+
+    def _manifest(self) -> dict[str, Any]:
+        """The manifest; read again when it was written again."""
+        stamp = (self._run.path / "manifest.json").stat().st_mtime_ns
+        if self._read is None or self._read[0] != stamp:
+            self._read = (stamp, Run.open(self._run.path).manifest)
+        return self._read[1]
+
+    def _tell(self) -> None:
+        """Pass on what is new in the run directory."""
+        log = self._run.path / "metrics.jsonl"
+        size = log.stat().st_size if log.exists() else 0
+        lines, self._size = self._run.metrics() if size != self._size else [], size
+        for line in lines:
+            if line["round"] not in self._told:
+                self._told.add(line["round"])
+                for e in line["excluded"]:
+                    self._progress.excluded(Excluded(line["round"], e["client"], e["code"], e["reason"]))
+                self._progress.round(line)
+        for notice in (*self._manifest()["notices"], *private_notices(self._run)):
+            if notice not in self._notices:
+                self._notices.add(notice)
+                self._progress.notice(notice)
+
+    def _check(self, run_id: int) -> None:
+        """Whether anybody still works on it."""
+        self._outcome()
+        if self._fleet is not None:
+            self._fleet.check(self._progress.notice)
+        held = _held(self._run.path / server_app.LOCK)
+        gone, self._served = self._served and not held, self._served or held
+        if gone or time.monotonic() - self._asked > 2.0:
+            status, details = self._status(run_id)
+            if gone or status == "finished":
+                time.sleep(0.5)  # what it wrote last is seen first
+                self._outcome()
+                if Run.open(self._run.path).manifest["result"] is None:
+                    raise RunError(self._ending(gone, details))
+
+    def _status(self, run_id: int) -> tuple[str, str]:
+        """The run's status at the SuperLink; a connection that is down for a while is waited for."""
+        self._asked = time.monotonic()
+        try:
+            status = self._control.status(run_id)
+        except RunError:
+            if self._fleet is not None or time.monotonic() - self._reached > _PATIENCE:
+                raise
+            return "", ""
+        self._reached = time.monotonic()
+        return status
+
+    def _ending(self, gone: bool, details: str) -> str:
+        if not gone and not self._served and self._fleet is None:
+            return (
+                f"the run ended ({details}) and the ServerApp has not written {self._run.path}: it has to share this "
+                "folder with the machine that the run was submitted from, and to have this fedfm installed"
+            )
+        return f"the ServerApp's process ended before the run did ({details or 'killed'})"
+
+    def _outcome(self) -> None:
+        path = self._run.path / server_app.OUTCOME
+        if path.exists():
+            told = json.loads(path.read_text(encoding="utf-8"))
+            raise InputError(told["text"]) if told["kind"] == "InputError" else RunError(told["text"])
+
+
+def _held(path: Path) -> bool:
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True

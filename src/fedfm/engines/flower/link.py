@@ -1,0 +1,305 @@
+"""FlowerLink: how a server on Flower's Grid reaches its clients, in simulation and in deployment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedfm.core.client import ClientId
+from fedfm.core.messages import Reply, Request
+from fedfm.core.transcript import Crossing
+from fedfm.core.wire import codec, flower_records
+from fedfm.engines.flower.private_api import SUPERLINK, client_fault, died, restarting
+from fedfm.engines.local.engine import Interrupted
+from fedfm.errors import (
+    E_CLIENT,
+    E_DIED,
+    E_DUPLICATE,
+    E_EXCEPTION,
+    E_FORMAT,
+    E_READONLY,
+    E_TIMEOUT,
+    E_VERSION,
+    ClientFault,
+    InputError,
+    RunError,
+)
+from fedfm.version import __version__
+
+HELLO = "query.hello"
+_POLL = (0.05, 0.25)  # seconds between two looks for replies: short at first, then longer
+_BATCH = 16  # messages handed to the Grid at a time
+_RESTART = 60.0  # seconds in which a process that ended comes back
+_SETTLE = 10.0  # seconds without a new node after which those that are there begin
+
+
+class FlowerLink:
+    """Delivers requests as Flower messages and collects the replies in its own loop.
+
+    Args:
+        timeout: seconds that one client may take.
+        expected: names of the clients that should be there; empty if every silo brings its own name and rows.
+        fingerprint: of the server's model; a site with another one is left out.
+        greeting: what every site is told when it says its name.
+        slots: how many clients run side by side, if not all; the others' waiting is then no fault of theirs.
+        min_clients: fewer than these do not begin.
+        stop: asked while waiting; True raises :class:`Interrupted`.
+        progress: told of every client that finishes.
+        notice: told of nodes that do not take part.
+
+    Attributes:
+        hellos: the crossings of the greeting, for the transcript.
+        own_data: the silos hold their own rows and not a part of the server's table.
+
+    Raises:
+        InputError: two nodes say the same name.
+        RunError: fewer than ``min_clients`` are there in time.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        timeout: float,
+        expected: Sequence[ClientId] = (),
+        fingerprint: str | None = None,
+        greeting: Mapping[str, Any] | None = None,
+        slots: int = 0,
+        min_clients: int = 1,
+        stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[], None] = lambda: None,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._grid, self._timeout, self._slots, self._stop = grid, timeout, slots, stop
+        self._progress, self._notice = progress, notice
+        self._expected, self._fingerprint, self._greeting = tuple(expected), fingerprint, dict(greeting or {})
+        self._nodes: dict[ClientId, int] = {}
+        self._barred: dict[ClientId, ClientFault] = {}
+        self._greeted: set[int] = set()
+        self._late: set[str] = set()  # messages that were given up: their replies are collected and dropped
+        self.hellos: list[Crossing] = []
+        self.own_data = False
+        self._gather(min_clients)
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        """Names, sorted: those expected and those that came."""
+        return sorted({*self._nodes, *self._barred, *(() if self.own_data else self._expected)})
+
+    @property
+    def straggling(self) -> bool:
+        """Whether a client that was given up may still be at work."""
+        return bool(self._late)
+
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        """Deliver; replies come as clients finish, a client that is not there or late gets a fault."""
+        if self._stop():
+            raise Interrupted
+        if any(r.client not in self._nodes and r.client not in self._barred for r in requests):
+            self._greet()
+        online = set(self._grid.get_node_ids())
+        sent: list[tuple[int, Request]] = []
+        for request in requests:
+            node = self._nodes.get(request.client)
+            if request.client in self._barred:
+                yield _failed(request, self._barred[request.client])
+            elif node is None or node not in online:
+                yield _failed(request, ClientFault(E_DIED, "no node of that name is connected"))
+            else:
+                sent.append((node, request))
+        ended: list[tuple[int, Request]] = []
+        yield from self._deliver(sent, ended, died)
+        begun = time.monotonic()
+        while ended:  # once more, and until the process that takes over is up
+            retried, ended = ended, []
+            patient = time.monotonic() - begun < _RESTART
+            yield from self._deliver(retried, ended if patient else None, restarting)
+            if ended:
+                time.sleep(_POLL[1])
+
+    def _deliver(
+        self,
+        sent: Sequence[tuple[int, Request]],
+        ended: list[tuple[int, Request]] | None = None,
+        again: Callable[[Any], bool] = died,
+    ) -> Iterator[Reply]:
+        """Send and collect; ``ended`` gets, instead of a fault, those whose error says that they may be asked again."""
+        waiting: dict[str, tuple[int, Request, int]] = {}
+        record, payload, down = None, None, 0
+        for start in range(0, len(sent), _BATCH):
+            messages, downs = [], []
+            for node, request in sent[start : start + _BATCH]:
+                if record is None or request.payload is not payload:  # a broadcast is encoded once
+                    envelope = codec.envelope(request.round, request.call, request.payload)
+                    record, payload, down = codec.to_record(envelope), request.payload, codec.nbytes(envelope)
+                ttl = self._patience(len(sent)) + 600
+                messages.append(Message(record, node, request.handler, ttl=ttl, group_id=str(request.round)))
+                downs.append(down)
+            taken = set(self._grid.push_messages(messages))
+            for message, down, (node, request) in zip(messages, downs, sent[start : start + _BATCH], strict=True):
+                name = message.metadata.message_id
+                if name in taken:
+                    waiting[name] = (node, request, down)
+                else:
+                    yield _failed(request, ClientFault(E_DIED, "the SuperLink did not take the message"))
+        yield from self._collect(waiting, time.monotonic() + self._patience(len(sent)), ended, again)
+
+    def _patience(self, count: int) -> float:
+        return self._timeout * (-(-count // self._slots) if self._slots else 1)
+
+    def _collect(
+        self,
+        waiting: dict[str, tuple[int, Request, int]],
+        deadline: float,
+        ended: list[tuple[int, Request]] | None,
+        again: Callable[[Any], bool],
+    ) -> Iterator[Reply]:
+        pause = _POLL[0]
+        done: dict[str, tuple[int, Request, int]] = {}
+        while waiting:
+            came = list(self._grid.pull_messages([*waiting, *self._late]))
+            for message in came:
+                name = message.metadata.reply_to_message_id
+                self._late.discard(name)
+                known = waiting.get(name) or done.get(name)
+                if known is None or message.metadata.src_node_id not in (known[0], SUPERLINK):
+                    continue  # nobody's reply, or one that speaks for another node
+                if ended is not None and name in waiting and message.has_error() and again(message.error):
+                    ended.append(waiting.pop(name)[:2])
+                    continue
+                if name in waiting:
+                    done[name] = waiting.pop(name)
+                    self._progress()
+                yield _reply(message, known[1], known[2])
+            if self._stop():
+                self._late.update(waiting)
+                raise Interrupted
+            if waiting and time.monotonic() > deadline:
+                self._late.update(waiting)
+                for _, request, _ in waiting.values():
+                    yield _failed(request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
+                return
+            if waiting:
+                time.sleep(pause)
+                pause = _POLL[0] if came else min(pause * 1.5, _POLL[1])
+
+    # --- who is there -------------------------------------------------------------------------------------------------
+
+    def _gather(self, min_clients: int) -> None:
+        """Wait for the nodes that are expected, or for enough of them and no more coming."""
+        begun = changed = time.monotonic()
+        count = -1
+        while True:
+            if self._stop():
+                raise Interrupted
+            now, there = time.monotonic(), len(set(self._grid.get_node_ids()))
+            if there != count:
+                count, changed = there, now
+            enough = count >= max(min_clients, 1) and now - changed > _SETTLE
+            if (self._expected and count >= len(self._expected)) or enough or now - begun > self._timeout:
+                break
+            time.sleep(0.1)
+        self._greet()
+        able = len(self._nodes)
+        if able < min_clients:
+            text = f"{able} of {count} connected nodes can take part, min_clients is {min_clients}"
+            why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._barred.items()))
+            raise RunError(f"{text} ({why})" if why else text)
+        if (
+            self._expected
+            and not self.own_data
+            and (missing := sorted({*self._expected} - {*self._nodes, *self._barred}))
+        ):
+            self._notice(f"no node came for {', '.join(missing)}")
+
+    def _greet(self) -> None:
+        """Ask the nodes that have not been asked yet who they are."""
+        new = [node for node in self._grid.get_node_ids() if node not in self._greeted]
+        if not new:
+            return
+        self._greeted.update(new)
+        requests = [(node, Request(f"node {node}", HELLO, self._greeting, 0, 0)) for node in new]
+        for reply in self._deliver(requests):
+            try:
+                if reply.fault is not None:
+                    raise reply.fault
+                name, fault = self._introduce(reply.value)
+            except ClientFault as fault:
+                self._notice(f"{reply.client} does not take part: {fault}")
+                continue
+            node = int(reply.client.removeprefix("node "))
+            if name in self._nodes or name in self._barred:
+                raise InputError(f'two nodes say that they are "{name}": give each silo a name of its own')
+            for sender, receiver, nbytes in (("server", name, reply.nbytes_down), (name, "server", reply.nbytes_up)):
+                self.hellos.append(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
+            if fault is None:
+                self._nodes[name] = node
+            else:
+                self._barred[name] = fault
+                self._notice(f"{name} does not take part: {fault}")
+
+    def _introduce(self, value: Any) -> tuple[ClientId, ClientFault | None]:
+        """(name, why it cannot take part) from a reply to hello."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
+            raise ClientFault(E_FORMAT, "its hello has no name")
+        name, ours = value["name"], {"fedfm": __version__, "wire": flower_records.WIRE}
+        for key, mine in ours.items():
+            if value.get(key) != mine:
+                return name, ClientFault(E_VERSION, f"runs {key} {str(value.get(key))[:40]}, the server {mine}")
+        theirs = value.get("model")
+        if self._fingerprint and theirs and theirs != self._fingerprint:
+            return name, ClientFault(E_VERSION, f"holds model {str(theirs)[:12]}, the server {self._fingerprint[:12]}")
+        if value.get("own_data"):
+            self.own_data = True
+        elif self._expected and name not in self._expected:
+            raise ClientFault(E_CLIENT, f'"{name[:40]}" is none of this experiment\'s clients')
+        return name, None
+
+
+def _failed(request: Request, fault: ClientFault) -> Reply:
+    return Reply(request.client, None, request.round, request.call, 0, 0, fault)
+
+
+def _reply(message: Message, request: Request, down: int) -> Reply:
+    """A Flower message as a Reply; whatever is wrong with it becomes a fault."""
+    fault, round, call = None, request.round, request.call
+    try:
+        if message.has_error():
+            raise client_fault(message.error)
+        if not message.has_content():
+            raise ClientFault(E_FORMAT, "an empty message")
+        value = codec.from_record(message.content, None)
+        if not isinstance(value, Mapping) or not {"round", "call"} < value.keys():
+            raise ClientFault(E_FORMAT, "the reply is not an envelope")
+        if type(value["round"]) is not int or type(value["call"]) is not int:
+            raise ClientFault(E_FORMAT, "the reply's round and call are not whole numbers")
+        round, call = value["round"], value["call"]
+        if "fault" in value:
+            fault = _told(value["fault"])
+        elif "body" not in value:
+            raise ClientFault(E_FORMAT, "the reply has no body")
+        else:
+            up = codec.nbytes(codec.envelope(round, call, value["body"]))
+            return Reply(request.client, value["body"], round, call, down, up)
+    except ClientFault as bad:
+        fault = bad
+    return Reply(request.client, None, round, call, down, 0, fault)
+
+
+def _told(value: Any) -> ClientFault:
+    """The fault that a site reports."""
+    if (
+        not isinstance(value, Mapping)
+        or not isinstance(value.get("code"), str)
+        or not isinstance(value.get("reason"), str)
+    ):
+        return ClientFault(E_FORMAT, "the reply's fault is not one")
+    code = value["code"]
+    # These three are the server's own findings: about what comes twice, from elsewhere, or through shared memory.
+    if not code.startswith("E_") or len(code) > 20 or code in (E_READONLY, E_DUPLICATE, E_CLIENT):
+        code = E_EXCEPTION
+    return ClientFault(code, value["reason"][:400])

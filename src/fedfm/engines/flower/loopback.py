@@ -1,0 +1,214 @@
+"""A deployment on loopback: a SuperLink, a SuperNode a client, their executors and the clients' warm workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fedfm.engines.flower import client_stub, keys
+from fedfm.engines.flower.private_api import Control
+from fedfm.engines.flower.processes import Children
+from fedfm.engines.local.engine import Interrupted
+from fedfm.errors import RunError
+
+_START = 120.0  # seconds that SuperLink and SuperNodes may take to come up
+_POLL = 0.1
+
+
+class Fleet:
+    """The processes of a deployment on loopback.
+
+    Attributes:
+        children: all of them.
+        control: the operator's connection to the SuperLink.
+        address: of the SuperLink, host:port.
+    """
+
+    def __init__(self, children: Children, control: Control, address: str) -> None:
+        self.children, self.control, self.address = children, control, address
+
+    def check(self, notice: Callable[[str], None]) -> None:
+        """Notice what ended: without the SuperLink nothing goes on, without a SuperNode one client less.
+
+        Raises:
+            RunError: the SuperLink or its executor ended.
+        """
+        for name, how in self.children.ended():
+            if name in ("superlink", "superexec"):
+                raise RunError(f"{name} ended with {how}:\n{self.children.tail(name)}")
+            notice(f"{name} ended with {how}")
+
+
+@contextlib.contextmanager
+def loopback(
+    folder: Path, clients: Sequence[str], config: Mapping[str, str], stop: Callable[[], bool]
+) -> Iterator[Fleet]:
+    """SuperLink and its executor, and for every client SuperNode, executor and warm worker; ended with the block.
+
+    Args:
+        folder: of keys, logs and the clients' sites.
+        config: the run's configuration as the sites are told it.
+        stop: asked while waiting.
+
+    Raises:
+        RunError: something did not start; with the last lines of its log.
+    """
+    _needs("flower-superlink", "flower-superexec", "flower-supernode", "flwr-serverapp", "flwr-clientapp")
+    shutil.rmtree(folder / "home", ignore_errors=True)
+    keys.write_certificates(folder)
+    children = Children(folder / "logs", _environment(folder))
+    sites = folder / "sites"
+    try:
+        port, secret = free_port(), keys.write_secret(folder / "superexec.secret")
+        address, authority = f"127.0.0.1:{port}", str(folder / "ca.crt")
+        children.start(
+            "superlink",
+            [
+                *("flower-superlink", "--ssl-ca-certfile", authority, "--ssl-certfile", str(folder / "server.pem")),
+                *("--ssl-keyfile", str(folder / "server.key"), "--enable-supernode-auth", "--host", "127.0.0.1"),
+                *("--port", str(port), "--disable-runtime-dependency-installation"),
+                *("--isolation", "process", "--superexec-auth-secret-file", str(secret)),
+            ],
+        )
+        children.start(
+            "superexec",
+            [
+                *("flower-superexec", "--runtime-api-address", address, "--root-certificates", authority),
+                *("--superexec-auth-secret-file", str(secret), "--parent-pid", str(os.getpid())),
+            ],
+        )
+        _workers(config, children, sites, clients)
+        _until(lambda: _listens(port), children, stop, "the SuperLink does not answer")
+        with contextlib.closing(Control(address, folder / "ca.crt")) as control:
+            nodes = set()
+            for client in clients:
+                key = folder / f"{client_stub.plain(client)}.key"
+                nodes.add(control.register(keys.write_node_key(key), client))
+                _node(children, folder, client, address, sites)
+            _write_processes(folder, children)
+            _until(lambda: nodes <= control.online(), children, stop, "a SuperNode does not connect")
+            yield Fleet(children, control, address)
+    finally:
+        children.end()
+        end_workers(sites)
+        shutil.rmtree(folder / "home", ignore_errors=True)
+        for path in (*folder.glob("*.key"), *folder.glob("*.secret"), folder / "processes.json"):
+            path.unlink(missing_ok=True)
+
+
+def _node(children: Children, folder: Path, client: str, address: str, sites: Path) -> None:
+    """A SuperNode and the executor of its ClientApp, who share a secret: nobody else here can take the messages."""
+    port, name = free_port(), client_stub.plain(client)
+    home = str((folder / "home" / name).resolve())
+    secret = keys.write_secret(folder / f"{name}.secret")
+    config = f"client={json.dumps(client)} site={json.dumps(str(sites.resolve()))}"
+    children.start(
+        f"node-{name}",
+        [
+            *(sys.executable, "-m", "fedfm.engines.flower.private_api", "supernode", "--superlink", address),
+            *(
+                "--root-certificates",
+                str(folder / "ca.crt"),
+                "--auth-supernode-private-key",
+                str(folder / f"{name}.key"),
+            ),
+            *("--host", "127.0.0.1", "--port", str(port), "--node-config", config),
+            *("--isolation", "process", "--superexec-auth-secret-file", str(secret)),
+        ],
+        {"FLWR_HOME": home},
+    )
+    children.start(
+        f"executor-{name}",
+        [
+            *(sys.executable, "-m", "fedfm.engines.flower.private_api", "superexec", "--insecure"),
+            *("--runtime-api-address", f"127.0.0.1:{port}"),
+            *("--superexec-auth-secret-file", str(secret), "--parent-pid", str(os.getpid())),
+        ],
+        {"FLWR_HOME": home},
+    )
+
+
+def _workers(config: Mapping[str, str], children: Children, sites: Path, clients: Sequence[str]) -> None:
+    """The clients' warm workers, ahead of the first message: they load while SuperLink and SuperNodes start."""
+    places: list[Path] = []
+    for client in clients:
+        node = {"client": client, "site": str(sites.resolve())}
+        places.append(client_stub.folder_of(config, node, 0))
+        (places[-1] / "site.json").unlink(missing_ok=True)  # of a run that goes on: written again, not trusted
+        client_stub.prepare(places[-1], config, node)
+    if places:
+        children.start("workers", [sys.executable, "-m", "fedfm.engines.flower.site_worker", *map(str, places)])
+
+
+def end_workers(sites: Path) -> None:
+    """End workers that a ClientApp started after ours had died, and remove the sockets of all."""
+    for lock in sites.glob("*/*/worker.lock"):
+        if client_stub.running(lock.parent):
+            with contextlib.suppress(ValueError, ProcessLookupError):
+                os.kill(int(lock.read_text()), 9)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(client_stub.address(lock.parent))
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Of every process: a home of its own, no calls home, our Python's programs first."""
+    return os.environ | {
+        "FLWR_HOME": str((folder / "home" / "superlink").resolve()),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+        "FEDFM_PARENT": str(os.getpid()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PATH": _programs(),
+    }
+
+
+def _programs() -> str:
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _needs(*programs: str) -> None:
+    missing = [name for name in programs if shutil.which(name, path=_programs()) is None]
+    if missing:
+        raise RunError(f"{missing[0]} is not installed beside {sys.executable}: pip install flwr")
+
+
+def _write_processes(folder: Path, children: Children) -> None:
+    """For the operator who wants to know which process is whose."""
+    keys.write_private(folder / "processes.json", json.dumps(children.pids(), indent=1).encode())
+
+
+def free_port() -> int:
+    """A port of loopback that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        return True
+    return False
+
+
+def _until(ready: Callable[[], bool], children: Children, stop: Callable[[], bool], what: str) -> None:
+    """Wait; a process that ends meanwhile is the failure to report, with the last lines of its log."""
+    deadline = time.monotonic() + _START
+    while not ready():
+        for name, how in children.ended():
+            if name != "workers":  # why a worker ended, the site says at hello
+                raise RunError(f"{name} did not start ({how}):\n{children.tail(name)}")
+        if stop():
+            raise Interrupted
+        if time.monotonic() > deadline:
+            raise RunError(f"{what} within {_START:g} s; see {children.log('superlink').parent}")
+        time.sleep(_POLL)

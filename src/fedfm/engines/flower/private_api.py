@@ -1,0 +1,323 @@
+"""What we use of Flower that is not public API (flwr 1.41), all in this module.
+
+It imports neither torch nor Flower before they are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fedfm.errors import E_DIED, E_EXCEPTION, ClientFault, RunError
+
+if TYPE_CHECKING:
+    from fedfm.core.messages import Request
+    from fedfm.runtime.client import Silos
+
+SUPERLINK = 1  # the node id under which the SuperLink itself replies, for nodes that are gone
+
+
+def round_trip(record: Any) -> Any:
+    """A RecordDict as the other side of Flower's network gets it: cut into objects, serialised, put together again."""
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+    with no_object_id_recompute():
+        name = record.object_id
+        contents = {key: item.deflate() for key, item in get_all_nested_objects(record).items()}
+    return inflate_object_from_contents(name, contents)
+
+
+def serialised_nbytes(record: Any) -> int:
+    """Bytes of a RecordDict as Flower serialises it (equal objects once): what :func:`codec.nbytes` computes."""
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
+
+    with no_object_id_recompute():
+        return sum(len(item.deflate()) for item in get_all_nested_objects(record).values())
+
+
+def over_the_wire(silos: Silos, requests: Sequence[Request]) -> list[Any]:
+    """Answer requests as a network engine would: payloads and replies are serialised and rebuilt."""
+    from fedfm.core.messages import Request
+    from fedfm.core.wire import codec
+
+    delivered = []
+    for request in requests:
+        record = round_trip(codec.to_record(codec.envelope(request.round, request.call, request.payload)))
+        body = codec.from_record(record, None)["body"]
+        payload = silos.conform(request.handler, body)
+        delivered.append(Request(request.client, request.handler, payload, request.round, request.call))
+    return [_returned(r, v) for r, v in zip(requests, silos.answer(delivered), strict=True)]
+
+
+def _returned(request: Request, value: Any) -> Any:
+    """A reply's value as the server gets it; of one that cannot travel, a fault."""
+    from fedfm.core.wire import codec
+
+    if isinstance(value, ClientFault):
+        return value
+    try:
+        record = codec.to_record(codec.envelope(request.round, request.call, value))
+        return codec.from_record(round_trip(record), None)["body"]
+    except ClientFault as fault:
+        return fault
+    except TypeError as error:
+        return ClientFault(E_EXCEPTION, str(error))
+
+
+@contextlib.contextmanager
+def identity(run_id: int = 1) -> Iterator[None]:
+    """Flower's Message asks who it belongs to; outside of its own processes nobody has said."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    saved = (TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id)
+    TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = 1, run_id, SUPERLINK
+    try:
+        yield
+    finally:
+        TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = saved
+
+
+def simulate(main: Callable[[Any, Any], None], client: Any, nodes: int) -> None:
+    """Run a ServerApp's main and a ClientApp under Flower's simulation, in a Ray that has been started."""
+    from flwr.serverapp import ServerApp
+    from flwr.simulation import run_simulation
+
+    app = ServerApp()
+    app.main()(main)
+    # Flower hands these on to Ray: an actor that dies comes back, else every later message to it would fail.
+    resources = {"num_cpus": 1, "num_gpus": 0.0, "max_restarts": -1}
+    run_simulation(app, client, nodes, backend_config={"client_resources": resources})
+
+
+def kill_ray() -> None:
+    """End the processes of the Ray that this process has started, without asking them."""
+    from ray._private import worker
+
+    node, worker._global_node = worker._global_node, None
+    if node is not None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+@contextlib.contextmanager
+def quiet(log: Path) -> Iterator[None]:
+    """Flower's messages go to a file instead of the terminal."""
+    from flwr.supercore.logger import FLOWER_LOGGER
+
+    handlers, propagate = list(FLOWER_LOGGER.handlers), FLOWER_LOGGER.propagate
+    file = logging.FileHandler(log, delay=True)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    FLOWER_LOGGER.handlers, FLOWER_LOGGER.propagate = [file], False
+    try:
+        yield
+    finally:
+        FLOWER_LOGGER.handlers, FLOWER_LOGGER.propagate = handlers, propagate
+        file.close()
+
+
+def is_simulated(grid: Any) -> bool:
+    """Whether this Grid belongs to Flower's simulation."""
+    from flwr.superlink.grid import InMemoryGrid
+
+    return isinstance(grid, InMemoryGrid)
+
+
+def client_fault(error: Any) -> ClientFault:
+    """Flower's own error reply, as ours: the ClientApp raised, or the node is gone."""
+    from flwr.common.constant import ErrorCode
+
+    reason = str(error.reason or "")[:400]
+    gone = (
+        ErrorCode.NODE_UNAVAILABLE,
+        ErrorCode.MESSAGE_UNAVAILABLE,
+        ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+        ErrorCode.CLIENT_APP_CRASHED,
+    )
+    if error.code in gone or "ActorDiedError" in reason or "ActorUnavailableError" in reason:
+        return ClientFault(E_DIED, reason or "the node is gone")
+    return ClientFault(E_EXCEPTION, reason or f"Flower error {error.code}")
+
+
+def died(error: Any) -> bool:
+    """Whether another process may well do what ended with Flower's error: its own ended, and the node is there."""
+    from flwr.common.constant import ErrorCode
+
+    reason = str(error.reason or "")
+    return error.code == ErrorCode.CLIENT_APP_CRASHED or "ActorDiedError" in reason or "ActorUnavailableError" in reason
+
+
+def restarting(error: Any) -> bool:
+    """Whether Ray says that the actor is not back yet: nobody has seen the message."""
+    reason = str(error.reason or "")
+    return "ActorUnavailableError" in reason and "restarting" in reason
+
+
+class Control:
+    """The operator's connection to a SuperLink: what ``flwr supernode register``, ``flwr run`` and ``flwr list`` use.
+
+    Args:
+        address: host:port.
+        root_certificates: PEM file of the authority that signed the SuperLink's certificate.
+    """
+
+    def __init__(self, address: str, root_certificates: Path) -> None:
+        from flwr.supercore.control.control_http_client import ControlHttpClient
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+        self._address = address
+        self._client = ControlHttpClient.from_server_address(
+            server_address=address,
+            insecure=False,
+            root_certificates=root_certificates.read_bytes(),
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="fedfm")],
+        )
+
+    def register(self, public_key: bytes, name: str) -> int:
+        """Admit a SuperNode by its public key; returns its id."""
+        from flwr.proto.control_pb2 import RegisterNodeRequest
+
+        with self._reaching():
+            return int(self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name)).node_id)
+
+    def online(self) -> set[int]:
+        """Ids of the SuperNodes that are connected."""
+        from flwr.proto.control_pb2 import ListNodesRequest
+
+        with self._reaching():
+            nodes = self._client.ListNodes(ListNodesRequest()).nodes_info
+        return {node.node_id for node in nodes if node.status == "online"}
+
+    def start(self, app: Path) -> int:
+        """Submit an app folder, as ``flwr run`` does; returns the run's id.
+
+        Raises:
+            RunError: the SuperLink did not take it.
+        """
+        import hashlib
+
+        from flwr.cli.build import build_fab_from_disk
+        from flwr.common.serde import fab_to_proto
+        from flwr.proto.control_pb2 import StartRunRequest
+        from flwr.supercore.fab import Fab
+
+        content = build_fab_from_disk(app)
+        fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+        with self._reaching():
+            reply = self._client.StartRun(StartRunRequest(fab=fab_to_proto(fab)))
+        if not reply.HasField("run_id"):
+            raise RunError("the SuperLink did not start the run")
+        return int(reply.run_id)
+
+    def status(self, run_id: int) -> tuple[str, str]:
+        """(status, details) of a run: pending, starting, running or finished."""
+        from flwr.proto.control_pb2 import ListRunsRequest
+
+        with self._reaching():
+            runs = self._client.ListRuns(ListRunsRequest(run_id=run_id)).run_dict
+        state = runs[run_id].status
+        return str(state.status), f"{state.sub_status} {state.details}".strip()
+
+    def stop(self, run_id: int) -> None:
+        """End a run."""
+        from flwr.proto.control_pb2 import StopRunRequest
+
+        with self._reaching():
+            self._client.StopRun(StopRunRequest(run_id=run_id))
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        import httpx
+
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise RunError(f"the SuperLink at {self._address} cannot be reached: {error}") from None
+
+    def close(self) -> None:
+        """Hang up."""
+        self._client.close()
+
+
+def supernode() -> None:
+    """``flower-supernode`` that asks every 0.2 s instead of every 3 s whether a message came: cheap on loopback.
+
+    The interval is a constant in Flower; on other networks use ``flower-supernode`` itself.
+    """
+    from flwr.supernode import start_client_internal as loop
+    from flwr.supernode.cli import flower_supernode
+
+    quick = types.SimpleNamespace(**vars(time))
+    quick.sleep = lambda seconds: time.sleep(min(seconds, 0.2))
+    loop.time = quick
+    flower_supernode()
+
+
+def superexec() -> None:
+    """``flower-superexec`` that forks for a message instead of starting a program, which takes seconds of imports.
+
+    What a fork runs is what ``flwr-clientapp`` runs. For a silo's own machine ``flower-superexec`` does as well.
+    """
+    import flwr.clientapp
+    import flwr.serverapp
+    import flwr.supernode.cli.flwr_clientapp  # noqa: F401 - what the forks will need
+    from flwr.supercore.cli import flower_superexec
+    from flwr.supercore.constant import TaskType
+    from flwr.supercore.superexec.executor import LaunchResult, SubprocessExecutor
+
+    program = SubprocessExecutor.launch
+
+    def launch(self: Any, spec: Any) -> Any:
+        if spec.task_type != TaskType.CLIENT_APP:
+            return program(self, spec)
+        if os.fork() == 0:
+            _clientapp(spec)
+        return LaunchResult.accepted()
+
+    SubprocessExecutor.launch = launch
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    flower_superexec()
+
+
+def _clientapp(spec: Any) -> NoReturn:
+    """The life of a fork: one message."""
+    from flwr.supercore.exit import exit_handler
+    from flwr.supercore.tls import validate_and_resolve_root_certificates
+    from flwr.supernode.runtime.run_clientapp import run_clientapp
+
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        exit_handler.registered_exit_handlers.clear()  # those of the process that forked
+        run_clientapp(
+            runtime_api_address=spec.runtime_api_address,
+            token=spec.token,
+            insecure=spec.insecure,
+            certificates=validate_and_resolve_root_certificates(spec.root_certificates_path, spec.insecure),
+            parent_pid=spec.parent_pid,
+            runtime_dependency_install=False,
+        )
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    """``python -m fedfm.engines.flower.private_api supernode|superexec ARGUMENTS``."""
+    program = {"supernode": supernode, "superexec": superexec}[sys.argv[1]]
+    sys.argv = [f"flower-{sys.argv[1]}", *sys.argv[2:]]
+    program()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Child processes: those of a deployment are each the head of its own group; none outlives us."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_GRACE = 3.0  # seconds between the request to end and the end
+
+
+class Children:
+    """Starts programs, knows which have ended, and ends them all.
+
+    Args:
+        logs: folder of one log file a program.
+        environment: of every program.
+    """
+
+    def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
+        self._logs, self._environment = logs, dict(environment)
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def start(self, name: str, command: Sequence[str], more: Mapping[str, str] | None = None) -> int:
+        """Start a program under a name; returns its process id, which is also that of its group.
+
+        Args:
+            more: of the environment, for this program.
+        """
+        with open(os.open(self.log(name), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as log:
+            self._running[name] = subprocess.Popen(
+                [sys.executable, "-m", "fedfm.engines.flower.processes", str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment | dict(more or {}),
+                start_new_session=True,
+            )
+        return self._running[name].pid
+
+    def log(self, name: str) -> Path:
+        """The program's log file."""
+        return self._logs / f"{name}.log"
+
+    def tail(self, name: str, lines: int = 8) -> str:
+        """The end of a program's log."""
+        with contextlib.suppress(OSError):
+            text = self.log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            return "\n".join(line[:300] for line in text[-lines:])
+        return ""
+
+    def ended(self) -> Iterator[tuple[str, str]]:
+        """(name, how) of the programs that ended since this was last asked."""
+        for name, process in list(self._running.items()):
+            code = process.poll()
+            if code is not None:
+                del self._running[name]
+                _signal(process.pid, signal.SIGKILL)  # what it started, if it is still there
+                yield name, f"signal {-code}" if code < 0 else f"exit status {code}"
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of what runs."""
+        return {name: process.pid for name, process in self._running.items()}
+
+    def end(self) -> None:
+        """End every group: first politely, then for good."""
+        groups = [process.pid for process in self._running.values()]
+        for pid in groups:
+            _signal(pid, signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE
+        for process in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.01))
+        for pid in groups:
+            _signal(pid, signal.SIGKILL)
+        for process in self._running.values():
+            process.wait()
+        self._running.clear()
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def die_with(parent: int) -> None:
+    """Have the system end this process with ``parent``, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def cause(status: int) -> str:
+    """How a process ended, from the status that the system tells its parent."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        hint = ", likely out of memory" if number == signal.SIGKILL else ""
+        return f"signal {number} ({signal.Signals(number).name}{hint})"
+    return f"exit status {os.waitstatus_to_exitcode(status)}"
+
+
+def watch_parent() -> None:
+    """End this process soon after the one that FEDFM_PARENT names, even if nobody has reaped that one."""
+    parent = int(os.environ.get("FEDFM_PARENT", "0"))
+
+    def watch() -> None:
+        while _lives(parent):
+            time.sleep(0.5)
+        os._exit(0)
+
+    if parent:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
+def main() -> None:
+    """``PARENT COMMAND...``: become COMMAND, tied to PARENT.
+
+    A program of its own and not a function between fork and exec: with threads in the parent that would not be safe.
+    """
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    os.umask(0o077)
+    die_with(parent)
+    os.execvp(command[0], command)  # noqa: S606
+
+
+if __name__ == "__main__":
+    main()

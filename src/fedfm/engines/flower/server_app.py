@@ -1,0 +1,191 @@
+"""The server of a run on Flower's Grid: the same in the simulation's thread and in a ServerApp's process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid
+
+from fedfm.config.experiment import Experiment
+from fedfm.core import storage
+from fedfm.core.federation import Federation
+from fedfm.core.messages import Excluded
+from fedfm.core.text import visible
+from fedfm.engines.flower.link import FlowerLink
+from fedfm.engines.flower.private_api import is_simulated
+from fedfm.engines.flower.processes import watch_parent
+from fedfm.errors import InputError, RunError
+from fedfm.linalg.threads import torch_threads
+from fedfm.runtime import losses
+from fedfm.runtime.client_memory import of_server, secret
+from fedfm.runtime.disclosure import tell
+from fedfm.runtime.population import Partitioned, describe, judge, populate
+from fedfm.runtime.progress import Progress
+from fedfm.runtime.run_directory import Run
+from fedfm.runtime.server import Server
+
+OUTCOME = "private/outcome.json"  # what a ServerApp's process tells the one that waits for it
+SERVER_ONLY = "server-only"  # beside the runs: what the method keeps from clients, and so from the bundle
+LOCK = "private/server.lock"  # held while a ServerApp writes the run
+
+
+class Told(Progress):
+    """A Progress in lines, for whoever follows a ServerApp's output: ``flwr run --stream`` shows it."""
+
+    def started(self, run: Run, rounds: int, done: int) -> None:
+        """Say where the run is."""
+        self.notice(f"round {done} of {rounds} is done; the run is in {run.path}")
+
+    def round(self, line: Mapping[str, Any]) -> None:
+        """A line a round, with its figures."""
+        figures = [f"{key} {line[key]:.3f}" for key in ("accuracy", "perplexity") if line.get(key) is not None]
+        self.notice(", ".join([f"round {line['round']}", *figures]))
+
+    def excluded(self, excluded: Excluded) -> None:
+        """Say who, what and why."""
+        self.notice(str(excluded))
+
+    def notice(self, text: str) -> None:
+        """On one line, whatever a silo has put into its name."""
+        sys.stderr.write(f"fedfm: {visible(text)}\n")
+        sys.stderr.flush()
+
+
+def host(
+    run: Run,
+    grid: Grid,
+    population: Partitioned | None = None,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+    slots: int = 0,
+    ended: Callable[[bool], None] = lambda straggling: None,
+) -> dict[str, Any]:
+    """From the last commit to the result line.
+
+    Args:
+        population: rows and model, where they have been read already.
+        slots: how many clients run side by side; 0: all.
+        ended: told at the end, however it comes, whether clients that were given up may still be at work.
+    """
+    watcher = progress or Progress()
+    experiment, spec = run.experiment, run.experiment.run
+    with torch_threads(1):
+        population = population or populate(experiment)
+        describe(run, population, watcher)
+        link = FlowerLink(
+            grid,
+            timeout=spec.timeout,
+            expected=population.clients,
+            fingerprint=population.model.fingerprint,
+            greeting={"classes": list(population.federated.table.classes)},
+            slots=slots,
+            min_clients=spec.min_clients,
+            stop=stop,
+            progress=watcher.client,
+            notice=_noting(run, watcher.notice),
+        )
+        try:
+            if link.own_data:
+                if experiment.attack is not None:
+                    raise InputError("[attack]: silos with rows of their own do not attack on demand; drop it")
+                run.manifest["clients"] = list(link.clients)
+                tell(run, None, [])
+                run.write_manifest()
+            experiment.enough(len(link.clients))
+            fed = Federation(
+                link,
+                model=population.model,
+                aggregator=experiment.aggregation,
+                seed=spec.seed,
+                min_clients=spec.min_clients,
+                on_excluded=watcher.excluded,
+                secret=partial(secret, run.path / "private", "server"),
+                memory=of_server(run.path / "private"),
+            )
+            for crossing in link.hellos:
+                fed.transcript.add(crossing)
+            return Server(run, fed, judge=judge(population, experiment.method), progress=watcher).go()
+        finally:
+            ended(link.straggling)
+
+
+def _noting(run: Run, notice: Callable[[str], None]) -> Callable[[str], None]:
+    def note(text: str) -> None:
+        run.manifest["notices"].append(text)
+        run.write_manifest()
+        notice(text)
+
+    return note
+
+
+def serve(grid: Grid, context: Context) -> None:
+    """A ServerApp's main: the run directory is ``out``/``run`` of the run's configuration; one that is there goes on.
+
+    What goes wrong is raised, for Flower, and written down, for whoever waits for the run.
+    """
+    watch_parent()
+    config = context.run_config
+    name = str(config.get("run") or f"run-{context.run_id}")
+    path = Path(str(config.get("out") or "runs")) / name
+    if (path / "manifest.json").exists():
+        run = Run.open(path)
+    else:
+        experiment = Experiment.from_dict(tomllib.loads(str(config["experiment"])), imports=True)
+        known = path.parent / SERVER_ONLY
+        experiment = experiment.for_server(json.loads(known.read_text()) if known.exists() else {})
+        engine = "simulation" if is_simulated(grid) else "deployment"
+        spec = replace(experiment.run, engine=engine, wire=False, workers=0)
+        run = Run.create(replace(experiment, run=spec), path)
+    told = Told()
+    if run.manifest["result"] is not None:
+        told.notice(f"{run.path} is finished already")
+        return
+    with only_server(run):
+        (run.path / OUTCOME).unlink(missing_ok=True)
+        try:
+            for notice in losses.settle(run):
+                told.notice(notice)
+            host(run, grid, progress=told)
+            told.notice(f"finished; `fedfm report {run.path}` writes its report")
+        except Exception as error:
+            kind = "InputError" if isinstance(error, InputError) else "RunError"
+            text = str(error) if isinstance(error, (InputError, RunError)) else f"{type(error).__name__}: {error}"
+            storage.write_atomic(run.path / OUTCOME, json.dumps({"kind": kind, "text": text}).encode(), 0o600)
+            raise
+
+
+@contextlib.contextmanager
+def only_server(run: Run, patience: float = 30.0) -> Iterator[None]:
+    """One ServerApp writes a run at a time; a former one that is just being ended is waited for.
+
+    Raises:
+        RunError: another one does not end.
+        InputError: a file of the run is a link to elsewhere.
+    """
+    run.refuse_links()
+    with open(run.path / LOCK, "w", opener=storage.private) as file:
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise RunError(f"{run.path}: another ServerApp is writing this run") from None
+                time.sleep(0.1)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

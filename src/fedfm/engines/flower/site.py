@@ -1,0 +1,219 @@
+"""A site: what answers Flower messages for one client, with its rows, its model and its memory.
+
+It lives where it stays warm: in a Ray actor of the simulation, or in the worker process of a site.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tomllib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedfm.config.experiment import Experiment
+from fedfm.core.checks import conform
+from fedfm.core.client import ClientId
+from fedfm.core.messages import Request
+from fedfm.core.wire import codec, flower_records, payload
+from fedfm.engines.flower.link import HELLO
+from fedfm.errors import E_EXCEPTION, E_EXPERIMENT, E_FIELD, E_FORMAT, E_REFUSED, ClientFault, InputError, first_line
+from fedfm.runtime.client import Silos
+from fedfm.runtime.client_memory import CALLS, ROUNDS
+from fedfm.runtime.population import Partitioned, populate, record_error
+from fedfm.version import __version__
+
+if TYPE_CHECKING:
+    from fedfm.engines.flower.own_silo import Own
+
+
+class Site:
+    """Answers for the clients of one experiment.
+
+    Args:
+        experiment: what the server runs, read when it is first needed: what is wrong with it is an answer.
+        memory: folder of the clients' memories.
+        population: where rows and model come from, given the experiment and, at a silo, the server's class names.
+        on_error: told of tracebacks, which stay here.
+        own: the silo whose rows these are, if they are no part of the server's table.
+    """
+
+    def __init__(
+        self,
+        experiment: Callable[[], Experiment],
+        memory: Path,
+        population: Callable[[Experiment, Sequence[str]], Partitioned],
+        *,
+        on_error: Callable[[ClientId, str], None] = lambda client, text: None,
+        own: Own | None = None,
+    ) -> None:
+        self._read, self._memory, self._populate = experiment, memory, population
+        self._on_error, self._own = on_error, own
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """What the server runs."""
+        return self._read()
+
+    @cached_property
+    def silos(self) -> Silos:
+        """The clients; rows and model are read when this is first asked for.
+
+        Raises:
+            ClientFault: a silo has not agreed to this run yet.
+        """
+        if self._own is not None and self._own.classes is None:
+            raise ClientFault(E_REFUSED, "no hello of this run has fitted this silo")
+        return self._silos(() if self._own is None else self._own.classes or ())
+
+    def _silos(self, classes: Sequence[str]) -> Silos:
+        population = self._populate(self.experiment, classes)
+        return Silos(
+            self.experiment.method,
+            self.experiment.aggregation,
+            population,
+            memory=self._memory,
+            seed=self.experiment.run.seed,
+            attack=population.attackers,
+            allow=("*",) if self._own is None else self._own.allow,
+            on_error=self._on_error,
+            reveal=self._own is None and self.experiment.privacy is None,
+            local_scores=self.experiment.run.local_scores,
+        )
+
+    def warm(self, shared: Site | None = None) -> None:
+        """Load what can be loaded before the first message, or take rows and model from a site that has them.
+
+        What is wrong is told when the server says hello.
+        """
+        if self._own is None or self._own.classes is not None:
+            with contextlib.suppress(Exception):
+                if shared is not None and "silos" in shared.__dict__:
+                    population = shared.silos.population
+                    self._populate = lambda experiment, classes: population  # type: ignore[return-value,assignment]
+                _ = self.silos
+
+    def client(self, partition: int) -> ClientId:
+        """The client of a node that only has a number, in order of names."""
+        names = self.silos.population.clients
+        if not 0 <= partition < len(names):
+            raise InputError(f"partition-id {partition}: the experiment has clients 0 to {len(names) - 1}")
+        return names[partition]
+
+    def answer(self, client: ClientId | int, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
+        """One message: a payload's two halves in, a reply's out. Never raises: what goes wrong is the reply."""
+        round = call = 0
+        name = str(client)
+        try:
+            message = payload.decode(head, data, None)
+            if not isinstance(message, Mapping) or message.keys() != {"round", "call", "body"}:
+                raise ClientFault(E_FORMAT, "the request is not an envelope")
+            round, call = (_counted(message[key], key, most) for key, most in (("round", ROUNDS), ("call", CALLS)))
+            name = self._name(client)
+            if handler == HELLO:
+                value = self._hello(name, message["body"])
+            else:
+                body = self.silos.conform(handler, message["body"])
+                (value,) = self.silos.answer([Request(name, handler, body, round, call)])
+            if isinstance(value, ClientFault):
+                raise value
+            return _halves(codec.envelope(round, call, value))
+        except ClientFault as bad:
+            fault = bad
+        except (Exception, SystemExit) as error:
+            self._on_error(name, "".join(traceback.format_exception(error)))
+            # A silo's own paths and values are in the text: the server is told the kind only.
+            text = "see the site's errors.log" if self._own else first_line(error)
+            fault = ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}")
+        if self._own is not None:
+            self._own.refused(handler, fault)
+        told = {"code": fault.code, "reason": fault.reason[:400]}
+        return _halves({"round": round, "call": call, "fault": told})
+
+    def _name(self, client: ClientId | int) -> ClientId:
+        if self._own is not None:
+            return self._own.name
+        return self.client(client) if isinstance(client, int) else client
+
+    def _hello(self, name: ClientId, told: Any) -> dict[str, Any]:
+        """Name, versions and the model's fingerprint: rows and model are loaded here, so that round 1 finds them."""
+        classes = conform(told, dict[str, Any], "hello").get("classes")
+        if self._own is not None:
+            self._agree(name, self._own, conform(classes, list[str], "classes"))
+        return {
+            "name": name,
+            "fedfm": __version__,
+            "wire": flower_records.WIRE,
+            "model": self.silos.population.model.fingerprint,
+            "own_data": self._own is not None,
+        }
+
+    def _agree(self, name: ClientId, own: Own, classes: Sequence[str]) -> None:
+        """Take part in the run, or refuse: the server learns that it does not fit, the silo's log why.
+
+        Raises:
+            ClientFault: E_REFUSED by the policy, or after too many misfits; E_EXPERIMENT where it does not fit.
+        """
+        own.asked(classes)
+        if own.classes is not None:
+            if own.classes != tuple(classes):
+                raise ClientFault(E_EXPERIMENT, "the classes are others than those that this run began with")
+            return
+        try:
+            self.__dict__["silos"] = self._silos(classes)
+        except Exception as error:
+            self._on_error(name, "".join(traceback.format_exception(error)))
+            own.misfit(f"{type(error).__name__}: {first_line(error, 2_000)}")
+            raise ClientFault(
+                E_EXPERIMENT, "the silo does not take part in this experiment; its log says why"
+            ) from None
+        experiment = self.experiment
+        own.agree(classes, f"method {experiment.method_name}, model {experiment.model.name}")
+
+
+def _counted(value: Any, key: str, most: int) -> int:
+    """A round or a call: memories are named by them."""
+    number: int = conform(value, int, key)
+    if not 0 <= number <= most:
+        raise ClientFault(E_FIELD, f"{key} {number} is not in [0, {most}]")
+    return number
+
+
+def _halves(value: Any) -> tuple[str, bytes]:
+    head, pieces = payload.encode(value)
+    return head, b"".join(pieces)
+
+
+def of_experiment(experiment: Callable[[], Experiment], memory: Path, errors: Path) -> Site:
+    """A site whose clients hold parts of the experiment's own table.
+
+    Args:
+        errors: the folder under whose ``private/`` tracebacks are kept.
+    """
+    return Site(experiment, memory, lambda known, classes: populate(known), on_error=partial(record_error, errors))
+
+
+def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
+    """The site that ``folder/site.json`` describes, and its client; what it remembers is kept in that folder.
+
+    Raises:
+        InputError: the silo's own file is wrong.
+    """
+    told = json.loads((folder / "site.json").read_text(encoding="utf-8"))
+
+    def experiment(imports: bool) -> Experiment:
+        return Experiment.from_dict(tomllib.loads(told["experiment"]), imports=imports)
+
+    (folder / "private").mkdir(mode=0o700, exist_ok=True)
+    if not told["silo"]:
+        return of_experiment(partial(experiment, True), folder / "memory", folder), told["client"]
+    from fedfm.engines.flower.own_silo import Own
+
+    own = Own.of(folder, told)
+    site = Site(
+        partial(experiment, False), folder / "memory", own.populate, on_error=partial(record_error, folder), own=own
+    )
+    return site, own.name

@@ -1,0 +1,147 @@
+"""A site's warm worker: a process that keeps Python, torch, the model and the rows, and answers one message at a time.
+
+``python -m fedfm.engines.flower.site_worker FOLDER`` serves the site that ``FOLDER/site.json`` describes, on a Unix
+socket that only its user can open. It ends when nobody has asked for a while, or with the process that FEDFM_PARENT
+names. Several folders, of clients that hold parts of one table, share the memory of table and model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from fedfm.engines.flower import client_stub
+from fedfm.engines.flower.processes import die_with, watch_parent
+from fedfm.linalg.threads import torch_threads
+
+if TYPE_CHECKING:
+    from fedfm.engines.flower import site
+
+IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE says otherwise
+
+
+def main() -> None:
+    """Serve until idle; of several folders, each in a process of its own that is forked when everything is loaded."""
+    os.umask(0o077)
+    watch_parent()
+    posts = [post for post in map(_Post.take, map(Path, sys.argv[1:])) if post is not None]
+    if not posts:
+        return
+    if not _downloads(posts[0].folder):
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # read when those libraries are imported
+    from fedfm.engines.flower import site as sites
+
+    with torch_threads(1):
+        shared = sites.of_folder(posts[0].folder)[0]
+        shared.warm()
+    if len(posts) == 1:
+        posts[0].serve(shared)
+        return
+    parent = os.getpid()
+    for post in posts:
+        if os.fork() == 0:
+            try:
+                die_with(parent)
+                watch_parent()
+                for other in posts:
+                    if other is not post:
+                        other.leave()
+                post.serve(shared)
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+    for post in posts:
+        post.leave()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _downloads(folder: Path) -> bool:
+    """Whether this site may load models from a hub: a silo only if its file says so; a rehearsal is its owner's."""
+    try:
+        silo = json.loads((folder / "site.json").read_text(encoding="utf-8"))["silo"]
+        return silo is None or tomllib.loads(Path(silo).read_text(encoding="utf-8")).get("downloads") is True
+    except (OSError, ValueError):
+        return False
+
+
+class _Post:
+    """A site's place: the lock that says that somebody serves it, and the socket, open before anything is loaded."""
+
+    def __init__(self, folder: Path, lock: TextIO) -> None:
+        self.folder, self._lock, self._listener = folder, lock, _listen(folder)
+
+    @classmethod
+    def take(cls, folder: Path) -> _Post | None:
+        """The place, unless another process has it."""
+        lock = open(folder / "worker.lock", "a+")  # noqa: SIM115 - open as long as it is held
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            return None
+        return cls(folder, lock)
+
+    def leave(self) -> None:
+        """This process's hold of it; another's stays."""
+        self._lock.close()
+        self._listener.close()
+
+    def serve(self, shared: site.Site) -> None:
+        """Answer until nobody has asked for a while."""
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+        _serve(self.folder, self._listener, shared)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(client_stub.address(self.folder))
+        self.leave()
+
+
+def _listen(folder: Path) -> socket.socket:
+    """Bound before anything is loaded: who connects early waits."""
+    path = client_stub.address(folder)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    os.chmod(path, 0o600)
+    listener.listen(8)
+    listener.settimeout(float(os.environ.get("FEDFM_WORKER_IDLE", IDLE)))
+    return listener
+
+
+def _serve(folder: Path, listener: socket.socket, shared: site.Site) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    from fedfm.engines.flower import site as sites
+
+    with torch_threads(1):
+        here, own = sites.of_folder(folder)
+        here.warm(shared)
+        while True:
+            try:
+                link, _ = listener.accept()
+            except TimeoutError:
+                return
+            with contextlib.closing(link), contextlib.suppress(OSError):
+                link.settimeout(60.0)  # a peer that stalls does not hold the site
+                message = client_stub.receive(link)
+                if message is None:
+                    continue
+                client, handler, head, data = message
+                link.settimeout(None)
+                answer = here.answer(own if own is not None else json.loads(client), handler, head, data)
+                client_stub.send(link, "", "", *answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""Worker processes of the local engine: forked, so that model and data are shared; spoken to without pickle.
+
+Payloads and replies lie in memory files (:mod:`fedfm.engines.local.shared_memory`); of a worker's three one is read
+while the next ones are written. Control messages are short JSON texts on a socket pair, with the descriptors of new
+files. A worker whose clients take milliseconds has its next chunk before it needs it: with all cores at work the server
+may have to wait for one longer than that. The workers are our children: one that dies is noticed at once, with its
+signal, and what it was at is given once more. That is safe: a client's memory is versioned by (round, call), so that a
+request that is answered again finds what it found before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+
+from fedfm.core.client import ClientId
+from fedfm.core.messages import Reply, Request
+from fedfm.core.wire import codec, payload
+from fedfm.engines.flower.processes import cause, die_with
+from fedfm.engines.local.shared_memory import Outbox, Payloads, data_at, laid_out, mapped, message
+from fedfm.errors import E_DIED, E_EXCEPTION, E_TIMEOUT, ClientFault, RunError
+from fedfm.linalg.kernels import buffers
+from fedfm.runtime.client import Silos
+
+_LIMIT = 1 << 16  # bytes of a control message
+_FDS = 64  # descriptors that go with one; Linux takes 253
+_QUICK = 0.005  # seconds that a client takes: below, a worker has a second chunk, which it may have to do after a stop
+_SHORT = 0.001  # and below this a message takes as long as several clients: chunks hold twice as many at least
+
+
+@dataclass
+class _Worker:
+    pid: int
+    socket: socket.socket
+    chunks: deque[list[Request]] = field(default_factory=deque)  # what it has been sent, the one it is at first
+    begun: float = 0.0  # when it began that one
+    pace: float = math.inf  # seconds that a client of its last one took
+    known: set[int] = field(default_factory=set)  # payloads of this exchange that it holds
+    boxes: dict[int, np.ndarray] = field(default_factory=dict)  # what it writes replies to, mapped
+    freed: deque[int] = field(default_factory=deque)  # those that nothing here looks at any more
+
+    def deadline(self, timeout: float) -> float:
+        """Of the chunk that it is at, if a client has so many seconds."""
+        return self.begun + timeout * len(self.chunks[0])
+
+    def answered(self) -> list[Request]:
+        """The chunk that it has been at; it is at the next one now."""
+        chunk, now = self.chunks.popleft(), time.monotonic()
+        self.pace, self.begun = (now - self.begun) / len(chunk), now
+        return chunk
+
+
+@dataclass
+class _Exchange:
+    """What is under way."""
+
+    waiting: list[list[Request]]  # chunks that no worker has
+    payloads: Payloads
+    stop: Callable[[], bool]
+    places: dict[ClientId, int]  # client -> slot of the worker whose it is
+    help: bool  # a worker with nothing to do takes others' chunks
+    suspects: set[ClientId] = field(default_factory=set)  # a worker died while it was at nobody else's request
+
+
+_ours: WeakSet[socket.socket] = WeakSet()  # our ends of all workers' sockets in this process
+
+
+class Pool:
+    """``count`` workers. Each client has a home, the worker that has its rows; one that has nothing to do helps out."""
+
+    def __init__(self, silos: Silos, count: int, timeout: float) -> None:
+        if not hasattr(os, "fork"):
+            raise RunError('this system cannot fork: set run.workers = 1 for engine = "local"')
+        self._silos, self._count, self._timeout = silos, count, timeout
+        self._workers: list[_Worker] = []
+        self._home: dict[ClientId, int] = {}  # client -> slot of its worker
+        self._last: dict[ClientId, int] = {}  # client -> slot of the worker that has answered last
+
+    def exchange(
+        self, requests: Sequence[Request], stop: Callable[[], bool], *, again: bool = False
+    ) -> Iterator[Reply]:
+        """Deliver; after ``stop`` nothing new starts.
+
+        Args:
+            again: what a worker has computed for a client serves once more: each goes to the one that answered last.
+        """
+        missing = min(self._count, max(len(requests), 1)) - len(self._workers)
+        if missing > 0:
+            self._silos.prepare(requests)
+        for _ in range(missing):
+            self._workers.append(self._fork())
+        for worker in self._workers:
+            worker.known.clear()
+        places = self._last if again else self._home
+        waiting = self._chunks(requests, len(requests) if again else self._silos.width, places)
+        now = _Exchange(waiting, Payloads(requests), stop, places, help=not again)
+        try:
+            with selectors.DefaultSelector() as selector:
+                for slot, worker in enumerate(self._workers):
+                    selector.register(worker.socket, selectors.EVENT_READ, slot)
+                while True:
+                    for helps in (False, True):  # nobody helps out before all have what is theirs
+                        for slot in range(len(self._workers)):
+                            self._feed(slot, selector, now, helps)
+                    busy = [w for w in self._workers if w.chunks]
+                    if not busy:
+                        break
+                    patience = max(min(w.deadline(self._timeout) for w in busy) - time.monotonic(), 0.0)
+                    ready = selector.select(min(patience, 1.0))
+                    for key, _ in ready:
+                        slot = key.data
+                        worker = self._workers[slot]
+                        if not worker.chunks:  # it says nothing unasked: it is gone
+                            self._replace(slot, selector)
+                            continue
+                        answer = _received(worker)
+                        if answer is None:
+                            yield from self._lost(slot, selector, now, None)
+                            continue
+                        answered = worker.answered()
+                        # It goes on while its replies are read.
+                        self._feed(slot, selector, now, helps=True)
+                        yield from _replies(answered, worker, *answer, now.payloads)
+                    for slot, worker in enumerate(self._workers):
+                        if worker.chunks and time.monotonic() > worker.deadline(self._timeout):
+                            yield from self._lost(slot, selector, now, self._timeout)
+        finally:
+            now.payloads.close()
+
+    def _chunks(self, requests: Sequence[Request], width: int, places: dict[ClientId, int]) -> list[list[Request]]:
+        """Requests in order, at most ``width`` at a time, those of one place together; large chunks first.
+
+        A place's chunks get smaller, so that all workers end together and the first replies are read before that, to
+        ``silos.least``: less than half of that many go with those before them. A client that has no place is given that
+        with the fewest of these.
+        """
+        groups: list[list[Request]] = [[] for _ in self._workers]
+        new: list[Request] = []
+        for request in requests:
+            place = places.get(request.client)
+            (new if place is None else groups[place]).append(request)
+        for request in new:
+            place = places[request.client] = min(range(len(groups)), key=lambda slot: len(groups[slot]))
+            groups[place].append(request)
+        chunks = []
+        short = all(worker.pace < _SHORT for worker in self._workers)
+        for group in groups:
+            fewest = min(self._silos.least * (1 + short), len(group))
+            while group:
+                size = max(-(-len(group) // 2), fewest)
+                if 2 * (len(group) - size) < fewest:
+                    size = len(group)
+                chunks.append(group[: min(width, size)])
+                group = group[min(width, size) :]
+        return sorted(chunks, key=lambda chunk: (-len(chunk), chunk[0].client))
+
+    def _feed(self, slot: int, selector: selectors.BaseSelector, now: _Exchange, helps: bool) -> None:
+        """Hand the slot's worker its next chunk, or as much of it as one control message holds; a quick one two. If it
+        has nothing to do and ``helps``, one of another's; the clients' place stays where it is.
+        """
+        while len(self._workers[slot].chunks) < 1 + (self._workers[slot].pace < _QUICK) and not now.stop():
+            mine = (i for i, chunk in enumerate(now.waiting) if now.places[chunk[0].client] == slot)
+            at = next(mine, -1)
+            if at < 0 and not (now.waiting and now.help and helps and not self._workers[slot].chunks):
+                return
+            chunk = now.waiting.pop(at)
+            if not self._deliver(slot, chunk, now):
+                if self._workers[slot].chunks:
+                    return  # the next look at its socket says so
+                self._replace(slot, selector)  # it died while it had nothing to do: no client's doing
+
+    def _deliver(self, slot: int, chunk: list[Request], now: _Exchange) -> bool:
+        """Send the chunk; what does not fit, or all of it if the worker is gone (False), waits again."""
+        worker, payloads = self._workers[slot], now.payloads
+        fds: list[int] = []
+        texts: list[str] = []
+        freed = [worker.freed.popleft() for _ in range(len(worker.freed))]
+        new, length = set[int](), 2 + len(str(freed)) + 2
+        for request in chunk:
+            number = payloads.number(request)
+            fd = -1 if number in worker.known or number in new else len(fds)
+            head, once = payloads.heads[number], payloads.once(request)
+            # json.dumps sets itself up anew for each: a third of what sending one costs.
+            names = f"{payload.quoted(request.client)}, {payload.quoted(request.handler)}"
+            text = f"[{names}, {request.round}, {request.call}, {number}, {fd}, {head}, {once:d}]"
+            if texts and (length + len(text) + 2 > _LIMIT or fd == _FDS):
+                break
+            if fd >= 0:
+                new.add(number)
+                fds.append(payloads.files[number])
+            texts.append(text)
+            length += len(text) + 2
+        taken, rest = chunk[: len(texts)], chunk[len(texts) :]
+        try:
+            socket.send_fds(worker.socket, [f"[{freed}, {', '.join(texts)}]".encode()], fds)
+        except (BrokenPipeError, ConnectionResetError):
+            now.waiting.insert(0, chunk)
+            return False
+        if rest:
+            now.waiting.insert(0, rest)
+        worker.known |= new
+        if not worker.chunks:
+            worker.begun = time.monotonic()
+        worker.chunks.append(taken)
+        self._last.update((request.client, slot) for request in taken)
+        return True
+
+    def _replace(self, slot: int, selector: selectors.BaseSelector) -> int:
+        """A new worker in the place of one that is gone or has been ended; returns the old one's status."""
+        worker = self._workers[slot]
+        selector.unregister(worker.socket)
+        worker.socket.close()
+        _, status = os.waitpid(worker.pid, 0)
+        self._workers[slot] = self._fork()
+        selector.register(self._workers[slot].socket, selectors.EVENT_READ, slot)
+        return status
+
+    def _lost(
+        self, slot: int, selector: selectors.BaseSelector, now: _Exchange, timeout: float | None
+    ) -> Iterator[Reply]:
+        """A worker died, or has to: replace it. Its clients come again, one at a time, so that none takes others along;
+        one is at fault whose time is over, or at which alone two workers died.
+        """
+        worker = self._workers[slot]
+        if timeout is not None:
+            os.kill(worker.pid, signal.SIGKILL)
+        status = self._replace(slot, selector)
+        chunk, *rest = worker.chunks
+        now.waiting[:0] = rest  # it never came to these
+        if len(chunk) > 1:
+            now.waiting.extend([request] for request in chunk)
+            return
+        (request,) = chunk
+        if timeout is None and request.client not in now.suspects:
+            now.suspects.add(request.client)
+            now.waiting.append(chunk)
+            return
+        if timeout is not None:
+            fault = ClientFault(E_TIMEOUT, f"no reply within {timeout:g} s; its process was ended")
+        else:
+            fault = ClientFault(E_DIED, f"its process was ended, and a second one too: {cause(status)}")
+        yield Reply(request.client, None, request.round, request.call, 0, 0, fault)
+
+    def _fork(self) -> _Worker:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            _ours.add(ours)
+            return _Worker(pid, ours)
+        status = 1
+        try:
+            ours.close()
+            for inherited in list(_ours):  # of every pool: a copy kept open would hide from a sibling that we hung up
+                inherited.close()
+            die_with(parent)  # an orphan would write memories beside those of a resumed run
+            buffers.keep_freed()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _work(self._silos, theirs)
+            status = 0
+        finally:
+            os._exit(status)
+
+    def close(self) -> None:
+        """Idle workers end when their socket closes."""
+        for worker in self._workers:
+            worker.socket.close()
+            if worker.chunks:
+                os.kill(worker.pid, signal.SIGKILL)
+        for worker in self._workers:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(worker.pid, 0)
+        self._workers = []
+
+
+def _received(worker: _Worker) -> tuple[bytes, list[int]] | None:
+    """What came from a worker, a message and a memory file if it is a new one; None if the worker is gone."""
+    try:
+        text, fds, _, _ = socket.recv_fds(worker.socket, _LIMIT, 1)
+    except OSError:
+        return None
+    return (text, fds) if text else None
+
+
+def _replies(
+    requests: Sequence[Request], worker: _Worker, text: bytes, fds: list[int], payloads: Payloads
+) -> Iterator[Reply]:
+    """The replies of a chunk, read one by one as they are asked for."""
+    box, lines = json.loads(text)
+    if fds:
+        worker.boxes[box] = mapped(fds[0], shared=box >= 0)
+    at, block = 0, buffers.lent(worker.boxes[box], worker.freed, box) if box >= 0 else worker.boxes.pop(box)
+    for request, (code, reason, head_size, data_size) in zip(requests, lines, strict=True):
+        fault, value, up = (ClientFault(code, reason) if code else None), None, 0
+        if fault is None:
+            try:
+                value = message(block, at, head_size, data_size)
+                up = codec.enveloped(head_size, data_size)
+            except ClientFault as bad:
+                fault = bad
+            at = data_at(at, head_size) + data_size
+        payloads.answered(request)
+        yield Reply(request.client, value, request.round, request.call, payloads.nbytes(request), up, fault)
+
+
+def _work(silos: Silos, link: socket.socket) -> None:
+    """A worker's life: receive tasks, answer, until the socket closes."""
+    payloads: dict[int, Any] = {}
+    exchange, outbox = (-1, -1), Outbox()
+    while True:
+        text, fds, _, _ = socket.recv_fds(link, _LIMIT, _FDS)
+        if not text:
+            return
+        freed, *tasks = json.loads(text)
+        outbox.freed(freed)
+        if (tasks[0][2], tasks[0][3]) != exchange:
+            payloads, exchange = {}, (tasks[0][2], tasks[0][3])
+        requests = []
+        for client, handler, round, call, number, fd, head, _ in tasks:
+            if fd >= 0:
+                block = mapped(fds[fd], shared=False)
+                size = len(block) - data_at(0, head)
+                payloads[number] = silos.conform(handler, message(block, 0, head, size))
+            requests.append(Request(client, handler, payloads[number], round, call))
+        for *_, number, _, _, once in tasks:
+            if once:
+                del payloads[number]
+        lines: list[tuple[str, str, int, int]] = []  # code and reason of a fault, else lengths of head and data
+        pieces: payload.Pieces = []
+        end = 0
+        for value in silos.answer(requests):
+            try:
+                if isinstance(value, ClientFault):
+                    raise value
+                head, data = payload.encode(value)
+            except TypeError as error:  # something that cannot travel
+                lines.append((E_EXCEPTION, str(error)[:400], 0, 0))
+            except ClientFault as fault:
+                lines.append((fault.code, fault.reason[:400], 0, 0))
+            else:
+                lines.append(("", "", len(head), sum(map(len, data))))
+                pieces += laid_out(end, head, data)
+                end = data_at(end, len(head)) + lines[-1][-1]
+        box, new = outbox.put(pieces)
+        socket.send_fds(link, [json.dumps([box, lines]).encode()], new)
+        for fd in new:
+            os.close(fd)

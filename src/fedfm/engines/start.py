@@ -1,0 +1,40 @@
+"""Start a run on the engine that its experiment names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedfm.runtime.population import Partitioned
+    from fedfm.runtime.progress import Progress
+    from fedfm.runtime.run_directory import Run
+
+_ENGINES = {
+    "local": "fedfm.engines.local.engine",
+    "simulation": "fedfm.engines.flower.simulation",
+    "deployment": "fedfm.engines.flower.deployment",
+}
+
+
+def start(
+    run: Run, stop: Callable[[], bool], progress: Progress, population: Callable[[], Partitioned] | None = None
+) -> dict[str, Any]:
+    """Run ``run`` on the engine that its experiment names; returns the result line.
+
+    Args:
+        population: gives rows and model where they are in memory (local engine only).
+    """
+    # The client libraries are told before they are imported: nothing here calls home.
+    for name in ("HF_HUB_DISABLE_TELEMETRY", "FLWR_DISABLE_UPDATE_CHECK"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if population is not None:
+        from fedfm.engines.local.engine import start as here
+
+        return here(run, stop, progress, population)
+    engine = import_module(_ENGINES[run.experiment.run.engine])
+    return engine.start(run, stop, progress)  # type: ignore[no-any-return]

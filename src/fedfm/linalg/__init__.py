@@ -1,0 +1,1 @@
+"""Parameters as vectors: their algebra, in memory and in files."""

@@ -1,0 +1,146 @@
+"""Products of small float32 matrices in compiled loops, eight rows by sixteen or thirty-two columns at a time.
+
+Matrices lie in flat vectors; offsets and steps are in numbers, and nothing checks them. An entry's sum runs in order
+from the first term to the last, whatever else is computed beside it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from numba.core import cgutils, types
+
+from fedfm.linalg.kernels.jit import EXACT, WHOLE_REGISTERS, called
+from fedfm.linalg.kernels.simd import CONTRACT, COUNT, LINE, VECTOR, WORD, asked, intrinsic, pointer, splat, turn
+
+ROWS = 8 if WHOLE_REGISTERS else 4  # of a tile
+WIDE = 2 if WHOLE_REGISTERS else 1  # lanes of a tile; its sums stay in registers, half of those there are
+
+FINE = 8  # bits behind the point of a step of less than a byte
+
+_called = partial(called, maths=EXACT)
+
+
+def multiplied(
+    builder: Any, shape: tuple[int, int], left: Any, right: Any, steps: tuple[int, int], n: Any, ahead: Any, step: Any
+) -> list[list[Any]]:
+    """Code for a tile: where the sums of row i in lane l are, sum_k left[k steps_0 + i] right[k steps_1 + 16 l ...].
+
+    Args:
+        shape: rows and lanes.
+        left, right: pointers; the right one to where a cache line begins, a whole number of which is steps_1.
+        ahead: addresses that are asked for meanwhile, ``step`` / 2^FINE bytes further at each k.
+    """
+    line = VECTOR.as_pointer()
+    sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(shape[1])] for _ in range(shape[0])]
+    for of in sums:
+        for total in of:
+            builder.store(VECTOR(None), total)
+    with cgutils.for_range(builder, n) as loop:
+        k = loop.index
+        further = builder.lshr(builder.mul(k, step), WORD(FINE))
+        for there in ahead:
+            asked(builder, builder.add(there, further))
+        row = builder.bitcast(builder.gep(right, [builder.mul(k, WORD(steps[1]))]), line)
+        x = [builder.load(builder.gep(row, [WORD(lane)]), align=LINE) for lane in range(shape[1])]
+        column = builder.gep(left, [builder.mul(k, WORD(steps[0]))])
+        for i, of in enumerate(sums):
+            weight = splat(builder, builder.load(builder.gep(column, [WORD(i)])))
+            for x_l, total in zip(x, of, strict=True):
+                term = builder.fmul(weight, x_l, flags=CONTRACT)
+                builder.store(builder.fadd(term, builder.load(total), flags=CONTRACT), total)
+    return sums
+
+
+def _tile(lanes: int) -> Any:
+    """Code for a tile: ``ROWS`` rows of so many lanes, ``down`` apart at ``o``, become sum_k a[p + i row + k step]
+    b[q + k under ...], added to what they are with ``add``. Of missing rows, the last takes the place.
+    """
+
+    def tile(
+        typing: Any, out: Any, o: Any, down: Any, add: Any, a: Any, p: Any, row: Any, step: Any, b: Any, q: Any,
+        under: Any, n: Any, rows: Any,
+    ) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            out, o, down, add, a, p, row, step, b, q, under, n, rows = values
+            kinds, last = signature.args, builder.sub(rows, WORD(1))
+
+            def vector(kind: Any, array: Any, at: Any, lane: int) -> Any:
+                there = pointer(context, builder, kind, array, builder.add(at, WORD(lane * COUNT)))
+                return builder.bitcast(there, VECTOR.as_pointer())
+
+            begins, targets, sums = [], [], []
+            for i in range(ROWS):
+                row_i = builder.select(builder.icmp_signed("<", last, WORD(i)), last, WORD(i))
+                begins.append(builder.add(p, builder.mul(row_i, row)))
+                to = builder.add(o, builder.mul(row_i, down))
+                targets.append([vector(kinds[0], out, to, lane) for lane in range(lanes)])
+                sums.append([cgutils.alloca_once(builder, VECTOR) for _ in range(lanes)])
+                for at, total in zip(targets[i], sums[i], strict=True):
+                    before = builder.select(add, builder.load(at, align=4), VECTOR(None))
+                    builder.store(before, total)
+            with cgutils.for_range(builder, n) as loop:
+                k = loop.index
+                below = builder.add(q, builder.mul(k, under))
+                right = [builder.load(vector(kinds[8], b, below, lane), align=4) for lane in range(lanes)]
+                beside = builder.mul(k, step)
+                for begin, of in zip(begins, sums, strict=True):
+                    left = splat(
+                        builder, builder.load(pointer(context, builder, kinds[4], a, builder.add(begin, beside)))
+                    )
+                    for y, total in zip(right, of, strict=True):
+                        term = builder.fmul(left, y, flags=CONTRACT)
+                        builder.store(builder.fadd(term, builder.load(total), flags=CONTRACT), total)
+            for to, of in zip(targets, sums, strict=True):
+                for at, total in zip(to, of, strict=True):
+                    builder.store(builder.load(total), at, align=4)
+            return context.get_dummy_value()
+
+        i8 = types.int64
+        return types.void(out, i8, i8, types.boolean, a, i8, i8, i8, b, i8, i8, i8, i8), generate
+
+    return intrinsic(tile)
+
+
+_one, _wide = _tile(1), _tile(WIDE)
+
+
+@_called
+def product(
+    out: Any, o: int, down: int, width: int, add: bool, a: Any, p: int, row: int, step: int, rows: int, b: Any, q: int,
+    under: int, n: int,
+) -> None:  # fmt: skip
+    """Rows (rows, width) at ``o``, ``down`` apart, become the product of (rows, n) at ``p`` and (n, width) at ``q``, or
+    are added to with ``add``.
+
+    The width is whole lanes, rows at least one. An entry (i, k) of the left matrix is a[p + i row + k step], rows of
+    the right one are ``under`` apart.
+    """
+    whole = width // (WIDE * COUNT) * (WIDE * COUNT)
+    if rows < n:  # of the larger matrix so many columns at a time as the nearest cache holds
+        for j in range(0, whole, WIDE * COUNT):
+            for i in range(0, rows, ROWS):
+                left, here = p + i * row, min(rows - i, ROWS)
+                _wide(out, o + i * down + j, down, add, a, left, row, step, b, q + j, under, n, here)
+        for j in range(whole, width, COUNT):
+            for i in range(0, rows, ROWS):
+                left, here = p + i * row, min(rows - i, ROWS)
+                _one(out, o + i * down + j, down, add, a, left, row, step, b, q + j, under, n, here)
+    else:
+        for i in range(0, rows, ROWS):
+            left, here = p + i * row, min(rows - i, ROWS)
+            for j in range(0, whole, WIDE * COUNT):
+                _wide(out, o + i * down + j, down, add, a, left, row, step, b, q + j, under, n, here)
+            for j in range(whole, width, COUNT):
+                _one(out, o + i * down + j, down, add, a, left, row, step, b, q + j, under, n, here)
+
+
+@_called
+def transpose(x: Any, at: int, under: int, n: int, wide: int, size: int, to: Any, o: int) -> None:
+    """The block (n, size) of ``x`` at ``at``, rows ``under`` apart, transposed (size, wide) at ``o``, zeros behind its
+    n columns; size and wide are whole lanes.
+    """
+    for c in range(0, size, COUNT):
+        for j in range(0, wide, COUNT):
+            turn(to, o + c * wide + j, wide, x, at + c + j * under, under, n - j)

@@ -1,0 +1,345 @@
+"""Local training of one linear head, compiled: all steps of a client in one call.
+
+The weights are kept transposed (d, C'), C' classes in whole lanes, zeros behind the C there are: logits, and what a
+batch adds to the weights, are then the same product of tiles (:mod:`fedfm.linalg.kernels.matmul`), and no sum runs
+across lanes. A batch's rows are copied side by side first.
+
+Scratch is made by the caller. The module does not import torch, so that a process that only compiles it has done so
+while another one loads a model.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.random.bit_generator import ISeedSequence
+
+from fedfm import seeds
+from fedfm.linalg.kernels.jit import EXACT, aligned, called, compiled, part
+from fedfm.linalg.kernels.matmul import product, transpose
+from fedfm.linalg.kernels.simd import (
+    COUNT,
+    all_of,
+    exponential,
+    first,
+    fma,
+    larger,
+    largest,
+    load,
+    minus,
+    store,
+    times,
+    turn,
+)
+from fedfm.linalg.kernels.simd import total as sum_of
+
+F = np.float32  # numba reads a plain 1.0 as float64, and all that it meets becomes float64 too
+
+_called = partial(called, maths=EXACT)
+_part = partial(part, maths=EXACT)
+
+
+def lanes(n: int) -> int:
+    """So many numbers in whole lanes: C' of C, d' of d, n' of n."""
+    return -(-n // COUNT) * COUNT
+
+
+_kept = threading.local()
+
+
+def _room(*sizes: int) -> tuple[Any, ...]:
+    """Flat vectors, not filled; a thread that asks for the same again has the same."""
+    if getattr(_kept, "sizes", None) != sizes:
+        _kept.sizes, _kept.room = sizes, tuple(map(aligned, sizes))
+    return _kept.room  # type: ignore[no-any-return]
+
+
+def room(rows: int, d: int, classes: int) -> tuple[Any, ...]:
+    """What :func:`descend` computes in, a client after the other: weights (d C' + 256) and bias (C'), transposed; rows
+    (B d) and logits (B C') of a batch of so many rows.
+    """
+    width = lanes(classes)
+    return _room(d * width + COUNT * COUNT, width, rows * d, rows * width)
+
+
+def room_in_span(rows: int, d: int, classes: int, n: int) -> tuple[Any, ...]:
+    """And :func:`descend_in_span`, for n rows of which a batch has so many."""
+    width, deep, many = lanes(classes), lanes(d), lanes(n)
+    own = deep * width + COUNT * COUNT, width, rows * n, rows * width
+    return _room(*own, n * deep, deep * many, n * many, n * width, n * width)
+
+
+@_called
+def _from_weights(w: Any, b: Any, wt: Any, bt: Any) -> None:
+    """Weights (C d) and bias (C) of a head as ``wt`` (d C') and ``bt`` (C')."""
+    classes, width = len(b), len(bt)
+    d = len(w) // classes
+    whole = d // COUNT * COUNT
+    transpose(w, 0, d, classes, width, whole, wt, 0)
+    for j in range(whole, d):
+        for c in range(width):
+            wt[j * width + c] = w[c * d + j] if c < classes else F(0)
+    for c in range(width):
+        bt[c] = b[c] if c < classes else F(0)
+
+
+@_called
+def _to_weights(wt: Any, bt: Any, w: Any, b: Any) -> None:
+    """And back; sixteen by sixteen entries are turned in what is left of ``wt``, 256 more."""
+    classes, width = len(b), len(bt)
+    d = len(w) // classes
+    whole, left = d // COUNT * COUNT, d * width
+    full = classes // COUNT * COUNT
+    for c in range(0, full, COUNT):
+        for j in range(0, whole, COUNT):
+            turn(w, c * d + j, d, wt, j * width + c, width, COUNT)
+    for j in range(0, whole if full < classes else 0, COUNT):
+        turn(wt, left, COUNT, wt, j * width + full, width, COUNT)
+        for k in range(classes - full):
+            store(w, (full + k) * d + j, load(wt, left + k * COUNT))
+    for j in range(whole, d):
+        for c in range(classes):
+            w[c * d + j] = wt[j * width + c]
+    for c in range(classes):
+        b[c] = bt[c]
+
+
+@_part
+def _errors(z: Any, rows: Any, y: Any, classes: int, width: int, scale: Any) -> Any:
+    """Logits (B C') become scale times (softmax - one-hot), zeros behind the classes; the cross-entropies' sum."""
+    loss = 0.0
+    for i in range(len(rows)):
+        row = i * width
+        top = first(load(z, row), classes, F(-np.inf))
+        for j in range(COUNT, width, COUNT):
+            top = larger(top, first(load(z, row + j), classes - j, F(-np.inf)))
+        most = largest(top)
+        loss += most - z[row + y[rows[i]]]
+        highest, sums = all_of(most), all_of(F(0))
+        for j in range(0, width, COUNT):
+            e = first(exponential(minus(load(z, row + j), highest)), classes - j, F(0))
+            store(z, row + j, e)
+            sums = fma(e, all_of(F(1)), sums)
+        total = sum_of(sums)
+        loss += math.log(total)
+        share = all_of(scale / total)
+        for j in range(0, width, COUNT):
+            store(z, row + j, times(load(z, row + j), share))
+        z[row + y[rows[i]]] -= scale
+    return loss
+
+
+@_part
+def _add_rows(z: Any, m: int, b: Any) -> None:
+    """Add the first m rows of ``z``, as long as ``b``, to it."""
+    for i in range(m):
+        for c in range(0, len(b), COUNT):
+            store(b, c, fma(load(z, i * len(b) + c), all_of(F(1)), load(b, c)))
+
+
+@_part
+def _scale(v: Any, keep: Any) -> None:
+    if keep != F(1):
+        for k in range(len(v)):
+            v[k] *= keep
+
+
+@_part
+def _step(
+    x: Any, y: Any, rows: Any, wt: Any, bt: Any, to_w: Any, to_b: Any, near: Any, z: Any, classes: int, scale: Any,
+    keep: Any,
+) -> Any:  # fmt: skip
+    """Multiply ``to_w`` and ``to_b`` by ``keep`` and add scale times the gradient, at ``wt`` and ``bt``, of the summed
+    cross-entropy of a batch; returns that sum.
+    """
+    d, m, width = x.shape[1], len(rows), len(bt)
+    for i in range(m):
+        r = rows[i]
+        for j in range(d):
+            near[i * d + j] = x[r, j]
+        for c in range(0, width, COUNT):
+            store(z, i * width + c, load(bt, c))
+    product(z, 0, width, width, True, near, 0, d, 1, m, wt, 0, width, d)
+    loss = _errors(z, rows, y, classes, width, scale)
+    _scale(to_w[: d * width], keep)
+    _scale(to_b, keep)
+    product(to_w, 0, width, width, True, near, 0, 1, d, d, z, 0, width, m)
+    _add_rows(z, m, to_b)
+    return loss
+
+
+@_part
+def _subtract(out: Any, a: Any, b: Any) -> None:
+    for k in range(len(out)):
+        out[k] = a[k] - b[k]
+
+
+_DATA, _F, _I = "f4[:,::1], i8[::1]", "f4[::1]", "i8[::1]"
+_ROOM = ", ".join([_F] * 4)
+_HEAD = f"{_F}, {_F}, {_F}, i8, i8, i8"
+
+
+@partial(compiled, maths=EXACT, signature=f"f8({_DATA}, i8[:,::1], i8, {_HEAD}, f8, f8, {_ROOM})")
+def descend(
+    x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, moved: Any, at_w: int, at_b: int, classes: int,
+    eta: float, decay: float, wt: Any, bt: Any, near: Any, z: Any,
+) -> float:  # fmt: skip
+    """Plain SGD on the weights; returns the mean over the steps of the batch's mean cross-entropy.
+
+    Args:
+        x, y: rows (n, d) and labels (n,) in 0..C-1.
+        orders: (E, m), m > 0, the rows in the order of each epoch.
+        size: B, rows a batch.
+        start: the head from which it starts, in one vector: weight (C d) from ``at_w`` on, bias (C,) from ``at_b`` on.
+        trained, moved: filled with what it becomes, and with that less ``start``.
+        classes: C.
+        eta, decay: a step is -eta (gradient + decay (w, b)).
+        wt, bt, near, z: :func:`room` of min(size, m) rows.
+    """
+    d, m, loss, steps = x.shape[1], orders.shape[1], 0.0, 0
+    keep = F(1 - eta * decay)
+    w, b = slice(at_w, at_w + classes * d), slice(at_b, at_b + classes)
+    _from_weights(start[w], start[b], wt, bt)
+    for epoch in range(orders.shape[0]):
+        for at in range(0, m, size):
+            rows = orders[epoch, at : min(at + size, m)]
+            loss += _step(x, y, rows, wt, bt, wt, bt, near, z, classes, F(-eta) / F(len(rows)), keep) / len(rows)
+            steps += 1
+    _to_weights(wt, bt, trained[w], trained[b])
+    _subtract(moved, trained, start)
+    return float(loss / steps)
+
+
+@partial(compiled, maths=EXACT, signature=f"f8({_DATA}, {_I}, {_F}, {_F}, {_F}, {_F}, {_ROOM}, {_F}, {_F})")
+def gradient(
+    x: Any, y: Any, rows: Any, w: Any, b: Any, g_w: Any, g_b: Any, wt: Any, bt: Any, near: Any, z: Any, gt: Any,
+    gb: Any,
+) -> float:  # fmt: skip
+    """The mean cross-entropy of the batch ``rows`` (m,), m > 0; fills ``g_w`` (C d) and ``g_b`` (C,) with its gradient.
+
+    ``wt``, ``bt``, ``near`` and ``z`` are as of :func:`descend`, ``gt`` and ``gb`` as large as the first two.
+    """
+    _from_weights(w, b, wt, bt)
+    gt[:] = F(0)
+    gb[:] = F(0)
+    loss = _step(x, y, rows, wt, bt, gt, gb, near, z, len(b), F(1) / F(len(rows)), F(1))
+    _to_weights(gt, gb, g_w, g_b)
+    return float(loss / len(rows))
+
+
+@partial(
+    compiled,
+    maths=EXACT,
+    signature=f"f8({_DATA}, i8[:,::1], i8, {_HEAD}, f8, f8, {_ROOM}, {_F}, {_F}, {_F}, {_F}, {_F})",
+)
+def descend_in_span(
+    x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, moved: Any, at_w: int, at_b: int, classes: int,
+    eta: float, decay: float, wt: Any, bt: Any, near: Any, z: Any, xs: Any, xt: Any, gram: Any, first_z: Any, a: Any,
+) -> float:  # fmt: skip
+    """The same in the span of the rows, as :mod:`fedfm.training.gram` explains it.
+
+    Args:
+        x, y, orders, size, start, trained, moved, at_w, at_b, classes, eta, decay: as of :func:`descend`; orders of
+            all rows, (E, n).
+        wt, bt, near, z: :func:`room_in_span`, as are the others:
+        xs, xt: the rows (n d') in the order of the first epoch, so that those that have coefficients in it come before
+            those that have none yet; zeros behind their d features; and transposed (d' n').
+        gram, first_z, a: X X^T + 1 (n n'), X W_0^T + b_0 (n C') and the coefficients (n C').
+    """
+    (n, d), width = x.shape, len(bt)
+    many, deep = len(xt) // (len(xs) // n), len(xs) // n  # n', d'
+    loss, steps, scale, keep = 0.0, 0, F(1), F(1 - eta * decay)
+    place, labels = np.empty(n, np.int64), np.empty(n, np.int64)
+    w, b = slice(at_w, at_w + classes * d), slice(at_b, at_b + classes)
+    _from_weights(start[w], start[b], wt, bt)
+    wt[d * width : deep * width] = F(0)
+    for i in range(n):
+        r = orders[0, i]
+        place[r], labels[i] = i, y[r]
+        for j in range(d):
+            xs[i * deep + j] = x[r, j]
+        xs[i * deep + d : (i + 1) * deep] = F(0)
+        for c in range(0, width, COUNT):
+            store(first_z, i * width + c, load(bt, c))
+    transpose(xs, 0, deep, n, many, deep, xt, 0)
+    product(first_z, 0, width, width, True, xs, 0, deep, 1, n, wt, 0, width, deep)
+    gram[:] = F(1)
+    product(gram, 0, many, many, True, xs, 0, deep, 1, n, xt, 0, many, deep)
+    a[:] = F(0)
+    for epoch in range(orders.shape[0]):
+        for at in range(0, n, size):
+            rows = place[orders[epoch, at : min(at + size, n)]]
+            m, seen = len(rows), n if epoch else at
+            for i in range(m):
+                r = rows[i]
+                for k in range(seen):
+                    near[i * n + k] = gram[r * many + k]
+                for c in range(width):
+                    z[i * width + c] = scale * first_z[r * width + c]
+            product(z, 0, width, width, True, near, 0, n, 1, m, a, 0, width, seen)
+            loss += _errors(z, rows, labels, classes, width, F(-eta) / F(m)) / m
+            steps += 1
+            scale *= keep
+            _scale(a, keep)
+            for i in range(m):
+                for c in range(0, width, COUNT):
+                    to = rows[i] * width + c
+                    store(a, to, fma(load(z, i * width + c), all_of(F(1)), load(a, to)))
+    _scale(wt[: d * width], scale)
+    _scale(bt, scale)
+    product(wt, 0, width, width, True, xs, 0, 1, deep, d, a, 0, width, n)
+    _add_rows(a, n, bt)
+    _to_weights(wt, bt, trained[w], trained[b])
+    _subtract(moved, trained, start)
+    return float(loss / steps)
+
+
+_U4 = np.uint32
+
+
+@partial(compiled, maths=set(), signature="void(u8, u4[::1], u4[::1])")
+def _state(seed: int, pool: Any, out: Any) -> None:
+    """What NumPy's SeedSequence makes of a seed: ``pool`` (4,), its entropy mixed, and ``out`` (8,), PCG64's state."""
+    constant = _U4(0x43B0D7E5)
+    for i in range(4):
+        word = _U4(seed >> np.uint64(32 * i)) if i < 2 else _U4(0)
+        word ^= constant
+        constant = _U4(constant * _U4(0x931E8875))
+        word = _U4(word * constant)
+        pool[i] = word ^ (word >> _U4(16))
+    for i in range(4):
+        for k in range(4):
+            if i != k:
+                word = pool[i] ^ constant
+                constant = _U4(constant * _U4(0x931E8875))
+                word = _U4(word * constant)
+                word ^= word >> _U4(16)
+                word = _U4(_U4(_U4(0xCA01F9DD) * pool[k]) - _U4(_U4(0x4973F715) * word))
+                pool[k] = word ^ (word >> _U4(16))
+    constant = _U4(0x8B51F9DD)
+    for i in range(8):
+        word = pool[i % 4] ^ constant
+        constant = _U4(constant * _U4(0x58F38DED))
+        word = _U4(word * constant)
+        out[i] = word ^ (word >> _U4(16))
+
+
+class _Known(ISeedSequence):
+    """A state that is known already."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
+        return self._state
+
+
+def generator(seed: int, *purpose: str | int) -> np.random.Generator:
+    """:func:`fedfm.seeds.generator`, the same bits: what a client's order of rows costs is mostly the seeding."""
+    words = np.empty(12, np.uint32)
+    _state(seeds.derive(seed, *purpose), words[:4], words[4:])
+    return np.random.Generator(np.random.PCG64(_Known(words[4:].view(np.uint64))))  # type: ignore[arg-type]

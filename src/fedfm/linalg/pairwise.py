@@ -1,0 +1,264 @@
+"""All inner products of K parameter vectors, and all mixtures of them, as matrix products.
+
+What a server computes whose clients each get a model of their own (FedBip, equations 3 to 6; FedAMP): K^2 inner
+products and K weighted sums of K vectors. One by one they read memory 2 K^2 times; here a block of columns of all
+vectors is put side by side and multiplied at once, or where it lies (``fedfm.linalg.kernels.gram_matrix``,
+``fedfm.linalg.kernels.weighted_sums``), so that each vector is read once for the products and once for the sums, and
+both run at the speed of the machine's matrix product.
+
+Vectors and results may lie in files that are larger than memory (``fedfm.linalg.out_of_core``). Every bit is the same
+there and for any number of threads: what is multiplied at once is fixed (``fedfm.linalg.column_blocks``), and sums are
+made in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedfm.linalg.column_blocks import (
+    LOOP,
+    Desk,
+    Rows,
+    Stretch,
+    addresses,
+    addresses_in,
+    blocks,
+    columns_of,
+    in_files,
+    in_order,
+    in_place,
+    merged,
+    planned,
+    rows_of,
+    windows,
+)
+from fedfm.linalg.out_of_core import room
+from fedfm.linalg.params import Layout, Params
+
+LONG = 1 << 16  # of a layer: fewer sums do not cancel well enough for 1e-7, and are cheap to make in float64
+
+
+def gram(
+    vectors: Sequence[Params],
+    layers: Sequence[Sequence[str]] | None = None,
+    *,
+    centre: bool = False,
+    threads: int | None = None,
+) -> np.ndarray:
+    """Inner products <x_i, x_k> of all pairs, layer by layer: what cosines, norms and distances follow from.
+
+    Cosines made of it are within 1e-7 of those in float64: of long float32 vectors products of 256 entries are summed
+    in float32, sums of these in float64 (:mod:`fedfm.linalg.kernels.gram_matrix`); layers of fewer than 65,536 entries,
+    few entries, and those that are float64, in float64 throughout.
+
+    Args:
+        vectors: K of one layout; 16-bit entries are widened block by block.
+        layers: names of each layer's tensors, in any order; one layer of all where None. Only floating-point entries
+            count.
+        centre: of x_i less its own mean over the layer's entries (Pearson); reads the vectors twice.
+        threads: at most; as many as there are cores where None. The bits do not depend on it.
+
+    Returns:
+        (L, K, K) float64, symmetric; not finite in the row and the column of a vector that is not.
+
+    Raises:
+        KeyError: names differ, or a layer's name is not there.
+        ValueError: shapes or dtypes differ, a name is in two layers, or there is no vector.
+
+    Example:
+        >>> tau = [Params({"w": torch.tensor(t)}) for t in ([3.0, 0.0], [3.0, 4.0], [0.0, -2.0])]
+        >>> gram(tau)[0].tolist()
+        [[9.0, 9.0, 0.0], [9.0, 25.0, -8.0], [0.0, -8.0, 4.0]]
+    """
+    layout = _layout_of(vectors)
+    runs = [merged(layout, names) for names in _checked(layout, layers)]
+    count, sizes = len(vectors), [sum(r.stop - r.start for r in of) for of in runs]
+    rows = rows_of(vectors)
+    plan = planned(runs, count, in_files(rows), wide=[size < LONG for size in sizes], threads=threads)
+    means = np.zeros((len(runs), count))
+    found = np.zeros((len(runs), count, count))
+    if centre:
+        for at, sums in in_order(lambda s, desk: _sums(s, rows, desk, count), plan):
+            means[at.layer] += sums / sizes[at.layer]
+    for at, products in in_order(lambda s, desk: _products(s, rows, desk, means[s.layer]), plan):
+        found[at.layer] += products
+    return found
+
+
+def mix(
+    weights: np.ndarray,
+    vectors: Sequence[Params],
+    layers: Sequence[Sequence[str]] | None = None,
+    onto: Sequence[Params] | None = None,
+    *,
+    threads: int | None = None,
+    most: int | None = None,
+) -> list[Params]:
+    """Onto_i + sum_k weights[l, i, k] x_k for every row i, layer by layer: FedBip, Algorithm 1, lines 8 to 17.
+
+    Sums run in float32 (float64 for float64 entries). An ``onto`` that is one vector for all is a term of them, others
+    are added last.
+
+    Args:
+        weights: (L, M, K).
+        vectors: K of one layout; read once.
+        layers: as :func:`gram` takes them.
+        onto: M of the same layout, or one of them M times; the sums alone where None.
+        threads: as :func:`gram` takes them.
+        most: bytes of results up to which they lie in memory, as :func:`fedfm.linalg.out_of_core.room` takes it.
+
+    Returns:
+        M of the same layout. What is in no layer, and what is not floating-point, is ``onto``'s, or that of
+        ``vectors`` where M = K.
+
+    Raises:
+        KeyError: names differ, or a layer's name is not there.
+        ValueError: shapes or dtypes differ, a name is in two layers, the weights are not (L, M, K), or nothing says
+            what the entries outside the layers shall be.
+        OSError: the results fit neither into ``most`` nor on the disk.
+
+    Example:
+        >>> tau = [Params({"w": torch.tensor(t)}) for t in ([3.0, 0.0], [3.0, 4.0])]
+        >>> [m["w"].tolist() for m in mix(np.array([[[0.5, 0.5], [0.0, 1.0]]]), tau)]
+        [[3.0, 2.0], [3.0, 4.0]]
+    """
+    layout = _layout_of(vectors)
+    checked = _checked(layout, layers)
+    weights = np.asarray(weights, np.float64)
+    if weights.ndim != 3 or weights.shape[::2] != (len(checked), len(vectors)):
+        raise ValueError(f"weights of shape {weights.shape}, expected ({len(checked)}, M, {len(vectors)})")
+    count = weights.shape[1]
+    for x in onto or ():
+        x.check_like(layout)
+    if onto is not None and len(onto) != count:
+        raise ValueError(f"{len(onto)} vectors to add to, for {count} rows of weights")
+    inside = {n for names in checked for n in names if layout.slots[n][0].is_floating_point}
+    rest = merged(layout, (n for n in layout.slots if n not in inside), floating=False)
+    base = onto if onto is not None else vectors if len(vectors) == count else None
+    if rest and base is None:
+        raise ValueError(f"entries outside the layers: {count} rows of weights for {len(vectors)} vectors need onto")
+    made = room(count, layout, most)
+    if not made:
+        return []
+    runs = [merged(layout, names) for names in checked]
+    if onto is not None and all(x is onto[0] for x in onto):  # one more term of each sum, not one more pass
+        weights = np.concatenate([weights, np.ones((len(weights), count, 1))], axis=2)
+        vectors, onto = [*vectors, onto[0]], None
+    rows, targets, added = rows_of(vectors), rows_of(made), None if onto is None else rows_of(onto)
+    files = in_files(rows, targets, added or {})
+    plan = planned(runs, max(count, len(vectors)), files, wide=[False] * len(runs), threads=threads)
+    for _ in in_order(lambda s, desk: _mix(s, weights[s.layer], rows, added, targets, desk), plan):
+        pass
+    for i, new in enumerate(made):
+        for dtype, start, stop in rest:
+            new.flats[dtype][start:stop] = base[i].flats[dtype][start:stop]  # type: ignore[index]
+    return made
+
+
+# --- what one thread computes -----------------------------------------------------------------------------------------
+
+
+def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np.ndarray:
+    """(K, K) float64: inner products over the stretch, of entries less their means."""
+    count = len(means)
+    near = means.astype(stretch.dtype)  # what is left of the mean, after its rounding, has no weight beside the spread
+    if _looped(stretch, count):
+        total = _products_in_tiles(stretch, rows, desk, near)
+    else:
+        total = np.zeros((count, count))
+        for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
+            with desk.turn:
+                for x in blocks(stretch, window):  # (K, n)
+                    wide = np.subtract(x, near[:, None], dtype=np.float64)
+                    total += wide @ wide.T
+    left = means - near
+    total -= columns_of(stretch) * np.outer(left, left)
+    return total
+
+
+def _looped(stretch: Stretch, count: int) -> bool:
+    """Whether so many vectors' columns are worth compiled loops, which know float32."""
+    return bool(stretch.dtype == np.float32 and count * columns_of(stretch) >= LOOP)
+
+
+def _products_in_tiles(stretch: Stretch, rows: Rows, desk: Desk, near: np.ndarray) -> np.ndarray:
+    """The same of entries less ``near``."""
+    from fedfm.linalg.kernels import gram_matrix
+
+    totals = gram_matrix.room(len(near))
+    if len(stretch.runs) == 1 and stretch.block % gram_matrix.COLUMNS == 0 and in_place(stretch, rows):
+        dtype, start, stop = stretch.runs[0]
+        with desk.turn:
+            gram_matrix.add(totals, addresses(rows[dtype], start), near, stop - start)
+    else:
+        for _, window in windows(stretch, rows, desk.buffer("x", stretch, len(near))):
+            with desk.turn:
+                for x in blocks(stretch, window):
+                    gram_matrix.add(totals, addresses_in(x), near, x.shape[1])
+    return gram_matrix.found(totals, len(near))
+
+
+def _sums(stretch: Stretch, rows: Rows, desk: Desk, count: int) -> np.ndarray:
+    """(K,) float64."""
+    total = np.zeros(count)
+    for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
+        with desk.turn:
+            for x in blocks(stretch, window):
+                total += x.sum(1, dtype=np.float64)
+    return total
+
+
+def _mix(stretch: Stretch, weights: np.ndarray, rows: Rows, added: Rows | None, targets: Rows, desk: Desk) -> None:
+    """Write onto + weights x over the stretch into the targets."""
+    weights = weights.astype(stretch.dtype)  # (M, K)
+    looped = _looped(stretch, weights.shape[1])
+    if looped:
+        from fedfm.linalg.kernels.weighted_sums import mixed
+    if looped and in_place(stretch, rows, targets):
+        for dtype, start, stop in stretch.runs:
+            with desk.turn:
+                mixed(weights, addresses(rows[dtype], start), addresses(targets[dtype], start), stop - start)
+            if added is not None:
+                for to, onto in zip(targets[dtype], added[dtype], strict=True):
+                    to.put(start, to.part(start, stop), onto.part(start, stop))
+        return
+    for runs, x in windows(stretch, rows, desk.buffer("x", stretch, weights.shape[1])):
+        y = desk.buffer("y", stretch, len(weights))[:, : x.shape[1]]
+        with desk.turn:
+            if looped:
+                mixed(weights, addresses_in(x), addresses_in(y), x.shape[1])
+            else:
+                for x_n, y_n in zip(blocks(stretch, x), blocks(stretch, y), strict=True):
+                    np.matmul(weights, x_n, out=y_n)
+        at = 0
+        for dtype, start, stop in runs:
+            here = slice(at, at + stop - start)
+            at = here.stop
+            for i, row in enumerate(y[:, here]):
+                targets[dtype][i].put(start, row, added and added[dtype][i].part(start, stop))
+
+
+# --- what is computed where -------------------------------------------------------------------------------------------
+
+
+def _layout_of(vectors: Sequence[Params]) -> Layout:
+    if not vectors:
+        raise ValueError("no vectors")
+    for x in vectors:
+        x.check_like(vectors[0].layout)
+    return vectors[0].layout
+
+
+def _checked(layout: Layout, layers: Sequence[Sequence[str]] | None) -> list[list[str]]:
+    if layers is None:
+        return [list(layout.slots)]
+    seen: set[str] = set()
+    for names in layers:
+        if missing := [n for n in names if n not in layout.slots]:
+            raise KeyError(f"no such parameters: {sorted(missing)[:6]}")
+        if twice := [n for n in names if n in seen]:
+            raise ValueError(f"in two layers: {sorted(twice)[:6]}")
+        seen.update(names)
+    return [list(names) for names in layers]

@@ -1,0 +1,324 @@
+"""Params: the named weights that travel between parties, with vector-space arithmetic.
+
+A method writes ``tau = theta - theta_bar`` and ``w + eta * delta`` as its paper does.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.linalg.kernels import buffers
+
+_BLOCK = 1 << 16  # entries summed at a time in float64: fits the cache, and keeps norms of 10^8 entries exact to 1e-15
+LONG = 1 << 22  # entries of a vector for which compiled loops are worth importing: shorter ones stay in the caches
+
+
+class Layout:
+    """Names, dtypes and shapes of a Params, in order: what two operands must share.
+
+    Attributes:
+        entries: (name, dtype, shape) in order.
+        slots: name -> (dtype, start, stop, shape) in the flat vector of that dtype.
+        sizes: dtype -> length of its flat vector.
+    """
+
+    __slots__ = ("__weakref__", "entries", "sizes", "slots")
+
+    def __init__(self, entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> None:
+        self.entries = entries
+        self.slots: dict[str, tuple[torch.dtype, int, int, tuple[int, ...]]] = {}
+        self.sizes: dict[torch.dtype, int] = {}
+        for name, dtype, shape in entries:
+            start = self.sizes.get(dtype, 0)
+            stop = start + math.prod(shape)
+            self.slots[name] = (dtype, start, stop, shape)
+            self.sizes[dtype] = stop
+        if len(self.slots) != len(entries):
+            raise ValueError("a name occurs twice")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload."""
+        return sum(size * dtype.itemsize for dtype, size in self.sizes.items())
+
+
+def in_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
+    """The layout with its floating-point entries in another dtype."""
+    return layout_of(tuple((n, dtype if d.is_floating_point else d, shape) for n, d, shape in layout.entries))
+
+
+@functools.lru_cache(maxsize=512)
+def layout_of(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Layout:
+    """The one Layout object of these entries, so that equal layouts are identical."""
+    return _alive.setdefault(entries, Layout(entries))
+
+
+_alive: WeakValueDictionary[Any, Layout] = WeakValueDictionary()  # those of layout_of
+
+
+def layout_sent(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Layout:
+    """The one that :func:`layout_of` has made of these entries, or one that nobody remembers: a stranger, whose they
+    are, could fill the memory with them.
+    """
+    return _alive.get(entries) or Layout(entries)
+
+
+class Params(Mapping[str, Tensor]):
+    """Immutable mapping from parameter name to tensor: a vector of R^P, kept in named pieces of one flat buffer a
+    dtype.
+
+    Two operands must have the same names, shapes and dtypes: a mismatch raises, it is never skipped.
+
+    Args:
+        tensors: name -> tensor; copied, detached, on the CPU.
+
+    Example:
+        >>> w = Params({"head.bias": torch.tensor([1.0, 2.0])})
+        >>> (w + 0.5 * w)["head.bias"].tolist()
+        [1.5, 3.0]
+    """
+
+    __slots__ = ("_flats", "_views", "layout")
+    __array_ufunc__ = None  # NumPy's numbers leave their product with one to us
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        parts: dict[torch.dtype, list[Tensor]] = {}
+        entries = []
+        for name, tensor in tensors.items():
+            tensor = tensor.detach()
+            entries.append((name, tensor.dtype, tuple(tensor.shape)))
+            parts.setdefault(tensor.dtype, []).append(tensor.reshape(-1).cpu())
+        self.layout = layout_of(tuple(entries))
+        self._flats = {
+            dtype: torch.cat(pieces, out=buffers.empty(sum(map(len, pieces)), dtype)) for dtype, pieces in parts.items()
+        }
+        self._views: dict[str, Tensor] = {}
+
+    @classmethod
+    def from_flat(cls, layout: Layout, flats: Mapping[torch.dtype, Tensor]) -> Params:
+        """Without a copy: ``flats`` are the flat vectors by dtype, and must not change afterwards."""
+        self = object.__new__(cls)
+        for dtype, size in layout.sizes.items():
+            if flats[dtype].shape != (size,) or flats[dtype].dtype != dtype:
+                raise ValueError(f"flat vector of {dtype} has shape {tuple(flats[dtype].shape)}, expected ({size},)")
+        self.layout, self._flats, self._views = layout, dict(flats), {}
+        return self
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._views:
+            dtype, start, stop, shape = self.layout.slots[name]
+            self._views[name] = self._flats[dtype][start:stop].view(shape)
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.slots)
+
+    def __len__(self) -> int:
+        return len(self.layout.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.layout.slots
+
+    def __repr__(self) -> str:
+        return f"Params({len(self)} tensors, {sum(self.layout.sizes.values())} entries)"
+
+    @property
+    def flats(self) -> Mapping[torch.dtype, Tensor]:
+        """The flat vectors by dtype; not to be written to."""
+        return self._flats
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload."""
+        return self.layout.nbytes
+
+    def map(self, fn: Callable[..., Tensor], *others: Params) -> Params:
+        """Apply an elementwise ``fn`` to the floating-point entries of self (and others); the rest is self's.
+
+        Raises:
+            KeyError: names differ.
+            ValueError: shapes or dtypes differ.
+        """
+        flats = dict(self._flats)
+        for other in others:
+            self.check_like(other.layout)
+        for dtype, flat in self._flats.items():
+            if dtype.is_floating_point:
+                flats[dtype] = fn(flat, *[other._flats[dtype] for other in others])
+        return Params.from_flat(self.layout, flats)
+
+    def cast(self, layout: Layout) -> Params:
+        """The same tensors in the dtypes of a layout with these names.
+
+        Raises:
+            KeyError: names differ.
+        """
+        if layout.slots.keys() != self.layout.slots.keys():
+            raise KeyError(f"parameter names differ: {sorted(layout.slots.keys() ^ self.layout.slots.keys())[:6]}")
+        return self if layout is self.layout else Params({n: self[n].to(dtype) for n, dtype, _ in layout.entries})
+
+    def check_like(self, other: Layout) -> None:
+        """This is of that layout: names in order, shapes and dtypes.
+
+        Raises:
+            KeyError: names differ, or their order.
+            ValueError: shapes or dtypes differ.
+        """
+        if self.layout is other:
+            return
+        if self.layout.slots.keys() != other.slots.keys():
+            raise KeyError(f"parameter names differ: {sorted(self.layout.slots.keys() ^ other.slots.keys())[:6]}")
+        for (name, dtype, shape), (other_name, other_dtype, other_shape) in zip(
+            self.layout.entries, other.entries, strict=True
+        ):
+            if name != other_name:
+                raise KeyError(f"parameter names are in another order: {name} where the other has {other_name}")
+            if (dtype, shape) != (other_dtype, other_shape):
+                raise ValueError(f"{name}: {dtype} {shape} against {other_dtype} {other_shape}")
+
+    def __add__(self, other: Params) -> Params:
+        if (total := other.added_to(self)) is not None:
+            return total
+        return self.map(lambda a, b: torch.add(a, b, out=buffers.like(a)), other)
+
+    def added_to(self, base: Params) -> Params | None:
+        """``base`` plus this where that takes less than making this first (see ``means``); None where it does not."""
+        return None
+
+    def __sub__(self, other: Params) -> Params:
+        return self.map(lambda a, b: torch.sub(a, b, out=buffers.like(a)), other)
+
+    def __mul__(self, scalar: float) -> Params:
+        return self.map(lambda t: torch.mul(t, scalar, out=buffers.like(t)))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, scalar: float) -> Params:
+        return self.map(lambda t: torch.div(t, scalar, out=buffers.like(t)))
+
+    def __neg__(self) -> Params:
+        return self.map(lambda t: torch.neg(t, out=buffers.like(t)))
+
+    def dot(self, other: Params) -> float:
+        """Inner product <self, other> over the floating-point entries, accumulated in float64."""
+        self.check_like(other.layout)
+        return sum(_dot(flat, other._flats[d]) for d, flat in self._flats.items() if d.is_floating_point)
+
+    def norm(self) -> float:
+        """L2 norm over all floating-point entries together."""
+        return math.sqrt(self.dot(self))
+
+    def cosine(self, other: Params) -> float:
+        """Cosine similarity; 0 when either is the zero vector."""
+        scale = self.norm() * other.norm()
+        return self.dot(other) / scale if scale else 0.0
+
+    def is_finite(self) -> bool:
+        """No entry is NaN or infinite."""
+        # A sum meets every entry once and stays finite unless an entry is not, or it overflows: only then look closely.
+        return all(
+            math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
+            for dtype, flat in self._flats.items()
+            if dtype.is_floating_point
+        )
+
+    def within(self, most: float) -> bool:
+        """No entry is NaN or infinite, and the L2 norm of the floating-point ones is at most ``most`` (below 1e19)."""
+        return sum(squared(flat) for d, flat in self._flats.items() if d.is_floating_point) <= most * most
+
+    def only(self, names: Iterable[str]) -> Params:
+        """The sub-vector with these names, in this order."""
+        return Params({name: self[name] for name in names})
+
+    def replace(self, other: Mapping[str, Tensor]) -> Params:
+        """A copy in which ``other``'s tensors take the place of the like-named ones.
+
+        Raises:
+            KeyError: ``other`` has a name that self lacks.
+        """
+        if extra := [name for name in other if name not in self]:
+            raise KeyError(f"no such parameters: {sorted(extra)[:6]}")
+        return Params({name: other.get(name, tensor) for name, tensor in self.items()})
+
+    def by_layer(self) -> dict[str, Params]:
+        """Split by layer: the name up to its last dot."""
+        groups: dict[str, list[str]] = {}
+        for name in self:
+            groups.setdefault(name.rpartition(".")[0], []).append(name)
+        return {layer: self.only(names) for layer, names in groups.items()}
+
+    @classmethod
+    def join(cls, **parts: Params) -> Params:
+        """One vector of several, names prefixed: ``Params.join(w=w, c=c)``; :meth:`part` takes it apart again."""
+        return cls({f"{prefix}/{name}": tensor for prefix, part in parts.items() for name, tensor in part.items()})
+
+    def part(self, prefix: str) -> Params:
+        """The vector that was joined under ``prefix``."""
+        names = [name for name in self if name.startswith(f"{prefix}/")]
+        return Params({name[len(prefix) + 1 :]: self[name] for name in names})
+
+    def sha256(self) -> str:
+        """Hash over name, dtype, shape and little-endian bytes of every tensor, in order of names."""
+        return sha256_of({"": self})
+
+    def state(self) -> dict[str, Tensor]:
+        """A plain dict of copies, as ``load_state_dict`` and ``save_file`` take it."""
+        return {name: tensor.clone() for name, tensor in self.items()}
+
+
+def squared(flat: Tensor) -> float:
+    """The squared L2 norm of a vector (P,) to a few digits, in one pass; NaN or infinite if an entry is, or is above
+    1e19.
+
+    Its product with itself takes no longer than its sum, which says nothing of the size.
+    """
+    if flat.dtype in (torch.float32, torch.float64):
+        return float(torch.dot(flat, flat))
+    norm = float(torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32)))
+    return norm * norm
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    if len(a) >= LONG and a.dtype in (torch.float32, torch.float64):
+        from fedfm.linalg.kernels import vector_loops
+
+        sums = np.empty((-(-len(a) // vector_loops.BLOCK), 1))
+        vector_loops.products(a.numpy(), b.numpy(), sums)
+        return math.fsum(sums[:, 0])
+    total = 0.0
+    for x, y in zip(torch.split(a, _BLOCK), torch.split(b, _BLOCK), strict=True):
+        x64 = x.double()
+        total += float(torch.dot(x64, x64 if a is b else y.double()))
+    return total
+
+
+def sha256_of(models: Mapping[str, Params]) -> str:
+    """One hash of several models, in order of their keys (client names; "" for one model for all)."""
+    digest = hashlib.sha256()
+    for key in sorted(models):
+        params = models[key]
+        for name in sorted(params):
+            tensor = params[name].contiguous()
+            digest.update(
+                f"{key}\x1f{name}\x1f{str(tensor.dtype).removeprefix('torch.')}\x1f{tuple(tensor.shape)}".encode()
+            )
+            digest.update(to_bytes(tensor))
+    return digest.hexdigest()
+
+
+def to_bytes(tensor: Tensor) -> memoryview:
+    """Little-endian bytes of a contiguous CPU tensor, without a copy."""
+    raw: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    if np.little_endian:
+        return memoryview(raw)
+    width = tensor.element_size()
+    return memoryview(raw.reshape(-1, width)[:, ::-1].tobytes())

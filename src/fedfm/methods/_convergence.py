@@ -1,0 +1,55 @@
+"""Heads that did not reach their optimum: noted where they are trained, told in the run's notices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedfm.core.federation import Federation
+from fedfm.training.newton import Optimum
+
+_HEADS, _GRADIENT, _STEPS = "heads_not_converged", "head_gradient", "head_iterations"
+
+
+@dataclass
+class Missed:
+    """How many of one party's heads did not converge, and how far off the worst is."""
+
+    heads: int = 0
+    gradient: float = 0.0
+    iterations: int = 0
+
+    def __call__(self, found: Optimum) -> None:
+        """One more."""
+        self.heads += 1
+        self.gradient, self.iterations = max(self.gradient, found.gradient), max(self.iterations, found.iterations)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """For the reply; nothing where all converged."""
+        if not self.heads:
+            return {}
+        return {_HEADS: float(self.heads), _GRADIENT: self.gradient, _STEPS: float(self.iterations)}
+
+
+def tell(fed: Federation, who: str, metrics: Mapping[str, float]) -> None:
+    """A notice of what ``who`` noted, if it noted anything."""
+    heads = metrics.get(_HEADS, 0.0)
+    if heads > 0:
+        count = "a head" if heads == 1 else f"{heads:g} heads"
+        _notice(fed, f"{who}: {count}", metrics.get(_GRADIENT, 0.0), metrics.get(_STEPS, 0.0))
+
+
+def tell_mean(fed: Federation) -> None:
+    """The same of updates of one head each of which the server has the mean only."""
+    share = fed.metrics.get(_HEADS, 0.0)  # of the weights
+    if share > 0:
+        gradient, steps = (fed.metrics.get(key, 0.0) / share for key in (_GRADIENT, _STEPS))
+        _notice(fed, f"{share:.1%} of the clients' heads, by weight", gradient, steps)
+
+
+def _notice(fed: Federation, what: str, gradient: float, steps: float) -> None:
+    fed.notice(
+        f"{what} did not converge: after {steps:g} iterations the gradient's norm is {gradient:.1e} of that at zero; "
+        "raise method.head.l2 or method.head.iterations"
+    )

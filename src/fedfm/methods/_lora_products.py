@@ -1,0 +1,136 @@
+"""What the exact aggregations of LoRA share: settings, ranks by client, local training at a rank, p_k, judging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from fedfm.core.client import Client, ClientId, Update, each
+from fedfm.core.federation import Federation
+from fedfm.core.method import Method, S
+from fedfm.core.rows import Rows
+from fedfm.errors import InputError
+from fedfm.linalg import low_rank
+from fedfm.linalg.low_rank import Factors
+from fedfm.linalg.params import Params
+from fedfm.models.adapters import lora
+from fedfm.training import SGD, Local
+
+
+class Term(NamedTuple):
+    """A client's part in the aggregate: p_k, which sum to 1, and its trained parameters, of rank r_k."""
+
+    p: float
+    w: Params
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Server state of a method that adds to frozen weights.
+
+    Attributes:
+        w: parameters of the model itself, its adapter and what is trained beside it.
+        shift: what was added to the frozen weights so far, as factors (:func:`as_params`); empty at the start.
+        alpha: of LoRA.
+    """
+
+    w: Params
+    shift: Params
+    alpha: float
+
+
+@dataclass(frozen=True)
+class ExactLora(Method[S]):
+    """A global model whose round adds Delta W = sum_k p_k s_k B_k A_k, s_k = alpha / r_k, to every adapted module.
+
+    Its parameters may be LoRA of a larger rank than the model's (``models.lora``): that of what was merged so far.
+    """
+
+    asks: ClassVar[tuple[str, ...]] = ("train",)
+    adaptation: ClassVar[str] = "lora"
+    adaptations: ClassVar[tuple[str, ...]] = ("lora",)
+
+    rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
+    fraction: float = field(default=1.0, metadata={"help": "C, the fraction of clients that a round asks"})
+    weighting: str = field(default="size", metadata={"help": "p_k: size (n_k / n) or uniform"})
+    local: Local = field(default=SGD(), metadata={"help": "client optimiser: E, B, eta"})
+
+    def weight(self, client: Client) -> float:
+        """What p_k is proportional to."""
+        return len(client.data.train) if self.weighting == "size" else 1
+
+    @contextmanager
+    def wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+        with lora.wearing(model, w):
+            yield rows
+
+    def validate(self) -> None:
+        super().validate()
+        if self.local.adaptations:
+            raise InputError('method.local.name = "dual_adapter": two adapters of one rank; take a plain one, e.g. sgd')
+
+
+@dataclass(frozen=True)
+class AnyRanks(ExactLora[S]):
+    """Clients of different ranks, in one model of the largest."""
+
+    ranks: tuple[int, ...] = field(
+        default=(),
+        metadata={
+            "help": "r_k, dealt over the clients in order of names, again from the first [model.adaptation.rank]"
+        },
+    )
+
+    def ranks_of(self, fed: Federation) -> dict[ClientId, int]:
+        """r_k of every client.
+
+        Raises:
+            InputError: one is larger than the model's.
+        """
+        lora.need(fed.model)
+        most = fed.model.spec.adaptation.rank
+        dealt = self.ranks or (most,)
+        if max(dealt) > most:
+            raise InputError(
+                f"method.ranks = {list(dealt)}: {max(dealt)} is above model.adaptation.rank = {most}, the largest that "
+                "the model has room for; raise that one, and set alpha"
+            )
+        return {c: dealt[i % len(dealt)] for i, c in enumerate(fed.clients)}
+
+    def validate(self) -> None:
+        super().validate()
+        if any(r < 1 for r in self.ranks):
+            raise InputError(f"method.ranks = {list(self.ranks)}: expected whole numbers of at least 1")
+
+
+def terms(fed: Federation, handler: Any, starts: Mapping[ClientId, Params], **payload: Any) -> list[Term]:
+    """Ask clients to train from ``starts``; who sends a change of another shape is left out of the round."""
+    like = each({c: start.layout for c, start in starts.items()})
+    replies: dict[ClientId, Update] = fed.ask(handler, of=starts, like=like, **payload)
+    n = sum(update.weight for update in replies.values())
+    return [Term(update.weight / n, starts[c] + update.delta) for c, update in replies.items()]
+
+
+def delta_w(found: Sequence[Term], alpha: float) -> dict[str, Factors]:
+    """Path -> factors of Delta W = sum_k p_k s_k B_k A_k: [p_k s_k B_k]_k (d_out, R) and [A_k]_k (R, d_in)."""
+    products = [(term.p, lora.factors(term.w, alpha)) for term in found]
+    return {path: low_rank.stack([(p, x[path]) for p, x in products]) for path in products[0][1]}
+
+
+def averaged(found: Sequence[Term], names: Sequence[str]) -> dict[str, Tensor]:
+    """sum_k p_k w_k of these tensors, as FedAvg: what is trained beside LoRA."""
+    return {n: sum(t.p * t.w[n].double() for t in found).to(found[0].w[n].dtype) for n in names}  # type: ignore[union-attr]
+
+
+def as_params(shift: Mapping[str, Factors]) -> Params:
+    """Factors by path as a vector that travels, float32; :func:`as_factors` takes it apart again."""
+    return Params({f"{path}/{part}": t.float() for path, x in shift.items() for part, t in zip("UV", x, strict=True)})
+
+
+def as_factors(shift: Params) -> dict[str, Factors]:
+    """Path -> (U, V), as :func:`as_params` had them."""
+    return {name[:-2]: (shift[name], shift[f"{name[:-2]}/V"]) for name in shift if name.endswith("/U")}

@@ -1,0 +1,1 @@
+"""FedBaF, with the foundation model that the server keeps, its matching and its pull."""

@@ -1,0 +1,182 @@
+"""FedBaF: Federated Learning Aggregation Biased by a Foundation Model.
+
+Park, Pranav, Moura, Joe-Wong. 2024. arXiv:2410.18352, Algorithm 1, lines 8 to 12.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.core.federation import Federation
+from fedfm.core.method import Method, with_model
+from fedfm.errors import InputError, RunError, one_of
+from fedfm.linalg.params import Params
+from fedfm.methods.fedbaf.pull import Piece, chord, mix
+from fedfm.methods.fedbaf.server_foundation import Around
+from fedfm.methods.weight_init import WeightInit
+
+HARDENED = (
+    *("none", "per_tensor", "per_coordinate", "log_uniform", "half"),
+    *("first_round", "noise_once", "noise_afresh"),
+)
+STILL = 1e-6  # a model whose direction moves by less than this has not moved
+LOG_RANGE = (0.02, 2.0)  # of harden = "log_uniform"
+
+
+@dataclass(frozen=True)
+class FedBaF(Around):
+    """The server pulls each round's aggregate towards a foundation model that no client ever sees.
+
+    The pull a_t = alpha_t tau_t follows how far the aggregate turned, and is blurred by a secret draw. That blur does
+    not keep clients who see several rounds from computing the model: ``fedfm audit RUN --attack extraction``.
+    """
+
+    keeps_foundation: ClassVar[bool] = True
+    secrets: ClassVar[tuple[str, ...]] = ("alpha",)
+
+    psi: float = field(default=1.0, metadata={"help": "strength of the pull; 0 is the base method"})
+    cap: str = field(
+        default="reference",
+        metadata={"help": "line 9's numerator is at most that of the first round (reference), or as printed (none)"},
+    )
+    harden: str = field(
+        default="none",
+        metadata={
+            "help": "none, per_tensor, per_coordinate, log_uniform (of alpha), half (of the tensors a round), "
+            "first_round, noise_once, noise_afresh (on w_pre)"
+        },
+    )
+    noise: float = field(
+        default=1.0, metadata={"help": "noise_once, noise_afresh: standard deviation, in units of w_0's RMS"}
+    )
+
+    def init(self, fed: Federation) -> Any:
+        self.matching(fed)  # what does not match is refused before the first round
+        return self.base.init(fed)  # line 1: w_0 is random, never w_pre
+
+    def step(self, fed: Federation, state: Any, t: int) -> Any:
+        w_t = self.base.params_for(state, "")
+        state = self.base.step(fed, state, t)  # lines 3 to 8, with the base's own server step
+        w = self.base.params_for(state, "")  # w'_{t+1}
+        if not self.psi:
+            return state
+        tau = self.tau(fed, w, w_t, t - 1)
+        if not tau:
+            return state
+        pre = self.w_pre(fed, t - 1)
+        return with_model(state, w, mix(w, pre, self.a(fed, pre, tau, t - 1)))  # line 11
+
+    def tau(self, fed: Federation, w: Params, w_t: Params, t: int) -> float:
+        """Line 9 over tau_0: ||w'/||w'|| - w_t/||w_t|||| / sqrt(t + 1), in units of the first round that moved.
+
+        With ``cap`` the numerator is at most that round's: the printed one grows where local training is vehement, and
+        then glues w_{t+1} to w_pre, which one active client can provoke.
+        """
+        length = chord(w, w_t, fed.model.live()).length
+        if not math.isfinite(length):
+            raise RunError(f"round {fed.round}: the aggregate is not finite")
+        if "reference" not in fed.memory:
+            if length <= STILL:  # tau_0 = 0 divides nothing
+                return 0.0
+            fed.memory["reference"] = {"length": length, "t": t}  # server-only, like the key: private/
+        reference: dict[str, Any] = fed.memory["reference"]
+        if self.cap == "reference":
+            length = min(length, reference["length"])
+        if self.harden == "first_round" and t != reference["t"]:
+            return 0.0
+        scale: float = length / reference["length"]
+        return scale * math.sqrt((reference["t"] + 1) / (t + 1))
+
+    def a(self, fed: Federation, pre: Mapping[str, Piece], tau: float, t: int) -> float | dict[str, float | Tensor]:
+        """a_t = alpha_t tau_t with alpha_t = (psi / tau_0) U(1, 2), line 10; ``tau`` is tau_t / tau_0.
+
+        The draw is a function of a key and of t: a resumed run repeats it, and gives no second release.
+        """
+        key, scale = fed.secret("alpha"), self.psi * tau
+        if self.harden == "per_tensor":
+            return {name: scale * (1 + _uniform(key, t, name)) for name in pre}
+        if self.harden == "half":
+            chance = {name: _uniform(key, t, f"half\x1f{name}") for name in pre}
+            chosen = sorted(pre, key=chance.__getitem__)[: -(-len(pre) // 2)]
+            return {name: scale * (1 + _uniform(key, t, "")) for name in chosen}
+        if self.harden == "per_coordinate":
+            return {name: scale * (1 + _uniforms(key, t, name, p.tensor)) for name, p in pre.items()}
+        if self.harden == "log_uniform":
+            low, high = map(math.log, LOG_RANGE)
+            return {
+                name: scale * torch.exp(low + (high - low) * _uniforms(key, t, name, p.tensor))
+                for name, p in pre.items()
+            }
+        return scale * (1 + _uniform(key, t, ""))
+
+    def w_pre(self, fed: Federation, t: int) -> Mapping[str, Piece]:
+        """The foundation model's matched entries; with noise if so asked, drawn once or at every round."""
+        pieces = self.matching(fed).pieces
+        if self.harden not in ("noise_once", "noise_afresh"):
+            return pieces
+        key = fed.secret("alpha")
+        if self.harden == "noise_once" and key in self._noised:
+            return self._noised[key]
+        from fedfm.privacy.noise import gaussian
+
+        sigma = self.sigma(fed)
+        purpose = "noise_once" if self.harden == "noise_once" else f"noise_afresh/{t}"
+        noised = {}
+        for name, (region, p) in pieces.items():
+            z = torch.from_numpy(gaussian(key, f"{purpose}/{name}", region))
+            noised[name] = Piece(region, (p.double() + sigma * z).to(p.dtype))
+        if self.harden == "noise_once":
+            self._noised[key] = noised
+        return noised
+
+    @cached_property
+    def _noised(self) -> dict[bytes, Mapping[str, Piece]]:
+        """By the key of the run: one method may serve several runs."""
+        return {}
+
+    def sigma(self, fed: Federation) -> float:
+        """Standard deviation of the noise on every entry of w_pre: from w_0, which is public, never from w_pre."""
+        return self.noise * fed.initial.only(fed.model.live()).norm() / math.sqrt(sum(_sizes(fed)))
+
+    def yardsticks(self) -> dict[str, Method[Any]]:
+        """Without a foundation model, and with one that every client is given."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Around)}
+        return {"no-foundation": self.base, "weight-initialisation": WeightInit(**given)}
+
+    def validate(self) -> None:
+        super().validate()
+        if not 0 <= self.psi < math.inf:
+            raise InputError(f"method.psi = {self.psi}: expected a finite number of at least 0")
+        if not 0 < self.noise < math.inf:
+            raise InputError(f"method.noise = {self.noise}: expected a finite number above 0")
+        one_of("method.cap", self.cap, ("reference", "none"))
+        one_of("method.harden", self.harden, HARDENED)
+
+
+def _uniform(key: bytes, t: int, name: str) -> float:
+    """In [0, 1): HMAC-SHA256 of the round and the tensor under the server's key, as a 64-bit fraction."""
+    word = hmac.new(key, f"{t}\x1f{name}".encode(), hashlib.sha256).digest()[:8]
+    return int.from_bytes(word, "little") / 2**64
+
+
+def _uniforms(key: bytes, t: int, name: str, like: Tensor) -> Tensor:
+    """One for each entry, float32, from a ChaCha20 stream of their own."""
+    from fedfm.privacy.noise import stream
+
+    words = np.frombuffer(stream(key, f"alpha/{t}/{name}", 4 * like.numel()), dtype="<u4")
+    return torch.from_numpy((words >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)).view(like.shape)
+
+
+def _sizes(fed: Federation) -> list[int]:
+    return [tensor.numel() for tensor in fed.model.live().values()]

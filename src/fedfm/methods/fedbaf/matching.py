@@ -1,0 +1,295 @@
+"""A foundation model that its owner keeps: read as it was saved, and matched with the model that a federation trains.
+
+FedBaF: Federated Learning Aggregation Biased by a Foundation Model. Park, Pranav, Moura, Joe-Wong. arXiv:2410.18352,
+Section 3: same shapes by name; of a deeper model the blocks that align, counted from the input; of a wider one the
+first entries of each layer. The paper takes them of the flat layer, which scrambles rows and columns; here it is the
+leading slice of every dimension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.methods.fedbaf.pull import Piece
+from fedfm.models.ends import Ends
+from fedfm.models.families import find, type_of, unwrapped
+from fedfm.models.model import Model
+
+DECLARED = ("labels", "vocabulary")
+_POSITIONS = re.compile(r"position|wpe\b|(^|[._])pos([._]|$)|posemb")
+_SEGMENTS = re.compile("token_type|segment")
+_FUSED = ("c_attn", "qkv", "query_key_value", "Wqkv", "in_proj_weight", "in_proj_bias", "qkv_proj")
+
+
+@dataclass(frozen=True)
+class Match:
+    """One line of the table: what becomes of one trainable tensor.
+
+    Attributes:
+        name: of the tensor in the federation's model.
+        shape: its shape.
+        source: shape of the foundation model's tensor; None where it has none.
+        region: the leading slice that mixes; None where nothing does.
+        why: "same shape", "leading slice", or the reason why it is left out.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: tuple[int, ...] | None
+    region: tuple[int, ...] | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Matching:
+    """What of a foundation model mixes with what.
+
+    Attributes:
+        table: a line for every trainable tensor, in the model's order.
+        pieces: the foundation model's entries by the trainable tensor's name. Secret.
+    """
+
+    table: tuple[Match, ...]
+    pieces: Mapping[str, Piece]
+
+    def __str__(self) -> str:
+        width = max(len(m.name) for m in self.table)
+        return "\n".join(
+            f"{m.name:<{width}}  {_dims(m.shape):<16} {_dims(m.source):<16} {_dims(m.region):<16} {m.why}"
+            for m in self.table
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, and what is left out, by reason."""
+        left: dict[str, list[str]] = {}
+        for m in self.table:
+            if m.region is None:
+                left.setdefault(m.why, []).append(m.name)
+        return {
+            "tensors": sum(m.region is not None for m in self.table),
+            "of": len(self.table),
+            "entries": sum(piece.tensor.numel() for piece in self.pieces.values()),
+            "left_out": left,
+        }
+
+
+def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Matching:
+    """Read ``foundation`` and say what of it mixes with the trainable tensors of ``model``.
+
+    Args:
+        model: the federation's model, at the server.
+        foundation: built-in name, folder or hub id; with LoRA a folder with a PEFT adapter.
+        identical: "labels" and "vocabulary", where both models number them alike. Equal shapes do not show it.
+
+    Raises:
+        InputError: the foundation cannot be read, is of another kind, or nothing matches.
+    """
+    tensors = {n: t for n, t in _tensors(model, foundation).items() if t.is_floating_point()}
+    roles = _roles(model)
+    live = model.live()
+    lines = {
+        name: _match(name, tuple(own.shape), tensors.get(_bare(name)), roles.get(name, "body"), identical)
+        for name, own in live.items()
+    }
+    table, pieces = _whole_layers(lines, roles), {}
+    for line in table:
+        name, own = line.name, live[line.name]
+        if line.region is not None:
+            part = tensors[_bare(name)][tuple(slice(length) for length in line.region)]
+            pieces[name] = Piece(line.region, part.to("cpu", own.dtype).contiguous())
+    if not pieces:
+        reasons = sorted({m.why for m in table})
+        raise InputError(f'method.foundation = "{foundation}": nothing of it matches the model: {"; ".join(reasons)}')
+    for name, piece in pieces.items():
+        if not torch.isfinite(piece.tensor).all():
+            raise InputError(f'method.foundation = "{foundation}": {_bare(name)} has entries that are not finite')
+    packed = Params({name: piece.tensor for name, piece in pieces.items()})  # neighbours in memory mix in one pass
+    return Matching(tuple(table), {name: Piece(piece.region, packed[name]) for name, piece in pieces.items()})
+
+
+def _match(name: str, shape: tuple[int, ...], source: Tensor | None, role: str, identical: Collection[str]) -> Match:
+    if source is None:
+        return Match(name, shape, None, None, "the foundation model has none")
+    there = tuple(source.shape)
+    if role in DECLARED and role not in identical:
+        return Match(name, shape, there, None, f'{role}: not declared identical (method.identical = ["{role}"])')
+    if there == shape:
+        return Match(name, shape, there, shape, "same shape")
+    if len(there) != len(shape):
+        return Match(name, shape, there, None, "another number of dimensions")
+    if role != "body":
+        what = {"input": "input layer", "positions": "position table", "output": "output layer"}.get(role, role)
+        return Match(name, shape, there, None, f"{what} of another shape: never sliced")
+    if any(part in _FUSED for part in name.split(".")):
+        return Match(name, shape, there, None, "fused projections of another width: a slice would mix q, k and v")
+    region = tuple(min(a, b) for a, b in zip(shape, there, strict=True))
+    return Match(name, shape, there, region, "leading slice")
+
+
+def _whole_layers(lines: Mapping[str, Match], roles: Mapping[str, str]) -> list[Match]:
+    """First and last layers mix as a whole or not at all: the bias of a layer that differs fits other weights."""
+    differ = {
+        (_layer(name), role): name
+        for name, line in lines.items()
+        if (role := roles.get(name, "body")) != "body" and line.source not in (None, line.shape)
+    }
+    table = []
+    for name, line in lines.items():
+        other = differ.get((_layer(name), roles.get(name, "body")))
+        if line.region is not None and other is not None:
+            why = f"of a layer whose {_bare(other).rpartition('.')[2]} has another shape: left out with it"
+            line = dataclasses.replace(line, region=None, why=why)
+        table.append(line)
+    return table
+
+
+def _layer(name: str) -> str:
+    return _bare(name).rpartition(".")[0]
+
+
+def _roles(model: Model) -> dict[str, str]:
+    """Which trainable tensors are no body: labels, vocabulary, output, positions, input."""
+    root: Any = unwrapped(model.module)
+    ends = getattr(model, "ends", None) or Ends.of(model.parts)
+    tables = {id(m.weight): path for path, m in root.named_modules() if isinstance(m, nn.Embedding)}
+    vocabulary = {i for i, path in tables.items() if not (_is_position(path) or _SEGMENTS.search(path))}
+    last = _last(model, root, ends.output, {root.get_submodule(tables[i]).num_embeddings for i in vocabulary})
+    inside = {id(p) for p in ends.entrance}
+    roles: dict[str, str] = {}
+    for name, parameter in model.live().items():
+        path = _bare(name)
+        if id(parameter) in vocabulary:
+            roles[name] = "vocabulary"
+        elif ends.output is not None and (not ends.output or f"{path}.".startswith(f"{ends.output}.")):
+            roles[name] = last
+        elif _is_position(path):
+            roles[name] = "positions"
+        elif id(parameter) in inside or id(parameter) in tables or path.startswith(("conv1.", "conv_stem.")):
+            roles[name] = "input"
+    return roles
+
+
+def _last(model: Model, root: Any, path: str | None, vocabularies: Collection[int]) -> str:
+    """What the last layer gives one number each: labels, the words of a vocabulary, or neither."""
+    if model.is_language_model:
+        return "vocabulary"
+    if model.task != "own" or model.classes:
+        return "labels"
+    words = getattr(root.get_submodule(path) if path is not None else None, "out_features", None)
+    return "vocabulary" if words in vocabularies else "output"
+
+
+def _is_position(path: str) -> bool:
+    return bool(_POSITIONS.search(path))
+
+
+def _bare(name: str) -> str:
+    """A tensor's name without what PEFT puts around it."""
+    return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default", "")
+
+
+def check_place(foundation: str) -> None:
+    """Refuse what names no foundation model, before anything is loaded.
+
+    Raises:
+        InputError: no built-in name, no folder of a model, an adapter or a trained head, and no hub id.
+    """
+    folder = Path(foundation).expanduser()
+    trained = folder / "fedfm.json", folder / "model.safetensors"
+    if not (folder / "adapter_config.json").is_file() and not all(path.is_file() for path in trained):
+        from fedfm.models.load import locate
+
+        with _as_foundation():
+            locate(foundation)
+
+
+@contextlib.contextmanager
+def _as_foundation() -> Iterator[None]:
+    """What is said of model.name is said of the foundation model."""
+    try:
+        yield
+    except InputError as error:
+        text = str(error).replace("model.name: ", "", 1)
+        raise InputError(f"method.foundation: {text}") from None
+
+
+def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
+    """The foundation model's tensors under the names that the federation's model has for them."""
+    folder = Path(foundation).expanduser()
+    lora = hasattr(model.module, "peft_config")
+    if (folder / "adapter_config.json").is_file():
+        return _adapter(model, folder, lora)
+    if lora:
+        raise InputError(
+            f'method.foundation = "{foundation}": with LoRA only an adapter mixes (a folder with adapter_config.json): '
+            'the frozen weights are at every client. Expected model.adaptation = "full"'
+        )
+    if (folder / "fedfm.json").is_file() and (folder / "model.safetensors").is_file():
+        return _read(folder / "model.safetensors", foundation)
+    own: Any = unwrapped(model.module)
+    if not type_of(own):
+        what = "a head on feature vectors" if model.spec.name == "features" else "a module of one's own"
+        raise InputError(
+            f'method.foundation = "{foundation}": {what} takes the folder of one that was trained so '
+            "(fedfm.json and model.safetensors, as a run's adapter/)"
+        )
+    return _whole(own, foundation)
+
+
+def _whole(own: Any, foundation: str) -> Mapping[str, Tensor]:
+    from fedfm.models.load import as_saved
+
+    with _as_foundation():
+        module, model_type, drawn = as_saved(foundation, own)
+    here, there = getattr(own, "base_model_prefix", ""), getattr(module, "base_model_prefix", "")
+    head = find(module, model_type).head.partition(".")[0]
+    return {
+        f"{here}.{name.removeprefix(f'{there}.')}" if there and name.startswith(f"{there}.") else name: tensor
+        for name, tensor in module.state_dict().items()
+        if name not in drawn and not (head == "" and name.startswith("lm_head"))
+    }
+
+
+def _adapter(model: Model, folder: Path, lora: bool) -> Mapping[str, Tensor]:
+    if not lora:
+        raise InputError(f'method.foundation = "{folder}": an adapter mixes with model.adaptation "lora" only')
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        rank, alpha = config["r"], config["lora_alpha"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"method.foundation: {folder}/adapter_config.json cannot be read: {error}") from None
+    own: Any = model.module.peft_config["default"]  # type: ignore[index]
+    if (rank, alpha) != (own.r, own.lora_alpha):
+        raise InputError(
+            f"method.foundation: {folder} has rank {rank} and alpha {alpha}, the model rank {own.r} and alpha "
+            f"{own.lora_alpha}: factors of another rank or scaling do not mix"
+        )
+    saved = _read(folder / "adapter_model.safetensors", str(folder))
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}
+
+
+def _read(path: Path, foundation: str) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        saved: dict[str, Tensor] = load_file(path)
+        return saved
+    except (OSError, SafetensorError) as error:
+        raise InputError(f'method.foundation = "{foundation}": {path} cannot be read: {error}') from None
+
+
+def _dims(shape: tuple[int, ...] | None) -> str:
+    return "-" if shape is None else " x ".join(map(str, shape)) or "()"

@@ -1,0 +1,106 @@
+"""What stands around an averaging method and leaves it as it is: its settings, its state, its model replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from fedfm.core.client import ClientId
+from fedfm.core.federation import Federation
+from fedfm.core.method import Judge, Method
+from fedfm.errors import InputError
+from fedfm.methods.fedavg import FedAvg
+from fedfm.methods.fedbaf.matching import DECLARED, Matching, match
+from fedfm.training import SGD, Local
+
+
+@dataclass(frozen=True)
+class Around(Method[Any]):
+    """An averaging method with a foundation model that the server alone reads; its state is the base method's."""
+
+    adaptation: ClassVar[str] = "full"
+
+    rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
+    fraction: float = field(default=1.0, metadata={"help": "C, the fraction of clients that a round asks"})
+    local: Local = field(default=SGD(), metadata={"help": "client optimiser: E, B, eta"})
+    base: FedAvg = field(default=FedAvg(), metadata={"help": "the averaging method and its own keys, by name"})
+    foundation: str = field(
+        default="",
+        metadata={"help": "built-in name, folder or hub id [required]; only the server reads it", "server_only": True},
+    )
+    identical: tuple[str, ...] = field(
+        default=(), metadata={"help": '"labels", "vocabulary": what both models number alike; else those stay out'}
+    )
+
+    def __post_init__(self) -> None:
+        plain, usual = FedAvg(), type(self.base)()
+        for key in ("rounds", "fraction", "local"):
+            theirs, ours = getattr(self.base, key), getattr(self, key)
+            if theirs not in (ours, getattr(plain, key), getattr(usual, key)):
+                raise InputError(f"method.base.{key}: say it once, as method.{key}")
+        settings: dict[str, Any] = {"rounds": self.rounds, "fraction": self.fraction, "local": self.local}
+        object.__setattr__(self, "base", dataclasses.replace(self.base, **settings))
+
+    @property
+    def means(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The base method's."""
+        return self.base.means
+
+    @property
+    def asks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The base method's."""
+        return self.base.asks
+
+    @property
+    def state_type(self) -> Any:
+        """The base method's."""
+        return self.base.state_type
+
+    def matching(self, fed: Federation) -> Matching:
+        """What of the foundation model mixes with what; read once."""
+        if not self._matched or self._matched[0]() is not fed.model:
+            self._matched[:] = [weakref.ref(fed.model), match(fed.model, self.foundation, self.identical)]
+        return self._matched[1]  # type: ignore[no-any-return]
+
+    @cached_property
+    def _matched(self) -> list[Any]:
+        """The model that was matched last, and how."""
+        return []
+
+    def params_for(self, state: Any, client: ClientId) -> Any:
+        return self.base.params_for(state, client)
+
+    def details(self, state: Any, judge: Judge | None) -> dict[str, Any]:
+        found = self.base.details(state, judge)
+        if self._matched:
+            found["matching"] = self._matched[1].summary()
+        return found
+
+    def validate(self) -> None:
+        if getattr(self.base, "pools", False):
+            raise InputError(
+                "method.base.name: it trains on all rows in one place, and there is no aggregate to mix into; expected "
+                'e.g. "fedavg"'
+            )
+        try:
+            self.base.validate()
+        except InputError as error:
+            text = str(error)  # the base's own keys stand under [method.base]
+            own = [f.name for f in dataclasses.fields(self.base) if f.name not in ("rounds", "fraction", "local")]
+            moved = any(text.startswith(f"method.{key} ") for key in own)
+            raise InputError(text.replace("method.", "method.base.", 1) if moved else text) from None
+        if type(self.base).own_models:
+            raise InputError(
+                "method.base.name: its clients have a model each, and a foundation model is mixed into one for all; "
+                'expected e.g. "fedavg"'
+            )
+        if not self.foundation:
+            raise InputError(
+                "method.foundation is missing: expected a built-in name, a folder or a hub id; only the server reads it"
+            )
+        for name in self.identical:
+            if name not in DECLARED:
+                raise InputError(f'method.identical = "{name}": expected "labels" or "vocabulary"')

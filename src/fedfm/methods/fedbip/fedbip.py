@@ -1,0 +1,295 @@
+"""FedBip: Bi-level Personalization for Federated Foundation Models: A Task-vector Aggregation Approach.
+
+Yang, Long, Lu, Zhu, Jiang. AAAI 2026. arXiv:2509.12697, Algorithm 1: FedBip, and by layer FedBip-L.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fedfm.core.client import Client, ClientId, Update, each, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.method import Judge, Method
+from fedfm.core.rows import Rows
+from fedfm.errors import E_DUPLICATE, InputError, RunError, one_of
+from fedfm.linalg.out_of_core import Vectors
+from fedfm.linalg.params import Layout, Params, in_dtype, to_bytes
+from fedfm.methods.fedavg import FedAvg
+from fedfm.methods.fedbip.task_vectors import Change, Entries, Products
+from fedfm.methods.local import LocalOnly
+from fedfm.models.adapters import lora
+from fedfm.models.layers import GRANULARITIES
+from fedfm.training import SGD, Local, any_rank
+
+LEAST = 0.1  # a smaller sum of raw similarities is no denominator
+
+
+@dataclass(frozen=True)
+class Personal:
+    """Server state, a vector a client each.
+
+    Attributes:
+        theta: theta_i, what the client's last local pass ended with.
+        theta_bar: theta_bar_i, what its next one starts from.
+        tau: its last task vector; of clients that have been asked.
+        p: ``p`` (L, K, K), the last round's weights; rows of clients that did not take part are zero.
+        cut: in the space of products, how much of the aggregates did not fit their ranks, relative, in Frobenius norm.
+    """
+
+    theta: dict[ClientId, Params]
+    theta_bar: dict[ClientId, Params]
+    tau: dict[ClientId, Params]
+    p: Params
+    layers: tuple[str, ...]
+    cut: float = 0.0
+
+
+@dataclass(frozen=True)
+class FedBip(Method[Personal]):
+    """Every client its own aggregate: the sum of all task vectors, weighted by how similar they are to its own."""
+
+    own_models: ClassVar[bool] = True
+    asks: ClassVar[tuple[str, ...]] = ("train",)
+    state_type: ClassVar[Any] = Personal
+
+    rounds: int = field(default=10, metadata={"help": "T, communication rounds; 0 evaluates the start"})
+    fraction: float = field(default=1.0, metadata={"help": "the fraction of clients that a round asks"})
+    local: Local = field(default=SGD(), metadata={"help": "client optimiser: E, B, eta"})
+    granularity: str = field(
+        default="model", metadata={"help": "model: FedBip; layer (a transformer block): FedBip-L; or module"}
+    )
+    similarity: str = field(default="cosine", metadata={"help": "g: cosine, pearson, or l2: 1/(1 + d/median d)"})
+    negative: str = field(
+        default="clip",
+        metadata={"help": "what g becomes: clip, max(0, g); raw, as printed; softmax, exp(g/temperature)"},
+    )
+    temperature: float = field(default=0.3, metadata={"help": "of softmax"})
+    weights_from: str = field(default="task_vector", metadata={"help": "what g compares: task_vector or parameters"})
+    aggregate: str = field(default="task_vector", metadata={"help": "what is summed: task_vector or parameters"})
+    space: str = field(
+        default="factors", metadata={"help": "LoRA's A and B: factors, as they are, or product, what they add (B A)"}
+    )
+    ranks: tuple[int, ...] = field(
+        default=(),
+        metadata={
+            "help": "of space = product: LoRA's rank by client, dealt in order of names, again from the first "
+            "[model.adaptation.rank]"
+        },
+    )
+    absent: str = field(
+        default="cached",
+        metadata={
+            "help": "whose tau count: cached, also the last ones of clients that a round does not ask; or present"
+        },
+    )
+    transport: str = field(
+        default="float32", metadata={"help": "of task vectors: float32, or bfloat16 at half the bytes"}
+    )
+    norm_cap: float | None = field(
+        default=None, metadata={"help": "no task vector counts with more than this many times the median norm"}
+    )
+
+    def init(self, fed: Federation) -> Personal:
+        theta_pre = self.starting(fed)  # the same for all, LoRA's A included
+        names, K = self.space_of(fed.model).layers, len(fed.clients)
+        return Personal(theta_pre, theta_pre, {}, Params({"p": torch.zeros(len(names), K, K)}), tuple(names))
+
+    def step(self, fed: Federation, s: Personal, t: int) -> Personal:
+        theta_bar, space = Vectors(s.theta_bar), self.space_of(fed.model)
+        like = each({i: self.sent(w.layout) for i, w in theta_bar.items()})
+        replies = fed.ask(self.train, of=fed.sample(self.fraction), like=like, theta_bar=each(theta_bar))  # lines 3-7
+        now = Vectors({i: update.delta for i, update in replies.items()}).cast(theta_bar)  # tau_i, equation 3
+        tau, theta = s.tau | now, s.theta | theta_bar + now
+        pool = sorted(tau if self.absent == "cached" else now)  # from whom the clients of this round learn
+        x = [Change(tau[k], theta[k]) for k in pool]
+        G = self.gram(space, x)
+        p = self.weights(fed, G, {k: tau[k] for k in pool}, list(now))  # (L, |now|, |pool|)
+        start, whole = [theta_bar[i] for i in now], self.aggregate == "parameters"
+        found, cut = space.aggregates(p * self.factors(space, x, G), x, start, whole)  # lines 11 and 17
+        mixed = s.theta_bar | dict(zip(now, found, strict=True))
+        return Personal(theta, mixed, tau, spread(p, fed.clients, list(now), pool), s.layers, cut)
+
+    @on_client
+    def train(self, client: Client, theta_bar: Params) -> Update:
+        theta = any_rank.fit(self.local, client, theta_bar)  # equation 2
+        tau = theta - theta_bar  # equation 3; sums know no n_k
+        return Update(tau.cast(self.sent(tau.layout)), 1.0, client.metrics)
+
+    def sent(self, layout: Layout) -> Layout:
+        """What task vectors look like on their way: their cosines survive 16 bits, those of weights do not."""
+        return in_dtype(layout, torch.bfloat16) if self.transport == "bfloat16" else layout
+
+    def weights(
+        self, fed: Federation, G: np.ndarray, tau: Mapping[ClientId, Params], now: Sequence[ClientId]
+    ) -> np.ndarray:
+        """Rows of the clients ``now`` of the ``p`` of equation 4, by layer equation 6: (L, |now|, K). Of vectors that
+        are equal bit for bit one counts.
+        """
+        clients = list(tau)
+        g, counts = similarities(G, self.similarity)
+        for k, of in copies({k: tau[k] for k in sorted(tau, key=lambda k: k in now)}):  # what is cached came first
+            counts[:, :, clients.index(k)] = False
+            if k in now:
+                fed.exclude(k, E_DUPLICATE, f"its task vector is that of {of} bit for bit: the sums take it once")
+        p = shares(g, counts, self.negative, self.temperature)[:, [clients.index(i) for i in now]]
+        if (bad := np.argwhere(~np.isfinite(p).all(2))).size:
+            (at, i), layers = bad[0], list(self.space_of(fed.model).layers)
+            raise RunError(
+                f"round {fed.round}: the similarities of {now[i]} to all sum to less than {LEAST} in "
+                f'{layers[at]}, and method.negative = "raw" divides by that sum: use "clip" or "softmax"'
+            )
+        return p
+
+    def factors(self, space: Entries, x: Sequence[Change], G: np.ndarray) -> np.ndarray:
+        """(K,), by which ``norm_cap`` multiplies each vector. G has their squared norms, if it compares them."""
+        if self.norm_cap is None:
+            return np.ones(len(x))
+        known = self.weights_from == "task_vector" and self.similarity != "pearson"
+        squares = np.einsum("lkk->k", G) if known else np.array([space.gram([change]).sum() for change in x])
+        return capped(squares, self.norm_cap)
+
+    def gram(self, space: Entries, x: Sequence[Change]) -> np.ndarray:
+        """Inner products (L, K, K) of what g compares."""
+        return space.gram(x, self.weights_from == "parameters", self.similarity == "pearson")
+
+    def space_of(self, model: Any) -> Entries:
+        """Where task vectors are compared and summed."""
+        return (Products if self.space == "product" else Entries)(model, self.granularity)
+
+    def starting(self, fed: Federation) -> dict[ClientId, Params]:
+        """theta_pre by client: LoRA of rank r_i has the first r_i rows of the one A.
+
+        Raises:
+            InputError: a rank is larger than the model's.
+        """
+        if not self.ranks:
+            return dict.fromkeys(fed.clients, fed.initial)
+        most = fed.model.spec.adaptation.rank
+        if max(self.ranks) > most:
+            raise InputError(
+                f"method.ranks = {list(self.ranks)}: {max(self.ranks)} is above model.adaptation.rank = {most}"
+            )
+        at = {r: lora.first(fed.initial, r) for r in self.ranks}
+        return {c: at[self.ranks[i % len(self.ranks)]] for i, c in enumerate(fed.clients)}
+
+    @contextmanager
+    def wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+        if self.ranks:
+            with lora.wearing(model, w):
+                yield rows
+        else:
+            with super().wearing(model, w, rows) as judged:
+                yield judged
+
+    def params_for(self, s: Personal, client: ClientId) -> Params:
+        return s.theta[client]  # line 21
+
+    def starts(self, s: Personal) -> dict[ClientId, Params]:
+        return s.theta_bar | (Vectors(s.theta) - s.tau)
+
+    def details(self, s: Personal, judge: Judge | None) -> dict[str, Any]:
+        return {"cut": s.cut} if self.space == "product" else {}
+
+    def arrays(self, s: Personal) -> dict[str, np.ndarray]:
+        return {"weights": s.p["p"].numpy(), "layers": np.array(s.layers)}
+
+    def newcomer(
+        self, model: Any, s: Personal, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
+    ) -> tuple[Params, dict[ClientId, float]]:
+        """Equation 4 over its own vector and what every other client has got so far: vectors of one round fail."""
+        theta = adapt(w_0)
+        begun = {k: lora.first(w_0, lora.rank_of(bar)) if self.ranks else w_0 for k, bar in s.theta_bar.items()}
+        sigma = Vectors(s.theta_bar) - begun
+        x = [Change(theta - w_0, theta), *map(Change, sigma.values(), (s.theta_bar[k] for k in sigma))]
+        space = self.space_of(model)
+        G = self.gram(space, x)
+        g, counts = similarities(G, self.similarity)
+        p = shares(g, counts, self.negative, self.temperature)[:, :1]
+        if not np.isfinite(p).all():
+            raise InputError(
+                f'join: similarities of {client} sum to less than {LEAST}, and negative = "raw" divides by it'
+            )
+        (theta_bar,), _ = space.aggregates(p * self.factors(space, x, G), x, [w_0], self.aggregate == "parameters")
+        return theta_bar, dict(zip([client, *sigma], p.mean((0, 1)).tolist(), strict=True))
+
+    def yardsticks(self) -> dict[str, Method[Any]]:
+        """Every client alone, and one model for all."""
+        plan: dict[str, Any] = {"rounds": self.rounds, "fraction": self.fraction, "local": self.local}
+        return {"alone": LocalOnly(**plan), "one-for-all": FedAvg(**plan)}
+
+    def validate(self) -> None:
+        super().validate()
+        one_of("method.granularity", self.granularity, GRANULARITIES)
+        one_of("method.similarity", self.similarity, ("cosine", "pearson", "l2"))
+        one_of("method.negative", self.negative, ("clip", "raw", "softmax"))
+        one_of("method.weights_from", self.weights_from, ("task_vector", "parameters"))
+        one_of("method.aggregate", self.aggregate, ("task_vector", "parameters"))
+        one_of("method.space", self.space, ("factors", "product"))
+        one_of("method.transport", self.transport, ("float32", "bfloat16"))
+        one_of("method.absent", self.absent, ("cached", "present"))
+        if self.ranks and (self.space != "product" or any(r < 1 for r in self.ranks)):
+            raise InputError(f'method.ranks = {list(self.ranks)}: expected ranks of at least 1, and space = "product"')
+        if self.ranks and self.local.personal:
+            raise InputError("method.ranks: a client optimiser that keeps a model of its own takes one rank for all")
+        if not self.temperature > 0:
+            raise InputError(f"method.temperature = {self.temperature}: expected a number above 0")
+        if self.norm_cap is not None and self.norm_cap < 1:
+            raise InputError(f"method.norm_cap = {self.norm_cap}: expected a number of at least 1, e.g. 3.0")
+
+
+def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """The g of equation 4 (L, K, K) from inner products, and which of them count: a zero vector has only itself."""
+    square, same = np.einsum("lkk->lk", G), np.eye(G.shape[1], dtype=bool)
+    counts = (square[:, :, None] > 0) & (square[:, None] > 0) | same
+    if kind == "l2":
+        d = np.sqrt(np.maximum(square[:, :, None] + square[:, None] - 2 * G, 0))
+        m = np.median(d[:, ~same], 1)[:, None, None] if G.shape[1] > 1 else np.ones((len(G), 1, 1))
+        return 1 / (1 + d / np.where(m > 0, m, 1)), counts
+    norm = np.sqrt(np.where(square > 0, square, 1))
+    return np.where(same, 1, np.clip(G / (norm[:, :, None] * norm[:, None]), -1, 1)), counts
+
+
+def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float = 1.0) -> np.ndarray:
+    """Rows of the p of equation 4 (L, K, K), over what counts; NaN where a raw sum is too small to divide by."""
+    if negative == "softmax":
+        g = np.exp((g - 1) / temperature)
+    elif negative == "clip":
+        g = np.maximum(g, 0)
+    g = g * counts
+    total = g.sum(2, keepdims=True)  # of clip and softmax at least 1: g_ii, or that of the vector it is a copy of
+    p: np.ndarray = np.divide(g, total, out=np.full_like(g, np.nan), where=total >= LEAST)
+    return p
+
+
+def spread(p: np.ndarray, clients: Sequence[ClientId], rows: Sequence[ClientId], columns: Sequence[ClientId]) -> Params:
+    """The weights of these rows and columns among those of all clients, (L, K, K); the others are zero."""
+    at, of = ([clients.index(k) for k in some] for some in (rows, columns))
+    shown = np.zeros((len(p), len(clients), len(clients)), dtype=np.float32)
+    shown[np.ix_(range(len(p)), at, of)] = p
+    return Params({"p": torch.from_numpy(shown)})
+
+
+def copies(tau: Mapping[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]]:
+    """(client, the first client that has the same vector bit for bit); zero vectors are no copies."""
+    first: dict[bytes, ClientId] = {}
+    for client, x in tau.items():
+        digest = hashlib.sha256()
+        for flat in x.flats.values():
+            digest.update(to_bytes(flat))
+        of = first.setdefault(digest.digest(), client)
+        if of != client and x.norm():
+            yield client, of
+
+
+def capped(squares: np.ndarray, cap: float) -> np.ndarray:
+    """Factors (K,) by which vectors of these squared norms get no longer than ``cap`` times the median."""
+    norms = np.sqrt(squares)
+    factors: np.ndarray = np.minimum(1, cap * np.median(norms) / np.where(norms > 0, norms, 1))
+    return factors

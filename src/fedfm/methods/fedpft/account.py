@@ -1,0 +1,99 @@
+"""What a run of FedPFT tells beside its head: communication by the paper's formulas, and Theorem 4.2's bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.core.client import Client, ClientId
+from fedfm.core.federation import Federation
+from fedfm.core.rows import Rows
+from fedfm.methods.fedpft.bound import Divergence, bound, divergence
+from fedfm.methods.fedpft.encoding import formula_numbers
+from fedfm.methods.fedpft.mixtures import Mixture
+from fedfm.methods.fedpft.summary import Summary, Synthetic
+
+
+def communication(
+    replies: Mapping[ClientId, Summary], dim: int, width: int, star: bool, counted: bool = True
+) -> dict[str, Any]:
+    """By equations (10) to (12), ``width`` bytes a number, and what was lowered or withheld.
+
+    Without ``counted`` nobody knows how many rows there are, nor how large their features would be.
+    """
+    used = {c: dict(zip(map(str, s.labels), s.mixtures.components, strict=True)) for c, s in replies.items()}
+    numbers = sum(
+        formula_numbers(s.mixtures.covariance, dim, k) for s in replies.values() for k in s.mixtures.components
+    )
+    rows = sum(sum(s.counts) for s in replies.values())
+    told: dict[str, Any] = {
+        "formula_bytes": width * numbers,
+        **({"raw_feature_bytes": width * rows * dim} if counted else {}),
+        "components_used": used,
+        "withheld": {c: s.withheld for c, s in replies.items() if s.withheld},
+        "warnings": [],
+    }
+    if star and counted and told["raw_feature_bytes"] < told["formula_bytes"]:
+        told["warnings"].append("the raw features would be smaller than the mixtures: lower method.components")
+    return told
+
+
+def held_back(summaries: Iterable[Summary]) -> dict[str, int]:
+    """How many classes of single clients, and how many rows, are in no mixture."""
+    parts = [(len(s.withheld), s.withheld_rows) for s in summaries]
+    return {"withheld_classes": sum(c for c, _ in parts), "withheld_rows": sum(n for _, n in parts)}
+
+
+def left_out(told: Mapping[str, Any], min_count: int, private: bool) -> list[str]:
+    """What a run should say of rows that are in no mixture, or in none that stands out of its noise."""
+    if rows := told.get("withheld_rows"):
+        drawn = " (rows drawn from noisy sums)" if private else ""
+        return [
+            f"{_many(rows, 'row')} of {_many(told['withheld_classes'], 'class', 'classes')} withheld{drawn}: each of "
+            f"these classes has fewer than method.min_count = {min_count} rows at its client"
+        ]
+    if (rows := told.get("left_out_rows")) is not None and told["cells"] > told["cells_kept"]:
+        return [
+            f"{told['cells'] - told['cells_kept']} of {told['cells']} noisy sums do not stand out of their noise and "
+            f"are left out; by their noisy counts they hold about {_many(rows, 'row')} (standard deviation "
+            f"{told['left_out_rows_std']:.0f})"
+        ]
+    return []
+
+
+def _many(n: int, one: str, more: str = "") -> str:
+    return f"{n} {one if n == 1 else more or one + 's'}"
+
+
+def divergences(
+    client: Client, x: np.ndarray, y: np.ndarray, sent: Mapping[int, Mixture], smoothing: float
+) -> list[Divergence]:
+    """Client half of the bound, Appendix F: of each class from the mixture as it is sent."""
+    width = smoothing * float(x.std(0).mean())
+    return [divergence(x[y == c], g, width, seeds.generator(client.seed, "bound", c)) for c, g in sent.items()]
+
+
+def bounded(
+    fed: Federation,
+    logits: Callable[[Rows], Tensor],
+    replies: Mapping[ClientId, Summary],
+    received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]],
+    min_count: int,
+) -> dict[str, Any]:
+    """Theorem 4.2 as it holds and as it is printed, with the head's errors on fresh draws.
+
+    A class that was withheld has fewer than ``min_count`` rows, on all of which the head may err.
+    """
+    errors = draws = 0
+    for c, found in sorted(received.items()):
+        for x, y in Synthetic(found, 0, fed.seed_for("bound", c))():
+            errors += int((logits(Rows({"features": x})).argmax(1) != y).sum())
+            draws += len(y)
+    cells = [[Divergence(*d) for d in zip(s.kl, s.tv, strict=True)] for s in replies.values()]
+    withheld = (min_count - 1) * sum(len(s.withheld) for s in replies.values())
+    return asdict(bound(errors, draws, [s.counts for s in replies.values()], cells, withheld))

@@ -1,0 +1,389 @@
+"""FedPFT: Parametric Feature Transfer, One-shot Federated Learning with Foundation Models.
+
+Beitollahi, Bie, Hemati, Brunswic, Li, Chen, Zhang. 2024. arXiv:2402.01862, Algorithm 1; equations by their numbers
+there. Clients send Gaussian mixtures of the features f(x) of each class, once; the server trains a head h on samples
+from them, and w = h o f. Section 4.2, decentralised, shares its two steps (``_topology`` carries the messages); what is
+sent under differential privacy instead of mixtures stands in ``_fedpft_private``.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.core.client import Client, ClientId, Update, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.method import Judge, Method
+from fedfm.core.rows import Rows
+from fedfm.errors import E_FIELD, ClientFault, InputError, RunError
+from fedfm.linalg.params import Params
+from fedfm.methods._convergence import Missed, tell
+from fedfm.methods._one_shot import head_of, need_head, rows_of
+from fedfm.methods.fedpft import private
+from fedfm.methods.fedpft.account import bounded, communication, divergences, held_back, left_out
+from fedfm.methods.fedpft.encoding import nothing, pack, unpack
+from fedfm.methods.fedpft.mixtures import Mixture, capacity, fit_uncounted, fit_without_singles
+from fedfm.methods.fedpft.noisy_moments import Plan
+from fedfm.methods.fedpft.private import Noised
+from fedfm.methods.fedpft.settings import plan_of, refuse
+from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, opened
+from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
+from fedfm.training import fit_head
+from fedfm.training.fit_head import HeadSpec
+
+__all__ = ["FedPFT", "Handed", "Noised", "Passed", "State", "Summary"]
+
+KEEP = 1 << 26  # synthetic numbers that the server holds; beyond it they are drawn again at every pass
+
+
+@dataclass(frozen=True)
+class State:
+    """Server state: the head, the heads along the way (decentralised), and what the result line tells."""
+
+    w: Params
+    heads: dict[str, Params]
+    told: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FedPFT(Method[State]):
+    """One round: mixtures up, a head down.
+
+    ``counts = "withheld"``: a client sends no count, no list of classes that it holds back, and no score. Mixtures are
+    rounded to grids that are the same for every count, and a class has ``components`` components or one. One message
+    tells that a class with several components has at least ten rows a component, that a class with one component has at
+    least ``min_count`` rows and mostly fewer than ten times ``components``, and that a class that is absent has fewer
+    than ``min_count``. A comparison tells more: where clients' rows are alike, how far their means lie apart tells most
+    counts to within a factor of about two. Features of few values, such as whole numbers, tell a small count by the
+    values of their means. Only [privacy] bounds what is told.
+
+    ``topology = "ring"`` goes round once and is ``chain`` in every figure: what the last client would hand to the first
+    holds the first one's rows already, and nothing is counted twice.
+    """
+
+    adaptation: ClassVar[str] = "head"
+    adaptations: ClassVar[tuple[str, ...]] = ("head",)
+    state_type: ClassVar[Any] = State
+    privacy: ClassVar[Plan | None] = None  # of an instance: see protected()
+
+    rounds: int = field(default=1, metadata={"help": "1; 0 evaluates the start"})
+    covariance: str | None = field(
+        default=None,
+        metadata={"usual": "diag", "help": "of a component: spherical, diag or full; under [privacy] spherical"},
+    )
+    components: int | None = field(
+        default=None,
+        metadata={
+            "usual": 10,
+            "help": "K at most; a class carries one per ten examples, none of a single one; under [privacy] 1",
+        },
+    )
+    budgets: dict[str, int] = field(default_factory=dict, metadata={"help": "K of single clients by name"})
+    transport: str = field(default="float16", metadata={"help": "of the numbers sent: float16 or float32"})
+    topology: str = field(default="star", metadata={"help": "star (one server), or chain, ring (as chain), dag"})
+    edges: tuple[tuple[str, ...], ...] = field(default=(), metadata={"help": 'of a dag: [["a", "b"], ["b", "c"]]'})
+    min_count: int = field(
+        default=5, metadata={"help": "a class with fewer examples is withheld; under [privacy] noise decides"}
+    )
+    samples: int = field(default=0, metadata={"help": "drawn per mixture; 0: as many as the class has examples"})
+    shuffle: bool = field(default=False, metadata={"help": "forget who sent which mixture (Appendix A.3)"})
+    counts: str = field(
+        default="exact",
+        metadata={"help": "of classes: exact; withheld: not sent, yet not beyond estimates (give samples)"},
+    )
+    calibration: str = field(default="analytic", metadata={"help": "of private noise: analytic; paper, paper_client"})
+    relation: str = field(default="add_remove", metadata={"help": "neighbours: add_remove, replace, replace_any"})
+    bound: bool = field(
+        default=False, metadata={"help": "clients also send what Theorem 4.2 needs (the report shows it)"}
+    )
+    smoothing: float = field(default=0.1, metadata={"help": "of features in the bound, times their standard deviation"})
+    iterations: int = field(default=5, metadata={"help": "of private EM, where components > 1 (not recommended)"})
+    pooled: bool = field(default=False, metadata={"help": "private: one noisy sum over the federation, by a mean"})
+    verify: bool = field(default=False, metadata={"help": "clients count the head's errors in a second message"})
+    head: HeadSpec = field(default=HeadSpec(), metadata={"help": "how heads are trained"})
+
+    # --- client half --------------------------------------------------------------------------------------------------
+
+    @on_client
+    def summarise(self, client: Client) -> Summary:
+        """Lines 2 to 7: g^{i,c} by EM on F^{i,c}, for each class c."""
+        x, y = (t.numpy() for t in rows_of(client))
+        return self._summary(client, x, y, np.ones(len(y), dtype=bool))
+
+    def _summary(self, client: Client, x: np.ndarray, y: np.ndarray, own: np.ndarray) -> Summary:
+        """The mixtures of all classes with at least ``min_count`` rows; ``own`` are the client's, the others drawn."""
+        counts = {int(c): int(n) for c, n in zip(*np.unique(y, return_counts=True), strict=True)}
+        labels = [c for c, n in counts.items() if n >= self.min_count]
+        mixtures = self._fitted(client, {c: x[y == c] for c in labels})
+        packed = pack(mixtures, self.transport) if mixtures else nothing(self.shape, x.shape[1], self.transport)
+        if self.counts == "withheld":
+            return Summary(labels, [self.samples] * len(labels), packed, [])
+        sent = dict(zip(labels, unpack(packed), strict=True))
+        apart = divergences(client, x[own], y[own], sent, self.smoothing) if self.bound else []
+        away = y[own & ~np.isin(y, labels)]
+        withheld = [int(c) for c in np.unique(away)]
+        sizes = [counts[c] for c in labels]
+        return Summary(labels, sizes, packed, withheld, len(away), [d.kl for d in apart], [d.tv for d in apart])
+
+    def _fitted(self, client: Client, groups: Mapping[int, np.ndarray]) -> list[Mixture]:
+        """Of each class, from its features."""
+        device = client.model.device
+        how: dict[str, Any] = {
+            "seeds": [seeds.derive(client.seed, "em", c) for c in groups],
+            "device": device if device.type == "cuda" else None,
+        }
+        rows, most = list(groups.values()), self._most(client)
+        if self.counts == "withheld":
+            return fit_uncounted(rows, most, self.shape, **how)
+        fits = fit_without_singles(rows, [capacity(len(x), most) for x in rows], self.shape, **how)
+        return [f.mixture for f in fits]
+
+    @on_client
+    def pass_on(self, client: Client, received: list[Handed]) -> Passed:
+        """Section 4.2: EM on F^{i,c} and the samples of what was received; a head on the same rows."""
+        return self._passed(client, received, *(t.numpy() for t in rows_of(client)))
+
+    @on_client
+    def pass_noisy(self, client: Client, received: list[Handed]) -> Passed:
+        """The same on draws from the client's noisy release instead of its rows: all that follows costs nothing."""
+        return self._passed(client, received, *private.drawn(client, self._plan))
+
+    def _passed(self, client: Client, received: list[Handed], x: np.ndarray, y: np.ndarray) -> Passed:
+        drawn = Synthetic(opened([h.summary for h in received]), self.samples, client.seed)
+        blocks = [(x, y), *((a.numpy(), b.numpy()) for a, b in drawn())]
+        everything, labels = (np.concatenate([block[i] for block in blocks]) for i in (0, 1))
+        own = np.arange(len(labels)) < len(y)
+        summary = self._summary(client, everything, labels, own)
+        if not len(labels):  # nothing stands out of the noise, and nobody went before
+            return Passed(summary, head_of(client.model, *private.no_head(*_shape(client.model))), {})
+        w, b = fit_head.fit_rows(
+            torch.from_numpy(everything),
+            torch.from_numpy(labels),
+            len(client.model.classes),
+            self.head,
+            client.seed,
+            missed := Missed(),
+        )
+        return Passed(summary, head_of(client.model, w, b), missed.metrics)
+
+    @on_client
+    def release(self, client: Client) -> Noised:
+        """Theorem 4.1 as it holds: noisy sums of every class, from a key that never leaves the client."""
+        return private.noisy_sums(client, self._plan)
+
+    @on_client
+    def release_mixtures(self, client: Client) -> Summary:
+        """Private EM, K > 1. One component does better."""
+        return private.noisy_mixtures(client, self._plan, self._most(client), self.iterations)
+
+    @on_client
+    def sums(self, client: Client) -> Update:
+        """Exact sums of every class, for a mean: the noise is added once, to the sum over the federation."""
+        return private.exact_sums(client, self._plan)
+
+    @on_client
+    def count_errors(self, client: Client, w: Params) -> dict[str, int]:
+        """Of the head on the client's own training rows: what a bound can only bound."""
+        rows = client.data.train
+        assert rows.labels is not None  # noqa: S101 - a classification task has labels
+        wrong = self.logits(client.model, w, rows).argmax(1).ne(rows.labels)
+        return {"errors": int(wrong.sum()), "rows": len(rows)}
+
+    # --- server half --------------------------------------------------------------------------------------------------
+
+    def init(self, fed: Federation) -> State:
+        need_head(fed.model)
+        if strangers := sorted(set(self.budgets) - set(fed.clients)):
+            raise InputError(f'method.budgets: "{strangers[0]}" is none of the clients {", ".join(fed.clients)}')
+        return State(fed.initial, {}, {})
+
+    def step(self, fed: Federation, state: State, t: int) -> State:
+        if self.topology != "star":
+            state = self._decentralised(fed)
+        elif self.privacy is not None and self.components == 1:
+            ask, handler = (private.pooled, self.sums) if self.pooled else (private.asked, self.release)
+            received, told = ask(fed, handler, self.privacy)
+            state = State(self._head(fed, received), {}, told)
+        else:
+            state = self._star(fed, self.summarise if self.privacy is None else self.release_mixtures)
+            if self.privacy is not None:
+                told = private.told_of_mixtures(self.privacy, self._most(), self.iterations)
+                state.told["warnings"] += told.pop("warnings")
+                state.told.update(told)
+        if self.verify:
+            counts = fed.ask(self.count_errors, check=_counted, w=state.w)
+            rows = sum(c["rows"] for c in counts.values())
+            state.told["verified_error"] = sum(c["errors"] for c in counts.values()) / max(rows, 1)
+        return state
+
+    def _star(self, fed: Federation, handler: Any) -> State:
+        """Line 8: the server receives every g^{i,c}; then the head."""
+        replies = fed.ask(handler, check=checker(*_shape(fed.model), self.bound))
+        received = {c: opened([s]) for c, s in replies.items()}
+        told = self._told(fed, replies)
+        if self.shuffle:
+            received = {"": _shuffled(received, seeds.generator(fed.seed_for("shuffle")))}
+            told |= {"components_used": {}, "withheld": {}}
+        w = self._head(fed, received)
+        if self.bound:
+            told["bound"] = bounded(
+                fed, lambda rows: self.logits(fed.model, w, rows), replies, received, self.min_count
+            )
+        return State(w, {}, told)
+
+    def _head(self, fed: Federation, received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]]) -> Params:
+        """Lines 9 to 13: D~ = union of |F^{i,c}| draws from g^{i,c} with label c; h by cross-entropy on it."""
+        drawn = [Synthetic(found, self.samples, fed.seed_for("draw", c)) for c, found in sorted(received.items())]
+        size = sum(d.numbers for d in drawn)
+        if not size:
+            raise RunError(
+                "no client sent a mixture, every class is too small: lower method.min_count"
+                if self.privacy is None
+                else "no class stands out of the noise: give a larger target_epsilon, or pooled = true"
+            )
+        kept = [list(d()) for d in drawn] if size <= KEEP else None
+        sources: Sequence[Any] = [lambda blocks=blocks: blocks for blocks in kept] if kept is not None else drawn
+        blocks = lambda: itertools.chain.from_iterable(source() for source in sources)  # noqa: E731
+        missed = Missed()
+        w, b = fit_head.fit(blocks, *_shape(fed.model), self.head, fed.seed_for("head"), missed)
+        tell(fed, "server", missed.metrics)
+        return head_of(fed.model, w, b)
+
+    def _decentralised(self, fed: Federation) -> State:
+        """Section 4.2: the server only carries messages; the head of whom most clients' rows have reached is kept."""
+        parents = parents_of(self.topology, self.edges, fed.clients)
+        handler = self.pass_on if self.privacy is None else self.pass_noisy
+        sent, heads, dropped = carry(fed, handler, parents, checker(*_shape(fed.model)))
+        last = max(sent, key=lambda c: (len(sent[c].origins), list(sent).index(c)))
+        told = self._told(fed, {c: h.summary for c, h in sent.items()}) | {"order": list(heads), "dropped": dropped}
+        if self.privacy is not None:
+            told |= private.told_of_sums(self.privacy)
+        return State(heads[last], heads, told)
+
+    def _told(self, fed: Federation, replies: Mapping[ClientId, Summary]) -> dict[str, Any]:
+        fitted = self.privacy is None or self.topology != "star"  # to rows or draws, by _summary
+        width = 2 if self.transport == "float16" and fitted else 4
+        counted = self.counts == "exact"
+        told = communication(replies, fed.model.head.in_features, width, self.topology == "star", counted)
+        return told | (held_back(replies.values()) if counted and fitted else {})
+
+    def params_for(self, state: State, client: ClientId) -> Params:
+        return state.w
+
+    def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
+        if self.privacy is not None:  # the head was trained on unit features, and is used on them
+            model.load(w)
+            rows = Rows({"features": private.as_trained(model.features(rows))})
+        return super().logits(model, w, rows)
+
+    @property
+    def head_takes(self) -> str | None:
+        return None if self.privacy is None else "features divided by their Euclidean norm"
+
+    @property
+    def asks_scores(self) -> bool:
+        return self.counts == "exact"
+
+    def notices(self, state: State) -> list[str]:
+        return left_out(state.told, self.min_count, self.privacy is not None)
+
+    def details(self, state: State, judge: Judge | None) -> dict[str, Any]:
+        found = dict(state.told)
+        if state.heads and judge is not None:
+            found["chain_accuracy"] = [judge(w)["accuracy"] for w in state.heads.values()]
+        return found
+
+    @property
+    def means(self) -> tuple[str, ...]:  # type: ignore[override]
+        """With one noise for the federation: exact sums, for a mean."""
+        return ("sums",) if self.pooled and self.privacy is not None else ()
+
+    @property
+    def secrets(self) -> tuple[str, ...]:  # type: ignore[override]
+        """With one noise for the federation: its key."""
+        return ("noise",) if self.means else ()
+
+    @property
+    def asks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What each client's mixtures travel by; with ``verify`` a second message."""
+        if self.means:
+            return ()
+        if self.privacy is not None and self.topology != "star":
+            return ("pass_noisy",)
+        if self.privacy is not None:
+            return ("release" if self.components == 1 else "release_mixtures",)
+        sent = "summarise" if self.topology == "star" else "pass_on"
+        return (sent, "count_errors") if self.verify else (sent,)
+
+    # --- settings -----------------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        refuse(self)
+
+    def settled(self, privacy: Any) -> FedPFT:
+        covariance, components = ("diag", 10) if privacy is None else ("spherical", 1)
+        if None not in (self.covariance, self.components):
+            return self
+        return replace(
+            self,
+            covariance=covariance if self.covariance is None else self.covariance,
+            components=components if self.components is None else self.components,
+        )
+
+    def protected(self, privacy: Any) -> FedPFT:
+        method = copy.copy(self.settled(privacy))
+        object.__setattr__(method, "privacy", plan_of(method, privacy))
+        return method
+
+    def spent(self) -> list[dict[str, Any]]:
+        if self.privacy is None or not self.rounds:
+            return []
+        released = self._most() if self.topology == "star" else 1
+        return private.ledger(self.privacy, released, self.iterations, self.pooled)
+
+    @property
+    def _plan(self) -> Plan:
+        assert self.privacy is not None  # noqa: S101 - a release is asked for only where there is a plan
+        return self.privacy
+
+    def _most(self, client: Client | None = None) -> int:
+        """K at most, of this client."""
+        assert self.components is not None  # noqa: S101 - settled() has filled it in
+        return self.budgets.get(client.id, self.components) if client else self.components
+
+    @property
+    def shape(self) -> str:
+        """Of covariances."""
+        assert self.covariance is not None  # noqa: S101 - settled() has filled it in
+        return self.covariance
+
+
+def _shuffled(
+    received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]], rng: np.random.Generator
+) -> list[tuple[int, int, Mixture]]:
+    """All mixtures in random order, without their senders: what a relay between clients and server would pass on.
+
+    It hides which client has which classes. It hides no row: a mixture says as much about its rows as before, and two
+    mixtures of one client may be linked by what the client's rows have in common.
+    """
+    everything = [mixture for found in received.values() for mixture in found]
+    return [everything[i] for i in rng.permutation(len(everything))]
+
+
+def _counted(reply: dict[str, int]) -> None:
+    """Refuse what counts no errors among rows."""
+    if reply.keys() != {"errors", "rows"} or not 0 <= reply["errors"] <= reply["rows"] <= MOST:
+        raise ClientFault(E_FIELD, "errors that do not go with the rows")
+
+
+def _shape(model: Any) -> tuple[int, int]:
+    """(classes, features)."""
+    return len(model.classes), model.head.in_features

@@ -1,0 +1,145 @@
+"""Expectation-maximisation for many groups of rows: one group is the features of one (client, class).
+
+Every group is fitted alone, from its own seed, so that its mixture does not depend on the other groups nor on how many
+of them are fitted at once (see ``group``).
+
+An M step adds the floor, 1e-6 times the group's mean variance plus 1e-12, to every variance (full: to the diagonal),
+as scikit-learn's ``reg_covar`` does. Where variances are as small as the floor that is not the maximiser, and the
+likelihood could fall; such a step is undone and ends the fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fedfm.linalg.threads import one_thread
+from fedfm.methods.fedpft.mixtures import full
+from fedfm.methods.fedpft.mixtures.mixture import COVARIANCES, Array, Mixture
+
+if TYPE_CHECKING:
+    import torch
+
+ROWS_A_COMPONENT = 10
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One group's mixture and how it was reached.
+
+    Attributes:
+        mixture: after the last M step.
+        log_likelihood: mean over the rows, of the last E step, which the last M step followed; with one component, of
+            the mixture itself.
+        iterations: E steps.
+        converged: the last one changed the log-likelihood by less than the tolerance.
+    """
+
+    mixture: Mixture
+    log_likelihood: float
+    iterations: int
+    converged: bool
+
+
+def capacity(n: int, components: int) -> int:
+    """K that ``n`` examples can carry: ten for each component, and at least one component.
+
+    Example:
+        >>> capacity(1000, 10), capacity(35, 10), capacity(4, 10)
+        (10, 3, 1)
+    """
+    return max(1, min(components, n // ROWS_A_COMPONENT))
+
+
+def fit(
+    groups: Sequence[Array],
+    components: Sequence[int],
+    covariance: str,
+    *,
+    seeds: Sequence[int],
+    max_iter: int = 100,
+    tol: float = 1e-3,
+    starts: Sequence[Array] | None = None,
+    workers: int = 1,
+    device: torch.device | str | None = None,
+) -> list[Fit]:
+    """One mixture for every group, by EM from k-means++ and a few iterations of k-means.
+
+    The first use compiles for some seconds; what it compiled is kept beside the sources or in the user's cache.
+
+    Args:
+        groups: features (n, d), n >= 1, of one d; float16, float32 or float64, computed in float32 about the group's
+            mean. They are not written to.
+        components: K of each group; lowered to n, and to the number of components that a start leaves rows.
+        covariance: ``"spherical"``, ``"diag"`` or ``"full"``.
+        seeds: one for each group; two groups of equal rows and seeds have equal mixtures.
+        max_iter: E steps at most.
+        tol: stop when the mean log-likelihood of a row changes by less.
+        starts: labels (n,) in 0...K-1 of each group, instead of k-means++.
+        workers: threads. The mixtures are the same, bit for bit.
+        device: run EM in batches of tensors there (see ``batched``) instead of compiled loops on the CPU. The starts
+            are the same, the mixtures up to rounding. It has not run on a GPU; on "cpu" it is slower than the loops.
+
+    Raises:
+        ValueError: shapes, lengths or values that make no sense, with the group's index; NaN, infinity or numbers
+            beyond 1e15 among the features.
+    """
+    if covariance not in COVARIANCES:
+        raise ValueError(f"covariance = {covariance!r}: expected one of {', '.join(COVARIANCES)}")
+    for name, many in (("components", components), ("seeds", seeds), ("starts", groups if starts is None else starts)):
+        if len(many) != len(groups):
+            raise ValueError(f"{len(groups)} groups, but {len(many)} {name}")
+    if max_iter < 1 or not tol >= 0 or workers < 1:
+        raise ValueError(f"max_iter = {max_iter}, tol = {tol}, workers = {workers}: expected >= 1, >= 0, >= 1")
+    for i, (group, k) in enumerate(zip(groups, components, strict=True)):
+        _refuse(i, group, k, groups[0], None if starts is None else starts[i])
+
+    from fedfm.methods.fedpft.mixtures.group import Started, begin, several
+
+    def one(i: int) -> full.Found | Started:
+        start = None if starts is None else starts[i]
+        try:
+            found = begin(groups[i], components[i], covariance, seeds[i], start)
+        except OverflowError as error:
+            raise ValueError(f"group {i} {error}") from None
+        if device is None and isinstance(found, Started):
+            return several(found, covariance, max_iter, tol)
+        return found
+
+    with one_thread() if covariance == "full" and max(components, default=1) > 1 else nullcontext():
+        if workers == 1 or len(groups) < 2:
+            found = [one(i) for i in range(len(groups))]
+        else:
+            order = sorted(range(len(groups)), key=lambda i: -len(groups[i]) * components[i])
+            lots = min(len(order), 8 * workers)  # of long and short groups each
+            with ThreadPoolExecutor(workers) as pool:
+                done = pool.map(lambda lot: [(i, one(i)) for i in order[lot::lots]], range(lots))
+                by_group = dict(pair for lot in done for pair in lot)
+            found = [by_group[i] for i in range(len(groups))]
+    if device is not None:
+        from fedfm.methods.fedpft.mixtures import batched
+
+        return [_ended(f) for f in batched.rest(found, covariance, max_iter, tol, device)]
+    return [_ended(f) for f in found if not isinstance(f, Started)]  # all of them
+
+
+def _ended(found: full.Found) -> Fit:
+    return Fit(Mixture(*found[:3]), *found[3:])
+
+
+def _refuse(i: int, group: Array, k: int, first: Array, start: Array | None) -> None:
+    if group.ndim != 2 or not group.size or group.shape[1:] != first.shape[1:]:
+        raise ValueError(
+            f"group {i} has shape {group.shape}, expected (n >= 1, {first.shape[-1] if first.ndim else 0})"
+        )
+    if group.dtype.kind != "f":
+        raise ValueError(f"group {i} is {group.dtype}, expected floats")
+    if k < 1:
+        raise ValueError(f"group {i}: {k} components, expected at least 1")
+    if start is not None and (start.shape != (len(group),) or start.dtype.kind not in "iu"):
+        raise ValueError(f"starts of group {i}: {start.dtype} {start.shape}, expected integers ({len(group)},)")
+    if start is not None and k > 1 and not (start.min() >= 0 and start.max() < k):
+        raise ValueError(f"starts of group {i} run from {start.min()} to {start.max()}, expected 0 to {k - 1}")

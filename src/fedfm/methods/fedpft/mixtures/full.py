@@ -1,0 +1,88 @@
+"""EM with full covariances, in float64 through BLAS: with fewer rows than dimensions there are no digits to lose."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedfm.methods.fedpft.mixtures.mixture import Array
+
+Found = tuple[Array, Array, Array, float, int, bool]  # weights, means, scales, log-likelihood, E steps, converged
+
+FALL = 1e-10  # of the log-likelihood's size: rounding is no fall
+NONE = 1e-10  # rows: a component of less keeps its place
+FAR = 1e-14  # responsibilities below it are none
+FEW = 3  # times the rows, at most as many dimensions: the small matrix costs less than the trace of the large one
+
+
+def _factor(t: Array, n: float, floor: float) -> Array:
+    """Lower Cholesky factor of t^T t / n + floor I; ``t`` (m, d) float64."""
+    from fedfm.methods.fedpft.mixtures.moments import factor
+
+    sigma = t.T @ t  # (d, d)
+    sigma /= n
+    np.einsum("jj->j", sigma)[:] += floor
+    lower: Array = factor(sigma)  # positive: the floor is 1e-6 of the mean variance, rounding 1e-16 d of it
+    return lower
+
+
+def one(x: Array, middle: Array, floor: float, lower: Array) -> float:
+    """One component at rows ``x`` (n, d), float32: fill the zeros ``lower`` (d, d) with its Cholesky factor.
+
+    Returns the mean log-likelihood of a row, for which no row is solved: with S the rows' covariance about ``middle``
+    and Sigma = S + floor I, the mean squared Mahalanobis distance is tr(Sigma^-1 S) = d - floor tr(Sigma^-1). Where
+    there are few rows, det and trace are those of the small matrix: S = Y^T Y and Y Y^T have the same eigenvalues
+    above 0.
+    """
+    from fedfm.methods.fedpft.mixtures import tiles
+
+    n, d = x.shape
+    rank, u, v, log_det = d, *tiles.factor(tiles.columns(x, middle), d, floor)
+    tiles.transpose(u, lower)
+    if FEW * n <= d:
+        rank, u, v, log_det = n, *tiles.factor(tiles.columns_transposed(x, middle), n, floor)
+        log_det += (d - n) * math.log(floor)
+    square = rank - floor * tiles.inverse_trace(u, v, rank)
+    return float(-0.5 * (d * math.log(2 * math.pi) + log_det + square))
+
+
+def several(x: Array, labels: Array, k: int, floor: float, max_iter: int, tol: float) -> Found:
+    """K components at centred rows ``x`` (n, d) from hard labels, each of which has a row."""
+    from fedfm.methods.fedpft.mixtures.moments import invert
+
+    n, d = x.shape
+    x = x.astype(np.float64)
+    weights, mu, lower, inverse = np.empty(k), np.empty((k, d)), np.empty((k, d, d)), np.empty((k, d, d))
+    r = np.zeros((k, n))  # responsibilities
+    r[labels, np.arange(n)] = 1
+    last, before = -np.inf, (weights, mu, lower)
+    for step in range(max_iter + 1):
+        if step:
+            for c in range(k):
+                y = (x - mu[c]) @ inverse[c].T
+                log_det = np.log(np.diagonal(lower[c])).sum()
+                r[c] = math.log(weights[c]) - log_det - 0.5 * np.einsum("ij,ij->i", y, y)
+            top = r.max(0)
+            np.exp(r - top, out=r)
+            mass = r.sum(0)
+            r /= mass
+            ll = float((top + np.log(mass)).mean()) - 0.5 * d * math.log(2 * math.pi)
+            if ll < last - FALL * (d + abs(last)):
+                return *before[:2], before[2].astype(np.float32), last, step, True
+            before = weights.copy(), mu.copy(), lower.copy()
+        for c in range(k):
+            count = r[c].sum()
+            weights[c] = max(count, 1e-300) / n
+            if count > NONE:
+                rows = np.flatnonzero(r[c] > FAR)
+                share = r[c, rows, None]
+                mu[c] = (share * x[rows]).sum(0) / count
+                lower[c] = _factor(np.sqrt(share) * (x[rows] - mu[c]), count, floor)
+                inverse[c] = 0
+                invert(lower[c], inverse[c])
+        if step:
+            if abs(ll - last) < tol:
+                return weights, mu, lower.astype(np.float32), ll, step, True
+            last = ll
+    return weights, mu, lower.astype(np.float32), last, max_iter, False

@@ -1,0 +1,191 @@
+"""EM over one group's rows, compiled; spherical and diagonal covariances.
+
+One fused pass over the rows an iteration: a row's responsibilities (E step) and what it adds to the sums (M step).
+
+Sums run in float32 about the previous mean, because E[x^2] - mu^2 loses a tight component's variance, and move into
+float64 every ``SPAN`` rows.
+
+Most components are far from most rows. For each row i and component k stands a lower bound b_ik of the Mahalanobis
+distance D_ik, D^2 = sum_j (x_j - mu_j)^2 / v_j. When an M step moves mu to mu' and v to v', the triangle inequality
+gives D' >= D min_j sqrt(v_j / v'_j) - sqrt(sum_j (mu'_j - mu_j)^2 / v'_j). A component whose bound already puts its
+responsibility below e^-FAR is not computed for that row; what is left out of a sum is below K e^-FAR = K 2e-9 of it,
+less than float32 rounds off.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fedfm.linalg.kernels.jit import SLACK, SPAN, compiled, part
+
+FAR = 20.0
+FALL = 1e-6  # of the log-likelihood's size: float32's rounding is no fall
+NONE = 1e-10  # rows: a component of less keeps its place
+
+
+@part
+def _flush(sums: Any, whole: Any) -> None:
+    """Move the float32 sums into the float64 ones."""
+    for c in range(whole.shape[0]):
+        for j in range(whole.shape[1]):
+            whole[c, j] += sums[c, j]
+            sums[c, j] = 0
+
+
+@part
+def _update(c: int, n: float, floor: float, first: Any, second: Any, mu: Any, v: Any, inverse: Any) -> Any:
+    """M step of component c from its sums over ``n`` rows: (log det Sigma, shrink, move) of the new mu and v.
+
+    In several loops, each of which has few enough arrays for the compiler to use vector lanes.
+    """
+    d, per, moved, shrink, log_det = mu.shape[1], 1 / n, 0.0, 1e300, 0.0
+    if second.shape[1] == 1:
+        for j in range(d):
+            first[c, j] *= per
+            moved += first[c, j] * first[c, j]
+        for j in range(d):
+            mu[c, j] += first[c, j]
+        new = np.float32(max((second[c, 0] * per - moved) / d, 0.0) + floor)
+        shrink, v[c, 0], inverse[c, 0] = v[c, 0] / new, new, 1 / new
+        return d * math.log(new), math.sqrt(shrink), math.sqrt(moved / new)
+    for j in range(d):
+        first[c, j] *= per
+        t = second[c, j] * per - first[c, j] * first[c, j]
+        second[c, j] = (t if t > 0 else 0.0) + floor
+    for j in range(d):
+        q = 1 / second[c, j]
+        inverse[c, j] = q
+        moved += first[c, j] * first[c, j] * q
+        q *= v[c, j]
+        shrink = q if q < shrink else shrink
+    for j in range(d):
+        v[c, j] = second[c, j]
+    for j in range(d):
+        mu[c, j] += first[c, j]
+    for at in range(0, d, 8):  # a logarithm for eight: each is between 1e-12 and 1e31
+        product = 1.0
+        for j in range(at, min(at + 8, d)):
+            product *= second[c, j]
+        log_det += math.log(product)
+    return log_det, math.sqrt(shrink), math.sqrt(moved)
+
+
+@part
+def _copy(mu: Any, v: Any, mu0: Any, v0: Any) -> None:
+    """The first two into the others, number by number: assigning whole arrays takes seconds more to compile."""
+    for c in range(mu.shape[0]):
+        for j in range(mu.shape[1]):
+            mu0[c, j] = mu[c, j]
+        for j in range(mu.shape[1]):
+            v0[c, j] = v[c, j]
+
+
+@compiled
+def em(x: Any, labels: Any, diag: bool, floor: float, tol: float, steps: int, weights: Any, work: Any) -> Any:
+    """Fit centred rows ``x`` (n, d) from hard first labels, each of which has a row.
+
+    Fills ``weights`` (K,), and of ``work`` (7, K, d), float32 and full of zeros, the first two: means, and variances
+    (spherical: only the first column). Returns the number of E steps, whether the last one changed the
+    log-likelihood by less than ``tol``, and that log-likelihood, the mean over the rows.
+    """
+    (n, d), k = x.shape, len(weights)
+    mu, v, inverse, first, second, mu0, v0 = work[0], work[1], work[2], work[3], work[4], work[5], work[6]
+    first64, second64, counts = np.zeros((k, d)), np.zeros((k, d if diag else 1)), np.zeros(k)
+    const, logs, seen, best = np.empty(k), np.empty(k), np.empty(k, np.int64), labels.copy()
+    bound, shrink, move = np.zeros((n, k), np.float32), np.ones(k, np.float32), np.zeros(k, np.float32)
+    weights0 = np.empty(k)  # with mu0 and v0: before the last M step
+
+    for i in range(n):  # the labels' means, then the sums about them
+        c = labels[i]
+        counts[c] += 1
+        for j in range(d):
+            first64[c, j] += x[i, j]
+    for c in range(k):
+        for j in range(d):
+            mu[c, j] = first64[c, j] / counts[c]
+    first64[:] = 0
+    counts[:] = 0
+
+    last = -np.inf
+    for step in range(steps + 1):
+        total = 0.0
+        for at in range(0, n, SPAN):
+            for i in range(at, min(at + SPAN, n)):
+                if step == 0:
+                    seen[0], logs[0], many, mass = labels[i], 1.0, 1, 1.0
+                else:
+                    top, was, many, mass = -np.inf, best[i], 0, 0.0
+                    for a in range(k):
+                        c = was if a == 0 else (0 if a == was else a)  # the last pass's best first
+                        low = bound[i, c] * shrink[c] - move[c]
+                        low = low if low > 0 else np.float32(0)
+                        if const[c] - 0.5 * low * low > top - FAR:
+                            q = np.float32(0)
+                            if diag:
+                                for j in range(d):
+                                    t = x[i, j] - mu[c, j]
+                                    q += t * t * inverse[c, j]
+                            else:
+                                for j in range(d):
+                                    t = x[i, j] - mu[c, j]
+                                    q += t * t
+                                q *= inverse[c, 0]
+                            low = np.float32(math.sqrt(q)) * SLACK
+                            seen[many], logs[many] = c, const[c] - 0.5 * q
+                            if logs[many] > top:
+                                top, best[i] = logs[many], c
+                            many += 1
+                        bound[i, c] = low
+                    for a in range(many):
+                        gap = logs[a] - top
+                        logs[a] = 1.0 if gap == 0 else (math.exp(gap) if gap > -FAR else 0.0)
+                        mass += logs[a]
+                    total += top if mass == 1 else top + math.log(mass)
+                for a in range(many):
+                    if logs[a] > 0:
+                        c, share = seen[a], logs[a] / mass
+                        counts[c] += share
+                        r = np.float32(share)
+                        if diag:
+                            for j in range(d):
+                                t = x[i, j] - mu[c, j]
+                                first[c, j] += r * t
+                                second[c, j] += r * t * t
+                        else:
+                            q = np.float32(0)
+                            for j in range(d):
+                                t = x[i, j] - mu[c, j]
+                                first[c, j] += r * t
+                                q += t * t
+                            second[c, 0] += r * q
+            _flush(first, first64)
+            _flush(second, second64)
+        new = total / n
+        if step > 1 and new < last - FALL * (d + abs(last)):
+            _copy(mu0, v0, mu, v)
+            for c in range(k):
+                weights[c] = weights0[c]
+            return step, True, last
+        _copy(mu, v, mu0, v0)
+        for c in range(k):
+            weights0[c] = weights[c]
+            weights[c] = max(counts[c], 1e-300) / n
+            if counts[c] > NONE:
+                log_det, low, far = _update(c, counts[c], floor, first64, second64, mu, v, inverse)
+                shrink[c], move[c] = low * SLACK, far / SLACK
+                const[c] = -0.5 * (d * math.log(2 * math.pi) + log_det)
+            else:  # it keeps its place
+                shrink[c], move[c] = 1, 0
+                const[c] -= math.log(weights0[c])
+            const[c] += math.log(weights[c])
+        counts[:] = 0
+        first64[:] = 0
+        second64[:] = 0
+        if step:
+            if abs(new - last) < tol:
+                return step, True, new
+            last = new
+    return steps, False, last

@@ -1,0 +1,116 @@
+"""Mean and variances of a group's rows, and the one component that they are; Cholesky factors and their inverses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fedfm.linalg.kernels.jit import SPAN, compiled, in_order
+
+
+@in_order
+def moments(x: Any, middle: Any, variances: Any, largest: float) -> float:
+    """Fill mean (d,), float32, and population variances about it (d,), float64, of rows ``x`` (n, d), only read.
+
+    Returns the mean variance; -1, with nothing of use filled in, if there is NaN, infinity or a number beyond
+    ``largest``.
+    """
+    n, d = x.shape
+    s, total = np.empty(d, np.float32), 0.0
+    for j in range(d):
+        variances[j] = 0
+        middle[j] = x[0, j]  # sums of differences from a row: a large mean costs no digits
+    for at in range(0, n, SPAN):
+        end = min(at + SPAN, n)
+        four = at + (end - at) // 4 * 4
+        s[:] = 0
+        for i in range(at, four, 4):  # four rows for one pass over the sums
+            for j in range(d):
+                m = middle[j]
+                s[j] += ((x[i, j] - m) + (x[i + 1, j] - m)) + ((x[i + 2, j] - m) + (x[i + 3, j] - m))
+        for i in range(four, end):
+            for j in range(d):
+                s[j] += x[i, j] - middle[j]
+        for j in range(d):
+            variances[j] += s[j]
+    for j in range(d):
+        middle[j] += variances[j] / n
+        variances[j] = 0
+    for at in range(0, n, SPAN):
+        end = min(at + SPAN, n)
+        four = at + (end - at) // 4 * 4
+        s[:] = 0
+        for i in range(at, four, 4):
+            for j in range(d):
+                m = middle[j]
+                a, b, c, e = x[i, j] - m, x[i + 1, j] - m, x[i + 2, j] - m, x[i + 3, j] - m
+                s[j] += (a * a + b * b) + (c * c + e * e)
+        for i in range(four, end):
+            for j in range(d):
+                s[j] += (x[i, j] - middle[j]) * (x[i, j] - middle[j])
+        for j in range(d):
+            variances[j] += s[j]
+    for j in range(d):
+        variances[j] /= n
+        if not abs(middle[j]) <= largest or not variances[j] <= largest * largest:
+            return -1.0
+        total += variances[j]
+    return float(total / d)
+
+
+@compiled
+def normal(variances: Any, floor: float, scales: Any) -> float:
+    """Fill standard deviations ``scales``, (d,) or (1,), float32, of one component at rows of these variances (d,).
+
+    Returns the mean log-likelihood of a row. It needs no row: the mean squared distance is sum_j s_j / v_j.
+    """
+    d, log_det, square = len(variances), 0.0, 0.0
+    if len(scales) < d:
+        for j in range(d):
+            square += variances[j]
+        v = square / d + floor
+        scales[0] = math.sqrt(v)
+        return -0.5 * (square / v + d * math.log(v) + d * math.log(2 * math.pi))
+    for at in range(0, d, 8):  # a logarithm for eight: each is between 1e-12 and 1e31
+        product = 1.0
+        for j in range(at, min(at + 8, d)):
+            product *= variances[j] + floor
+        log_det += math.log(product)
+    for j in range(d):
+        v = variances[j] + floor
+        square += variances[j] / v
+        scales[j] = math.sqrt(v)
+    return -0.5 * (square + log_det + d * math.log(2 * math.pi))
+
+
+@compiled
+def factor(s: Any) -> Any:
+    """Lower Cholesky factor of a float64 matrix (d, d): LAPACK's, called without Python's lock."""
+    return np.linalg.cholesky(s)
+
+
+@compiled
+def invert(lower: Any, v: Any) -> float:
+    """Fill the zeros ``v`` (d, d) with the inverse of a lower triangular matrix; its squared Frobenius norm.
+
+    Row i of the inverse V is (e_i - sum_(k<i) L_ik V_k) / L_ii, four k at a time.
+    """
+    d, total = len(lower), 0.0
+    for i in range(d):
+        v[i, i] = 1
+        four = i // 4 * 4
+        for k in range(0, four, 4):
+            a, b, c, e = lower[i, k], lower[i, k + 1], lower[i, k + 2], lower[i, k + 3]
+            for j in range(k + 4):
+                v[i, j] -= (a * v[k, j] + b * v[k + 1, j]) + (c * v[k + 2, j] + e * v[k + 3, j])
+        for k in range(four, i):
+            a = lower[i, k]
+            for j in range(k + 1):
+                v[i, j] -= a * v[k, j]
+        a = 1 / lower[i, i]
+        for j in range(i + 1):
+            v[i, j] *= a
+            total += v[i, j] * v[i, j]
+    return total

@@ -1,0 +1,119 @@
+"""Mixtures that do not tell how many rows they were fitted to.
+
+A component's weight is close to a multiple of 1/n, the number of components follows n where each needs ten rows, and
+the mean of rows that lie on a grid lies on a grid n times as fine. So K takes two values, and everything is rounded to
+grids that are the same for every n:
+
+- K is the one asked for where n is at least ten times that, and else 1. A component that would stand for a single row
+  is made up for by splitting another. (Rows that are nearly all equal cannot be split so far, and have K = 1.)
+- Weights are multiples of a power of two between 1/(8K) and 1/(4K). With ten rows a component all such weights occur
+  for every n.
+- Standard deviations are rounded to eighths of an octave, means to an eighth to a sixteenth of theirs.
+
+What this cannot hide: see the docstring of the method that uses it, ``fedfm show fedpft``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fedfm.methods.fedpft.mixtures.em import capacity, fit
+from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
+from fedfm.methods.fedpft.mixtures.singles import fit_without_singles
+
+OCTAVE = 8  # steps of a standard deviation from one power of two to the next
+PARTS = 8  # steps of a mean in the power of two below its standard deviation
+
+
+def fit_uncounted(
+    groups: Sequence[Array], components: int, covariance: str, *, seeds: Sequence[int], **options: Any
+) -> list[Mixture]:
+    """A mixture of one or of ``components`` components for every group, on grids that do not depend on its rows.
+
+    Args:
+        groups, seeds: as of :func:`~fedfm.methods.fedpft.mixtures.fit`.
+        components: K of groups of at least ten times as many rows.
+        covariance: ``"spherical"`` or ``"diag"``.
+        options: the others of ``fit``.
+
+    Raises:
+        ValueError: as ``fit``; a full covariance, whose rank is one less than the rows that are fewer than the
+            features.
+
+    Example:
+        >>> x = np.random.default_rng(0).normal(size=(60, 3))
+        >>> [g.components for g in fit_uncounted([x, x[:49]], 5, "diag", seeds=[0, 1])]
+        [5, 1]
+    """
+    if covariance == "full":
+        raise ValueError('covariance = "full": its rank tells the rows; expected "spherical" or "diag"')
+    k = [components if capacity(len(x), components) == components else 1 for x in groups]
+    fits = fit_without_singles(groups, k, covariance, seeds=seeds, **options)
+    return [
+        rounded(_whole(f.mixture, x, many, seed, covariance))
+        for f, x, many, seed in zip(fits, groups, k, seeds, strict=True)
+    ]
+
+
+def rounded(g: Mixture) -> Mixture:
+    """The spherical or diagonal mixture on the grids of this module."""
+    scales = np.exp2(np.round(np.log2(g.scales.astype(np.float64)) * OCTAVE) / OCTAVE)
+    step = np.exp2(np.floor(np.log2(scales)) - np.log2(PARTS)).reshape(g.components, -1)  # (K, 1) or (K, d)
+    means = np.round(g.means / step) * step
+    return Mixture(_weights(g.weights), means.astype(np.float32), scales.astype(np.float32))
+
+
+def _weights(weights: Array) -> Array:
+    """The nearest multiples of the grid's step, each at least one step, that add up to 1: by the largest remainder."""
+    k = len(weights)
+    steps = 1 << (4 * k - 1).bit_length()
+    exact = weights * steps
+    units = np.maximum(np.floor(exact), 1)
+    while units.sum() < steps:
+        units[(exact - units).argmax()] += 1
+    while units.sum() > steps:
+        units[np.where(units > 1, exact - units, np.inf).argmin()] -= 1
+    found: Array = units / steps
+    return found
+
+
+def _whole(g: Mixture, x: Array, k: int, seed: int, covariance: str) -> Mixture:
+    """With ``k`` components, none of a single row; with one, where the rows cannot be split so far."""
+    while g.components < k:
+        split = _split(g, x, seed, covariance)
+        if split is None:
+            return fit([x], [1], covariance, seeds=[seed])[0].mixture
+        g = split
+    return g
+
+
+def _split(g: Mixture, x: Array, seed: int, covariance: str) -> Mixture | None:
+    """One component more: two in the place of the first, in order of rows, that can be two."""
+    of = g.nearest(x)
+    for j in np.bincount(of, minlength=g.components).argsort(kind="stable")[::-1]:
+        if (two := _two(x[of == j], seed, covariance)) is not None:
+            rest = np.arange(g.components) != j
+            return Mixture(
+                np.concatenate([g.weights[rest], g.weights[j] * two.weights]),
+                np.concatenate([g.means[rest], two.means]),
+                np.concatenate([g.scales[rest], two.scales]),
+            )
+    return None
+
+
+def _two(x: Array, seed: int, covariance: str) -> Mixture | None:
+    """Two components of several rows each; rows that would have one to themselves are left out."""
+    while len(x) >= 4:
+        (whole,) = fit_without_singles([x], [2], covariance, seeds=[seed])
+        if whole.mixture.components == 2:
+            return whole.mixture
+        (apart,) = fit([x], [2], covariance, seeds=[seed])
+        of = apart.mixture.nearest(x)
+        most = x[of == np.bincount(of).argmax()]
+        if len(most) == len(x):
+            return None
+        x = most
+    return None

@@ -1,0 +1,208 @@
+"""What FedPFT releases of one class at one client under differential privacy, and what the server makes of it.
+
+Beitollahi, Bie, Hemati, Brunswic, Li, Chen, Zhang: Parametric Feature Transfer: One-shot Federated Learning with
+Foundation Models. 2024. arXiv:2402.01862, Theorem 4.1 and Appendix E, with exact noise and true sensitivities instead
+of the printed ones. One mixture component a class; :mod:`fedfm.methods.fedpft.private_em` has several.
+
+The noise is added at the client: nobody else sees anything but a :class:`Cell`. A row touches one cell (two, if its
+label may change), so all cells of a client together cost what :attr:`Plan.epsilon_spent` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedfm.errors import E_NONFINITE, E_SHAPE, E_WEIGHT, ClientFault, InputError
+from fedfm.methods.fedpft.release_plan import Plan, too_noisy
+from fedfm.privacy import noise
+from fedfm.privacy.noise import Array
+
+__all__ = ["Cell", "Plan", "release", "statistics", "to_gaussian", "too_noisy", "unit_rows"]
+
+_LEAST, _FLOOR = 1e-4, 1e-6  # of the mean variance; of an eigenvalue, relative to the mean variance
+
+
+def unit_rows(x: Array) -> Array:
+    """Rows of norm 1, float64: the zero row becomes e_1, so that every record has the same bound.
+
+    Args:
+        x: (n, d) features.
+
+    Raises:
+        InputError: x is not a matrix, or an entry is NaN or infinite.
+
+    Example:
+        >>> unit_rows(np.array([[3.0, 4.0], [0.0, 0.0]])).tolist()
+        [[0.6, 0.8], [1.0, 0.0]]
+    """
+    x = np.array(x, dtype=np.float64)
+    if x.ndim != 2 or not x.shape[1]:
+        raise InputError(f"features have shape {x.shape}; they must be (rows, features)")
+    if not np.isfinite(x).all():
+        raise InputError("features have a NaN or infinite entry: no norm bounds such a row")
+    largest = np.abs(x).max(axis=1, initial=0.0)
+    x[largest == 0, 0] = 1.0
+    x /= np.where(largest == 0, 1.0, largest)[:, None]  # first the scale: a norm of tiny or huge entries is 0 or inf
+    unit: Array = x / np.linalg.norm(x, axis=1, keepdims=True)
+    return unit
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What travels: the noisy statistics of one class at one client, or of one class in the federation.
+
+    Attributes:
+        count: n~; exact only where the relation makes counts public.
+        total: (d,) noisy sum of the rows.
+        second: None (spherical); (d,) noisy sum of squares (diag); (d (d + 1) / 2,) lower triangle, row by row, of the
+            noisy sum of x x^T (full).
+    """
+
+    count: float
+    total: Array
+    second: Array | None = None
+
+
+def statistics(x: Array, plan: Plan, weights: Array | None = None) -> Cell:
+    """The exact sums: not to be sent.
+
+    Args:
+        x: (n, d) unit rows of one class; n may be 0.
+        plan: says which sums.
+        weights: (n,) of the rows, from 0 to 1; all 1 if None.
+
+    Returns:
+        A cell without noise.
+
+    Raises:
+        InputError: x is not a matrix of unit rows.
+    """
+    if x.ndim != 2 or not x.shape[1]:
+        raise InputError(f"features have shape {x.shape}; they must be (rows, features)")
+    norms = np.linalg.norm(x, axis=1)
+    if not np.all(np.abs(norms - 1) < 1e-6):
+        raise InputError("a row's norm is not 1, and the noise is for rows of norm 1: give unit_rows(x)")
+    x = np.asarray(x, dtype=np.float64) / norms[:, None]
+    weighted = x if weights is None else x * weights[:, None]
+    second = None
+    if plan.covariance == "diag":
+        second = np.einsum("ij,ij->j", weighted, x)
+    elif plan.covariance == "full":
+        second = (weighted.T @ x)[np.tril_indices(x.shape[1])]
+    return Cell(float(len(x) if weights is None else weights.sum()), weighted.sum(axis=0), second)
+
+
+def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
+    """Client half: the noisy statistics of one class, the only thing that leaves.
+
+    The noise depends on key, purpose, plan and the rows themselves: repeated, the release has the same bits and shows
+    nothing new; after a row was withdrawn, or under another plan, it is fresh, so that no difference of two releases
+    is free of noise. Each release on other rows spends anew.
+
+    Args:
+        x: (n, d) unit rows of the class. Under ``add_remove`` and ``replace_any`` every class is to be released, n = 0
+            as well: a missing cell would tell.
+        plan: the public half.
+        key: the client's secret, at least 16 bytes.
+        purpose: names client and class, e.g. ``"c3/moments/7"``; never used for two cells.
+        client_rows: rows of the client in all classes, for calibration ``paper_client``.
+
+    Raises:
+        InputError: x has no unit rows, n is 0 under ``replace``, or the key is short.
+
+    Example:
+        >>> plan = Plan("add_remove", "spherical", epsilon=1.0, delta=1e-5)
+        >>> release(np.eye(4), plan, bytes(32), "c3/moments/7").total.shape
+        (4,)
+    """
+    exact = statistics(x, plan)
+    digest = hashlib.sha256(np.ascontiguousarray(x, dtype="<f8").data).hexdigest()
+    return noised(exact, plan, key, f"{purpose}\x1f{client_rows}\x1f{x.shape}\x1f{digest}", client_rows=client_rows)
+
+
+def noised(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
+    """A cell with the plan's noise: on a n, on every sum, on the off-diagonal sums 1/sqrt(2) of it."""
+    d, sigma = len(exact.total), plan.sum_sigma(exact.count, client_rows=client_rows)
+    purpose = f"{purpose}\x1f{plan}"
+
+    def add(values: Array, normals: Array, scale: float = sigma) -> Array:
+        return noise.on_grid(values + scale * normals, scale)
+
+    second = exact.second
+    if second is not None:
+        where = f"{purpose}\x1fsecond"
+        full = plan.covariance == "full"
+        second = add(second, noise.packed(key, where, d) if full else noise.gaussian(key, where, (d,)))
+    count = exact.count
+    if not plan.counts_public:
+        normal = noise.gaussian(key, f"{purpose}\x1fcount", (1,))
+        count = float(add(np.array([count]), normal, sigma / plan.a)[0])
+    return Cell(count, add(exact.total, noise.gaussian(key, f"{purpose}\x1ftotal", (d,))), second)
+
+
+def to_gaussian(cell: Cell, plan: Plan, d: int, *, client_rows: int = 0) -> tuple[float, Array, Array | float] | None:
+    """Server half: the normal distribution that a cell describes; post-processing, which costs no privacy.
+
+    Args:
+        cell: noisy statistics of one class.
+        plan: the public half, the same as the client's.
+        d: features.
+        client_rows: rows of the client in all classes, for calibration ``paper_client``.
+
+    Returns:
+        (n~, mean (d,), variance: a float (spherical), (d,) (diag) or (d, d) positive definite (full)); None where the
+        count does not stand out of its noise, n~ <= 2 sigma/a.
+
+    Raises:
+        ClientFault: the cell has another shape, is not finite, or has no rows where counts are public.
+    """
+    _check(cell, plan, d)
+    if cell.count <= 2 * plan.count_sigma:
+        return None
+    return normal_of(cell, plan.sum_sigma(cell.count, client_rows=client_rows))
+
+
+def normal_of(cell: Cell, sigma: float) -> tuple[float, Array, Array | float]:
+    """As :func:`to_gaussian`, for noise of this standard deviation on the sums and a count above 0."""
+    n, d = cell.count, len(cell.total)
+    mean = cell.total / n
+    inflated = (sigma / n) ** 2  # E mean~ mean~^T = mean mean^T + inflated I
+    # Unit rows: trace of the covariance = E |x|^2 - |mean|^2, and |x|^2 = 1.
+    level = float(np.clip((1 - mean @ mean + d * inflated) / d, _LEAST, 1 / d))
+    if cell.second is None:
+        return n, mean, level
+    floor = _FLOOR * level
+    if cell.second.shape == (d,):
+        variance = np.maximum(cell.second / n - mean**2 + inflated, floor)
+        return n, mean, variance * (d * level / variance.sum())
+    moment = noise.unpack(cell.second / n, d)
+    covariance = project(moment - np.outer(mean, mean) + inflated * np.eye(d), floor)
+    return n, mean, covariance * (d * level / float(np.trace(covariance)))
+
+
+def project(matrix: Array, floor: float) -> Array:
+    """The nearest symmetric matrix, in the Frobenius norm, whose eigenvalues are at least ``floor``: (d, d)."""
+    values, vectors = np.linalg.eigh(0.5 * (matrix + matrix.T))
+    nearest: Array = (vectors * np.maximum(values, floor)) @ vectors.T
+    return 0.5 * (nearest + nearest.T)
+
+
+def _check(cell: Cell, plan: Plan, d: int) -> None:
+    """Refuse what this plan does not release."""
+    shapes = {"spherical": None, "diag": (d,), "full": (d * (d + 1) // 2,)}
+    second = None if cell.second is None else cell.second.shape
+    if cell.total.shape != (d,) or second != shapes[plan.covariance]:
+        raise ClientFault(
+            E_SHAPE,
+            f"a cell has shapes {cell.total.shape} and {second}; covariance {plan.covariance!r} in {d} features needs "
+            f"{(d,)} and {shapes[plan.covariance]}",
+        )
+    parts = [cell.total] if cell.second is None else [cell.total, cell.second]
+    if not (math.isfinite(cell.count) and all(np.isfinite(part).all() for part in parts)):
+        raise ClientFault(E_NONFINITE, "a cell has a NaN or infinite number")
+    if plan.counts_public and (cell.count < 1 or cell.count != int(cell.count)):
+        raise ClientFault(E_WEIGHT, f"a cell has {cell.count:g} rows; a public count is a whole number of at least 1")

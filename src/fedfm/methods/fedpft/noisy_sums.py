@@ -1,0 +1,104 @@
+"""One noisy sum over the federation: the noise of one client, whatever the number of clients.
+
+Every client gives the exact sums of its classes (:func:`client_sums`), the aggregator takes their mean, the server adds
+one noise (:func:`federation_sum`). A record is in one client, so it moves the sum over the clients no further than it
+moves its client's: the sensitivity of a :class:`~fedfm.methods.fedpft.release_plan.Plan` holds as it is. The mean of a
+class over ``m`` clients so has 1/m of the noise of one client's, where the average of ``m`` noisy means has 1/sqrt(m).
+
+=====================  =============================================  ==========================================
+who                    sees                                           is trusted
+=====================  =============================================  ==========================================
+aggregator             masked or encrypted: nothing; plain: the exact  plain: with the exact sums of every client
+                       sums of every client
+server                 the exact sum over all clients                 to add the noise and keep no exact sum
+clients, the model     the noisy sum                                  -
+=====================  =============================================  ==========================================
+
+So (epsilon, delta) is against whoever sees what the server makes of it, not against the server, and against the server
+alone nothing is promised but the sum. Where it must not have that, each client releases on its own
+(:func:`fedfm.methods.fedpft.noisy_moments.release`).
+
+Nothing but a mean is needed. It has to be unweighted: a weight by rows would send an exact count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from fedfm.errors import E_NONFINITE, E_SHAPE, ClientFault, InputError
+from fedfm.methods.fedpft.noisy_moments import Cell, noised, statistics
+from fedfm.methods.fedpft.release_plan import Plan
+from fedfm.privacy.noise import Array
+
+
+def width(plan: Plan, d: int) -> int:
+    """Numbers a class in :func:`client_sums`: 1 + d (spherical), 1 + 2 d (diag), 1 + d + d (d + 1) / 2 (full)."""
+    return 1 + d + {"spherical": 0, "diag": d, "full": d * (d + 1) // 2}[plan.covariance]
+
+
+def client_sums(x: Array, labels: np.ndarray[tuple[int], np.dtype[np.integer]], classes: int, plan: Plan) -> Array:
+    """Client half: count, sum and second sum of every class, exact: for an aggregator that shows only a mean.
+
+    Send it in float64: float32 rounds a sum of 10^5 rows by 10^-2, which is not far enough below the sensitivity 1.
+
+    Args:
+        x: (n, d) unit rows.
+        labels: (n,) from 0 to classes - 1.
+        classes: C.
+        plan: says which sums.
+
+    Returns:
+        (C, :func:`width`), zero for a class without rows.
+
+    Raises:
+        InputError: x has no unit rows, or a label is out of range.
+    """
+    labels = np.asarray(labels)
+    if labels.shape != (len(x),) or (len(x) and not 0 <= labels.min() <= labels.max() < classes):
+        raise InputError(f"labels have shape {labels.shape} for {len(x)} rows, or are not from 0 to {classes - 1}")
+    rows = []
+    for c in range(classes):
+        cell = statistics(x[labels == c], plan)
+        rows.append(np.concatenate([[cell.count], cell.total, [] if cell.second is None else cell.second]))
+    return np.array(rows)
+
+
+def federation_sum(mean: Array, clients: int, plan: Plan, d: int, key: bytes, purpose: str) -> dict[int, Cell]:
+    """Server half: one noise on the sum over the clients; :func:`fedfm.methods.fedpft.noisy_moments.to_gaussian` reads
+    the cells.
+
+    Args:
+        mean: (C, :func:`width`) unweighted mean over the clients of :func:`client_sums`.
+        clients: how many there are in the mean.
+        plan: the public half, calibration ``analytic``.
+        d: features.
+        key: the server's secret, at least 16 bytes.
+        purpose: names the release, e.g. ``"federation sum 0"``.
+
+    Returns:
+        Class -> cell: all classes, or those that have rows where counts are public.
+
+    Raises:
+        InputError: the calibration is not ``analytic``, the key is short, or ``clients`` is below 1.
+        ClientFault: the mean has another shape, or is not finite.
+    """
+    if plan.calibration != "analytic" or plan.iterations > 1:
+        raise InputError("a federation sum is one release with calibration 'analytic'; the plan has another")
+    if clients < 1:
+        raise InputError(f"clients is {clients}; a federation sum needs at least 1")
+    if mean.ndim != 2 or mean.shape[1] != width(plan, d):
+        raise ClientFault(E_SHAPE, f"the mean of the sums has shape {mean.shape}, not (classes, {width(plan, d)})")
+    if not np.isfinite(mean).all():
+        raise ClientFault(E_NONFINITE, "the mean of the sums has a NaN or infinite number")
+    total = np.asarray(mean, dtype=np.float64) * clients
+    digest = hashlib.sha256(np.ascontiguousarray(total, dtype="<f8").data).hexdigest()
+    cells = {}
+    for c, row in enumerate(total):
+        count = float(np.rint(row[0]))  # the mean of whole numbers, times their number
+        if plan.counts_public and count < 1:
+            continue
+        exact = Cell(count, row[1 : 1 + d], row[1 + d :] if width(plan, d) > 1 + d else None)
+        cells[c] = noised(exact, plan, key, f"{purpose}\x1f{c}\x1f{digest}")
+    return cells

@@ -1,0 +1,251 @@
+"""FedPFT under differential privacy: Theorem 4.1 of arXiv:2402.01862 as it holds, private EM, one sum for all.
+
+The noise is added at the client, from a key that never leaves it; ``pooled`` adds it once, at the server. What the
+server makes of noisy sums is post-processing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.core.client import MAX_WEIGHT, Client, ClientId, Update
+from fedfm.core.federation import Federation
+from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault
+from fedfm.linalg.params import Params, layout_of
+from fedfm.methods._one_shot import rows_of
+from fedfm.methods.fedpft.encoding import nothing, pack
+from fedfm.methods.fedpft.mixtures import Mixture
+from fedfm.methods.fedpft.noisy_moments import Cell, Plan, release, to_gaussian, too_noisy, unit_rows
+from fedfm.methods.fedpft.noisy_sums import client_sums, federation_sum, width
+from fedfm.methods.fedpft.private_em import plan_for, release_mixture
+from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, from_variances, gaussian
+from fedfm.privacy.gaussian import paper_sigma
+
+Drawn = Mapping[ClientId, list[tuple[int, int, Mixture]]]  # by client: (class, rows to draw, mixture)
+
+
+@dataclass(frozen=True)
+class Noised:
+    """What a client sends under differential privacy: noisy sums of every class, also of those that it has not.
+
+    Attributes:
+        counts: (C,) noisy.
+        totals: (C, d) noisy sums of unit features.
+        seconds: (C, s) noisy second moments: none (spherical), the squares (diag) or the lower triangle (full).
+        rows: of the client, where the paper's other reading of n needs it; else 0.
+    """
+
+    counts: Tensor
+    totals: Tensor
+    seconds: Tensor
+    rows: int
+
+
+# --- client half ------------------------------------------------------------------------------------------------------
+
+
+def noisy_sums(client: Client, plan: Plan) -> Noised:
+    """Sums of every class, one component each."""
+    x, y = (t.numpy() for t in rows_of(client))
+    x, key = unit_rows(x), client.secret("noise")
+    classes, dim = len(client.model.classes), x.shape[1]
+    counts, totals = torch.zeros(classes), torch.zeros(classes, dim)
+    seconds = torch.zeros(classes, plan.seconds(dim))
+    for c in range(classes):
+        of_class = x[y == c]
+        if plan.counts_public and not len(of_class):
+            continue  # under this relation everybody may know it
+        cell = release(of_class, plan, key, f"{client.id}/moments/{c}", client_rows=len(y))
+        counts[c], totals[c] = cell.count, torch.from_numpy(cell.total)
+        if cell.second is not None:
+            seconds[c] = torch.from_numpy(cell.second)
+    return Noised(counts, totals, seconds, len(y) if plan.calibration == "paper_client" else 0)
+
+
+def noisy_mixtures(client: Client, plan: Plan, components: int, iterations: int) -> Summary:
+    """Private EM: every iteration of every class is noisy, and paid for."""
+    x, y = (t.numpy() for t in rows_of(client))
+    x, key = unit_rows(x), client.secret("noise")
+    found = {
+        c: release_mixture(x[y == c], plan, key, f"{client.id}/em/{c}", components=components, iterations=iterations)
+        for c in range(len(client.model.classes))
+        if not plan.counts_public or (y == c).any()
+    }
+    sent = {c: m for c, m in found.items() if m is not None}
+    mixtures = [from_variances(m.weights, m.means, m.variances) for m in sent.values()]
+    counts = [_drawable(m.count) for m in sent.values()]
+    packed = pack(mixtures, "float32") if mixtures else nothing(plan.covariance, x.shape[1], "float32")
+    return Summary(list(sent), counts, packed, [])
+
+
+def drawn(client: Client, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (n~, d) float32 and labels (n~,) from what the client's noisy sums describe, in the place of its own."""
+    dim = client.model.head.in_features
+    found = _normals(noisy_sums(client, plan), plan, len(client.model.classes), dim)
+    blocks = list(Synthetic(found, 0, seeds.derive(client.seed, "own"))())
+    x, y = [np.zeros((0, dim), np.float32)], [np.zeros(0, np.int64)]
+    return np.concatenate(x + [b.numpy() for b, _ in blocks]), np.concatenate(y + [b.numpy() for _, b in blocks])
+
+
+def no_head(classes: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Of a client that has nothing to train on: every class is as likely."""
+    return torch.zeros(classes, dim), torch.zeros(classes)
+
+
+def exact_sums(client: Client, plan: Plan) -> Update:
+    """Of every class, for a mean: the noise is added to the sum over the federation."""
+    x, y = (t.numpy() for t in rows_of(client))
+    found = client_sums(unit_rows(x), y, len(client.model.classes), plan)
+    return Update(Params({"sums": torch.from_numpy(found)}), 1.0)
+
+
+# --- server half ------------------------------------------------------------------------------------------------------
+
+
+def asked(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
+    """Noisy sums of every client as Gaussians, and what to tell of them."""
+    classes, dim = len(fed.model.classes), fed.model.head.in_features
+    shapes = [(classes,), (classes, dim), (classes, plan.seconds(dim))]
+
+    def check(reply: Noised) -> None:
+        if [tuple(t.shape) for t in (reply.counts, reply.totals, reply.seconds)] != shapes:
+            raise ClientFault(E_SHAPE, "noisy sums of other shapes")
+        if not 0 <= reply.rows <= MAX_WEIGHT:
+            raise ClientFault(E_FIELD, f"rows = {reply.rows}: expected from 0 to {MAX_WEIGHT:g}")
+        _normals(reply, plan, classes, dim)
+
+    replies = fed.ask(handler, check=check)
+    received = {client: _normals(reply, plan, classes, dim) for client, reply in replies.items()}
+    typical = max(1, round(sum(n for found in received.values() for _, n, _ in found) / (classes * len(replies))))
+    rows = max(typical, round(sum(reply.rows for reply in replies.values()) / len(replies)))  # 0 but for paper_client
+    exact = plan.sum_sigma(typical, client_rows=rows)
+    return received, {
+        "formula_bytes": 4 * classes * (1 + dim + plan.seconds(dim)) * len(replies),
+        "cells_kept": sum(map(len, received.values())),
+        "cells": classes * len(replies),
+        **_left_out(
+            plan,
+            [
+                float(reply.counts[c])
+                for client, reply in replies.items()
+                for c in set(range(classes)) - {label for label, _, _ in received[client]}
+            ],
+        ),
+        "noise_std_of_sums": exact,
+        "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / exact,
+        "warnings": [
+            text
+            for text in (too_noisy(plan, dim, typical, client_rows=rows), _unkept(plan, typical, client_rows=rows))
+            if text
+        ],
+    }
+
+
+def _left_out(plan: Plan, counts: Sequence[float]) -> dict[str, Any]:
+    """How many rows the cells have that are not used, as far as their noisy counts tell: the server knows no other."""
+    if plan.counts_public:
+        return {}  # such cells are empty
+    return {
+        "left_out_rows": max(0, round(math.fsum(counts))),
+        "left_out_rows_std": plan.count_sigma * math.sqrt(len(counts)),
+    }
+
+
+def _unkept(plan: Plan, n: int, client_rows: int) -> str | None:
+    """A warning where the noise does not keep what was asked for."""
+    if plan.calibration != "paper_client":
+        return None
+    spent = plan.spent(n, client_rows=client_rows)
+    return (
+        f'no epsilon is claimed: calibration "paper_client" {spent.note}; a typical client truly spends '
+        f"{spent.epsilon:.3g}, and more where a class has fewer rows"
+    )
+
+
+def told_of_sums(plan: Plan) -> dict[str, Any]:
+    """What to tell of the noise of every client's own release, in a decentralised run."""
+    sigma = plan.sum_sigma(1, client_rows=1)
+    return {"noise_std_of_sums": sigma, "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / sigma}
+
+
+def told_of_mixtures(plan: Plan, components: int, iterations: int) -> dict[str, Any]:
+    """What to tell of private EM: its noise, and that one component has less."""
+    spent = plan_for(plan, iterations)
+    times = spent.sum_sigma(1) / replace(plan, covariance="spherical").sum_sigma(1)
+    return {
+        "noise_std_of_sums": spent.sum_sigma(1),
+        "warnings": [
+            f"private EM with up to {components} components has {times:.2g} times the noise of one component's mean, "
+            'which a class shares out among its components: covariance = "spherical", components = 1 mostly does better'
+        ],
+    }
+
+
+def pooled(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
+    """One noise for all clients' sums together, so 1/m of a client's noise on a mean over m clients."""
+    classes, dim = len(fed.model.classes), fed.model.head.in_features
+    shape = (classes, width(plan, dim))
+    mean = fed.mean(handler, like=layout_of((("sums", torch.float64, shape),)))
+    cells = federation_sum(mean["sums"].numpy(), fed.heard, plan, dim, fed.secret("noise"), f"sum {fed.round}")
+    normals = {c: to_gaussian(cell, plan, dim) for c, cell in cells.items()}
+    found = [(c, _drawable(n[0]), gaussian(*n[1:])) for c, n in normals.items() if n is not None]
+    return {"federation": found}, {
+        "formula_bytes": 8 * classes * shape[1] * fed.heard,
+        "cells_kept": len(found),
+        "cells": classes,
+        **_left_out(plan, [cells[c].count for c, n in normals.items() if n is None]),
+        "noise_std_of_sums": plan.sum_sigma(max(1, round(sum(n for _, n, _ in found) / classes))),
+        "warnings": ["the server sees every client's exact sums until a secure aggregation hides them"],
+    }
+
+
+def _normals(reply: Noised, plan: Plan, classes: int, dim: int) -> list[tuple[int, int, Mixture]]:
+    """The classes that stand out of their noise."""
+    found = []
+    for c in range(classes):
+        if plan.counts_public and not reply.counts[c]:
+            continue
+        second = reply.seconds[c].double().numpy() if plan.seconds(dim) else None
+        cell = Cell(float(reply.counts[c]), reply.totals[c].double().numpy(), second)
+        _reached(cell, plan, dim, reply.rows)
+        if (normal := to_gaussian(cell, plan, dim, client_rows=reply.rows)) is not None:
+            found.append((c, _drawable(normal[0]), gaussian(*normal[1:])))
+    return found
+
+
+def _reached(cell: Cell, plan: Plan, dim: int, rows: int) -> None:
+    """Refuse a sum that n unit rows and noise do not reach: n is not 10 standard deviations above the noisy count, and
+    the norm of the noise is not sigma (sqrt(d) + 10).
+    """
+    n = max(cell.count, 0.0) + 10 * plan.count_sigma
+    most = n + plan.sum_sigma(max(cell.count, 1.0), client_rows=rows) * (dim**0.5 + 10)
+    if not (norm := float(np.linalg.norm(cell.total))) <= most:
+        raise ClientFault(E_NORM, f"a sum of at most {n:.6g} unit features has L2 norm {norm:.3g}, above {most:.3g}")
+
+
+def _drawable(count: float) -> int:
+    """Rows to draw for a noisy count."""
+    return min(max(round(count), 1), MOST)
+
+
+def as_trained(x: Tensor) -> Tensor:
+    """Unit features (n, d): what a head was trained on under differential privacy."""
+    return torch.from_numpy(unit_rows(x.numpy())).float()
+
+
+def ledger(plan: Plan, components: int, iterations: int, pooled: bool) -> list[dict[str, Any]]:
+    """What a run has spent."""
+    if plan.calibration == "paper_client":
+        return []  # it promises nothing
+    spent = (plan if components == 1 else plan_for(plan, iterations)).spent()
+    if pooled:
+        spent = replace(spent, note="against who sees the head, not against the server, which adds the noise")
+    return [asdict(spent)]

@@ -1,0 +1,108 @@
+"""What FedPFT refuses among its settings, and under [privacy]."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fedfm.errors import InputError
+from fedfm.methods.fedpft.encoding import DTYPES
+from fedfm.methods.fedpft.mixtures import COVARIANCES
+from fedfm.methods.fedpft.noisy_moments import Plan
+from fedfm.methods.fedpft.summary import MOST
+from fedfm.methods.fedpft.topology import topological
+
+OPTIONS = {
+    "covariance": COVARIANCES,
+    "topology": ("star", "chain", "ring", "dag"),
+    "transport": tuple(DTYPES),
+    "counts": ("exact", "withheld"),
+    "calibration": ("analytic", "paper", "paper_client"),
+    "relation": ("add_remove", "replace", "replace_any"),
+}
+
+
+def refuse(m: Any) -> None:
+    """Refuse settings of a FedPFT ``m`` that make no sense.
+
+    Raises:
+        InputError: with the key and what would be right.
+    """
+    if m.rounds not in (0, 1):
+        raise InputError(f"method.rounds = {m.rounds}: fedpft takes one round, expected 1")
+    for key, options in OPTIONS.items():
+        if getattr(m, key) not in (*options, None):
+            raise InputError(f'method.{key} = "{getattr(m, key)}": expected one of {", ".join(options)}')
+    whole = {key: getattr(m, key) for key in ("components", "min_count", "iterations") if getattr(m, key) is not None}
+    for key, value in (whole | m.budgets).items():
+        if value < 1:
+            raise InputError(f"method.{key} = {value}: expected a whole number of at least 1")
+    if not 0 <= m.samples <= MOST:
+        raise InputError(f"method.samples = {m.samples}: expected a whole number from 0 to {MOST}")
+    if m.counts == "withheld":
+        _refuse_what_counts(m)
+    if (m.topology == "dag") != bool(m.edges):
+        raise InputError('method.edges goes with topology = "dag", and a dag needs them')
+    if m.shuffle and (m.topology != "star" or m.bound):
+        raise InputError('method.shuffle: only with topology = "star" and without bound')
+    if m.bound and m.topology != "star":
+        raise InputError(f'method.bound: only with topology = "star", not "{m.topology}"')
+    if not 0 < m.smoothing < math.inf:
+        raise InputError(f"method.smoothing = {m.smoothing}: expected a finite number above 0")
+    if any(len(edge) != 2 for edge in m.edges):
+        raise InputError('method.edges: expected pairs of names, e.g. [["a", "b"]]')
+    names = {name for edge in m.edges for name in edge}
+    topological({n: [a for a, b in m.edges if b == n] for n in names})
+    m.head.validate()
+
+
+def _refuse_what_counts(m: Any) -> None:
+    """Refuse what would tell the counts that are to be withheld."""
+    if not m.samples or m.topology != "star" or m.bound:
+        raise InputError('method.samples: counts = "withheld" needs a number to draw, topology "star" and no bound')
+    if m.verify:
+        raise InputError('method.verify: clients tell how many rows they have; with counts = "withheld" drop it')
+    if m.covariance == "full":
+        raise InputError(
+            'method.covariance = "full": the rank of a covariance matrix tells its rows; with counts = "withheld" '
+            "expected spherical, diag"
+        )
+    if m.min_count < 2:
+        raise InputError(
+            f"method.min_count = {m.min_count}: a class of one row has no variance, which tells it; with "
+            'counts = "withheld" expected at least 2'
+        )
+
+
+def plan_of(m: Any, privacy: Any) -> Plan:
+    """What a FedPFT ``m`` releases under the [privacy] table.
+
+    Raises:
+        InputError: a promise that cannot be kept, with the key and what would be right.
+    """
+    if privacy.mechanism not in (None, "gaussian"):
+        raise InputError(f'privacy.mechanism = "{privacy.mechanism}": fedpft has "gaussian"')
+    if privacy.unit != "record":
+        raise InputError(f'privacy.unit = "{privacy.unit}": fedpft protects a "record"')
+    star = m.topology == "star"  # elsewhere each client's own release has one component, and refits cost nothing
+    if m.pooled and not star:
+        raise InputError(f'method.pooled: one sum over the federation needs topology "star", not "{m.topology}"')
+    if m.calibration == "paper_client" and not star:
+        raise InputError(f'method.calibration = "paper_client": only with topology "star", not "{m.topology}"')
+    if m.pooled and m.calibration != "analytic":
+        raise InputError(f'method.calibration = "{m.calibration}": one sum over the federation has "analytic"')
+    if m.pooled and m.components != 1:
+        raise InputError(f"method.components = {m.components}: one sum over the federation has 1 component")
+    if star and m.components == 1 and m.budgets:
+        raise InputError("method.budgets: with method.components = 1 under [privacy] drop it")
+    if star and m.components > 1 and m.calibration != "analytic":
+        raise InputError(f'method.calibration = "{m.calibration}": private EM has "analytic"')
+    if m.bound or m.verify:
+        raise InputError("method.bound and method.verify tell what is not accounted for: drop them under [privacy]")
+    if m.components == 1 and m.shuffle:
+        raise InputError("method.shuffle: noisy sums come with their sender; under [privacy] drop it")
+    if m.counts == "withheld":
+        raise InputError(
+            'method.counts = "withheld": under [privacy] each class has its count, noisy but for "replace"'
+        )
+    return Plan(m.relation, m.covariance, privacy.target_epsilon, privacy.delta, m.calibration)

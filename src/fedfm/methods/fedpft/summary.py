@@ -1,0 +1,102 @@
+"""A client's summary, the message of FedPFT, and what the other side makes of it: mixtures, and draws from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.core.federation import MAX_NORM
+from fedfm.errors import E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, ClientFault
+from fedfm.methods.fedpft.encoding import Packed, unpack
+from fedfm.methods.fedpft.mixtures.mixture import Mixture
+
+MOST = 1 << 20  # rows that one client may claim of one class: the server draws as many, at every pass
+_BLOCK = 1 << 14  # rows drawn at a time
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a client sends: a mixture g^{i,c} for each class c that it has.
+
+    Attributes:
+        labels, counts: the classes, and |F^{i,c}|; where counts are withheld, ``samples`` for each.
+        mixtures: of these classes, in this order.
+        withheld: classes with fewer examples than ``min_count``; none is named where counts are withheld.
+        withheld_rows: how many examples these classes have in all.
+        kl, tv: divergences of the classes' smoothed features from their mixtures; empty unless ``bound`` is set.
+    """
+
+    labels: list[int]
+    counts: list[int]
+    mixtures: Packed
+    withheld: list[int]
+    withheld_rows: int = 0
+    kl: list[float] = field(default_factory=list)
+    tv: list[float] = field(default_factory=list)
+
+
+def opened(summaries: Sequence[Summary]) -> list[tuple[int, int, Mixture]]:
+    """(class, count, mixture) of everything in the summaries."""
+    return [(c, n, g) for s in summaries for c, n, g in zip(s.labels, s.counts, unpack(s.mixtures), strict=True)]
+
+
+def gaussian(mean: np.ndarray, variance: Any) -> Mixture:
+    """One component from its mean and its variance: a number, (d,) or (d, d)."""
+    return from_variances(np.ones(1), mean[None], np.asarray(variance)[None])
+
+
+def from_variances(weights: np.ndarray, means: np.ndarray, variances: np.ndarray) -> Mixture:
+    """From variances (K,), (K, d) or (K, d, d)."""
+    scales = np.linalg.cholesky(variances) if variances.ndim == 3 else np.sqrt(variances)
+    return Mixture(weights, means.astype(np.float32), scales.astype(np.float32))
+
+
+def checker(classes: int, dim: int, bounded: bool = False) -> Callable[[Summary], None]:
+    """Refuses a summary that cannot be used, before anything is drawn from it."""
+
+    def check(s: Summary) -> None:
+        if not len(s.labels) == len(s.counts) == len(s.mixtures.components):
+            raise ClientFault(E_FIELD, f"{len(s.labels)} labels, {len(s.counts)} counts, other numbers of mixtures")
+        if len(set(s.labels)) < len(s.labels) or not all(0 <= c < classes for c in s.labels):
+            raise ClientFault(E_FIELD, "labels that occur twice or are none of the classes")
+        if not all(0 < n <= MOST for n in s.counts):
+            raise ClientFault(E_FIELD, f"a count is not from 1 to {MOST}")
+        away = set(s.withheld)
+        if len(away) < len(s.withheld) or not away <= set(range(classes)) - set(s.labels):
+            raise ClientFault(E_FIELD, "withheld classes that occur twice, are sent, or are none of the classes")
+        if not len(away) <= s.withheld_rows <= MOST * len(away):
+            raise ClientFault(E_FIELD, f"{len(away)} withheld classes do not have that many rows")
+        if s.labels and s.mixtures.dim != dim:
+            raise ClientFault(E_SHAPE, f"mixtures of {s.mixtures.dim} dimensions, features have {dim}")
+        if {len(s.kl), len(s.tv)} != {len(s.labels) if bounded else 0} or not all(0 <= t <= 1 for t in s.tv):
+            raise ClientFault(E_FIELD, "divergences that do not go with the labels")
+        if not all(map(math.isfinite, s.kl)):
+            raise ClientFault(E_NONFINITE, "a divergence is NaN or infinite")
+        if not all(abs(divergence) <= MAX_NORM for divergence in s.kl):
+            raise ClientFault(E_NORM, f"a divergence is above {MAX_NORM:g}")
+        unpack(s.mixtures)
+
+    return check
+
+
+class Synthetic:
+    """Draws from mixtures: the same at every pass, each mixture from a stream of its own."""
+
+    def __init__(self, mixtures: Sequence[tuple[int, int, Mixture]], samples: int, seed: int) -> None:
+        self._parts = [(c, samples or n, g) for c, n, g in mixtures]
+        self._seed = seed
+        self.numbers = sum(n * g.dim for _, n, g in self._parts)
+
+    def __call__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for i, (c, n, g) in enumerate(self._parts):
+            rng = seeds.generator(self._seed, "mixture", c, i)
+            for start in range(0, n, _BLOCK):
+                count = min(_BLOCK, n - start)
+                yield torch.from_numpy(g.sample(count, rng)), torch.full((count,), c, dtype=torch.int64)

@@ -1,0 +1,110 @@
+"""Who hears whom in a decentralised run, and what the server carries from each client to its successors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedfm.core import update_metrics
+from fedfm.core.client import ClientId, each
+from fedfm.core.federation import Federation
+from fedfm.errors import E_SHAPE, ClientFault, InputError, RunError
+from fedfm.linalg.params import Params
+from fedfm.methods._convergence import tell
+from fedfm.methods.fedpft.summary import Summary
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What travels along a chain: a summary, and whose rows are in it."""
+
+    origins: list[str]
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A client's answer in a decentralised run: the refit for its successors, its own head, and how its fit went."""
+
+    summary: Summary
+    head: Params
+    metrics: dict[str, float]
+
+    def __post_init__(self) -> None:
+        update_metrics.check(self.metrics)
+
+
+def carry(
+    fed: Federation, handler: Any, parents: Mapping[ClientId, Sequence[ClientId]], check: Callable[[Summary], None]
+) -> tuple[dict[ClientId, Handed], dict[ClientId, Params], list[str]]:
+    """Ask every client after its parents, with what they sent.
+
+    Returns:
+        What each passed on, its head, and what was not handed on, in words: it would count an origin twice.
+
+    Raises:
+        RunError: fewer clients than ``min_clients`` passed something on.
+    """
+
+    def both(passed: Passed) -> None:
+        check(passed.summary)
+        if passed.head.layout is not fed.model.layout:
+            raise ClientFault(E_SHAPE, "a head of other shape")
+
+    sent: dict[ClientId, Handed] = {}
+    heads: dict[ClientId, Params] = {}
+    dropped = []
+    for client in topological(parents):
+        handed: list[Handed] = []
+        for h in sorted((sent[p] for p in parents[client] if p in sent), key=lambda h: -sum(h.summary.counts)):
+            if any(set(h.origins) & set(other.origins) for other in handed):
+                dropped.append(f"{client}: what {h.origins[-1]} sent, which counts an origin twice")
+            else:
+                handed.append(h)
+        replies = fed.ask(handler, of=[client], check=both, least=0, received=each({client: handed}))
+        if client not in replies:
+            continue  # left out, with a line that says why; its successors do without it
+        tell(fed, client, replies[client].metrics)
+        origins = [o for h in handed for o in h.origins] + [client]
+        sent[client], heads[client] = Handed(origins, replies[client].summary), replies[client].head
+    if len(sent) < max(fed.min_clients, 1):
+        raise RunError(f"{len(sent)} of {len(parents)} clients passed something on, min_clients is {fed.min_clients}")
+    return sent, heads, dropped
+
+
+def parents_of(
+    topology: str, edges: Sequence[Sequence[str]], clients: Sequence[ClientId]
+) -> dict[ClientId, list[ClientId]]:
+    """Who sends to whom. A ring is a chain cut at its start: what the last client would hand to the first has the
+    first one's rows among its origins, which would be counted twice.
+
+    Raises:
+        InputError: an edge names somebody else.
+    """
+    if topology in ("chain", "ring"):
+        return {c: list(clients[i - 1 : i]) if i else [] for i, c in enumerate(clients)}
+    parents: dict[ClientId, list[ClientId]] = {c: [] for c in clients}
+    for edge in edges:
+        for name in edge:
+            if name not in parents:
+                raise InputError(f'method.edges: "{name}" is none of the clients {", ".join(clients)}')
+        parents[edge[1]].append(edge[0])
+    return parents
+
+
+def topological(parents: Mapping[ClientId, Sequence[ClientId]]) -> list[ClientId]:
+    """Every client after its parents, in order of names where that leaves a choice.
+
+    Raises:
+        InputError: there is a cycle.
+    """
+    done: list[ClientId] = []
+    left = sorted(parents)
+    while left:
+        ready = [c for c in left if all(p in done for p in parents[c])]
+        if not ready:
+            raise InputError(f"method.edges: {', '.join(left)} form a cycle")
+        done.append(ready[0])
+        left.remove(ready[0])
+    return done

@@ -1,0 +1,1 @@
+"""What is trained of a model: adaptations, LoRA, two adapters at once."""

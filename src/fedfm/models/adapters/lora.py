@@ -1,0 +1,255 @@
+"""LoRA by its parameter names: pairs of factors, any rank in one model, frozen weights with a low-rank shift.
+
+PEFT computes W x + (alpha / r) B A x. Here alpha is the model's own whatever the rank is: parameters of rank r under
+the model's names mean (alpha / r) B A, so that their shapes alone say what they stand for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedfm.errors import InputError
+from fedfm.linalg import low_rank
+from fedfm.linalg.low_rank import Factors
+from fedfm.linalg.params import Layout, Params, layout_of
+from fedfm.models.adapters.adaptation import check
+from fedfm.models.spec import ModelSpec
+
+_A, _B = ".lora_A.", ".lora_B."
+
+
+def pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Path of each adapted module -> (name of its A (r, d_in), name of its B (d_out, r)), in the order of the names.
+
+    Example:
+        >>> pairs(["q.lora_A.default.weight", "q.lora_B.default.weight", "head.weight"])
+        {'q': ('q.lora_A.default.weight', 'q.lora_B.default.weight')}
+    """
+    names = list(names)
+    known = set(names)
+    return {name.partition(_A)[0]: (name, b) for name in names if _A in name and (b := name.replace(_A, _B)) in known}
+
+
+def rest(names: Iterable[str]) -> list[str]:
+    """Names of what is trained beside LoRA: a new head."""
+    return [name for name in names if _A not in name and _B not in name]
+
+
+def alpha_of(model: Any) -> float:
+    """LoRA's alpha; the scale of an adapter of rank r is alpha / r."""
+    adaptation = model.spec.adaptation
+    return float(2 * adaptation.rank if adaptation.alpha is None else adaptation.alpha)
+
+
+def rank_of(w: Mapping[str, Tensor]) -> int | None:
+    """The rank r of LoRA parameters; None where there are none, or ranks differ from module to module."""
+    ranks = {w[a].shape[0] for a, _ in pairs(w).values()}
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def factors(w: Mapping[str, Tensor], alpha: float) -> dict[str, Factors]:
+    """Path -> factors of (alpha / r) B A, (d_out, r) and (r, d_in), float64."""
+    return {path: (alpha / len(w[a]) * w[b].double(), w[a].double()) for path, (a, b) in pairs(w).items()}
+
+
+def merged(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -> Params:
+    """One LoRA for an adapter w and a shift of the frozen weights, under w's names: its rank is the sum of both.
+
+    Modules of lower rank are filled up with zeros, since an adapter on disk has one rank. An adapter whose B are all
+    zero adds nothing and is left out where there is a shift.
+    """
+    own = factors(w, alpha)
+    idle = bool(shift) and not any(bool(u.any()) for u, _ in own.values())
+    found = {
+        path: low_rank.stack([(1.0, x) for x in ((own[path],) if not idle else ()) + ((shift[path],) if shift else ())])
+        for path in own
+    }
+    rank = max(len(v) for _, v in found.values())
+    out = dict(w)
+    for path, (a, b) in pairs(w).items():
+        u, v = low_rank.padded(found[path], rank)
+        out[a], out[b] = v.to(w[a].dtype), (rank / alpha * u).to(w[b].dtype)
+    return Params(out)
+
+
+def first(w: Params, rank: int | None) -> Params:
+    """The adapter of the first ``rank`` rows of A and columns of B, which at its own scale alpha / rank adds what they
+    add in w: B becomes (rank / r) B. All else stays.
+    """
+    r, out = rank_of(w), dict(w)
+    if r is None or rank is None or rank > r:
+        raise ValueError(f"no first {rank} of an adapter of rank {r}")
+    if rank == r:
+        return w
+    for a, b in pairs(w).values():
+        out[a], out[b] = w[a][:rank], w[b][:, :rank] * (rank / r)
+    return Params(out)
+
+
+def widened(w: Params, like: Layout) -> Params:
+    """The adapter of the larger rank of ``like`` that adds the same: zeros follow in A and B, and B is at the scale
+    alpha / rank of the larger one. :func:`first` takes it back.
+    """
+    wide, r = filled(w, like), rank_of(w)
+    more = (rank_of(wide) or 0) / r if r else 1.0
+    return wide if more == 1 else wide.replace({b: more * wide[b] for _, b in pairs(w).values()})
+
+
+def layout_at(layout: Layout, rank: int) -> Layout:
+    """Names, dtypes and shapes of the same LoRA with another rank."""
+    a, b = ({pair[i] for pair in pairs(layout.slots).values()} for i in (0, 1))
+    return layout_of(
+        tuple(
+            (n, dtype, (rank, *shape[1:]) if n in a else (shape[0], rank, *shape[2:]) if n in b else shape)
+            for n, dtype, shape in layout.entries
+        )
+    )
+
+
+def filled(w: Params, like: Layout) -> Params:
+    """Append zeros to A and B, up to the rank of ``like``. They stay zero in training: the gradient of a row of A
+    vanishes with the column of B, and that of the column with the row.
+    """
+    return Params({n: _grown(tensor, like.slots[n][3]) for n, tensor in w.items()})
+
+
+def cut(w: Params, like: Layout) -> Params:
+    """Take off what :func:`filled` has appended."""
+    return Params({n: tensor[tuple(slice(size) for size in like.slots[n][3])] for n, tensor in w.items()})
+
+
+def spec_for(spec: ModelSpec, w: Mapping[str, Tensor]) -> ModelSpec:
+    """The [model] table whose LoRA has the rank of w, and alpha as before."""
+    return at_rank(spec, rank_of(w))
+
+
+def at_rank(spec: ModelSpec, rank: int | None) -> ModelSpec:
+    """The [model] table with LoRA of this rank, and alpha as before."""
+    if spec.adaptation is None or rank is None or rank == spec.adaptation.rank:
+        return spec
+    alpha = check(spec.adaptation).alpha
+    return dataclasses.replace(spec, adaptation=dataclasses.replace(spec.adaptation, rank=rank, alpha=alpha))
+
+
+@contextmanager
+def scaled(model: Any, rank: int) -> Iterator[None]:
+    """Within it the model's LoRA has the scale alpha / rank, whatever its own rank: for parameters of this rank,
+    filled up with zeros.
+    """
+    if rank == model.spec.adaptation.rank:
+        yield
+        return
+    layers = [model.module.get_submodule(path) for path in pairs(model.names)]
+    before = [layer.scaling["default"] for layer in layers]
+    for layer, s in zip(layers, before, strict=True):
+        layer.scaling["default"] = s * model.spec.adaptation.rank / rank
+    try:
+        with altered(model):
+            yield
+    finally:
+        for layer, s in zip(layers, before, strict=True):
+            layer.scaling["default"] = s
+
+
+@contextmanager
+def shifted(model: Any, shift: Mapping[str, Factors]) -> Iterator[None]:
+    """Within it the frozen weight W of each named module acts as W + U V, in training and in prediction.
+
+    U V x is added to what the module puts out: no bit of W is touched, so that tied and half-precision weights, and
+    weights that are stored transposed, need no care and nothing has to be restored. Caches of what frozen layers put
+    out are not used meanwhile.
+
+    Args:
+        shift: path -> U (d_out, R), V (R, d_in).
+    """
+    if not shift:
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(altered(model))
+        for path, (u, v) in shift.items():
+            hook = model.module.get_submodule(path).register_forward_hook(Shift(u, v, model.device))
+            stack.callback(hook.remove)
+        yield
+
+
+@contextmanager
+def wearing(model: Any, w: Params) -> Iterator[None]:
+    """Within it the model has the parameters w, LoRA of any rank; one of another rank than its own acts as a shift."""
+    rank = rank_of(w)
+    if rank is None or rank == model.spec.adaptation.rank:
+        model.load(w)
+        yield
+        return
+    shift = factors(w, alpha_of(model))
+    own = {n: torch.zeros_like(t) if n not in w or _B in n else t for n, t in model.params().items()}
+    model.load(Params(own | {n: w[n] for n in rest(w)}))
+    with shifted(model, shift):
+        yield
+
+
+def need(model: Any) -> None:
+    """Refuse a model that is adapted by anything but LoRA on linear maps.
+
+    Raises:
+        InputError: what would be right.
+    """
+    found = pairs(model.names)
+    if getattr(model, "adaptation", None) != "lora" or not found:
+        raise InputError('model.adaptation: the method multiplies LoRA\'s factors; expected { name = "lora" }')
+    shapes = {name: model.layout.slots[name][3] for pair in found.values() for name in pair}
+    if bad := [name for name, shape in shapes.items() if len(shape) != 2]:
+        raise InputError(f"model.adaptation.targets: {bad[0].partition(_A)[0]} is no linear map; name linear maps only")
+
+
+class Shift:
+    """A forward hook: y + x V^T U^T, by the dense matrix where that is less work.
+
+    Args:
+        weight: of the second term, by y (b, ...): a number, or one a row in a shape that goes with y; None: 1.
+    """
+
+    def __init__(
+        self, u: Tensor, v: Tensor, device: torch.device, weight: Callable[[Tensor], Any] | None = None
+    ) -> None:
+        (m, r), n = u.shape, v.shape[1]
+        dense = r * (m + n) >= m * n
+        maps = [u.double() @ v.double()] if dense else [v, u]
+        self.maps = [matrix.to(device, torch.float32) for matrix in maps]
+        self.weight = weight
+
+    def __call__(self, module: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        x = args[0].float()  # (..., n)
+        for matrix in self.maps:
+            x = F.linear(x, matrix)
+        if self.weight is not None:
+            x = x * self.weight(y)
+        return y + x.to(y.dtype)  # (..., m)
+
+
+@contextmanager
+def altered(model: Any) -> Iterator[None]:
+    """Tells those who read the model's weights, rather than calling it, to leave it alone."""
+    model.altered += 1
+    try:
+        yield
+    finally:
+        model.altered -= 1
+
+
+def _grown(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tuple(tensor.shape) == shape:
+        return tensor
+    pad = [
+        amount
+        for have, want in zip(reversed(tensor.shape), reversed(shape), strict=True)
+        for amount in (0, want - have)
+    ]
+    return F.pad(tensor, pad)

@@ -1,0 +1,1 @@
+"""Architectures and tokenizers that come with fedfm."""

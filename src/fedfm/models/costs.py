@@ -1,0 +1,149 @@
+"""Multiply-accumulates: what training costs the clients, as FedBaF's Appendix B counts it (arXiv:2410.18352).
+
+TMAC = T E m n MACs, with T rounds to a target accuracy, E epochs, m clients a round, n the median number of training
+samples a client holds, MACs those of one sample's forward pass. The paper's MACS_k covers all of a client's data and is
+multiplied by n once more; here they are those of one sample, so that a sample counts once. The backward pass, about
+twice the forward one, is not counted, as in the paper's figures: ratios between runs do not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fedfm.core.rows import Batch, Rows
+from fedfm.models.model import Model
+
+_LOOK = 64  # rows among which one of the median length stands for all
+
+
+@dataclass(frozen=True)
+class Macs:
+    """Of one sample.
+
+    Attributes:
+        training: at every visit in training, forward.
+        once: of the frozen backbone, whose features are computed once and kept (adaptation head); else 0.
+    """
+
+    training: int
+    once: int
+
+
+def per_sample(model: Model, rows: Rows) -> Macs | None:
+    """Multiply-accumulates of one row's forward pass: matrix products, convolutions and attention.
+
+    Of texts, the row of median length among the first 64. None without rows. Every layer counts, also those that a
+    fast kernel skips because nothing below them is trained.
+
+    Args:
+        rows: as :meth:`Model.prepare` gives them, not encoded.
+    """
+    if not len(rows):
+        return None
+    index = 0
+    if rows.tokens is not None:
+        lengths = [len(t) for t in rows.tokens[:_LOOK]]
+        index = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
+    row = rows.take([index])
+    total = _count(model, row.batch([0]))
+    encoded = model.encode(row)
+    if encoded is row or "features" not in encoded.tensors or "features" in row.tensors:
+        return Macs(total, 0)
+    training = _count(model, encoded.batch([0]))
+    return Macs(training, total - training)
+
+
+def _count(model: Model, batch: Batch) -> int:
+    with model.evaluating(), torch.random.fork_rng(devices=[]), _Counter() as counter:
+        model.logits(batch)
+    return int(counter.macs)
+
+
+class _Counter(TorchFunctionMode):
+    """Sums over the products that a forward pass calls by name. ``torch.utils.flop_counter`` counts the same, but loads
+    the compiler (1.5 s) and has no count for the fused attention of CPUs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.macs = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.macs += _macs(getattr(func, "__name__", ""), args, kwargs or {}, out)
+        return out
+
+
+def _macs(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Of one call: every entry of the result is a sum over so many products."""
+    if name == "scaled_dot_product_attention":
+        q, k, v = (args[i] if len(args) > i else kwargs[key] for i, key in enumerate(("query", "key", "value")))
+        return int(q.numel() * k.shape[-2] + q.numel() // q.shape[-1] * k.shape[-2] * v.shape[-1])
+    if name == "linear" or name in ("conv1d", "conv2d", "conv3d"):
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        return int(out.numel() * weight[0].numel())
+    if name in ("matmul", "__matmul__", "mm", "bmm"):
+        return int(out.numel() * args[0].shape[-1])
+    if name in ("addmm", "baddbmm"):
+        return int(out.numel() * args[1].shape[-1])
+    return 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a run costs its clients.
+
+    Attributes:
+        macs_per_sample: forward, at every visit in training.
+        macs_once_per_sample: forward, of a frozen backbone whose features are kept; 0 where there is none.
+        epochs: E.
+        samples: median number of training samples a client holds.
+    """
+
+    macs_per_sample: int
+    macs_once_per_sample: int
+    epochs: int
+    samples: float
+
+    @classmethod
+    def of(cls, macs: Macs, epochs: int, samples: Sequence[int]) -> Costs:
+        """Of clients with so many training samples each."""
+        return cls(macs.training, macs.once, epochs, float(median(samples)))
+
+    @property
+    def macs_per_client_round(self) -> float:
+        """E n MACs, of the median client."""
+        return self.epochs * self.samples * self.macs_per_sample
+
+    def tmac(self, cohorts: Sequence[Sequence[str]], beside: Sequence[float] = ()) -> float:
+        """Of the rounds of these cohorts: m summed over them, and a frozen backbone once for every client that came.
+
+        Args:
+            beside: passes over a client's rows that each round cost beside the optimiser's epochs (FedALA's, for its
+                weights W), a mean over the cohort weighted like its updates.
+        """
+        visits = sum(map(len, cohorts))
+        more = sum(len(cohort) * passes for cohort, passes in zip(cohorts, beside, strict=False))
+        return visits * self.macs_per_client_round + more * self.samples * self.macs_per_sample + self.once(cohorts)
+
+    def once(self, cohorts: Sequence[Sequence[str]]) -> float:
+        """Of a frozen backbone."""
+        return len({client for cohort in cohorts for client in cohort}) * self.samples * self.macs_once_per_sample
+
+
+def rounds_to(target: float, accuracies: Sequence[tuple[int, float | None]]) -> int | None:
+    """The first round (numbered with its accuracy) whose model reaches the target; None if none does.
+
+    Example:
+        >>> rounds_to(0.5, [(0, 0.1), (1, None), (2, 0.5), (3, 0.4)])
+        2
+    """
+    reached = (t for t, a in accuracies if a is not None and math.isfinite(a) and a >= target)
+    return next(reached, None)

@@ -1,0 +1,93 @@
+"""Where a module's input enters and what gives its output: of a known family by its table, of others by a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedfm.models.families import FAMILIES, Parts, find, type_of, unwrapped
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The two ends of a module.
+
+    Attributes:
+        entrance: parameters of what its input enters.
+        output: path of what gives its output, below PEFT's wrapper; "": the module itself; None: it is not known.
+    """
+
+    entrance: tuple[nn.Parameter, ...]
+    output: str | None
+
+    @classmethod
+    def of(cls, parts: Parts) -> Ends:
+        """Of a model whose parts are known: all of its embedding, all of its head."""
+        inside = () if parts.embedding is None else tuple(parts.embedding.parameters())
+        return cls(inside, parts.head.partition(".")[0] or None)
+
+
+def known(module: nn.Module) -> Ends | None:
+    """The ends of a model of a known family with a head; None of any other module."""
+    root = unwrapped(module)
+    model_type = type_of(root)
+    if model_type not in FAMILIES:
+        return None
+    heads = (FAMILIES[model_type].head, "lm_head", "head")
+    head = next((h for h in heads if any(path.startswith(h) for path, _ in root.named_modules())), "")
+    embedding = find(root, model_type).embedding
+    if not head or embedding is None:
+        return None
+    return Ends(tuple(embedding.parameters()), head.partition(".")[0])
+
+
+def _inside(path: str, container: str) -> bool:
+    return path != container and (not container or path.startswith(f"{container}."))
+
+
+@dataclass
+class Seen:
+    """The layers that ran, in order: modules with parameters of their own, by their paths."""
+
+    root: nn.Module
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+
+    def ends(self, output: Any = None) -> Ends:
+        """The first layer, with what its containers hold beside it (class token, positions), and the one whose output
+        this is; where none gives it as it is, the last.
+        """
+        if not self.calls:
+            return Ends((), None)
+        paths = list(dict.fromkeys(reversed([path for path, _ in self.calls])))
+        innermost = next(p for p in paths if not any(_inside(other, p) for other in paths))
+        last = next((path for path, found in self.calls if output is not None and found is output), innermost)
+        first = self.calls[0][0]  # what is inside a module ends before it
+        steps = first.split(".")
+        above = [self.root.get_submodule(".".join(steps[:i])) for i in range(len(steps))]
+        beside = [p for module in above for p in module.parameters(recurse=False)] if first else []
+        return Ends((*self.root.get_submodule(first).parameters(), *beside), last)
+
+
+@contextmanager
+def seen(module: nn.Module) -> Iterator[Seen]:
+    """Within it every layer of the module that runs is noted."""
+    root = unwrapped(module)
+    found = Seen(root)
+
+    def note(path: str, output: Any) -> None:
+        found.calls.append((path, output if isinstance(output, Tensor) else None))
+
+    hooks = [
+        layer.register_forward_hook(lambda _, __, output, path=path: note(path, output))
+        for path, layer in root.named_modules()
+        if next(layer.parameters(recurse=False), None) is not None
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

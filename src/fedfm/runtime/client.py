@@ -1,0 +1,193 @@
+"""The client side of a run: turns a request into a call of a method's client half, in the silo that was asked.
+
+The same code answers on every engine: the local engine calls :meth:`Silos.answer` directly, a Flower ClientApp
+decodes a message, calls it, and encodes what it returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, get_type_hints
+
+from fedfm import seeds
+from fedfm.aggregation.base import Aggregator
+from fedfm.core.checks import conform
+from fedfm.core.client import Client, ClientData, ClientId, Update, action
+from fedfm.core.messages import Request
+from fedfm.core.method import Method
+from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE
+from fedfm.errors import E_EXCEPTION, E_FIELD, E_LOST, E_READONLY, E_REFUSED, ClientFault, Lost, first_line
+from fedfm.linalg.params import Params
+from fedfm.runtime.client_memory import DiskMemory, secret
+from fedfm.training import scheduler
+
+
+class Population(Protocol):
+    """Where clients' data come from: one experiment's partition, or a silo's own file."""
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        """Names, sorted."""
+
+    @property
+    def model(self) -> Any:
+        """The model that clients train."""
+
+    def data(self, client: ClientId) -> ClientData:
+        """The client's rows, ready for the model."""
+
+
+class Silos:
+    """Runs handlers for the clients of a population.
+
+    Args:
+        memory: folder of clients' memories, one subfolder each.
+        attack: what runs a client half instead, given it, the client and the payload (see
+            :class:`fedfm.attacks.attack.Attackers`; None: all are honest).
+        allow: the silo's policy, patterns of handlers that it answers, e.g. ``("train.*",)`` refuses to show the server
+            any single update.
+        on_error: told of a handler's exception with its traceback; it stays at the client.
+        local_scores: an update of the server's mean also tells how accurate the client's model was before it, on the
+            client's own test rows.
+        reveal: the server is told an exception's text, which may hold paths and values, and not only its kind.
+    """
+
+    def __init__(
+        self,
+        method: Method[Any],
+        aggregator: Aggregator,
+        population: Population,
+        *,
+        memory: Path,
+        seed: int = 0,
+        attack: Callable[[Callable[..., Any], Client, Mapping[str, Any]], Any] | None = None,
+        allow: Sequence[str] = ("*",),
+        on_error: Callable[[ClientId, str], None] = lambda client, text: None,
+        reveal: bool = True,
+        local_scores: bool = False,
+    ) -> None:
+        self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
+        self._memory, self._seed, self._on_error = memory, seed, on_error
+        self._reveal = reveal
+        self._method, self._local_scores = method, local_scores
+        self._handlers = {action(fn): fn for fn in handlers(method)}
+        self._hints = {name: get_type_hints(fn) for name, fn in self._handlers.items()}
+
+    @property
+    def width(self) -> int:
+        """How many clients to hand to one :meth:`answer`."""
+        return scheduler.width(self.population.model)
+
+    @property
+    def least(self) -> int:
+        """How many clients to hand to one :meth:`answer` where fewer would cost more."""
+        return scheduler.least(self.population.model)
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Load what answering them needs, before processes are forked that share it."""
+        if any(request.handler.startswith("train.") for request in requests[:1]):
+            scheduler.prepare(self.population.model)
+
+    def answer(self, requests: Sequence[Request]) -> list[Any]:
+        """Run the requests side by side; each result is the reply's value, or a ClientFault."""
+        calls = [partial(self._answer, request) for request in requests]
+        results = scheduler.run_chunk(calls, together=len(calls) > 1 and scheduler.batched(self.population.model))
+        return [
+            r if isinstance(r, ClientFault) else self._fault(request.client, r) if isinstance(r, BaseException) else r
+            for request, r in zip(requests, results, strict=True)
+        ]
+
+    def conform(self, handler: str, payload: Any) -> Any:
+        """A payload that came over a wire, as the handler's annotations say.
+
+        Raises:
+            ClientFault: it is not what the handler takes.
+        """
+        name = handler.partition(".")[2]
+        if not isinstance(payload, Mapping) or name not in self._hints:
+            return payload  # answer() says what is wrong
+        hints = self._hints[name]
+        if unknown := payload.keys() - (hints.keys() - {"client", "return"}):
+            raise ClientFault(E_FIELD, f"{name} takes no {sorted(unknown)}")
+        return {key: conform(value, hints[key], key) for key, value in payload.items()}
+
+    def _fault(self, client: ClientId, error: BaseException) -> ClientFault:
+        self._on_error(client, "".join(traceback.format_exception(error)))
+        text = first_line(error) if self._reveal else "see the site's errors.log"
+        if isinstance(error, Lost):
+            return ClientFault(E_LOST, text if self._reveal else f"what it keeps is damaged or missing: {text}")
+        return ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+    def _answer(self, request: Request) -> Any:
+        kind, _, name = request.handler.partition(".")
+        if not allows(self.allow, request.handler):
+            raise ClientFault(E_REFUSED, f"this silo's policy does not allow {request.handler}")
+        if name not in self._handlers:
+            raise ClientFault(E_REFUSED, f"{name} is not a handler of this method")
+        fn, payload = self._handlers[name], request.payload
+        client = self.client(request)
+        versions = _versions(payload)
+        reply = fn(client, **payload) if self.attack is None else self.attack(fn, client, payload)
+        if _versions(payload) != versions:
+            raise ClientFault(E_READONLY, f"{name} changed a tensor that it was sent; payloads are read-only")
+        if kind == "train":
+            if self._local_scores and isinstance(reply, Update):
+                reply = replace(reply, metrics=reply.metrics | self._before_aggregation(client))
+            reply = self.aggregator.protect(client, reply)
+        client.memory.commit()  # type: ignore[attr-defined]
+        return reply
+
+    def _before_aggregation(self, client: Client) -> dict[str, float]:
+        """Accuracy and loss of what the client has just trained; the share of clients that were judged makes means of
+        them right where some have no test rows.
+        """
+        if client.trained is None or not len(client.data.test):
+            return {}
+        found = self._method.scores(client.model, client.trained, client.data.test)
+        told = {BEFORE: found.get("accuracy"), LOSS_BEFORE: found.get("loss")}
+        known = {key: value for key, value in told.items() if value is not None}
+        return known | {JUDGED: 1.0} if known else {}
+
+    def client(self, request: Request) -> Client:
+        """The client as it stands at this request."""
+        return Client(
+            id=request.client,
+            data=self.population.data(request.client),
+            model=self.population.model,
+            memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
+            seed=seeds.derive(self._seed, "client", request.round, request.client),
+            secret=partial(secret, self._memory, request.client),
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def allows(allow: tuple[str, ...], handler: str) -> bool:
+    """Whether one of a policy's patterns matches a handler."""
+    return any(fnmatch(handler, pattern) for pattern in allow)
+
+
+def _versions(payload: Mapping[str, Any]) -> int:
+    """A number that grows when somebody writes into a Params of the payload."""
+    total = 0
+    for value in payload.values():
+        if isinstance(value, Params):
+            for flat in value.flats.values():
+                total += flat._version
+    return total
+
+
+def handlers(*parts: Any) -> Iterator[Callable[..., Any]]:
+    """The @on_client functions of the parts, and of the methods nested in their fields."""
+    for part in parts:
+        for name in dir(type(part)):
+            if getattr(inspect.getattr_static(type(part), name, None), "on_client", False):
+                yield getattr(part, name)
+        if isinstance(part, Method):
+            yield from handlers(*(v for v in vars(part).values() if isinstance(v, Method)))

@@ -1,0 +1,144 @@
+"""A client's memory between messages, on the client's own disk; the server's between rounds is kept in the same way.
+
+Every (round, call) that writes makes a version of its own, and reads see the newest version before it. A server that
+was killed and asks the same round again therefore finds each client exactly as it was: nothing has to be rolled back.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from fedfm.core import storage
+from fedfm.runtime import kept_files
+from fedfm.runtime.kept_files import SECRET, version_name, version_of
+
+ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # the largest of each that a version's name has room for
+BACK = 2  # rounds: the newest checkpoint is of the round before, and if it is damaged the one before is gone on from
+
+
+entropy = os.urandom  # tests put something else here
+
+
+def secret(root: Path, client: str, name: str) -> bytes:
+    """32 bytes, drawn once and kept beside the client's memory.
+
+    Not versioned: a round that is asked again after a crash must release the same noise, not a second sample of it.
+
+    Raises:
+        Lost: they were drawn before, and their file is damaged or missing: another draw would be a second release.
+    """
+    path, names = secret_file(root, client, name), kept_files.list_of(root, client)
+    try:
+        found = kept_files.read_secret(path)
+    except FileNotFoundError:
+        listed = kept_files.listed(names) or set()
+        if path.name in listed:
+            raise kept_files.lost(path, kept_files.MISSING, names) from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = entropy(SECRET)
+        storage.write_atomic(path, storage.seal(found), 0o600)
+        kept_files.write_list(names, {*listed, path.name}, sync=True)
+    if found is None:
+        raise kept_files.lost(path, kept_files.DAMAGED, names)
+    return found
+
+
+def secret_file(root: Path, client: str, name: str) -> Path:
+    """Where :func:`secret` keeps it."""
+    return root / storage.safe_name(client) / f"{name}.secret"
+
+
+def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:
+    """The server's own memory by round, in the run's private folder."""
+    return lambda t: DiskMemory(private, "server", (t, 0))
+
+
+class DiskMemory(MutableMapping[str, Any]):
+    """Loaded on first use, written by :meth:`commit` if it changed. A failed handler never commits.
+
+    Reading raises :class:`~fedfm.errors.Lost` where the version that it needs is damaged or missing: with an older one
+    the party would go on from another state, and nobody would know.
+
+    Args:
+        root: of all clients' memories; each has a folder of its own, made when something is written.
+        version: (round, call) of the message that is being handled.
+    """
+
+    def __init__(self, root: Path, client: str, version: tuple[int, int]) -> None:
+        self._root, self._client, self._version = root, client, version
+        self._values: dict[str, Any] | None = None
+        self._changed = False
+
+    @functools.cached_property
+    def _folder(self) -> Path:
+        return self._root / storage.safe_name(self._client)
+
+    @functools.cached_property
+    def _list(self) -> Path:
+        return kept_files.list_of(self._root, self._client)
+
+    def _path(self, version: tuple[int, int]) -> Path:
+        return self._folder / version_name(version)
+
+    @functools.cached_property
+    def _listed(self) -> set[str]:
+        return kept_files.listed(self._list) or set()
+
+    def _load(self) -> dict[str, Any]:
+        if self._values is None:
+            versions = map(version_of, kept_files.files(self._folder) | self._listed)
+            newest = max((v for v in versions if v and v < self._version), default=None)
+            self._values = {} if newest is None else self._read(self._path(newest))
+        return self._values
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        found: dict[str, Any] | None = storage.load(path, None)
+        if found is None:
+            raise kept_files.lost(path, kept_files.DAMAGED if path.exists() else kept_files.MISSING, self._list)
+        return found
+
+    def commit(self) -> None:
+        """Write this version if anything changed, and drop versions that no resume can need."""
+        if not self._changed:
+            return
+        if not os.path.isdir(self._folder):
+            self._folder.mkdir(parents=True)
+        storage.save(self._path(self._version), self._values, 0o600, sync=False)
+        versions = {name: version_of(name) for name in kept_files.files(self._folder) | self._listed}
+        known = sorted(v for v in versions.values() if v)
+        needed = self._needed(known)
+        kept_files.write_list(self._list, (name for name, v in versions.items() if v is None or v in needed))
+        for version in set(known) - needed:
+            self._path(version).unlink(missing_ok=True)
+
+    def _needed(self, versions: list[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Versions that a request may read again: those of this round, since one of it may be repeated, and what the
+        first request after each of the last rounds finds.
+        """
+        t = self._version[0]
+        past = [v for v in versions if v <= self._version]
+        found = {version for version in past if version[0] == t}
+        for last in range(t - BACK, t):
+            found.update([v for v in past if v[0] <= last][-1:])
+        return found
+
+    def __getitem__(self, key: str) -> Any:
+        return self._load()[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._load()[key] = value
+        self._changed = True
+
+    def __delitem__(self, key: str) -> None:
+        del self._load()[key]
+        self._changed = True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._load())
+
+    def __len__(self) -> int:
+        return len(self._load())

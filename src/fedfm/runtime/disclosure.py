@@ -1,0 +1,98 @@
+"""What a run directory tells about the rows, and where: in its manifest or, under [privacy], in its private folder.
+
+An epsilon says what a release tells of one row. A hash of the rows, or their exact numbers by client and class, beside
+the release would decide between two candidate data sets at any epsilon. So a run with [privacy] keys the hash by a
+secret, and keeps the counts and the notices on the rows in ``private/data.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fedfm.core import storage
+from fedfm.core.text import to_json
+from fedfm.data.table import Table, fingerprint
+from fedfm.errors import InputError
+from fedfm.runtime.client_memory import secret, secret_file
+
+if TYPE_CHECKING:
+    from fedfm.runtime.run_directory import Run
+
+FILE = "private/data.json"
+_KEY = ("data", "fingerprint")  # of the secret under private/
+_PUBLIC = ("kind", "source", "classes")  # of a split: what no single row decides
+_WITHOUT_PRIVACY = (
+    "private/ holds clients' memories and keys: never share it.",
+    "clients/ holds one model per client: each was fitted to that client's rows and tells about them.",
+    "checkpoint/, adapter/ and metrics.jsonl tell about the clients' data as far as the trained model and the "
+    "per-client accuracies do; the split in this manifest counts the rows of every client and class, and its "
+    "fingerprint of the data decides between candidates for them.",
+    "audit.json names single training rows, and says how far a foundation model that the server keeps is from what was "
+    "sent; of the latter report.html tells, too, once the run was audited.",
+    "weights.npz, arrays/ and the map in report.html, where a method weighs clients against each other, say whose rows "
+    "resemble whose.",
+)
+_UNDER_PRIVACY = (
+    f"private/ holds clients' memories and keys, and in {FILE} the exact numbers of rows by client and class: never "
+    "share it.",
+    "audit.json names single training rows, and report.html tells of them, too, once the run was audited.",
+    "All other files are made of what the clients released, the experiment and the test rows: what they tell of a "
+    "training row is what the ledger states. It covers neither the test rows, on which accuracies are computed, nor "
+    "the names of clients and classes, how long a round took, and which client failed.",
+)
+
+
+def do_not_share(privacy: object | None) -> list[str]:
+    """The manifest's sentences on what must stay where the run is."""
+    return list(_WITHOUT_PRIVACY if privacy is None else _UNDER_PRIVACY)
+
+
+def fingerprints(run: Run, table: Table, model: str) -> dict[str, str]:
+    """Of the rows and of the model, as the run's manifest has them: 64 hex digits each.
+
+    Under [privacy] that of the rows is HMAC-SHA-256 of the SHA-256, under a key that is drawn once a run.
+
+    Raises:
+        InputError: the run has begun with such a key, and it is missing.
+    """
+    data = fingerprint(table)
+    if run.experiment.privacy is not None:
+        private, began = run.path / "private", run.manifest["fingerprints"]
+        if began and not (path := secret_file(private, *_KEY)).is_file():
+            if began.get("data") == data:  # a run of an earlier release, whose fingerprint has no key
+                return {"data": data, "model": model}
+            if str(path.relative_to(run.path)) not in {mark["file"] for mark in run.manifest.get("lost", ())}:
+                raise InputError(
+                    f"{path} is missing: it keys the fingerprint of the data, and without it nobody can tell whether "
+                    "they are those that this run began with; put the file back"
+                )
+            began.pop("data", None)  # the run goes on without, and is marked
+        data = hmac.new(secret(private, *_KEY), data.encode(), hashlib.sha256).hexdigest()
+    return {"data": data, "model": model}
+
+
+def tell(run: Run, split: Mapping[str, Any] | None, notices: Sequence[str]) -> None:
+    """Put the numbers of rows by client and class, and what a reader should know of them, where they belong.
+
+    Args:
+        split: None where the server does not know the rows.
+    """
+    if run.experiment.privacy is None:
+        others = [n for n in run.manifest["notices"] if n not in notices]
+        run.manifest |= {"split": split, "notices": [*others, *notices]}
+        return
+    run.manifest["split"] = None if split is None else {key: split[key] for key in _PUBLIC} | {"counts": FILE}
+    text = to_json({"split": split, "notices": list(notices)}, indent=1, ascii=True)
+    storage.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
+
+
+def private_notices(run: Run) -> list[str]:
+    """Those on the rows of a run with [privacy]; none where the file is not there or cannot be read."""
+    try:
+        return list(map(str, json.loads((run.path / FILE).read_text(encoding="utf-8"))["notices"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

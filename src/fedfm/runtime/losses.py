@@ -1,0 +1,103 @@
+"""Before a run goes on: whether all is there that it goes on from, and what it means to go on without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fedfm.core import storage
+from fedfm.errors import Lost
+from fedfm.runtime import kept_files, logs
+from fedfm.runtime.client_memory import secret_file
+from fedfm.runtime.kept_files import Loss
+from fedfm.runtime.run_directory import Run
+
+_UNLISTED = (
+    "an earlier release wrote private/: secrets have no checksum there, and nothing tells that a file is missing"
+)
+
+
+def settle(run: Run, accept: bool = False) -> list[str]:
+    """Refuse a run whose kept files are not whole; returns what to tell whoever watches.
+
+    Args:
+        accept: go on without what is damaged or missing instead: that is marked in the manifest, for good.
+
+    Raises:
+        Lost: a file is damaged or missing; the run is as it was.
+    """
+    record, _ = run.newest()
+    known = len(run.manifest["notices"])
+    marked = {(mark["file"], mark["how"]) for mark in run.manifest.get("lost", ())}
+    found = [loss for loss in _losses(run, record) if loss.root or _key(run, loss) not in marked]
+    if found and not accept:
+        raise Lost(_refusal(run, found))
+    for loss in found:
+        loss.forget()
+        file, how = _key(run, loss)
+        after = None if record is None else record["round"]
+        run.manifest.setdefault("lost", []).append({"file": file, "how": how, "after_round": after})
+        run.note(f"{file} {how}: the run went on without it")
+    if record is not None and "kept" not in record and kept_files.unlisted(run.path / "private"):
+        run.note(_UNLISTED)
+    if len(run.manifest["notices"]) > known:
+        run.write_manifest()
+    return list(run.manifest["notices"][known:])
+
+
+def _key(run: Run, loss: Loss) -> tuple[str, str]:
+    return str(loss.path.relative_to(run.path)), loss.how
+
+
+def _refusal(run: Run, found: list[Loss]) -> str:
+    first, more = found[0], len(found) - 1
+    others = f" ({more} more file{'s are' if more > 1 else ' is'} lost)" if more else ""
+    return (
+        f"{first.path} {first.how}{others}: {_meaning(first)}. Put the file{'s' if more else ''} back, or go on "
+        f"without and have the run marked: fedfm resume {run.path} --accept-loss"
+    )
+
+
+def _meaning(loss: Loss) -> str:
+    if loss.path.suffix == ".secret":
+        return "this run began with it, and with another secret it would release a second time what the secret protects"
+    if loss.path.name == logs.METRICS:
+        return "run.patience chooses the model by its validation losses"
+    if loss.root is None:
+        return "without a checkpoint the run starts over, or ends with another model"
+    return "it belongs to what a client or the server keeps from round to round, and the run would end otherwise"
+
+
+def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
+    """What the run would go on without after the checkpoint that it takes."""
+    private = run.path / "private"
+    if record is None:
+        yield from _no_checkpoint(run)
+        yield from kept_files.losses(private, -1, ())
+        return
+    yield from kept_files.losses(private, record["round"], record.get("kept", ()))
+    if "kept" not in record:
+        paths = (secret_file(private, "server", name) for name in run.experiment.method.secrets)
+        yield from (Loss(path, kept_files.MISSING) for path in paths if not path.exists())
+    if run.experiment.run.patience:
+        yield from _not_judged(run, record)
+
+
+def _no_checkpoint(run: Run) -> Iterator[Loss]:
+    """Of a run that has had one: a line of metrics is written after a commit."""
+    _, damaged = run.newest()
+    if damaged:
+        yield from (Loss(path, kept_files.DAMAGED) for path in damaged)
+    elif rounds := [line["round"] for line in run.metrics()]:
+        yield Loss(run.checkpoint(max(rounds)), kept_files.MISSING)
+
+
+def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
+    """Of early stopping: the rounds' validation losses, and the checkpoint of the best one, which is the model."""
+    log, t = run.path / logs.METRICS, record["round"]
+    yield from (Loss(log, gap.removeprefix(f"{logs.METRICS} ")) for gap in logs.gaps_of_metrics(log, t - 1))
+    best = logs.best_round([line for line in run.metrics() if line["round"] < t])
+    if best is not None and "model_of_round" not in record["extra"] and not run.experiment.method.kept:
+        path = run.checkpoint(best)
+        if not storage.whole(path):
+            yield Loss(path, kept_files.DAMAGED if path.exists() else kept_files.MISSING)

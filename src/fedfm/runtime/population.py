@@ -1,0 +1,303 @@
+"""Population: an experiment's rows and its model, and what each client holds of them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.attacks.attack import Attackers
+from fedfm.config.experiment import Experiment
+from fedfm.core import storage
+from fedfm.core.client import ClientData, ClientId
+from fedfm.core.method import Method
+from fedfm.core.rows import Rows
+from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.errors import InputError
+from fedfm.linalg.kernels import ahead
+from fedfm.linalg.params import Params
+from fedfm.methods.centralised import POOLED
+from fedfm.models.adapters import lora
+from fedfm.runtime.disclosure import fingerprints, tell
+from fedfm.training import Local, packed
+from fedfm.training.loop import over_classes
+
+if TYPE_CHECKING:
+    from fedfm.runtime.progress import Progress
+    from fedfm.runtime.run_directory import Run
+
+LORA_ALONE = ("lora",)
+_LOOK = 64  # training rows among which one stands for all where operations are counted
+REST = ""  # the piece of the global test rows that no client holds
+_TIDY = 50  # preparations of rows between two looks at the heap
+
+
+class Partitioned:
+    """All clients of an experiment in one place; each one's rows are prepared when they are first used, and kept.
+
+    Attributes:
+        federated: the table and who holds which rows, as they were read.
+        model: the model that clients train.
+        attackers: who of the clients attacks, and how; None where all are honest.
+    """
+
+    def __init__(self, federated: FederatedData, model: Any, attackers: Attackers | None = None) -> None:
+        self.federated, self.model, self.attackers = federated, model, attackers
+        self._data: dict[ClientId, ClientData] = {}
+        self._prepared = 0
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        """Names, sorted."""
+        return sorted(self.federated.clients)
+
+    def data(self, client: ClientId) -> ClientData:
+        """The client's rows, ready for the model; with a frozen backbone these are its features, computed once."""
+        if client not in self._data:
+            rows = self._pooled() if client == POOLED else self.federated.clients[client]
+            train, val, test = (functools.partial(self.rows, index) for index in (rows.train, rows.val, rows.test))
+            if self.attackers is not None and client in self.attackers.names:
+                train = functools.partial(self._poisoned, self.attackers, client, rows.train)
+            self._data[client] = ClientData(train, val, test)
+        return self._data[client]
+
+    def _poisoned(self, attackers: Attackers, client: ClientId, index: np.ndarray) -> Rows:
+        return self._ready(attackers.poison(client, self.federated.table.take(index)), np.arange(len(index)))
+
+    def _pooled(self) -> ClientRows:
+        everyone = [self.federated.clients[c] for c in self.clients]
+        train, val = (np.sort(np.concatenate([getattr(c, part) for c in everyone])) for part in ("train", "val"))
+        return ClientRows(train, val, np.sort(self.federated.test))
+
+    def rows(self, index: np.ndarray) -> Rows:
+        """Rows of the table, ready for the model."""
+        return self._ready(self.federated.table, index)
+
+    def _ready(self, table: Table, index: np.ndarray) -> Rows:
+        rows: Rows = self.model.prepare(table, index)
+        rows = self.model.encode(rows) if len(rows) else rows
+        self._prepared += 1
+        if self._prepared % _TIDY == 0:
+            _trim_heap()
+        return rows
+
+    @functools.cached_property
+    def test(self) -> Rows:
+        """The global test rows."""
+        return self.rows(self.federated.test)
+
+    @functools.cached_property
+    def triggered(self) -> Rows | None:
+        """The global test rows that are not of a backdoor's target class, with its trigger; None without a backdoor."""
+        table, test = self.federated.table, self.federated.test
+        if self.attackers is None or table.labels is None:
+            return None
+        attack = self.attackers.attack
+        marked = attack.trigger(table.take(test[table.labels[test] != attack.target_of(table.classes)]))
+        return None if marked is None or not len(marked) else self._ready(marked, np.arange(len(marked)))
+
+    @functools.cached_property
+    def pieces(self) -> dict[ClientId, np.ndarray]:
+        """The global test rows, each once: those of clients in the order of names, then those of nobody under ""."""
+        left = set(self.federated.test.tolist())
+        found = {}
+        for client in self.clients:
+            index = self.federated.clients[client].test
+            if len(index) and left.issuperset(index.tolist()):
+                left.difference_update(index.tolist())
+                found[client] = index
+        return found | ({REST: np.array(sorted(left))} if left else {})
+
+    def piece(self, name: ClientId) -> Rows:
+        """The rows of a piece; those of a client are the very object that the client judges."""
+        return self._rest if name == REST else self.data(name).test
+
+    @functools.cached_property
+    def _rest(self) -> Rows:
+        return self.rows(self.pieces[REST])
+
+    def labels(self, index: np.ndarray) -> Tensor:
+        """Labels (n,) of rows of the table."""
+        return torch.from_numpy(np.asarray(self.federated.table.labels, dtype=np.int64)[index])
+
+
+def _trim_heap() -> None:
+    """Give back the pages between what is kept: glibc keeps what large intermediate results leave behind."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
+
+
+def populate(experiment: Experiment) -> Partitioned:
+    """Read the data, deal them, load the model.
+
+    Raises:
+        InputError: with the place in the experiment or the file.
+    """
+    from fedfm.data.load import load_table
+    from fedfm.data.partition import deal
+    from fedfm.models.load import load_model
+
+    if experiment.in_memory:
+        raise InputError(
+            "data and model of this run were given from Python: call fedfm.federate(...) again with the same out"
+        )
+    adaptation = experiment.model.adaptation
+    if adaptation is not None and adaptation.name == "head":
+        ahead.start()
+    seed = experiment.run.seed
+    table = load_table(experiment.data, seed=seed, task=experiment.model.task)
+    federated = deal(table, experiment.data, seed=seed)
+    model = load_model(
+        experiment.model,
+        classes=table.classes,
+        kind=table.kind,
+        task=experiment.model.task,
+        seed=seed,
+        feature_dim=table.inputs.shape[1] if table.kind == "features" else None,
+    )
+    model.kernels = experiment.run.kernels
+    clients, attack, attackers = sorted(federated.clients), experiment.attack, None
+    if attack is not None:
+        attack.fits(table.kind, model.task, model, table.classes)
+        attackers = Attackers(attack, clients, seed, model.task)
+    return Partitioned(federated, model, attackers)
+
+
+def describe(run: Run, population: Partitioned, progress: Progress) -> None:
+    """Write into the run what was read: clients, split, fingerprints, notices; refuse a resume on other data."""
+    from fedfm.data.partition import summary
+
+    table = population.federated.table
+    prints = fingerprints(run, table, population.model.fingerprint)
+    before = run.manifest["fingerprints"]
+    for name, value in prints.items():
+        if name in before and before[name] != value:
+            raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
+    notices = [*population.federated.notices, *_no_task(population)]
+    for notice in notices:
+        progress.notice(notice)
+    run.manifest |= {
+        "clients": list(population.clients),
+        "attackers": list(population.attackers.names) if population.attackers else [],
+        "fingerprints": prints,
+        "model": {
+            "classes": list(table.classes),
+            "kind": table.kind,
+            "feature_dim": table.inputs.shape[1] if table.kind == "features" else None,
+            "trainable": sum(population.model.layout.sizes.values()),
+        },
+    }
+    tell(run, summary(population.federated), notices)
+    _check_optimiser(run.experiment.method, population.model)
+    # Under [privacy] no ledger of operations: they are counted from the exact numbers of rows.
+    if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:
+        run.manifest["ledger"]["operations"] = costs
+    run.write_manifest()
+
+
+def _no_task(population: Partitioned) -> list[str]:
+    """A notice where all that is trained on has one label; a single client's rows may well."""
+    table, clients = population.federated.table, population.federated.clients.values()
+    if table.labels is None:
+        return []
+    found = np.unique(np.concatenate([table.labels[rows.train] for rows in clients]))
+    if len(found) != 1:
+        return []
+    name = table.classes[found[0]] if found[0] < len(table.classes) else found[0]
+    return [f'all training rows are of one class, "{name}": there is nothing to tell apart, accuracies say nothing']
+
+
+def _check_optimiser(method: Method[Any], model: Any) -> None:
+    """Refuse a client optimiser that the model's loss, or what is trainable of it, has no place for."""
+    for value in vars(method).values():
+        if isinstance(value, Local):
+            over_classes(model, value)
+            if value.adaptations == LORA_ALONE:
+                lora.need(model)
+            value.fits(model)
+        elif isinstance(value, Method):
+            _check_optimiser(value, model)
+
+
+def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] | None:
+    """The ledger's multiply-accumulates before the first round (see ``models.operations``).
+
+    None for a method without a client optimiser, and for rows that only a Python user's own module understands.
+    """
+    from fedfm.models.costs import Costs, per_sample
+
+    local, table = getattr(method, "local", None), population.federated.table
+    if not isinstance(local, Local) or getattr(method, "pools", False) or table.kind == "own":
+        return None
+    model, clients = population.model, [population.federated.clients[c] for c in population.clients]
+    # Of running text it takes the tokenizer to know how many blocks a client trains on; other rows are samples.
+    blocks = table.kind == "passages" or (table.kind == "text" and model.is_language_model)
+    samples = [
+        len(population.data(c).train) if blocks else len(rows.train)
+        for c, rows in zip(population.clients, clients, strict=True)
+    ]
+    first = next((rows.train[:_LOOK] for rows in clients if len(rows.train)), None)
+    macs = None if first is None else per_sample(model, model.prepare(table, first))
+    if macs is None:
+        return None
+    costs = Costs.of(macs, getattr(method, "passes", local.passes), samples)
+    return asdict(costs) | {"macs_per_client_round": costs.macs_per_client_round}
+
+
+def judge(
+    population: Partitioned, method: Method[Any], ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None
+) -> Callable[[Params], dict[str, Any]] | None:
+    """Metrics of a method's parameters on the global test rows; None where there are none.
+
+    Where logits are kept (see :mod:`fedfm.training.packed.predictor`) the rows are judged in the clients' pieces: a
+    process that has judged its clients with the same parameters has the logits already, with the same bits.
+
+    Args:
+        ask: gives logits of pieces from where they are; a piece that it leaves out is computed here.
+    """
+    if not len(population.federated.test):
+        return None
+
+    def whole(w: Params) -> dict[str, Any]:
+        return method.scores(population.model, w, population.test)
+
+    def assembled(w: Params) -> dict[str, Any]:
+        from fedfm.models.metrics import scores
+
+        known = ask(w) if ask is not None else {}
+        pieces = population.pieces
+        parts = [known[c] if c in known else method.logits(population.model, w, population.piece(c)) for c in pieces]
+        index = np.concatenate([population.federated.test[:0], *pieces.values()])
+        return scores(torch.cat(parts), population.labels(index))
+
+    judged = assembled if by_pieces(population, method) else whole
+
+    def with_attack(w: Params) -> dict[str, Any]:
+        found = judged(w)
+        attackers, triggered = population.attackers, population.triggered
+        if attackers is not None and triggered is not None:
+            target = attackers.attack.target_of(population.federated.table.classes)
+            logits = method.logits(population.model, w, triggered)
+            found = {**found, "attack_success": float((logits.argmax(-1) == target).float().mean())}
+        return found
+
+    return judged if population.attackers is None else with_attack
+
+
+def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
+    """Whether :func:`judge` asks piece by piece: the model keeps logits, and they are all that the method judges by."""
+    own = any(getattr(type(method), name) is not getattr(Method, name) for name in ("scores", "logits", "wearing"))
+    return not own and population.federated.table.labels is not None and packed.applies(population.model, "exact")
+
+
+def record_error(folder: Path, client: ClientId, text: str) -> None:
+    """A client's traceback, kept where only its owner looks."""
+    storage.append(folder / "private" / "errors.log", f"--- {client}\n{text}\n")

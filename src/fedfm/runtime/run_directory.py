@@ -1,0 +1,369 @@
+"""A run directory: what a run was, what it did, and everything that is needed to go on.
+
+``manifest.json`` is there before the first round. After every round ``commit`` writes a checkpoint atomically; only
+then is the round done. The logs, see :mod:`fedfm.runtime.logs`, get their lines around it. A run that was killed at any
+moment is opened again at its last commit, and lines that belong to nothing committed are cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import io
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedfm.config.experiment import Experiment
+from fedfm.core import storage
+from fedfm.core.checks import conform
+from fedfm.core.federation import Federation
+from fedfm.core.messages import Excluded
+from fedfm.core.text import to_json
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.runtime import kept_files, logs
+from fedfm.runtime.disclosure import do_not_share
+from fedfm.version import __version__
+
+SCHEMA = 1
+_NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices", "result", "split"}  # of a manifest
+# Files that a killed process may leave half-written.
+_PARTS = (
+    ".manifest.json.*",
+    ".metrics.jsonl.*",
+    ".messages.jsonl.*",
+    ".*.npz.*",
+    "checkpoint/.*",
+    "private/checkpoint/.*",
+    "arrays/.*",
+    "private/server/.*",
+    "private/memory/*/.*",
+    "private/+kept/*/.*",
+    "private/memory/+kept/*/.*",
+)
+KEEP = 2  # checkpoints: the newest, and one to fall back on
+
+
+class Run:
+    """One run directory.
+
+    Attributes:
+        path: the folder.
+        experiment: what runs.
+        manifest: contents of ``manifest.json``.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path, self.manifest = path, manifest
+        self.experiment = Experiment.from_dict(manifest["experiment"], imports=True)
+        self.seconds = 0.0  # spent before this process
+
+    def __repr__(self) -> str:
+        state = "not finished" if self.manifest["result"] is None else "finished"
+        return f"<Run {str(self.path)!r}: {self.experiment.name}, {self.experiment.method_name}, {state}>"
+
+    @classmethod
+    def create(cls, experiment: Experiment, out: Path | None = None) -> Run:
+        """Make the folder and its manifest.
+
+        Raises:
+            InputError: the folder holds a run already, or something else.
+        """
+        if out is None:
+            stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+            out = Path("runs") / f"{experiment.name}-{stamp}"
+        if (out / "manifest.json").exists():
+            raise InputError(f"{out} holds a run already: `fedfm resume {out}` goes on with it, or give another --out")
+        if not storage.free(out, "manifest.json", ("checkpoint", "private")):
+            raise InputError(f"{out} is there and is not an empty folder; give another --out")
+        try:
+            for folder in ("checkpoint", "private"):
+                (out / folder).mkdir(parents=True, exist_ok=True)
+            (out / "private").chmod(0o700)
+        except OSError as error:
+            raise InputError(f"{out}: cannot be made: {error.strerror}") from None
+        run = cls(out, _manifest(experiment))
+        run.write_manifest()
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """A run that is there.
+
+        Raises:
+            InputError: no run, or one written by a later release.
+        """
+        path = Path(path)
+        try:
+            manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise InputError(f"{path}: no run here (manifest.json is missing)") from None
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}/manifest.json cannot be read: {error}") from None
+        if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+            schema = manifest.get("schema") if isinstance(manifest, dict) else None
+            raise InputError(f"{path}: schema {schema}; this release reads {SCHEMA}: use the fedfm that wrote it")
+        if missing := sorted(_NEEDED - manifest.keys()):
+            raise InputError(f'{path}/manifest.json is damaged: "{missing[0]}" is missing')
+        return cls(path, manifest)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Two processes never write one run. The lock goes with the process, however that ends.
+
+        Raises:
+            InputError: another process has it, an unfinished run has lost what its clients and it keep, or one of
+                its files is a link to elsewhere.
+        """
+        self.refuse_links()
+        private = self.path / "private"
+        if not private.is_dir() and self.manifest["result"] is None:
+            raise InputError(f"{private} is missing: a run cannot go on without its clients' memories and its secrets")
+        private.mkdir(mode=0o700, exist_ok=True)
+        with open(self.path / "private" / "lock", "w", opener=storage.private) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InputError(f"{self.path}: another process is running this run") from None
+            yield
+
+    def refuse_links(self) -> None:
+        """A run directory that comes from elsewhere does not say which of our other files are written.
+
+        Its own folders may lie on another disk, ``checkpoint`` for example.
+
+        Raises:
+            InputError: what is in it is a link.
+        """
+        for folder, folders, files in os.walk(self.path):
+            here = Path(folder)
+            below = folders if here != self.path else ()
+            for path in (here / name for name in (*below, *files)):
+                if path.is_symlink():
+                    raise InputError(
+                        f"{path} is a link: going on would write to {os.readlink(path)}; take the link out"
+                    )
+
+    def adapter(self, client: str = "") -> Path:
+        """Where the trained model is: a client's own, or the one for all under ""."""
+        return self.path / (f"clients/{storage.safe_name(client)}/adapter" if client else "adapter")
+
+    def write_manifest(self) -> None:
+        """Replace ``manifest.json``."""
+        text = to_json(self.manifest, indent=1)
+        storage.write_atomic(self.path / "manifest.json", logs.to_bytes(text + "\n"))
+
+    # --- commits -----------------------------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        t: int,
+        state: Any,
+        fed: Federation,
+        seconds: float,
+        extra: Mapping[str, Any] | None = None,
+        spared: int | None = None,
+    ) -> None:
+        """Round t is done: from here on a resumed run continues after it.
+
+        Args:
+            spared: a round whose checkpoint stays beside the newest ones.
+        """
+        length = self.note_messages(fed)
+        record = {
+            "round": t,
+            "call": fed.call,
+            "state": state,
+            "bytes_up": fed.transcript.bytes_up,
+            "bytes_down": fed.transcript.bytes_down,
+            "messages": length,
+            "seconds": seconds,
+            "excluded": [asdict(e) for e in fed.excluded],
+            "cohort": list(fed.cohort),
+            "metrics": dict(fed.metrics),
+            "extra": dict(extra or {}),
+            "kept": kept_files.parties(self.path / "private"),
+        }
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        storage.save(self.checkpoint(t), record, 0o600 if self._folder.parent != self.path else 0o666)
+        for path in self._checkpoints()[:-KEEP]:
+            if spared is None or path != self.checkpoint(spared):
+                path.unlink(missing_ok=True)
+
+    def note_messages(self, fed: Federation) -> int:
+        """Append the crossings since the last call; returns the file's length."""
+        text = "".join(crossing.line() + "\n" for crossing in fed.transcript.drain())
+        return logs.append(self.path / logs.MESSAGES, text)
+
+    def newest(self) -> tuple[dict[str, Any] | None, list[Path]]:
+        """The newest checkpoint that is whole, its state not looked at, and the files of those after it, which are not;
+        nothing is changed.
+        """
+        damaged: list[Path] = []
+        for path in reversed(self._checkpoints()):
+            record = storage.load(path)
+            if record is not None:
+                return dict(record), damaged
+            damaged.append(path)
+        return None, damaged
+
+    def restore(self, state_type: Any) -> dict[str, Any] | None:
+        """The newest checkpoint that is whole; None before the first commit. Later lines of the logs are cut off.
+
+        A damaged checkpoint is passed over for the one before, and the manifest says where the run goes on, and what
+        the logs have lost. What a killed process has left half-written goes.
+        """
+        for path in (path for pattern in _PARTS for path in self.path.glob(pattern)):
+            path.unlink(missing_ok=True)
+        record, damaged = self.newest()
+        if record is not None:
+            record["state"] = conform(record["state"], state_type, "state")
+        for path in damaged:
+            path.unlink(missing_ok=True)
+        t = -1 if record is None else record["round"]
+        last = max((line["round"] for line in self.metrics()), default=-1)
+        if damaged:
+            self._went_back([path.name for path in damaged], "damaged", t)
+        elif last > t:
+            self._went_back([self.checkpoint(last).name], "missing", t)
+        for gap in logs.cut(self.path, record):
+            self.note(gap)
+        return record
+
+    def _went_back(self, names: Sequence[str], how: str, t: int) -> None:
+        what = f"{' and '.join(names)} {'was' if len(names) == 1 else 'were'} {how}"
+        self.note(f"{what}: the run {f'goes on after round {t}' if t >= 0 else 'starts over'}")
+
+    def note(self, notice: str) -> None:
+        """Something that whoever reads this run should know: once in the manifest."""
+        if notice not in self.manifest["notices"]:
+            self.manifest["notices"].append(notice)
+
+    def state(self, state_type: Any) -> Any:
+        """The server's state after the last committed round, of a finished run after its end; nothing is changed.
+
+        Raises:
+            InputError: its checkpoint cannot be read.
+        """
+        record, damaged = self.newest()
+        result = self.manifest["result"]
+        if record is None or (result is not None and record["round"] != result["rounds"]):
+            path = next(iter(damaged), self._folder if result is None else self.checkpoint(result["rounds"]))
+            raise InputError(
+                f"{path} {'is damaged' if path in damaged else 'is missing'}: put back a copy of its files, or run the "
+                "experiment again in another folder"
+            )
+        return conform(record["state"], state_type, "state")
+
+    def state_of(self, t: int, state_type: Any) -> Any | None:
+        """The server's state after round t; None where its checkpoint is gone or damaged."""
+        record = storage.load(self.checkpoint(t))
+        return None if record is None else conform(record["state"], state_type, "state")
+
+    def into(self, fed: Federation, record: Mapping[str, Any]) -> None:
+        """Give a federation the counts of a restored checkpoint."""
+        fed.begin(record["round"])
+        fed.call = record.get("call", 0)  # what is asked next finds the memories that the round has left
+        fed.transcript.bytes_up, fed.transcript.bytes_down = record["bytes_up"], record["bytes_down"]
+        fed.excluded = [Excluded(**e) for e in record["excluded"]]
+        fed.cohort, fed.metrics = tuple(record["cohort"]), dict(record["metrics"])
+        self.seconds = record["seconds"]
+
+    def keep_arrays(self, t: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """What a method has to show of round t; written before the round is committed, and again if it is repeated."""
+        if arrays:
+            (self.path / "arrays").mkdir(exist_ok=True)
+            data = io.BytesIO()
+            np.savez(data, **arrays)  # type: ignore[arg-type]
+            storage.write_atomic(self.path / "arrays" / f"round-{t:06d}.npz", data.getvalue())
+
+    def join_arrays(self, clients: Sequence[str]) -> dict[str, str]:
+        """A file a name: the rounds' arrays stacked, with ``rounds``, ``clients`` and the arrays of text."""
+        by_round = {int(path.stem.rpartition("-")[2]): path for path in sorted(self.path.glob("arrays/round-*.npz"))}
+        if not by_round:
+            return {}
+        loaded = {t: dict(np.load(path, allow_pickle=False)) for t, path in by_round.items()}
+        last = loaded[max(loaded)]
+        text = {name: x for name, x in last.items() if x.dtype.kind == "U"}
+        files = {}
+        for name in last.keys() - text.keys():
+            stacked = np.stack([arrays[name] for arrays in loaded.values()])
+            data = io.BytesIO()
+            named: dict[str, Any] = {name: stacked, "rounds": np.array(list(loaded)), "clients": np.array(clients)}
+            np.savez_compressed(data, **named, **text)
+            storage.write_atomic(self.path / f"{name}.npz", data.getvalue())
+            files[name] = f"{name}.npz"
+        return files
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Append a line to ``metrics.jsonl``."""
+        logs.append(self.path / logs.METRICS, to_json(line) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl`` that are whole: what is missing, ``fedfm.runtime.logs.gaps`` says.
+
+        Raises:
+            InputError: the file cannot be read.
+        """
+        return logs.rounds(self.path / logs.METRICS)
+
+    @property
+    def _folder(self) -> Path:
+        """Of the checkpoints. Moments and control variates give the aggregate away, and with it a foundation model that
+        the server mixes in and keeps: such a state is as secret as the key.
+        """
+        method = self.experiment.method
+        more_than_the_model = method.keeps_foundation and method.state_type is not Params
+        return self.path / ("private/checkpoint" if more_than_the_model else "checkpoint")
+
+    def checkpoint(self, t: int) -> Path:
+        """Where the checkpoint of round t is, or would be."""
+        return self._folder / f"round-{t:06d}.safetensors"
+
+    def _checkpoints(self) -> list[Path]:
+        """In order of rounds; earlier releases had all of them in ``checkpoint/``."""
+        folders = {self.path / "checkpoint", self._folder}
+        return sorted((path for folder in folders for path in folder.glob("round-*.safetensors")), key=lambda p: p.name)
+
+
+def _manifest(experiment: Experiment) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "fedfm": __version__,
+        "name": experiment.name,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "finished": None,
+        "experiment": experiment.to_dict(),
+        "versions": versions(),
+        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+        "fingerprints": {},
+        "split": None,
+        "clients": [],
+        "attackers": [],
+        "model": None,
+        "notices": [],
+        "lost": [],
+        "result": None,
+        "ledger": {"epsilon": None, "entries": [{"what": "tuning", **trial} for trial in experiment.tuning]},
+        "do_not_share": do_not_share(experiment.privacy),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the libraries that decide about bits."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for name in ("fedfm", "torch", "transformers", "peft", "flwr", "numpy", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -1,0 +1,28 @@
+"""Local training of LoRA whose rank is not the model's."""
+
+from __future__ import annotations
+
+from fedfm.core.client import Client
+from fedfm.linalg.params import Params
+from fedfm.models.adapters.lora import alpha_of, cut, factors, filled, merged, rank_of, rest, scaled, shifted
+from fedfm.training.optimisers import Local
+
+
+def fit(local: Local, client: Client, w: Params) -> Params:
+    """Local training of parameters whose LoRA may have a smaller rank than the model's, at its own scale alpha / r."""
+    if w.layout is client.model.layout or (rank := rank_of(w)) is None:
+        return local(client, w)
+    with scaled(client.model, rank):
+        return cut(local(client, filled(w, client.model.layout)), w.layout)
+
+
+def go_on(local: Local, client: Client, w: Params, fresh: Params) -> Params:
+    """Local training that goes on from ``w``, whose LoRA may be wider than the model's: then what it adds stays as it
+    is, an adapter like that of ``fresh`` is trained beside it, and both are returned as one.
+    """
+    if rank_of(w) in (None, rank_of(fresh)):
+        return local(client, w)
+    alpha = alpha_of(client.model)
+    shift = factors(w, alpha)
+    with shifted(client.model, shift):
+        return merged(local(client, fresh.replace(w.only(rest(w)))), shift, alpha)

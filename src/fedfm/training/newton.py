@@ -1,0 +1,251 @@
+"""The optimum of a softmax regression, in float64: Newton's method, which checks what it has reached.
+
+L(W, b) = 1/n sum_i -log p_i(y_i) + l2/2 ||W||^2, p_i = softmax(W z_i + b) over rows z_i (r,). Where classes are
+separable the optimum lies far out, the loss is small there and its curvature differs by orders of magnitude between
+directions: first-order methods stop thousands of steps before it, wherever rounding leaves them. A Newton step
+solves H d = -g by conjugate gradients, on products H v that cost as much as a gradient; where these are slow and H is
+small, it is computed and factorised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once a pass: (z (b, k) float64, y (b,) int64), ...
+
+GRADIENT = 1e-8  # the optimum is reached where the gradient's norm is below this share of the norm at zero,
+GAP = 1e-13  # and where the loss would fall by less than this share of itself (half the Newton decrement's square)
+_ROUNDING = 1e-14  # of a gradient: what is below it is as good as zero
+_NOTHING = 1e-13  # nats: without l2 separable classes have no optimum, and the loss goes to 0 for ever
+_KEPT = 1 << 24  # probabilities that are kept between passes: 128 MiB
+_FACTORISED = 2048  # unknowns of a Hessian that is factorised, at most: 32 MiB
+_PRODUCTS = 1000  # H v of one step, at most, where H is not factorised
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """Where the search ended.
+
+    Attributes:
+        weight: (C, r).
+        bias: (C,), of sum zero.
+        gradient: norm of L's gradient, as a share of the norm at zero.
+        iterations: Newton steps.
+        converged: it is the optimum, by :data:`GRADIENT` and :data:`GAP`.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    gradient: float
+    iterations: int
+    converged: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows and labels of all C classes, each of which occurs.
+
+    Attributes:
+        blocks: the rows, of k numbers each.
+        basis: (k, r): z = x basis, so that L's coordinates have no correlation; None where the rows are z already.
+        spread: (r,) mean of z^2.
+    """
+
+    blocks: Blocks
+    rows: int
+    classes: int
+    basis: Tensor | None
+    spread: Tensor
+    l2: float
+
+
+@dataclass(frozen=True)
+class _Point:
+    """L and its gradient (C, r + 1), the bias last, at theta (C, r + 1)."""
+
+    theta: Tensor
+    value: float
+    gradient: Tensor
+    curvature: Tensor  # (C,): mean of p (1 - p)
+    kept: list[tuple[Tensor, Tensor]] | None  # of each block: p (b, C) and 1 - p(y) (b, 1)
+
+    @property
+    def norm(self) -> float:
+        return float(self.gradient.norm())
+
+
+def optimum(problem: Problem, iterations: int) -> Optimum:
+    """The one optimum, found from zero in at most so many steps; what is reached where they do not suffice."""
+    search = _Search(problem)
+    point = search.at(torch.zeros(problem.classes, len(problem.spread) + 1, dtype=torch.float64))
+    start, step, done = point.norm, 0, False
+    enough = GRADIENT * start + _ROUNDING
+    while point.value > _NOTHING and not (done := point.norm == 0.0):
+        direction = search.direction(point, start)
+        slope = float((point.gradient * direction).sum())
+        done = point.norm <= enough and -slope / 2 <= GAP * point.value
+        if done or step == iterations or (further := search.descend(point, direction, slope)) is None:
+            break
+        point, step = further, step + 1
+    return Optimum(point.theta[:, :-1], point.theta[:, -1], point.norm / max(start, _ROUNDING), step, done)
+
+
+class _Search:
+    """L of one problem, and steps down it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.p = problem
+        unknowns = problem.classes * (len(problem.spread) + 1)
+        self.spread = torch.cat([problem.spread, problem.spread.new_ones(1)])  # the bias is a feature that is always 1
+        self.ridge = torch.full_like(self.spread, problem.l2)
+        self.ridge[-1] = 0.0
+        self.keeps = problem.rows * problem.classes <= _KEPT
+        self.factorises = unknowns <= _FACTORISED
+        # Multiply-adds of H (n r^2 C (C + 1) / 2, and a factor of it) by those of H v (2 n r C).
+        r, c = len(self.spread), problem.classes
+        products = r * (c + 1) // 4 + (r * c) ** 2 // (12 * problem.rows)
+        self.most = max(products, 20) if self.factorises else _PRODUCTS
+
+    def at(self, theta: Tensor) -> _Point:
+        """L and its gradient."""
+        value, gradient, curvature = 0.0, torch.zeros_like(theta), torch.zeros_like(theta[:, 0])
+        kept: list[tuple[Tensor, Tensor]] = []
+        inner = self._on_rows(theta)
+        for x, y in self.p.blocks():
+            p, rest, loss = _chances(x, y, *inner)
+            value += float(loss.sum())
+            curvature += (p * _complement(p, rest, y)).sum(0)
+            error = p.scatter(1, y[:, None], -rest)  # p - 1 at the row's class: without cancellation
+            self._add(gradient, error, x)
+            if self.keeps:
+                kept.append((p, rest))
+        n = self.p.rows
+        gradient = gradient / n + self.ridge * theta
+        value = value / n + float((self.ridge * theta * theta).sum()) / 2
+        return _Point(theta, value, gradient, curvature / n, kept if self.keeps else None)
+
+    def direction(self, point: _Point, start: float) -> Tensor:
+        """A step d (C, r + 1) with H d = -g: the closer to the optimum, the more exactly."""
+        share = min(0.1, (point.norm / start) ** 0.5)
+        found, solved = self._conjugate_gradients(point, share)
+        if solved or not self.factorises:
+            return found
+        self.most = 0  # H gets no better conditioned on the way
+        return self._factorised(point)
+
+    def descend(self, point: _Point, direction: Tensor, slope: float) -> _Point | None:
+        """The whole step, or as much of it as takes L down (Armijo's rule, but for rounding); None: none does."""
+        step = 1.0
+        while step > 1e-10:
+            further = self.at(point.theta + step * direction)
+            if further.value <= point.value * (1 + GAP) + 1e-4 * step * slope:
+                return further
+            step /= 2
+        return None
+
+    def _conjugate_gradients(self, point: _Point, share: float) -> tuple[Tensor, bool]:
+        """(direction, whether H d + g is at most ``share`` of g, as the preconditioner measures it)."""
+        scale = point.curvature[:, None] * self.spread + self.ridge
+        scale = scale.clamp_min(1e-16 * float(scale.max()))
+        found, r = torch.zeros_like(point.theta), -point.gradient
+        z = _centred(r / scale)
+        along, size = z, float((r * z).sum())
+        enough = share**2 * size
+        for _ in range(self.most):
+            if size <= enough:
+                return found, True
+            curved = self._product(point, along)
+            bend = float((along * curved).sum())
+            if bend <= 0:  # rounding: what is left is flat
+                return found, bool(found.any())
+            found = found + size / bend * along
+            r = r - size / bend * curved
+            z = _centred(r / scale)
+            size, before = float((r * z).sum()), size
+            along = z + size / before * along
+        return found, size <= enough
+
+    def _product(self, point: _Point, v: Tensor) -> Tensor:
+        """H v = 1/n sum_i p_i (u_i - p_i . u_i) z_i^T + l2 v with u_i = v z_i."""
+        out = torch.zeros_like(v)
+        weight, bias = self._on_rows(v)
+        for x, y, p, _ in self._known(point):
+            u = torch.addmm(bias, x, weight.T)
+            u -= u.gather(1, y[:, None])  # so that what is small is no difference of large numbers
+            u -= (p * u).sum(1, keepdim=True)
+            self._add(out, u.mul_(p), x)
+        return out / self.p.rows + self.ridge * v
+
+    def _factorised(self, point: _Point) -> Tensor:
+        """-H^-1 g by Cholesky's factor."""
+        c, r = point.theta.shape
+        h = torch.zeros(c, c, r, r, dtype=torch.float64)
+        for x, y, p, rest in self._known(point):
+            z = x if self.p.basis is None else x @ self.p.basis
+            z = torch.cat([z, z.new_ones(len(z), 1)], 1)
+            other = _complement(p, rest, y)
+            for i in range(c):
+                for j in range(i + 1):
+                    share = p[:, i] * (other[:, i] if i == j else -p[:, j])
+                    h[i, j] += (z * share[:, None]).T @ z
+        h /= self.p.rows
+        for i in range(c):
+            h[i, i].diagonal().add_(self.ridge)
+            for j in range(i):
+                h[j, i] = h[i, j]
+        # The same for every class changes no probability: H is flat there, and the gradient has no part in it.
+        h += torch.diag(self.spread * float(point.curvature.mean()) / c)
+        whole = h.permute(0, 2, 1, 3).reshape(c * r, c * r)
+        size = float(whole.diagonal().mean())
+        for more in (0.0, 1e-15, 1e-13, 1e-11):  # of what rounding leaves indefinite
+            whole.diagonal().add_(more * size)
+            factor, failed = torch.linalg.cholesky_ex(whole)
+            if not failed:
+                d = torch.cholesky_solve(-point.gradient.reshape(-1, 1), factor).view(c, r)
+                return _centred(d)
+        return -point.gradient
+
+    def _known(self, point: _Point) -> Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """(rows, labels, p, 1 - p(y)) of every block."""
+        if point.kept is not None:
+            for (x, y), (p, rest) in zip(self.p.blocks(), point.kept, strict=True):
+                yield x, y, p, rest
+        else:
+            inner = self._on_rows(point.theta)
+            for x, y in self.p.blocks():
+                yield x, y, *_chances(x, y, *inner)[:2]
+
+    def _on_rows(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight (C, k) and bias (C,) of theta, on the rows as they come."""
+        weight = theta[:, :-1]
+        return (weight if self.p.basis is None else weight @ self.p.basis.T), theta[:, -1]
+
+    def _add(self, total: Tensor, error: Tensor, x: Tensor) -> None:
+        """error^T [z 1] added to ``total`` (C, r + 1)."""
+        inner = error.T @ x
+        total[:, :-1] += inner if self.p.basis is None else inner @ self.p.basis
+        total[:, -1] += error.sum(0)
+
+
+def _chances(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities p (b, C), 1 - p(y) (b, 1) and -log p(y) (b, 1), each to full precision where p(y) is almost 1."""
+    logp = torch.log_softmax(torch.addmm(bias, x, weight.T), 1)
+    own = y[:, None]
+    loss = -logp.gather(1, own)
+    p = logp.exp_()
+    rest = p.scatter(1, own, 0.0).sum(1, keepdim=True)
+    return p, rest, torch.where(rest < 0.5, -torch.log1p(-rest), loss)
+
+
+def _complement(p: Tensor, rest: Tensor, y: Tensor) -> Tensor:
+    """1 - p (b, C)."""
+    return (1 - p).scatter(1, y[:, None], rest)
+
+
+def _centred(v: Tensor) -> Tensor:
+    """Without what all classes share, which changes no probability."""
+    return v - v.mean(0)

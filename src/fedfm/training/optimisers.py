@@ -1,0 +1,171 @@
+"""Client optimisers: what a client does with w between two messages. They are fields of methods.
+
+``SGD``, ``Adam``, ``AdamW`` and ``Proximal`` describe local training; how it is computed - one client in a loop, a
+cohort of heads as one batched product - is chosen by :func:`fedfm.training.scheduler.train` and never changes what a
+method reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fedfm.core.checks import match
+from fedfm.core.client import Client
+from fedfm.core.rows import Rows
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+
+ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # what takes the place of an absent class's logit
+
+
+@dataclass(frozen=True)
+class Local:
+    """E epochs of mini-batch descent on one client's training rows; the state of the optimiser starts afresh each
+    round.
+    """
+
+    adaptations: ClassVar[tuple[str, ...]] = ()  # the only ones that it takes; empty: all
+
+    learning_rate: float = field(default=0.1, metadata={"help": "eta"})
+    epochs: int = field(default=1, metadata={"help": "E, passes over the client's rows a round"})
+    batch_size: int = field(default=32, metadata={"help": "B"})
+    weight_decay: float = field(default=0.0, metadata={"help": "L2 (sgd, adam) or decoupled (adamw)"})
+    absent: str = field(
+        default="keep",
+        metadata={
+            "help": "logits of classes without training rows at the client: keep, zero (set to 0 in the local loss, "
+            "FedBaF's Appendix A) or exclude (-infinity: left out of the softmax)"
+        },
+    )
+
+    def __call__(
+        self,
+        client: Client,
+        w: Params,
+        *,
+        mu: float = 0.0,
+        correction: Params | None = None,
+        only: tuple[str, ...] | None = None,
+    ) -> Params:
+        """Train from ``w``; return the trained parameters.
+
+        Args:
+            mu: weight of the proximal term mu/2 ||v - w||^2 in the local objective.
+            correction: added to every gradient (SCAFFOLD's c - c_k).
+            only: names of the tensors that move, the others stay as they are in ``w``; None: all.
+        """
+        from fedfm.training.job import Job
+        from fedfm.training.scheduler import train
+
+        client.trained = train(Job(client, w, self, mu, correction, only))
+        return client.trained
+
+    @property
+    def personal(self) -> bool:
+        """Whether it leaves each client with a model of its own, which the client keeps (see :meth:`own`)."""
+        return False
+
+    @property
+    def passes(self) -> int:
+        """Epochs over the client's rows that a round costs, of all models that it trains."""
+        return self.epochs
+
+    def own(self, client: Client, w: Params) -> Params:
+        """The client's own model, where ``w`` is what the server has for it."""
+        return w
+
+    @contextmanager
+    def wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+        """Within it the model is as w says, something that :meth:`own` gave or a model's parameters; it judges the rows
+        that this yields.
+        """
+        model.load(w)
+        yield rows
+
+    def fits(self, model: Any) -> None:
+        """Refuse a model that it cannot train.
+
+        Raises:
+            InputError: what would be right.
+        """
+
+    def check_own(self, w: Params, model: Any) -> None:
+        """Refuse what a client gave as its own model where it is none of this kind.
+
+        Raises:
+            ClientFault: with the first tensor that differs.
+        """
+        match(w, model.layout, "model")
+
+    def steps(self, n: int) -> int:
+        """Number of optimiser steps over n rows."""
+        return self.epochs * -(-n // self.batch_size)
+
+    def validate(self, where: str) -> None:
+        """Refuse values that make no sense, naming the key."""
+        for key, ok, right in (
+            ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
+            ("epochs", self.epochs >= 1, "a whole number of at least 1"),
+            ("batch_size", self.batch_size >= 1, "a whole number of at least 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number of at least 0"),
+        ):
+            if not ok:
+                raise InputError(f"{where}.{key} = {getattr(self, key)}: expected {right}")
+        if self.absent not in ABSENT:
+            raise InputError(f'{where}.absent = "{self.absent}": expected "keep", "zero" or "exclude"')
+
+
+@dataclass(frozen=True)
+class SGD(Local):
+    """Stochastic gradient descent, optionally with (heavy-ball) momentum."""
+
+    momentum: float = field(default=0.0, metadata={"help": "of the local optimiser"})
+
+    def validate(self, where: str) -> None:
+        """Also 0 <= momentum < 1."""
+        super().validate(where)
+        if not 0 <= self.momentum < 1:
+            raise InputError(f"{where}.momentum = {self.momentum}: expected a number in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Adam(Local):
+    """Adam with its usual constants (0.9, 0.999, 1e-8); weight decay enters the gradient."""
+
+    learning_rate: float = field(default=0.001, metadata={"help": "eta"})
+
+
+@dataclass(frozen=True)
+class AdamW(Local):
+    """Adam with decoupled weight decay."""
+
+    learning_rate: float = field(default=0.001, metadata={"help": "eta"})
+
+
+@dataclass(frozen=True)
+class Proximal(SGD):
+    """SGD on the local objective f_k(v) + mu/2 ||v - w||^2 (FedProx's), for any method that has a local optimiser."""
+
+    mu: float = field(default=0.01, metadata={"help": "weight of the squared distance to the start"})
+
+    def __call__(
+        self,
+        client: Client,
+        w: Params,
+        *,
+        mu: float = 0.0,
+        correction: Params | None = None,
+        only: tuple[str, ...] | None = None,
+    ) -> Params:
+        """As :class:`SGD`, with this mu added to the method's own."""
+        return super().__call__(client, w, mu=mu + self.mu, correction=correction, only=only)
+
+    def validate(self, where: str) -> None:
+        """Also mu >= 0."""
+        super().validate(where)
+        if self.mu < 0:
+            raise InputError(f"{where}.mu = {self.mu}: expected a number of at least 0")

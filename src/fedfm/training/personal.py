@@ -1,0 +1,203 @@
+"""Client optimisers that leave each client with a model of its own: Ditto, and a second adapter beside LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, ClassVar
+
+from fedfm import seeds
+from fedfm.core.checks import match
+from fedfm.core.client import Client
+from fedfm.core.rows import Rows
+from fedfm.errors import E_TENSORS, ClientFault, InputError, one_of
+from fedfm.linalg.params import Params
+from fedfm.models.adapters.pair import GLOBAL, LOCAL, MIX, is_pair, mean_direction, pair
+from fedfm.training.optimisers import SGD, Adam, AdamW, Local
+
+_PLAIN: dict[str, type[Local]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
+
+
+@dataclass(frozen=True)
+class _Two(Local):
+    """Beside w the client trains something of its own, by the same optimiser, and keeps it."""
+
+    optimiser: str = field(default="sgd", metadata={"help": "of both models: sgd, adam or adamw"})
+    momentum: float = field(default=0.0, metadata={"help": "of sgd"})
+
+    @property
+    def passes(self) -> int:
+        """Of both models."""
+        return 2 * self.epochs
+
+    @property
+    def personal(self) -> bool:
+        """It does."""
+        return True
+
+    @classmethod
+    def of(cls, local: Local) -> Local:
+        """Both models by the steps of a plain optimiser; any other as it is."""
+        name = {SGD: "sgd", Adam: "adam", AdamW: "adamw"}.get(type(local))
+        return local if name is None else cls(**{f.name: getattr(local, f.name) for f in fields(local)}, optimiser=name)
+
+    @cached_property
+    def plain(self) -> Local:
+        """The optimiser of w alone."""
+        same = {f.name: getattr(self, f.name) for f in fields(Local)}
+        return SGD(**same, momentum=self.momentum) if self.optimiser == "sgd" else _PLAIN[self.optimiser](**same)
+
+    def validate(self, where: str) -> None:
+        """Also a known optimiser."""
+        super().validate(where)
+        one_of(f"{where}.optimiser", self.optimiser, ("sgd", "adam", "adamw"))
+        if self.momentum and self.optimiser != "sgd":
+            raise InputError(f'{where}.momentum: only optimiser = "sgd" has one')
+        self.plain.validate(where)
+
+
+@dataclass(frozen=True)
+class Ditto(_Two):
+    """Beside w, as the optimiser below trains it, the client trains v_k on f_k(v) + lambda/2 ||v - w||^2 and keeps it.
+
+    Ditto: Fair and Robust Federated Learning Through Personalization. Li, Hu, Beirami, Smith. ICML 2021, Algorithm 1.
+    """
+
+    lambda_: float = field(default=0.1, metadata={"help": "pull of the client's own model to what the server sent"})
+
+    def __call__(
+        self,
+        client: Client,
+        w: Params,
+        *,
+        mu: float = 0.0,
+        correction: Params | None = None,
+        only: tuple[str, ...] | None = None,
+    ) -> Params:
+        """Train w; in ``client.memory``, v as well."""
+        v = client.memory.get("v", w)
+        # lambda (v - w) = lambda (v - v_start) + lambda (v_start - w): a pull to the start, and a constant.
+        v = self.plain(client, v, mu=self.lambda_, correction=self.lambda_ * (v - w), only=only)
+        client.memory["v"] = v
+        return self.plain(client, w, mu=mu, correction=correction, only=only)
+
+    def own(self, client: Client, w: Params) -> Params:
+        """v_k; before the client has trained, w."""
+        v: Params = client.memory.get("v", w)
+        return v
+
+    def validate(self, where: str) -> None:
+        """Also lambda >= 0."""
+        super().validate(where)
+        if self.lambda_ < 0:
+            raise InputError(f"{where}.lambda = {self.lambda_}: expected a number of at least 0")
+
+
+@dataclass(frozen=True)
+class DualAdapter(_Two):
+    """Beside the LoRA w that it sends the client keeps a second one, its own; their weighted sum is its model.
+
+    Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
+    The own adapter starts as the first w that the client is sent. It is trained where the model puts out W x + 1/2 of
+    w's output, frozen, + 1/2 of its own; w is trained alone. The own adapter's share a in the output of a row is lambda
+    times the mean cosine of the row's last hidden state to those of some training rows, all under the own adapter, and
+    0 where that is negative; w's is 1 - a. A head beside LoRA is mixed in the same way.
+
+    Trained after the federation, the own adapter starts as the last w; where clients are evaluated before, they train
+    one as if that were the end (``run.evaluate_every = 0`` spares it).
+    """
+
+    adaptations: ClassVar[tuple[str, ...]] = ("lora",)
+
+    when: str = field(
+        default="during",
+        metadata={"help": "the own adapter is trained: during, in every round; after, once at the end"},
+    )
+    weight: str = field(
+        default="instance", metadata={"help": "a: instance, by the row's similarity to training rows; fixed, at lambda"}
+    )
+    lambda_: float = field(default=0.5, metadata={"help": "the largest a; or a itself, fixed"})
+    to: str = field(
+        default="local", metadata={"help": "who gets a: local, the own adapter; global, as the authors' code"}
+    )
+    instances: int = field(default=5, metadata={"help": "S, training rows that a row is compared with"})
+
+    def __call__(
+        self,
+        client: Client,
+        w: Params,
+        *,
+        mu: float = 0.0,
+        correction: Params | None = None,
+        only: tuple[str, ...] | None = None,
+    ) -> Params:
+        """Train w; in ``client.memory``, the own adapter as well."""
+        if self.when == "during":
+            client.memory["own_adapter"] = self.beside(client, client.memory.get("own_adapter", w), w, only)
+        return self.plain(client, w, mu=mu, correction=correction, only=only)
+
+    def beside(self, client: Client, v: Params, w: Params, only: tuple[str, ...] | None = None) -> Params:
+        """The own adapter, trained from v beside the frozen w."""
+        with client.model.beside(w, 0.5):
+            return self.plain(client, v, only=only)
+
+    def own(self, client: Client, w: Params) -> Params:
+        """w, the own adapter and how they are weighed, as one vector; before there is an own one, w."""
+        v = client.memory.get("own_adapter") if self.when == "during" else self._at_the_end(client, w)
+        if v is None:
+            return w
+        sign, bias = (1.0, 0.0) if self.to == "local" else (-1.0, 1.0)  # the own adapter's share is a, or 1 - a
+        if self.weight == "fixed":
+            return pair(w, v, bias + sign * self.lambda_)
+        rows, rng = client.data.train, seeds.generator(client.seed, "instances")
+        some = rng.choice(len(rows), min(self.instances, len(rows)), replace=False)
+        client.model.load(v)
+        m = mean_direction(client.model.last_states(rows.take(some)))
+        return pair(w, v, bias, sign * self.lambda_ * m)
+
+    def check_own(self, w: Params, model: Any) -> None:
+        """Of a pair both adapters, and how they are weighed."""
+        if not is_pair(w):
+            super().check_own(w, model)
+            return
+        for name in (GLOBAL, LOCAL):
+            match(w.part(name), model.layout, name)
+        mix = {name: tuple(tensor.shape) for name, tensor in w.part(MIX).items()}
+        width = None if model.last_layer is None else model.last_layer.in_features
+        if mix not in ({"bias": ()}, {"bias": (), "slope": (width,)}):
+            raise ClientFault(E_TENSORS, f"{MIX}: expected a bias, and a slope of {width} numbers; got {mix}")
+
+    def _at_the_end(self, client: Client, w: Params) -> Params:
+        """The own adapter, trained from w beside w; once for every w, though it be asked for several times."""
+        key = f"{client.seed} {w.sha256()}"
+        if client.memory.get("of") != key:
+            client.memory["of"], client.memory["own_adapter"] = key, self.beside(client, w, w)
+        v: Params = client.memory["own_adapter"]
+        return v
+
+    @contextmanager
+    def wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+        """Of a pair both adapters."""
+        with model.wearing(w, rows) if is_pair(w) else super().wearing(model, w, rows) as judged:
+            yield judged
+
+    def fits(self, model: Any) -> None:
+        """Weights by instance compare what enters the last layer."""
+        if self.weight == "instance" and model.last_layer is None:
+            raise InputError(
+                'method.local.weight = "instance": this model has no last linear layer before which rows could be '
+                'compared; expected "fixed"'
+            )
+
+    def validate(self, where: str) -> None:
+        """Also known words, lambda from 0 to 1 and at least one instance."""
+        super().validate(where)
+        one_of(f"{where}.when", self.when, ("during", "after"))
+        one_of(f"{where}.weight", self.weight, ("instance", "fixed"))
+        one_of(f"{where}.to", self.to, ("local", "global"))
+        if not 0 <= self.lambda_ <= 1:
+            raise InputError(f"{where}.lambda = {self.lambda_}: expected a number from 0 to 1")
+        if self.instances < 1:
+            raise InputError(f"{where}.instances = {self.instances}: expected a whole number of at least 1")

@@ -1,0 +1,139 @@
+"""How local training is computed: one client at a time, or every client of a chunk as one batch.
+
+A method's client half is written for one client and calls ``self.local(client, w)``. Where a chunk of clients is
+trained as one batch, each client's handler is a greenlet: it stops at that call, the jobs of all are trained together,
+and each goes on with its own result. The method does not see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import greenlet
+
+from fedfm.linalg.params import Params
+from fedfm.training.job import Job
+
+_HEADS = (64, 4)  # clients a chunk of heads, at most and at least: a message takes as long as several of them
+
+Trainer = Callable[[Sequence[Job]], list[Params]]
+
+
+class _Chunk(greenlet.greenlet):  # type: ignore[misc]
+    """A client's handler on its way; its parent is the scheduler that gathers jobs."""
+
+
+def train(job: Job) -> Params:
+    """Called by a client optimiser: train together with the rest of the chunk, or alone where there is none."""
+    current = greenlet.getcurrent()
+    # An altered model is this client's alone until its handler goes on: nobody else may take a turn.
+    if isinstance(current, _Chunk) and not getattr(job.client.model, "altered", 0):
+        return current.parent.switch(job)  # type: ignore[no-any-return]
+    return _train_alone(job)
+
+
+def trainer_for(model: Any, local: Any = None, only: Sequence[str] | None = None) -> Trainer:
+    """The vectorised trainer of this model's kind if there is one, it knows the optimiser's loss and all tensors move,
+    else the loop.
+    """
+    from fedfm.training import heads, loop, packed
+
+    if getattr(local, "absent", "keep") != "keep" or only is not None:
+        return loop.train
+    if heads.applies(model):
+        return heads.train
+    return packed.train if packed.applies(model, getattr(model, "kernels", "exact")) else loop.train
+
+
+def width(model: Any) -> int:
+    """How many clients one chunk should hold at most."""
+    from fedfm.training import heads, packed
+
+    return _HEADS[0] if heads.applies(model) else packed.width(model)
+
+
+def least(model: Any) -> int:
+    """How many clients one chunk should hold at least."""
+    from fedfm.training import heads, packed
+
+    return _HEADS[1] if heads.applies(model) else -(-packed.width(model) // 2)
+
+
+def prepare(model: Any) -> None:
+    """Load what its training needs, before processes are forked that share it."""
+    from fedfm.linalg.kernels import ahead
+    from fedfm.training import heads, packed
+
+    if heads.applies(model):
+        ahead.loops()
+    else:
+        packed.prepare(model)
+
+
+def batched(model: Any) -> bool:
+    """Whether training several clients together is one computation."""
+    from fedfm.training import heads, packed
+
+    return not heads.applies(model) and packed.width(model) > 1
+
+
+def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list[Any]:
+    """Run handlers side by side, their local training batched, or one after the other; a handler's exception takes its
+    result's place: also ``SystemExit`` and the like, which would end the server, and all but the user's interruption.
+    """
+    if not together or len(calls) == 1:
+        return [_alone(call) for call in calls]
+    results: list[Any] = [None] * len(calls)
+    waiting: list[tuple[int, _Chunk, Job]] = []
+
+    def advance(i: int, run: _Chunk, *value: Any, error: BaseException | None = None) -> None:
+        try:
+            out = run.throw(error) if error is not None else run.switch(*value)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as failure:
+            results[i] = failure
+            return
+        if run.dead:
+            results[i] = out
+        else:
+            waiting.append((i, run, out))
+
+    for i, call in enumerate(calls):
+        advance(i, _Chunk(call))
+    while waiting:
+        batch, waiting = waiting, []
+        by_kind: dict[tuple[Any, ...], list[tuple[int, _Chunk, Job]]] = {}
+        for item in batch:
+            job = item[2]
+            key = (id(job.client.model), id(job.local), job.mu > 0, job.correction is None, id(job.w.layout), job.only)
+            by_kind.setdefault(key, []).append(item)
+        for items in by_kind.values():
+            jobs = [job for _, _, job in items]
+            try:
+                trained: list[Any] = trainer_for(jobs[0].client.model, jobs[0].local, jobs[0].only)(jobs)
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
+                trained = [_alone(partial(_train_alone, job)) for job in jobs]
+            for (i, run, _), out in zip(items, trained, strict=True):
+                if isinstance(out, BaseException):
+                    advance(i, run, error=out)
+                else:
+                    advance(i, run, out)
+    return results
+
+
+def _train_alone(job: Job) -> Params:
+    return trainer_for(job.client.model, job.local, job.only)([job])[0]
+
+
+def _alone(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:
+        return failure

@@ -1,0 +1,561 @@
+"""A server that sends what it likes to a silo's real site: what it gets, and what it cannot make the silo do.
+
+No answer in this file may hold a path of the silo's machine: :meth:`Server.send` looks at each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from fedfm.config.experiment import Experiment
+from fedfm.core.wire import codec, flower_records, payload
+from fedfm.engines.flower import apps, client_stub, loopback, silo_log, site_worker
+from fedfm.engines.flower import site as sites
+from fedfm.engines.flower.link import HELLO
+from fedfm.engines.flower.private_api import identity
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.models.load import load_model
+from fedfm.models.spec import ModelSpec
+from fedfm.runtime import silo_file
+from small import tiny_vit
+
+CLASSES = ["no", "yes"]
+MONTHS = ["April", "June", "May"]
+EXPERIMENT: dict[str, Any] = {
+    "data": {"path": "server.csv"},
+    "model": {"name": "features"},
+    "method": {"name": "fedavg", "rounds": 3},
+}
+
+
+def experiment(**change: Any) -> str:
+    """The text of an experiment; what parsing at the server would refuse is written all the same."""
+    from fedfm.config.toml import to_toml
+
+    tables = {name: {**EXPERIMENT.get(name, {}), **change.get(name, {})} for name in {**EXPERIMENT, **change}}
+    return to_toml(tables)
+
+
+def silo(folder: Path, **more: Any) -> Path:
+    """A silo's file, beside feature vectors with a label and no other secret than that label's classes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    y = np.arange(30) % len(CLASSES)
+    np.savez(folder / "rows.npz", x=rng.normal(size=(30, 4)).astype(np.float32), y=y, classes=np.array(CLASSES))
+    keys = {"name": "north", "data": "rows.npz"} | more
+    path = folder / "silo.toml"
+    path.write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items()))
+    return path
+
+
+class Server:
+    """Plays the server against one silo: configures a run as it likes and sends messages to the silo's site.
+
+    Args:
+        silo: the silo's file.
+        text: the experiment that the run's configuration tells.
+        key: the run's key.
+    """
+
+    def __init__(self, silo: Path, text: Any = None, *, key: str = "run", **config: Any) -> None:
+        self.node = {"silo": str(silo)}
+        self.config = {"experiment": experiment() if text is None else text, "key": key, **config}
+        self.home = silo.parent
+
+    def send(self, handler: str, body: Any, round: Any = 1, call: Any = 1) -> dict[str, Any]:
+        """The reply's envelope, from the site that the silo's worker would be."""
+        head, pieces = payload.encode({"round": round, "call": call, "body": body})
+        return self.raw(handler, head, b"".join(pieces))
+
+    def raw(self, handler: str, head: str, data: bytes) -> dict[str, Any]:
+        """As :meth:`send`, of a message's bytes."""
+        try:
+            folder = client_stub.admitted(self.config, self.node, 1)
+            answer = sites.of_folder(folder)[0].answer("", handler, head, data)
+        except sites.ClientFault as fault:
+            answer = client_stub.fault_halves(fault, head, data)
+        told = payload.decode(*answer, None)
+        assert str(self.home) not in json.dumps(told, default=str)
+        return told
+
+    def hello(self, classes: Any = CLASSES) -> str:
+        """What came of a hello: "fits", or the fault's code."""
+        told = self.send(HELLO, {"classes": classes}, 0, 0)
+        return told["fault"]["code"] if "fault" in told else "fits"
+
+    def train(self, round: int = 1) -> dict[str, Any]:
+        """A round of FedAvg, with the model that a server of the same experiment has."""
+        import torch
+
+        w = Params({"head.weight": torch.zeros(2, 4), "head.bias": torch.zeros(2)})
+        return self.send("train.FedAvg_train", {"w": w}, round)
+
+
+def log_of(silo: Path) -> str:
+    return (silo.parent / ".fedfm" / "silo.log").read_text()
+
+
+def test_an_honest_server_gets_an_update(tmp_path):
+    server = Server(silo(tmp_path))
+    assert server.hello() == "fits"
+    assert server.train()["body"]["weight"] == 24.0
+    assert "takes part in run run: method fedavg, model features" in log_of(tmp_path / "silo.toml")
+
+
+# --- 1. code ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """A module that can be imported, and leaves a mark when it is."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    mark = tmp_path / "mark"
+    (folder / "evil_module.py").write_text(
+        "import pathlib\n"
+        f"pathlib.Path({str(mark)!r}).touch()\n"
+        "from dataclasses import dataclass\n"
+        "from fedfm.methods.fedavg import FedAvg\n"
+        "@dataclass(frozen=True)\n"
+        "class Evil(FedAvg):\n    pass\n"
+    )
+    (folder / "plugin-1.0.dist-info").mkdir()
+    (folder / "plugin-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    points = "[fedfm.methods]\nplugged = evil_module:Evil\n"
+    (folder / "plugin-1.0.dist-info" / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr("fedfm.config.registry._admitted", {})
+    yield mark
+    sys.modules.pop("evil_module", None)
+
+
+NAMED = [
+    {"method": {"name": "evil_module:Evil"}},
+    {"method": {"name": "plugged"}},
+    {"method": {"name": "unittest.__main__:x"}},
+    {"method": {"name": "antigravity:x"}},
+    {"method": {"name": "fedbaf", "foundation": "nano-vit", "base": {"name": "evil_module:Evil"}}},
+    {"aggregation": {"name": "evil_module:Evil"}},
+    {"attack": {"name": "evil_module:Evil"}},
+]
+
+
+@pytest.mark.parametrize("change", NAMED)
+def test_an_experiment_imports_nothing_at_a_silo(tmp_path, evil, change):
+    server = Server(silo(tmp_path / "silo"), experiment(**change))
+    assert server.hello() == "E_EXPERIMENT"
+    assert server.train()["fault"]["code"] == "E_REFUSED"
+    assert not evil.exists()
+
+
+@pytest.mark.parametrize("change", NAMED)
+def test_parsing_an_experiment_never_imports(evil, change):
+    with pytest.raises(InputError):
+        Experiment.from_dict({**EXPERIMENT, **change})
+    assert not evil.exists()
+
+
+@pytest.mark.parametrize("name", ["evil_module:Evil", "plugged"])
+def test_a_silo_admits_the_methods_that_its_file_lists(tmp_path, evil, name):
+    server = Server(silo(tmp_path / "silo", methods=[name]), experiment(method={"name": name}))
+    assert server.hello() == "fits"
+    assert evil.exists()
+
+
+def test_the_owner_of_a_process_may_name_any_class(tmp_path, evil):
+    path = tmp_path / "exp.toml"
+    path.write_text(experiment(method={"name": "evil_module:Evil"}))
+    assert type(Experiment.load(path).method).__name__ == "Evil"
+
+
+# --- 2. data by question ---------------------------------------------------------------------------------------------
+
+
+def with_months(folder: Path, **more: Any) -> Path:
+    """Texts with a label that the silo gives, and a column that it does not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [f"word{i},{CLASSES[i % 2]},{MONTHS[i % 3]}" for i in range(30)]
+    (folder / "rows.csv").write_text("text,label,month\n" + "\n".join(rows))
+    return silo(folder, data="rows.csv", **more)
+
+
+def test_which_column_is_the_label_is_the_silos_to_say(tmp_path):
+    for label, classes in (("month", MONTHS), ("text", ["word1"]), ("label", MONTHS)):
+        text = experiment(data={"label": label}, model={"name": "nano-gpt2"})
+        server = Server(with_months(tmp_path / f"{label}{len(classes)}"), text)
+        assert server.hello(classes) == "E_EXPERIMENT"
+
+
+def test_every_month_cannot_be_listed(tmp_path):
+    path = with_months(tmp_path)
+    answers = set()
+    for number, guess in enumerate([*MONTHS, "March", "July", "August", "October"]):
+        text = experiment(data={"label": "month"}, model={"name": "nano-gpt2"})
+        answers.add(Server(path, text, key=f"run-{number}").hello([guess, "other"]))
+    assert answers == {"E_EXPERIMENT", "E_REFUSED"}  # of a month that is there as of one that is not
+    assert log_of(path).count("a hello did not fit") == silo_log.MISFITS
+    assert "no hello is answered from here on, until silo.toml is changed" in log_of(path)
+    honest = experiment(model={"name": "nano-gpt2"})
+    assert Server(path, honest, key="honest").hello() == "E_REFUSED"
+    path.write_text(path.read_text() + "\n# looked at\n")
+    assert Server(path, honest, key="honest").hello() != "E_REFUSED"
+
+
+def test_the_same_question_counts_once_and_a_fit_does_not_count(tmp_path):
+    path = silo(tmp_path)
+    for number in range(2 * silo_log.MISFITS):
+        assert Server(path, key=f"run-{number}").hello(["a", "b"]) == "E_EXPERIMENT"
+    for number in range(2 * silo_log.MISFITS):
+        assert Server(path, experiment(run={"seed": number}), key=f"fit-{number}").hello() == "fits"
+
+
+def test_a_hello_that_kills_the_worker_counts(tmp_path, monkeypatch):
+    path = silo(tmp_path)
+
+    def killed(*_):
+        raise KeyboardInterrupt  # past every except in the site
+
+    monkeypatch.setattr(silo_file, "populate", killed)
+    for number in range(silo_log.MISFITS):
+        with pytest.raises(KeyboardInterrupt):
+            Server(path, experiment(run={"seed": number}), key=str(number)).hello()
+    monkeypatch.undo()
+    assert Server(path, key="again").hello() == "E_REFUSED"
+
+
+def test_a_count_that_cannot_be_kept_is_no_answer(tmp_path):
+    path = silo(tmp_path)
+    (tmp_path / ".fedfm").mkdir()
+    (tmp_path / ".fedfm" / "hello.json").write_text("{damaged")
+    assert Server(path).hello() == "E_EXCEPTION"
+
+
+def test_hello_is_subject_to_the_policy(tmp_path):
+    server = Server(silo(tmp_path, allow=["train.*"]))
+    assert server.hello() == "E_REFUSED"
+    assert server.train()["fault"]["code"] == "E_REFUSED"
+    assert not silo_file.report(tmp_path / "silo.toml")["takes_part"]
+
+
+def test_nothing_is_answered_before_a_hello_fits(tmp_path):
+    server = Server(silo(tmp_path))
+    assert server.train()["fault"]["code"] == "E_REFUSED"
+    assert server.hello(["a", "b"]) == "E_EXPERIMENT"
+    assert server.train()["fault"]["code"] == "E_REFUSED"
+
+
+def test_classes_that_the_silo_agreed_to_are_answered_by_the_list_alone(tmp_path):
+    agreed = ["maybe", "no", "yes"]
+    path = silo(tmp_path, classes=agreed)
+    assert Server(path, key="1").hello(agreed) == "fits"
+    assert Server(path, key="2").hello(CLASSES) == "E_EXPERIMENT"  # those of the rows are not told either
+    update = Server(path, key="1").send("train.FedAvg_train", {"w": head(3)})
+    assert float(update["body"]["delta"]["head.bias"].sum()) == pytest.approx(0, abs=1e-5)
+    assert update["body"]["delta"]["head.weight"].shape == (3, 4)
+    short = silo(tmp_path / "short", classes=["maybe", "yes"])
+    assert Server(short).hello(["maybe", "yes"]) == "E_EXPERIMENT"
+    assert 'rows of class "no", which classes does not list' in log_of(short)
+
+
+def head(classes: int) -> Params:
+    import torch
+
+    return Params({"head.weight": torch.zeros(classes, 4), "head.bias": torch.zeros(classes)})
+
+
+def test_the_classes_of_a_run_do_not_change(tmp_path):
+    server = Server(silo(tmp_path))
+    assert server.hello() == "fits"
+    assert server.hello(CLASSES[::-1]) == "E_EXPERIMENT"  # the same noise on other rows would cancel
+    assert server.hello() == "fits"
+
+
+# --- 3. paths and downloads ------------------------------------------------------------------------------------------
+
+
+def test_models_that_the_silo_does_not_list_are_not_looked_for(tmp_path):
+    there = tiny_vit(tmp_path)
+    answers = []
+    for number, name in enumerate((there, tmp_path / "absent", "/etc", "org/model")):
+        server = Server(silo(tmp_path / str(number)), experiment(model={"name": str(name)}))
+        answers.append(server.send(HELLO, {"classes": CLASSES}, 0, 0)["fault"])
+        assert "which lists none" in log_of(tmp_path / str(number) / "silo.toml")
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_a_model_that_the_silo_lists_is_its_own_copy(tmp_path):
+    spec = ModelSpec("/home/operator/models/tiny-vit")
+    there = tiny_vit(tmp_path)
+    mine = silo_file.load(silo(tmp_path / "silo", models=["../tiny-vit", "org/other"]))
+    assert mine.models == (str(there.resolve()), "org/other")
+    assert silo_file.listed_model(mine, spec).name == str(there.resolve())
+    assert silo_file.listed_model(mine, ModelSpec("org/other")).name == "org/other"
+    assert silo_file.listed_model(mine, ModelSpec("nano-vit")).name == "nano-vit"
+    with pytest.raises(InputError, match="not among the models"):
+        silo_file.listed_model(mine, ModelSpec("org/another"))
+
+
+def test_rows_are_read_from_nowhere_else(tmp_path):
+    secret = silo(tmp_path / "secret").parent / "rows.npz"
+    for key, data in enumerate(({"path": str(secret)}, {"hub": str(tmp_path)}, {"clients": {"north": str(secret)}})):
+        text = experiment()
+        text = text.replace('path = "server.csv"', "\n".join(f"{k} = {_inline(v)}" for k, v in data.items()))
+        server = Server(silo(tmp_path / f"silo{key}"), text)
+        secret.unlink(missing_ok=True)
+        assert server.hello() == "fits"
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {_inline(v)}" for k, v in value.items()) + " }"
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize("node", [{"partition-id": 0}, {"client": "north"}, {}])
+@pytest.mark.parametrize("site", [True, False])
+def test_a_node_without_a_silos_file_answers_only_a_rehearsal_of_its_own_machine(tmp_path, monkeypatch, node, site):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    server = Server(silo(tmp_path))
+    server.node = {**node, **({"site": str(tmp_path / "site")} if site else {})}
+    assert server.hello() == "E_REFUSED"
+    assert not (tmp_path / "site").exists()
+    assert not (tmp_path / ".fedfm").exists()
+
+
+def test_a_silo_downloads_nothing_unless_its_file_says_so(tmp_path):
+    for downloads, expected in ((None, False), (False, False), (True, True)):
+        path = silo(tmp_path / str(downloads), **({} if downloads is None else {"downloads": downloads}))
+        server = Server(path)
+        folder = client_stub.admitted(server.config, server.node, 1)
+        assert site_worker._downloads(folder) is expected
+        path.write_text("damaged = ")
+        assert not site_worker._downloads(folder)
+
+
+@pytest.mark.parametrize("key", ["test_fraction", "val_fraction"])
+def test_an_experiment_cannot_leave_a_silo_few_rows_to_train_on(tmp_path, key):
+    assert Server(silo(tmp_path), experiment(data={key: 0.96})).hello() == "E_EXPERIMENT"
+
+
+def test_scores_that_the_policy_keeps_are_not_told_beside_an_update(tmp_path):
+    text = experiment(run={"local_scores": True})
+    assert Server(silo(tmp_path / "a", allow=["train.*", HELLO]), text).hello() == "E_EXPERIMENT"
+    assert Server(silo(tmp_path / "b", allow=["train.*", HELLO, "query.FedAvg_evaluate"]), text).hello() == "fits"
+
+
+# --- 4. everything else that a server decides ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key", ["..", ".", "../../etc", "a/b", "\0\n\x1b[2J", "x" * 5_000, "silo.log", "hello.json", "ä" * 300]
+)
+def test_a_runs_key_names_a_folder_below_the_silos_own(tmp_path, key):
+    path = silo(tmp_path / "deep" / "silo")
+    server = Server(path, key=key)
+    assert server.hello() == "fits"
+    assert {p.name for p in tmp_path.iterdir()} == {"deep"}
+    assert {p.name for p in path.parent.iterdir()} == {"silo.toml", "rows.npz", ".fedfm"}
+    assert len(list((path.parent / ".fedfm" / "runs").iterdir())) == 1
+    assert log_of(path).count("\n") == 1
+    assert "\x1b" not in log_of(path)
+
+
+@pytest.mark.parametrize("text", [None, 7, "", "[[[", "a = " + "[" * 50_000, "x = 1\n" * 400_000, "[data]\nname = 7"])
+def test_an_experiment_that_is_none_is_refused(tmp_path, text):
+    server = Server(silo(tmp_path), "")
+    server.config["experiment"] = text
+    if text is None:
+        del server.config["experiment"]
+    assert server.hello() == "E_EXPERIMENT"
+
+
+def test_the_experiment_of_a_run_does_not_change(tmp_path):
+    path = silo(tmp_path)
+    assert Server(path).hello() == "fits"
+    other = Server(path, experiment(method={"name": "fedprox"}))
+    assert other.hello() == "E_EXPERIMENT"
+    assert other.train()["fault"]["code"] == "E_EXPERIMENT"
+    assert "body" in Server(path).train()
+
+
+@pytest.mark.parametrize("place", [".fedfm", ".fedfm/runs", ".fedfm/runs/run", ".fedfm/runs/run/silo"])
+def test_a_file_where_a_folder_is_wanted_is_a_fault(tmp_path, place):
+    path = silo(tmp_path)
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / place).write_text("")
+    assert over_the_app(Server(path)) == ("E_EXCEPTION", "see the node's log")
+
+
+def test_a_folder_where_a_file_is_wanted_is_a_fault(tmp_path):
+    path = silo(tmp_path)
+    (tmp_path / ".fedfm" / "runs" / "run" / "silo" / "site.json").mkdir(parents=True)
+    assert over_the_app(Server(path)) == ("E_EXCEPTION", "see the node's log")
+
+
+def over_the_app(server: Server, handler: str = HELLO) -> tuple[str, str]:
+    """(code, end of the reason) of the reply that Flower's ClientApp gives, with a real worker."""
+    head, pieces = payload.encode(codec.envelope(0, 0, {"classes": CLASSES}))
+    with identity():
+        message = Message(flower_records.pack(head, b"".join(pieces)), 1, handler)
+        context = Context(1, 1, server.node, RecordDict(), server.config)
+        reply = apps.client(message, context)
+    loopback.end_workers(server.home / ".fedfm" / "runs")
+    told = payload.decode(*flower_records.unpack(reply.content), None)
+    assert str(server.home) not in json.dumps(told, default=str)
+    fault = told.get("fault", {"code": "fits", "reason": ""})
+    return fault["code"], fault["reason"].rpartition(": ")[2]
+
+
+def test_a_worker_imports_nothing_from_where_the_node_was_started(tmp_path, monkeypatch):
+    path, here = silo(tmp_path), tmp_path / "here"
+    here.mkdir()
+    for module in ("numpy", "evil_module", "sitecustomize"):
+        (here / f"{module}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    monkeypatch.chdir(here)
+    assert over_the_app(Server(path)) == ("fits", "")
+    assert over_the_app(Server(path, experiment(method={"name": "evil_module:X"}), key="2"))[0] == "E_EXPERIMENT"
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_message_that_is_no_payload_is_a_fault(tmp_path):
+    server = Server(silo(tmp_path))
+    with identity():
+        message = Message(RecordDict({"head": ConfigRecord({"json": "x"})}), 1, HELLO)
+        reply = apps.client(message, Context(1, 1, server.node, RecordDict(), server.config))
+    assert payload.decode(*flower_records.unpack(reply.content), None)["fault"]["code"] == "E_FORMAT"
+
+
+@pytest.mark.parametrize(("round", "call"), [(-1, 0), (10**7, 0), (2**62, 0), (0, -1), (0, 10**5), (1.5, 0), ("1", 0)])
+def test_rounds_that_no_memory_can_be_named_by_are_refused(tmp_path, round, call):
+    server = Server(silo(tmp_path))
+    assert server.hello() == "fits"
+    assert server.send("train.FedAvg_train", {"w": head(2)}, round, call)["fault"]["code"] in ("E_FIELD", "E_DTYPE")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        "train",
+        "train.",
+        "query.FedAvg_train.x",
+        "train.FedAvg___init__",
+        "train.os_system",
+        "query." + "x" * 5_000,
+        "\n\x1b",
+    ],
+)
+def test_only_handlers_of_the_method_are_called(tmp_path, handler):
+    server = Server(silo(tmp_path))
+    assert server.hello() == "fits"
+    assert server.send(handler, {"w": head(2)})["fault"]["code"] == "E_REFUSED"
+    assert all(line[:2] == "20" for line in log_of(tmp_path / "silo.toml").splitlines())
+
+
+MILLION = 1_000_000
+BODIES = {  # heads, and the numbers that they speak of
+    "entries": ('{"m":{' + ",".join(f'"k{i}":"f"' for i in range(MILLION)) + "}}", MILLION),
+    "metrics": ('{"m":{"w":{"m":{' + ",".join(f'"k{i}":"f"' for i in range(MILLION)) + "}}}}", MILLION),
+    "a list": ('{"m":{"classes":[' + ",".join(['{"s":"x"}'] * MILLION) + "]}}", 0),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("handler", [HELLO, "train.FedAvg_train"])
+def test_a_payload_of_many_parts_is_refused_before_it_is_built(tmp_path, handler, body):
+    server = Server(silo(tmp_path))
+    assert server.hello() == "fits"
+    text, numbers = BODIES[body]
+    data = struct.pack("<qq", 1, 1) + bytes(8 * numbers)
+    told = server.raw(handler, '{"m":{"round":"i","call":"i","body":' + text + "}}", data)
+    assert told["fault"]["code"] in ("E_SIZE", "E_FORMAT")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"m":' * 50_000,
+        '{"t":["float32",[1099511627776]]}',
+        '{"m":{"round":"i","round":"i"}}',
+        "\x00",
+        "9" * 10_000,
+    ],
+)
+def test_a_head_that_is_none_is_a_fault(tmp_path, text):
+    server = Server(silo(tmp_path))
+    assert server.hello() == "fits"
+    for handler in (HELLO, "train.FedAvg_train"):
+        told = server.raw(handler, '{"m":{"round":"i","call":"i","body":' + text + "}}", b"\1" + b"\0" * 15)
+        assert told["fault"]["code"].startswith("E_")
+
+
+def test_what_a_server_causes_in_the_silos_logs_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedfm.core.storage.LONGEST", 2_000)
+    path = silo(tmp_path)
+    server = Server(path)
+    server.hello()
+    for _ in range(100):
+        server.send("query.nothing" + "x" * 200, {})
+        server.send("train.FedAvg_train", {"w": 7})
+        server.send("train.FedAvg_train", {"w": Params({})})
+    for log in (tmp_path / ".fedfm").rglob("*.log"):
+        assert log.stat().st_size < 2_100
+    assert "this log is full" in log_of(path)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_models_own_code_is_not_run(tmp_path):
+    folder = tiny_vit(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "own.Config", "AutoModelForImageClassification": "own.Model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    load_model(ModelSpec(str(folder)), classes=("a", "b"), kind="image")
+    config["model_type"] = "unknown-type"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError):
+        load_model(ModelSpec(str(folder)), classes=("a", "b"), kind="image")
+    assert not (tmp_path / "mark").exists()
+
+
+class Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.bin"])
+def test_pickled_weights_are_not_opened(tmp_path, name):
+    import pickle
+
+    folder = tiny_vit(tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
+    with pytest.raises(InputError, match="safetensors"):
+        load_model(ModelSpec(str(folder)), classes=("a", "b"), kind="image")
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("size", [2**63, 2**40, 2**31])
+def test_weights_whose_header_claims_more_than_there_is_are_refused(tmp_path, size):
+    folder = tiny_vit(tmp_path)
+    header = {"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
+    text = json.dumps(header).encode()
+    for claimed in (size, len(text)):
+        (folder / "model.safetensors").write_bytes(min(claimed, 2**64 - 1).to_bytes(8, "little") + text + b"\0" * 64)
+        with pytest.raises(InputError):
+            load_model(ModelSpec(str(folder)), classes=("a", "b"), kind="image")
