@@ -38,6 +38,7 @@ from fedfm.methods.fedbaf.fedbaf import FedBaF
 from fedfm.methods.scaffold import Scaffold
 from fedfm.methods.weight_init import WeightInit
 from fedfm.models.wrap import wrap
+from fedfm.runtime import predictions
 from fedfm.runtime.population import Partitioned
 from fedfm.training import SGD
 
@@ -141,7 +142,7 @@ def measure(folder: Path, method: Any, partition: dict[str, Any], seed: int, dat
             if isinstance(method, FedBaF):
                 keep.see(turn, people)
     w = method.params_for(turn.after, "")
-    found = {"accuracy": method.scores(people.model, w, people.test)["accuracy"]}
+    found = {"accuracy": predictions.scores(method, people.model, w, people.test)["accuracy"]}
     if not isinstance(method, FedBaF):
         return found
     target = keep.target

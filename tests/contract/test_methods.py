@@ -14,6 +14,7 @@ import fedfm
 import tiny_text
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import available, resolve
+from fedfm.core.capabilities import secrets_of
 from fedfm.core.method import Method
 from fedfm.errors import InputError
 from small import experiment, pictures, tiny_vit
@@ -35,7 +36,7 @@ def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
     """
     tables = experiment(folder, method={"name": name, "rounds": rounds, **keys}, run=run or {})
     cls = resolve("methods", name)
-    takes = resolve("methods", like or name).adaptations
+    takes = resolve("methods", like or name)().needs.adaptations
     if takes == ("lora",):
         tables |= of_lora(folder)
         tables["method"]["local"] = {"name": "adamw", "learning_rate": 0.03, "batch_size": 8}
@@ -139,7 +140,7 @@ def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path)
     method = Experiment.from_dict(tables).method
     assert (set(method.means), set(method.asks)) == crossed(tmp_path / "run")
     # The server's secrets, too: one that is not declared would be drawn again by a run that has lost it.
-    assert set(method.secrets) == {path.stem for path in (tmp_path / "run/private/server").glob("*.secret")}
+    assert set(secrets_of(method)) == {path.stem for path in (tmp_path / "run/private/server").glob("*.secret")}
 
 
 @pytest.mark.parametrize("name", TRAINED)

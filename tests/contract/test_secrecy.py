@@ -16,7 +16,7 @@ from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import secret
 from fedfm.runtime.population import populate
 
-KEEPING = sorted(m for m in available("methods") if getattr(resolve("methods", m), "keeps_foundation", False))
+KEEPING = sorted(m for m in available("methods") if hasattr(resolve("methods", m), "keeps_foundation"))
 NEAR = 0.2  # of the way from the clients' mean to the foundation model is left: a copy with some noise on it
 WINDOW = 64  # consecutive bytes of a tensor that no message may hold
 

@@ -332,7 +332,7 @@ def test_silos_with_policies_of_their_own(tmp_path):
     assert result["excluded"] == []
     assert result["client_accuracy"]["north"] is not None
     assert result["client_accuracy"]["south"] is None
-    assert "query.FedAvg_evaluate is not answered: E_REFUSED" in (tmp_path / "south/.fedfm/silo.log").read_text()
+    assert "query.Evaluation_evaluate is not answered: E_REFUSED" in (tmp_path / "south/.fedfm/silo.log").read_text()
 
 
 def silo_site(folder, name, demanded, **keys):

@@ -350,7 +350,7 @@ def test_an_experiment_cannot_leave_a_silo_few_rows_to_train_on(tmp_path, key):
 def test_scores_that_the_policy_keeps_are_not_told_beside_an_update(tmp_path):
     text = experiment(run={"local_scores": True})
     assert Server(silo(tmp_path / "a", allow=["train.*", HELLO]), text).hello() == "E_EXPERIMENT"
-    assert Server(silo(tmp_path / "b", allow=["train.*", HELLO, "query.FedAvg_evaluate"]), text).hello() == "fits"
+    assert Server(silo(tmp_path / "b", allow=["train.*", HELLO, "query.Evaluation_evaluate"]), text).hello() == "fits"
 
 
 # --- 4. everything else that a server decides ------------------------------------------------------------------------

@@ -21,8 +21,10 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
-from fedfm.runtime.population import REST, Partitioned, judge
+from fedfm.runtime.evaluation import judge
+from fedfm.runtime.population import REST, Partitioned
 from fedfm.training.packed import predictor
 
 CLASSES = ("ant", "bee", "cow")
@@ -77,7 +79,7 @@ def test_the_same_as_on_all_rows_at_once(own: list[list[int]]) -> None:
     w = start(everyone)
     found = judge(everyone, METHOD)
     assert found is not None
-    expected = METHOD.scores(everyone.model, w, everyone.test)
+    expected = predictions.scores(METHOD, everyone.model, w, everyone.test)
     loss = expected.pop("loss")
     scores = found(w)
     assert scores.pop("loss") == pytest.approx(loss, rel=1e-6)
@@ -162,7 +164,7 @@ def test_other_ways_of_judging_see_all_rows_at_once() -> None:
     assert judge(everyone, Liar())(start(everyone)) == {"n": 24}
     head = population(DEALT["all"], "head")
     w = head.model.params()
-    assert judge(head, METHOD)(w) == METHOD.scores(head.model, w, head.test)
+    assert judge(head, METHOD)(w) == predictions.scores(METHOD, head.model, w, head.test)
     assert "pieces" not in vars(head)
     empty = population([[], []])
     empty.federated = replace(empty.federated, test=empty.federated.test[:0])

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fedfm.core.client import POOLED
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.methods.centralised import POOLED, Centralised
+from fedfm.methods.centralised import Centralised
 from fedfm.methods.fedadam import FedAdam
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedavgm import FedAvgM

@@ -23,7 +23,9 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedbip.fedbip import FedBip, Personal, capped, copies, shares, similarities
 from fedfm.methods.fedbip.task_vectors import Change, Entries, Products
 from fedfm.models.adapters import lora
+from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
+from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.population import populate
 from fedfm.training import SGD, Ditto
 from toy import Quadratic, federation, run
@@ -120,7 +122,7 @@ def test_a_round(tmp_path):
     states = run(method, federation(method, ROWS, tmp_path), 2)
     assert values(states[1], "theta") == [3, 5, -1]
     assert values(states[1], "theta_bar") == pytest.approx([4, 4, -1])  # in one dimension cosines are 1 or -1
-    assert [float(w["w"]) for w in method.starts(states[1]).values()] == [1, 1, 1]
+    assert [float(w["w"]) for w in method.start_models(states[1]).values()] == [1, 1, 1]
     # From 4, 4, -1: tau = -1, 1, 0; opposed vectors and a zero one: everybody alone.
     assert values(states[2], "theta") == [3, 5, -1]
     assert values(states[2], "theta_bar") == pytest.approx([3, 5, -1])
@@ -178,11 +180,11 @@ def test_ditto_pulls_to_the_clients_own_aggregate(tmp_path):
     method = FedBip(local=local)
     fed = federation(method, {"a": [3.0]}, tmp_path)
     first, second = (run(method, fed, 2))[1:]
-    assert method.personal
-    assert method.kept
+    assert predictions.personal(method)
+    assert predictions.kept(method)
     assert float(first.theta["a"]["w"]) == 2
     assert float(second.theta["a"]["w"]) == 2.5
-    own = fed.ask(method.reveal, w=second.theta["a"])
+    own = fed.ask(Evaluation(method).reveal, w=second.theta["a"])
     assert float(own["a"]["w"]) == pytest.approx(2.5)
 
 

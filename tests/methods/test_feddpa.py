@@ -29,6 +29,7 @@ from fedfm.models.load import load_model
 from fedfm.models.metrics import answer_limit, answers
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.runtime import predictions
 from fedfm.training import SGD, AdamW, DualAdapter
 from fedfm.training.job import Job
 from small import pictures, tiny_vit
@@ -131,11 +132,11 @@ def test_both_adapters_put_out_together(folder, kind, a):
     g, v = noisy(model.params(), 1), noisy(model.params(), 2)
     assert any(".modules_to_save." in name for name in g)
     method = FedDPA()
-    found = method.logits(model, pair(g, v, a), rows)
+    found = predictions.logits(method, model, pair(g, v, a), rows)
     with torch.no_grad():
         expected = torch.stack([logits_by_hand(hf, [(a, v), (1 - a, g)], t) for t in rows.tokens])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    alone = method.logits(model, g, rows)
+    alone = predictions.logits(method, model, g, rows)
     assert (found - alone).abs().max() > 0.05
     assert model.altered == 0
 
@@ -171,9 +172,9 @@ def test_one_weight_a_row(folder, kind):
             [logits_by_hand(hf, [(a, v), (1 - a, g)], t) for a, t in zip(shares.tolist(), rows.tokens, strict=True)]
         )
     method = FedDPA(local=local)
-    torch.testing.assert_close(method.logits(model, own, rows), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(predictions.logits(method, model, own, rows), expected, rtol=1e-4, atol=1e-4)
     accuracy = float((expected.argmax(1) == rows.labels).float().mean())
-    assert method.scores(model, own, rows)["accuracy"] == pytest.approx(accuracy)
+    assert predictions.scores(method, model, own, rows)["accuracy"] == pytest.approx(accuracy)
     to_global = DualAdapter(instances=3, to="global").own(client, g)
     states = torch.stack(states)
     found = share(to_global.part(MIX), states)
@@ -214,7 +215,7 @@ def test_instructions_are_weighed_by_their_prompt_and_answered_by_both(folder):
                 if int(ids[-1]) == hf.generation_config.eos_token_id:
                     break
             said.append(model.tools.tokenizer.decode(ids[start:], skip_special_tokens=True))
-    scored = FedDPA(local=local).scores(model, own, rows)
+    scored = predictions.scores(FedDPA(local=local), model, own, rows)
     assert scored["loss"] == pytest.approx(nll / tokens, rel=1e-4)
     with model.wearing(own, rows) as judged:
         assert [a.text for a in answers(model, judged)] == said
@@ -275,8 +276,8 @@ def test_the_first_own_adapter_is_the_one_that_was_sent(folder):
     local(client, g)
     torch.testing.assert_close(client.memory["own_adapter"].flats[torch.float32], g.flats[torch.float32])
     # Two halves of one adapter are that adapter.
-    found = FedDPA(local=local).logits(model, local.own(client, g), rows)
-    torch.testing.assert_close(found, FedDPA().logits(model, g, rows), rtol=1e-4, atol=1e-5)
+    found = predictions.logits(FedDPA(local=local), model, local.own(client, g), rows)
+    torch.testing.assert_close(found, predictions.logits(FedDPA(), model, g, rows), rtol=1e-4, atol=1e-5)
 
 
 def test_after_the_federation(folder, monkeypatch):
@@ -378,7 +379,9 @@ def test_the_adapters_on_disk(folder, tmp_path, when):
     from fedfm.data.load import read_inputs
 
     table = read_inputs(tmp_path / "new.jsonl", run.experiment.data, kind="text")
-    expected = FedDPA(local=run.experiment.method.local).logits(model, w, model.prepare(table, range(len(table))))
+    expected = predictions.logits(
+        FedDPA(local=run.experiment.method.local), model, w, model.prepare(table, range(len(table)))
+    )
     np.testing.assert_allclose(told["probabilities"], torch.softmax(expected, 1), atol=1e-6)
     with pytest.raises(InputError, match="client-00 has two adapters"):
         predict.export(tmp_path / "run", "hf", tmp_path / "out", "client-00")
@@ -458,4 +461,4 @@ def test_where_it_does_not_fit(folder, tmp_path):
         with pytest.raises(InputError, match=r"method\.local\.name"):
             Experiment.from_dict(tables(folder, name))
     assert FedDPA(local=AdamW(0.01, epochs=3)).local == DualAdapter(0.01, 3, optimiser="adamw")
-    assert FedAvg(local=DualAdapter()).personal
+    assert predictions.personal(FedAvg(local=DualAdapter()))

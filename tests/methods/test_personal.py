@@ -35,7 +35,9 @@ from fedfm.models.layers import halves
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.wrap import wrap
+from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
+from fedfm.runtime.evaluation import Evaluation
 from fedfm.training import SGD, Proximal
 from fedfm.training import Ditto as DittoOptimiser
 from small import experiment, pictures, tiny_vit
@@ -58,7 +60,7 @@ def own(fed, method, state):
     """Every client's own model, as the run's directory gets it."""
     from fedfm.core.client import each
 
-    return fed.ask(method.reveal, w=each({c: method.params_for(state, c) for c in fed.clients}))
+    return fed.ask(Evaluation(method).reveal, w=each({c: method.params_for(state, c) for c in fed.clients}))
 
 
 # --- Ditto ----------------------------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ def test_ditto_takes_a_plain_optimiser_for_both_models():
     method = Ditto(local=SGD(learning_rate=0.3, epochs=4, momentum=0.9))
     assert method.local == DittoOptimiser(learning_rate=0.3, epochs=4, momentum=0.9)
     method.validate()
-    assert method.personal
+    assert predictions.personal(method)
     with pytest.raises(InputError, match=r'method\.local\.name: ditto takes "ditto"'):
         Ditto(local=Proximal()).validate()
     with pytest.raises(InputError, match=r"method\.local\.lambda = -1"):
@@ -197,7 +199,7 @@ def test_two_rounds_of_fedamp(tmp_path):
     states = run(method, federation(method, {"a": [0.0], "b": [1.0]}, tmp_path, w=5.0), 2)
     assert scalars(states[1].u) == {"a": 5, "b": 5}
     assert scalars(states[1].w) == {"a": 0, "b": 1}
-    assert scalars(method.starts(states[2])) == pytest.approx({"a": 0.1839, "b": 0.8161}, abs=5e-5)
+    assert scalars(method.start_models(states[2])) == pytest.approx({"a": 0.1839, "b": 0.8161}, abs=5e-5)
     np.testing.assert_allclose(method.arrays(states[2])["weights"][0], weights(1 - np.eye(2), 1.0, 0.5), atol=1e-6)
 
 
@@ -405,7 +407,7 @@ def test_two_rounds_of_fedper(tmp_path):
     assert [pair(s.w) for s in states] == [[0, 0], [1.75, 0], [2.625, 0]]  # no round changes the head's first value
     models = own(fed, method, states[2])
     assert {c: pair(w) for c, w in models.items()} == {"a": [2.0625, 1.3125], "b": [2.8125, 3.0625]}
-    started = fed.ask(method.evaluate_start, w=method.starts(states[2])[""], part="test")
+    started = fed.ask(Evaluation(method).evaluate_start, w=method.start_models(states[2])[""], part="test")
     assert {c: list(m.values()) for c, m in started.items()} == {"a": [1.75, 1], "b": [1.75, 2]}
 
 
@@ -521,7 +523,7 @@ def test_a_foundation_model_is_mixed_into_one_model_for_all(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["ditto", "local"])
 def test_a_client_whose_own_model_is_of_another_kind_stops_nobody(tmp_path, monkeypatch, name):
-    cls, half = {"ditto": (Ditto, "reveal"), "local": (LocalOnly, "train_alone")}[name]
+    cls, half = {"ditto": (Evaluation, "reveal"), "local": (LocalOnly, "train_alone")}[name]
     honest = getattr(cls, half)
 
     def lie(self, client, w):

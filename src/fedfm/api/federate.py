@@ -20,15 +20,16 @@ from fedfm.api import execute
 from fedfm.api.user_module import Given, Loss, Objective, Places
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import admit_named, resolve
+from fedfm.core.client import POOLED
 from fedfm.data.partition import deal, own_test
 from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.data.stratify import hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.methods.centralised import POOLED
 from fedfm.models.wrap import WrappedModel
 from fedfm.runtime.population import Partitioned
+from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
 from fedfm.seeds import generator
 
@@ -218,7 +219,7 @@ def _run_at(out: str | Path | None, experiment: Experiment) -> tuple[Run, bool]:
 
 def _end(run: Run, experiment: Experiment, model: WrappedModel) -> Params | None:
     """The trained parameters; None where every client has its own."""
-    if experiment.method.personal:
+    if personal(experiment.method):
         return None
     w: Params = experiment.method.params_for(run.state(experiment.method.state_type), "")
     if w.layout is not model.layout:
@@ -227,7 +228,7 @@ def _end(run: Run, experiment: Experiment, model: WrappedModel) -> Params | None
 
 
 def _folders(run: Run, experiment: Experiment, clients: Iterable[str]) -> dict[str, str]:
-    if not experiment.method.personal:
+    if not personal(experiment.method):
         return {"": str(run.adapter())}
     return {c: str(run.adapter(c)) for c in sorted(clients)}
 

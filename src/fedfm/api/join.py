@@ -9,16 +9,19 @@ from typing import Any
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
+from fedfm.core.capabilities import Joining
 from fedfm.core.messages import Request
+from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.export import save_adapter
+from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.silo_file import COLUMNS, Silo, populate
-from fedfm.training import any_rank
+from fedfm.training import TrainsLocally, any_rank
 
 NAME = "newcomer"
 
@@ -57,11 +60,11 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
             raise InputError(f"{data}: no training rows")
         w_0: Params = model.params()
         adapt, own = _passes(experiment, population, Path(memory) / "with", name, w_0)
-        start, weights = method.newcomer(model, run.state(method.state_type), w_0, name, adapt)
+        start, weights = _start(method, model, run.state(method.state_type), w_0, name, adapt)
         w = own(adapt(start))
         alone, own_alone = _passes(experiment, population, Path(memory) / "alone", name, w_0)
         found = {
-            key: method.scores(model, value, rows.test)["accuracy"] if len(rows.test) else None
+            key: predictions.scores(method, model, value, rows.test)["accuracy"] if len(rows.test) else None
             for key, value in (
                 ("accuracy", w),
                 ("start_accuracy", start),
@@ -102,6 +105,23 @@ def _same(run: Run, population: Partitioned, data: str | Path) -> None:
         raise InputError(f"{run.path}: the model {run.experiment.model.name} changed since the run")
 
 
+def _start(
+    method: Method[Any], model: Any, state: Any, w_0: Params, name: str, adapt: Callable[[Params], Params]
+) -> tuple[Params, dict[str, float]]:
+    """Start weights, and each client's share in them: the method's own, or the one model that all share.
+
+    Raises:
+        InputError: there is neither.
+    """
+    if isinstance(method, Joining):
+        return method.newcomer(model, state, w_0, name, adapt)
+    shares_one = isinstance(method, TrainsLocally) and not predictions.personal(method)
+    w = method.params_for(state, "") if shares_one else None
+    if w is None or set(w) != set(model.names):
+        raise InputError("join: this method has nothing that a client that comes after training could train on")
+    return w, {}
+
+
 def _passes(
     experiment: Experiment, population: Partitioned, memory: Path, name: str, w_0: Params
 ) -> tuple[Callable[[Params], Params], Callable[[Params], Params]]:
@@ -121,7 +141,6 @@ def _passes(
         return trained
 
     def own(w: Params) -> Params:
-        found: Params = method.own(silos.client(Request(name, "", {}, method.rounds + count, 2)), w)
-        return found
+        return predictions.own(method, silos.client(Request(name, "", {}, method.rounds + count, 2)), w)
 
     return adapt, own

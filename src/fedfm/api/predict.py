@@ -14,6 +14,7 @@ from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters.pair import is_pair
+from fedfm.runtime import predictions
 from fedfm.runtime.run_directory import Run
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         raise InputError(f"{path}: its model was given from Python, where the module holds its weights")
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
-    personal, newcomers = experiment.method.personal, run.manifest.get("newcomers", {})
+    personal, newcomers = predictions.personal(experiment.method), run.manifest.get("newcomers", {})
     known = [*(run.manifest["clients"] if personal else ()), *newcomers]
     if client not in known and personal:
         raise InputError(f"{path}: every client has its own model; name one with --client: {', '.join(known)}")
@@ -110,7 +111,7 @@ def _classes(method: Method[Any], model: Model, w: Params, table: Table) -> dict
     import torch
 
     rows = model.encode(model.prepare(table, range(len(table))))
-    probabilities = torch.softmax(method.logits(model, w, rows), 1)
+    probabilities = torch.softmax(predictions.logits(method, model, w, rows), 1)
     return {
         "classes": list(model.classes),
         "predictions": [model.classes[i] for i in probabilities.argmax(1).tolist()],
@@ -126,7 +127,7 @@ def _said(method: Method[Any], model: Model, w: Params, table: Table) -> dict[st
     scored = list(range(len(table)))
     if model.task == "instruction":
         asked = replace(table, inputs=[(instruction, "") for instruction, _ in table.inputs])
-        with method.wearing(model, w, model.prepare(asked, scored)) as rows:
+        with predictions.applied(method, model, w, model.prepare(asked, scored)) as rows:
             said = answers(model, rows)
         result |= {"answers": [a.text for a in said], "cut": [i for i, a in enumerate(said) if a.cut]}
         result["answer_tokens"] = answer_limit(model)
@@ -135,7 +136,7 @@ def _said(method: Method[Any], model: Model, w: Params, table: Table) -> dict[st
     if model.task == "instruction":
         found = compared([said[i] for i in scored], references(rows))
         result |= {key: found[key] for key in ("exact_match", "rouge_1")}
-    with method.wearing(model, w, rows) as judged:
+    with predictions.applied(method, model, w, rows) as judged:
         found = likelihood(model, judged)
     return result | {key: found[key] for key in ("loss", "perplexity")}
 
@@ -205,6 +206,6 @@ def export(path: str | Path, to: Target, out: Path, client: str | None = None) -
     if set(w) != set(model.names):
         raise InputError(f"{path}: a {run.experiment.method_name} is not one model's parameters: it cannot be exported")
     try:
-        return str(write(model, w, to, out, run.experiment.method.head_takes))
+        return str(write(model, w, to, out, predictions.feature_transform(run.experiment.method)))
     except SafetensorError as error:  # of weights that do not fit on the disk
         raise RunError(f"{out}: cannot be written: {error}") from None

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedfm.api import execute
 from fedfm.config.experiment import Experiment
+from fedfm.core.capabilities import Compared
 from fedfm.errors import InputError, RunError
 from fedfm.runtime.run_directory import Run
 
@@ -104,7 +105,8 @@ def beside(experiment: Experiment, out: Path | None, progress: execute.Progress)
     from fedfm.config.toml import name_of
     from fedfm.report import html
 
-    yardsticks = experiment.method.yardsticks()
+    method = experiment.method
+    yardsticks = method.baselines() if isinstance(method, Compared) else {}
     if not yardsticks:
         raise InputError(f"--yardsticks: method {experiment.method_name} names none")
     out = out or _stamp(experiment.name)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedfm import seeds
 from fedfm.audits.fedbip_colluders import Full
 from fedfm.audits.replay import Turn
+from fedfm.core.capabilities import Charting
 from fedfm.core.client import ClientId, Update
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
@@ -74,7 +75,7 @@ class Eye:
         for client, scored in self.scored(population).items():
             if client in sent:
                 self._score(model, scored, before[client], sent[client])
-        if (p := method.arrays(turn.after).get("weights")) is not None:
+        if isinstance(method, Charting) and (p := method.arrays(turn.after).get("weights")) is not None:
             self.p.append(np.asarray(p, dtype=np.float64))
         every = len(sent) == len(population.clients) and turn.round < method.rounds
         if every and isinstance(method, FedBip):  # whose formula the colluders solve

@@ -31,6 +31,7 @@ from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import secret
 from fedfm.runtime.disclosure import fingerprints
 from fedfm.runtime.population import Partitioned, populate
+from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
 
 
@@ -172,7 +173,7 @@ def replay(
             state = turn.after if turn.round == of else state
             for watch in watched.values():
                 watch.see(turn, population)
-        models = {c: method.params_for(state, c) for c in (population.clients if method.personal else ("",))}
+        models = {c: method.params_for(state, c) for c in (population.clients if personal(method) else ("",))}
     if sha256_of(models) != result.get("server_sha256", result["params_sha256"]):
         if marks := run.manifest.get("lost"):
             raise RunError(

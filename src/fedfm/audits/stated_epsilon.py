@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from fedfm.core.capabilities import secrets_of
 from fedfm.runtime.run_directory import Run
 
 
@@ -29,7 +30,7 @@ class Claim:
 
 def claim(run: Run) -> Claim | None:
     """What is promised against a server that sees every message; None where nothing is."""
-    if getattr(run.experiment.method, "pooled", False):
+    if "noise" in secrets_of(run.experiment.method):
         return None  # this server adds the noise itself: the promise is against whoever sees the model
     ledger: dict[str, Any] = run.manifest["ledger"]
     stated = [v for v in (ledger.get("epsilon"), run.manifest["result"].get("epsilon")) if v is not None]

@@ -20,7 +20,7 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
-from fedfm.training import SGD
+from fedfm.training import SGD, TrainsLocally
 
 Array = NDArray[Any]
 NOTABLE, NOTABLE_TPR, ALARMS = 0.55, 0.05, 0.01  # an attacker that only guesses has AUC 0.5 and TPR 0.01
@@ -106,8 +106,8 @@ def _presence(eye: Eye, name: str, counts: Mapping[ClientId, Array], evidence: M
 def _proportions(
     replay: Replay, eye: Eye, name: str, counts: Mapping[ClientId, Array], names: tuple[str, str | None]
 ) -> Finding:
-    local = getattr(replay.run.experiment.method, "local", None)
-    local = getattr(local, "plain", local)
+    method = replay.run.experiment.method
+    local = method.local.plain if isinstance(method, TrainsLocally) else None
     why = ""
     if not isinstance(local, SGD) or local.momentum or local.weight_decay:
         why = "Only plain SGD moves a bias by a known step: with this optimiser the shares are not solved for."

@@ -258,6 +258,7 @@ def show(args: Any) -> int:
 
 def check(args: Any) -> int:
     """``fedfm check``."""
+    from fedfm.core.capabilities import Founded
     from fedfm.data.load import check_files
 
     experiment = _experiment(args)
@@ -278,14 +279,12 @@ def check(args: Any) -> int:
     if args.matching:
         from dataclasses import asdict
 
-        from fedfm.methods.fedbaf.matching import match
-
         method = experiment.method
-        if not hasattr(method, "foundation"):
+        if not isinstance(method, Founded):
             raise InputError(f"--matching: method {experiment.method_name} has no foundation model of its own")
         if population is None:
             raise InputError("--matching: the model lies at the SuperLink's machine; run it there")
-        found = match(population.model, method.foundation, method.identical)
+        found = method.match_with(population.model)
         result["matching"] = [asdict(line) for line in found.table]
         text += f"\n\n# tensor, its shape, the foundation model's, what mixes, why\n{found}"
     return _say(args, result, text)
@@ -293,15 +292,15 @@ def check(args: Any) -> int:
 
 def _check_models(experiment: Any) -> None:
     """Refuse models that are not there; a SuperLink's machine has its own."""
-    from fedfm.methods.fedbaf.matching import check_place
+    from fedfm.core.capabilities import Founded
     from fedfm.models.load import locate
 
     if experiment.run.superlink:
         return
     if experiment.model.name != "features":
         locate(experiment.model.name)
-    if hasattr(experiment.method, "foundation"):
-        check_place(experiment.method.foundation)
+    if isinstance(experiment.method, Founded):
+        experiment.method.check_foundation()
 
 
 def app(args: Any) -> int:

@@ -17,13 +17,14 @@ from fedfm.aggregation.mean import Mean
 from fedfm.attacks.attack import Attack
 from fedfm.config.registry import admit_named, available, name_of, resolve
 from fedfm.config.toml import build, plain, read, refuse_unknown, to_toml
+from fedfm.core.capabilities import Private, Sampling
 from fedfm.core.method import Method
 from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.errors import InputError, listed, one_of
 from fedfm.models.adapters.adaptation import check as check_adaptation
 from fedfm.models.load import TASKS
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.training import Local
+from fedfm.training import TrainsLocally
 
 T = TypeVar("T")
 WITHHELD = "(kept by the server)"
@@ -126,7 +127,7 @@ class Experiment:
         elif not isinstance(method, Method):
             raise InputError(f'method = {method!r:.80}: expected a table, e.g. {{"name": "fedavg"}}, or a Method')
         privacy = None if privacy is None else _built(PrivacySpec, privacy, "privacy")
-        method = method.settled(privacy)
+        method = method.settled(privacy) if isinstance(method, Private) else method
         if attack is not None and not isinstance(attack, Attack):
             attack = named("attacks", attack, "attack")
         if aggregation is None or isinstance(aggregation, Mapping):
@@ -134,7 +135,7 @@ class Experiment:
         run = _built(RunSpec, {} if run is None else run, "run")
         method_name = method_name or name_of("methods", method)
         if model.adaptation is not None or model.name != IN_MEMORY:
-            default = "head" if model.name == "features" else type(method).adaptation
+            default = "head" if model.name == "features" else method.needs.adaptation
             adaptation = check_adaptation(model.adaptation or AdaptationSpec(name=default))
             model = dataclasses.replace(model, adaptation=adaptation)
         name = f"{method_name}-{_data_name(data)}" if name is None else name
@@ -147,7 +148,7 @@ class Experiment:
         if not changed:
             self._validate()
             if privacy is not None:
-                object.__setattr__(self, "method", method.protected(privacy))
+                object.__setattr__(self, "method", protected(method, privacy))
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Experiment:
@@ -219,7 +220,7 @@ class Experiment:
             raise InputError(f'run.superlink: only engine = "deployment" attaches to one, not "{run.engine}"')
         if run.wire and run.engine != "local":
             raise InputError(f'run.wire: engine = "{run.engine}" always serialises; drop it')
-        if getattr(self.method, "pools", False) and run.engine != "local":
+        if self.method.needs.pooled and run.engine != "local":
             raise InputError(f'method "{self.method_name}" pools all rows in one place: expected run.engine = "local"')
         if run.target_accuracy is not None and not 0 < run.target_accuracy <= 1:
             raise InputError(f"run.target_accuracy = {run.target_accuracy}: expected a number in (0, 1]")
@@ -237,7 +238,7 @@ class Experiment:
         method = self.method
         if self.privacy is not None:
             self._validate_privacy(self.privacy)
-            method = method.protected(self.privacy)  # it may call other client halves
+            method = protected(method, self.privacy)  # it may call other client halves
         if self.attack is not None:
             if self.in_memory:
                 raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it")
@@ -245,16 +246,14 @@ class Experiment:
         self._validate_aggregation(method)
 
     def _validate_adaptation(self) -> None:
-        adaptation, local = self.model.adaptation, getattr(self.method, "local", None)
-        takers = {f'method "{self.method_name}"': self.method.adaptations}
-        if getattr(self.method, "space", "") == "product":
-            takers['method.space = "product"'] = ("lora",)
-        if isinstance(local, Local):
-            takers["this client optimiser"] = local.adaptations
+        adaptation, needs = self.model.adaptation, self.method.needs
+        takers = {needs.because or f'method "{self.method_name}"': needs.adaptations}
+        if isinstance(self.method, TrainsLocally):
+            takers["this client optimiser"] = self.method.local.adaptations
         for who, takes in takers.items():
             if takes and adaptation is not None and adaptation.name not in takes:
                 raise InputError(f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only')
-        if adaptation is not None and max(ranks := getattr(self.method, "ranks", ()), default=0) > adaptation.rank:
+        if adaptation is not None and max(ranks := needs.ranks, default=0) > adaptation.rank:
             raise InputError(
                 f"method.ranks = {list(ranks)}: {max(ranks)} is above model.adaptation.rank = {adaptation.rank}, the "
                 "largest that the model has room for; raise that one, and set alpha"
@@ -275,9 +274,9 @@ class Experiment:
         Raises:
             InputError: with the number of clients that it needs.
         """
-        fraction = getattr(self.method, "fraction", 1.0)
+        fraction = self.method.fraction if isinstance(self.method, Sampling) else 1.0
         cohort, least = max(math.floor(fraction * clients + 1e-9), 1), self.aggregation.least()
-        if self.run.min_clients > cohort and not getattr(self.method, "pools", False):
+        if self.run.min_clients > cohort and not self.method.needs.pooled:
             asks = f"a round asks {cohort} of {clients} clients" if cohort < clients else f"there are {clients} clients"
             raise InputError(f"run.min_clients = {self.run.min_clients}: {asks}")
         if cohort < least:
@@ -315,7 +314,7 @@ class Experiment:
         method, privacy = self.method, self.privacy
         if privacy is not None and None not in (privacy.target_epsilon, privacy.delta):
             with contextlib.suppress(InputError):
-                method = method.protected(privacy)  # it may need only a mean
+                method = protected(method, privacy)  # it may need only a mean
         if method.asks:
             seen = " and ".join(method.asks)
             return f'the server of method "{self.method_name}" looks at single replies ({seen}); expected "plain"'
@@ -396,3 +395,14 @@ def named(kind: str, table: Mapping[str, Any], section: str) -> Any:
     if not isinstance(name, str):
         raise InputError(f"{section}.name is missing: expected {listed(available(kind))}")
     return build(resolve(kind, name), table, section)
+
+
+def protected(method: Method[Any], privacy: PrivacySpec) -> Method[Any]:
+    """The method under the [privacy] table.
+
+    Raises:
+        InputError: it has no mechanism of that kind.
+    """
+    if not isinstance(method, Private):
+        raise InputError("privacy: this method has no mechanism of its own; drop [privacy]")
+    return method.protected(privacy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from fedfm.errors import E_WEIGHT, ClientFault
 from fedfm.linalg.params import Layout, Params
 
 ClientId = str  # the name a silo gives itself, e.g. "hospital-a"
+POOLED = "(pooled)"  # the client that holds everybody's training rows; it exists on the local engine only
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 MAX_WEIGHT = 1e9  # nobody has more rows: a larger weight would let one client replace the mean
 
@@ -122,10 +123,23 @@ class each(dict[ClientId, Any]):
     """A payload that differs by client."""
 
 
-def on_client(handler: Handler) -> Handler:
-    """Mark the client half: it runs in a silo, called by message."""
-    handler.on_client = True  # type: ignore[attr-defined]
-    return handler
+@overload
+def on_client(handler: Handler) -> Handler: ...
+@overload
+def on_client(*, kind: str) -> Callable[[Handler], Handler]: ...
+def on_client(handler: Handler | None = None, *, kind: str = "") -> Any:
+    """Mark the client half: it runs in a silo, called by message.
+
+    Args:
+        kind: of the message, if not the server half's verb decides (``train`` for ``mean``, ``query`` for ``ask``):
+            ``aggregate`` of an aggregation's own handlers, ``scores`` or ``reveal`` of the run's.
+    """
+
+    def mark(handler: Handler) -> Handler:
+        handler.on_client, handler.kind = True, kind  # type: ignore[attr-defined]
+        return handler
+
+    return mark if handler is None else mark(handler)
 
 
 def action(handler: Callable[..., Any]) -> str:

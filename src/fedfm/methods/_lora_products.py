@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from fedfm.core.capabilities import Needs
 from fedfm.core.client import Client, ClientId, Update, each
 from fedfm.core.federation import Federation
 from fedfm.core.method import Method, S
@@ -51,8 +52,7 @@ class ExactLora(Method[S]):
     """
 
     asks: ClassVar[tuple[str, ...]] = ("train",)
-    adaptation: ClassVar[str] = "lora"
-    adaptations: ClassVar[tuple[str, ...]] = ("lora",)
+    needs: ClassVar[Needs] = Needs(adaptations=("lora",))
 
     rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
     fraction: float = field(default=1.0, metadata={"help": "C, the fraction of clients that a round asks"})
@@ -64,7 +64,7 @@ class ExactLora(Method[S]):
         return len(client.data.train) if self.weighting == "size" else 1
 
     @contextmanager
-    def wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+    def applied(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
         with lora.wearing(model, w):
             yield rows
 
@@ -84,6 +84,11 @@ class AnyRanks(ExactLora[S]):
             "help": "r_k, dealt over the clients in order of names, again from the first [model.adaptation.rank]"
         },
     )
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """LoRA with room for the largest rank."""
+        return Needs(adaptations=("lora",), ranks=self.ranks)
 
     def ranks_of(self, fed: Federation) -> dict[ClientId, int]:
         """r_k of every client.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.capabilities import Needs
 from fedfm.core.checks import match
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
@@ -25,8 +26,7 @@ from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
 class OneShot(Method[Params]):
     """One round on the features of a frozen backbone: the state is what predicts."""
 
-    adaptation: ClassVar[str] = "head"
-    adaptations: ClassVar[tuple[str, ...]] = ("head",)
+    needs: ClassVar[Needs] = Needs("head", ("head",))
 
     rounds: int = field(default=1, metadata={"help": "1; 0 evaluates the start"})
 

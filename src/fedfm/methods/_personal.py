@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedfm.core.client import Client, ClientId, on_client
+from fedfm.core.client import Client, ClientId
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
@@ -25,13 +25,12 @@ class Keeping(FedAvg):
         theta: Params = client.memory.get("theta", w)  # w: it has not been asked yet
         return theta
 
-    def starts(self, state: Any) -> dict[ClientId, Params]:
-        return {"": self.params_for(state, "")}  # of clients that were never asked
+    def start_of(self, client: Client, w: Params) -> Params:
+        start: Params = client.memory.get("start", w)
+        return start
 
-    @on_client
-    def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
-        """As :meth:`evaluate`, of what the last local pass started from."""
-        return super().evaluate_start(client, client.memory.get("start", w), part)
+    def start_models(self, state: Any) -> dict[ClientId, Params]:
+        return {"": self.params_for(state, "")}  # of clients that were never asked
 
     def validate(self) -> None:
         super().validate()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.capabilities import Needs
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.errors import InputError
@@ -30,7 +31,7 @@ from fedfm.training.fit_head import HeadSpec, fit_rows
 class CCVR(FedAvg):
     """FedAvg whose head is trained again on virtual features drawn from the Gaussian of each class."""
 
-    adaptation: ClassVar[str] = "head"
+    needs: ClassVar[Needs] = Needs("head")
 
     rounds: int = field(default=1, metadata={"help": "the last one calibrates, those before it are FedAvg's"})
     covariance: str = field(default="diag", metadata={"help": "of a class: diag or full"})

@@ -9,19 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fedfm.core.client import Client, on_client
+from fedfm.core.capabilities import Needs
+from fedfm.core.client import POOLED, Client, on_client
 from fedfm.core.federation import Federation
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-
-POOLED = "(pooled)"  # the client that holds everybody's training rows; it exists on the local engine only
 
 
 @dataclass(frozen=True)
 class Centralised(FedAvg):
     """E epochs a round on the pooled rows, as many as the clients of a federated run do together."""
 
-    pools: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(pooled=True)
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ("train_pooled",)
 

@@ -33,7 +33,7 @@ class Ditto(FedAvg):
     def __post_init__(self) -> None:
         object.__setattr__(self, "local", BothModels.of(self.local))
 
-    def starts(self, w: Params) -> dict[ClientId, Params]:
+    def start_models(self, w: Params) -> dict[ClientId, Params]:
         return {"": w}  # no v_k starts from it: it stands beside them, for comparison
 
     def validate(self) -> None:

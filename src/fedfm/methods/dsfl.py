@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fedfm.core.capabilities import Judge, Needs
 from fedfm.core.client import Client, Update, on_client
-from fedfm.core.method import Judge
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
@@ -30,8 +30,7 @@ from fedfm.methods.fedavg import FedAvg
 class DSFL(FedAvg):
     """FedAvg with the largest coordinates of every client's change."""
 
-    adaptation: ClassVar[str] = "head"
-    adaptations: ClassVar[tuple[str, ...]] = ("head",)
+    needs: ClassVar[Needs] = Needs("head", ("head",))
 
     keep: float = field(default=0.5, metadata={"help": "the share of coordinates that is sent"})
     feedback: bool = field(default=True, metadata={"help": "what is not sent is added to the client's next change"})

@@ -94,7 +94,7 @@ class FedAMP(Method[Clouds]):
     def params_for(self, s: Clouds, client: ClientId) -> Params:
         return s.w[client]
 
-    def starts(self, s: Clouds) -> dict[ClientId, Params]:
+    def start_models(self, s: Clouds) -> dict[ClientId, Params]:
         return s.u
 
     def arrays(self, s: Clouds) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from fedfm.core.capabilities import Needs
 from fedfm.core.client import ClientId
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -25,7 +26,7 @@ class FedDPA(FedAvg):
     """
 
     own_models: ClassVar[bool] = True
-    adaptations: ClassVar[tuple[str, ...]] = ("lora",)
+    needs: ClassVar[Needs] = Needs(adaptations=("lora",))
 
     local: Local = field(
         default=DualAdapter(),
@@ -35,7 +36,7 @@ class FedDPA(FedAvg):
     def __post_init__(self) -> None:
         object.__setattr__(self, "local", DualAdapter.of(self.local))
 
-    def starts(self, w: Params) -> dict[ClientId, Params]:
+    def start_models(self, w: Params) -> dict[ClientId, Params]:
         return {"": w}  # the global adapter alone, for comparison
 
     def validate(self) -> None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.capabilities import Needs
 from fedfm.core.client import Client, ClientData, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.rows import Rows
@@ -50,8 +51,7 @@ class State:
 class FedFed(FedAvg):
     """Round 1 begins with the distillation of features; every round is FedAvg on own and shared rows."""
 
-    adaptation: ClassVar[str] = "head"
-    adaptations: ClassVar[tuple[str, ...]] = ("head",)
+    needs: ClassVar[Needs] = Needs("head", ("head",))
     means: ClassVar[tuple[str, ...]] = ("distil", "train")
     asks: ClassVar[tuple[str, ...]] = ("share",)
     state_type: ClassVar[Any] = State

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fedfm.core.capabilities import Needs
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.errors import InputError
@@ -35,7 +36,7 @@ class FedPer(Keeping):
     """FedAvg of the body; every client trains body and head together and never sends its head."""
 
     state_type: ClassVar[Any] = Base
-    adaptations: ClassVar[tuple[str, ...]] = ("full", "lora", "ffa_lora", "top_layers")
+    needs: ClassVar[Needs] = Needs(adaptations=("full", "lora", "ffa_lora", "top_layers"))
 
     def init(self, fed: Federation) -> Base:  # type: ignore[override]
         for half, names in zip(("body", "head"), halves(fed.model), strict=True):

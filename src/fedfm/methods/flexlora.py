@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fedfm.core.capabilities import Judge
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.method import Judge
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Params

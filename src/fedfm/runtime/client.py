@@ -26,6 +26,8 @@ from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_LOST, E_READONLY, E_REFUSED, ClientFault, Lost, first_line
 from fedfm.linalg.params import Params
 from fedfm.runtime.client_memory import DiskMemory, secret
+from fedfm.runtime.evaluation import Evaluation
+from fedfm.runtime.predictions import scores
 from fedfm.training import scheduler
 
 
@@ -77,7 +79,7 @@ class Silos:
         self._memory, self._seed, self._on_error = memory, seed, on_error
         self._reveal = reveal
         self._method, self._local_scores = method, local_scores
-        self._handlers = {action(fn): fn for fn in handlers(method)}
+        self._handlers = {action(fn): fn for fn in handlers(method, Evaluation(method))}
         self._hints = {name: get_type_hints(fn) for name, fn in self._handlers.items()}
 
     @property
@@ -150,7 +152,7 @@ class Silos:
         """
         if client.trained is None or not len(client.data.test):
             return {}
-        found = self._method.scores(client.model, client.trained, client.data.test)
+        found = scores(self._method, client.model, client.trained, client.data.test)
         told = {BEFORE: found.get("accuracy"), LOSS_BEFORE: found.get("loss")}
         known = {key: value for key, value in told.items() if value is not None}
         return known | {JUDGED: 1.0} if known else {}

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedfm.core import storage
+from fedfm.core.capabilities import secrets_of
 from fedfm.errors import Lost
 from fedfm.runtime import kept_files, logs
 from fedfm.runtime.client_memory import secret_file
 from fedfm.runtime.kept_files import Loss
+from fedfm.runtime.predictions import kept
 from fedfm.runtime.run_directory import Run
 
 _UNLISTED = (
@@ -77,7 +79,7 @@ def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
         return
     yield from kept_files.losses(private, record["round"], record.get("kept", ()))
     if "kept" not in record:
-        paths = (secret_file(private, "server", name) for name in run.experiment.method.secrets)
+        paths = (secret_file(private, "server", name) for name in secrets_of(run.experiment.method))
         yield from (Loss(path, kept_files.MISSING) for path in paths if not path.exists())
     if run.experiment.run.patience:
         yield from _not_judged(run, record)
@@ -97,7 +99,7 @@ def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
     log, t = run.path / logs.METRICS, record["round"]
     yield from (Loss(log, gap.removeprefix(f"{logs.METRICS} ")) for gap in logs.gaps_of_metrics(log, t - 1))
     best = logs.best_round([line for line in run.metrics() if line["round"] < t])
-    if best is not None and "model_of_round" not in record["extra"] and not run.experiment.method.kept:
+    if best is not None and "model_of_round" not in record["extra"] and not kept(run.experiment.method):
         path = run.checkpoint(best)
         if not storage.whole(path):
             yield Loss(path, kept_files.DAMAGED if path.exists() else kept_files.MISSING)

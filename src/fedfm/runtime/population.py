@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +17,16 @@ from torch import Tensor
 from fedfm.attacks.attack import Attackers
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.client import ClientData, ClientId
+from fedfm.core.capabilities import Costing
+from fedfm.core.client import POOLED, ClientData, ClientId
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.linalg.kernels import ahead
-from fedfm.linalg.params import Params
-from fedfm.methods.centralised import POOLED
 from fedfm.models.adapters import lora
 from fedfm.runtime.disclosure import fingerprints, tell
-from fedfm.training import Local, packed
+from fedfm.training import Local, TrainsLocally
 from fedfm.training.loop import over_classes
 
 if TYPE_CHECKING:
@@ -234,8 +233,8 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
     """
     from fedfm.models.costs import Costs, per_sample
 
-    local, table = getattr(method, "local", None), population.federated.table
-    if not isinstance(local, Local) or getattr(method, "pools", False) or table.kind == "own":
+    table = population.federated.table
+    if not isinstance(method, TrainsLocally) or method.needs.pooled or table.kind == "own":
         return None
     model, clients = population.model, [population.federated.clients[c] for c in population.clients]
     # Of running text it takes the tokenizer to know how many blocks a client trains on; other rows are samples.
@@ -248,54 +247,8 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
     macs = None if first is None else per_sample(model, model.prepare(table, first))
     if macs is None:
         return None
-    costs = Costs.of(macs, getattr(method, "passes", local.passes), samples)
+    costs = Costs.of(macs, method.passes if isinstance(method, Costing) else method.local.passes, samples)
     return asdict(costs) | {"macs_per_client_round": costs.macs_per_client_round}
-
-
-def judge(
-    population: Partitioned, method: Method[Any], ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None
-) -> Callable[[Params], dict[str, Any]] | None:
-    """Metrics of a method's parameters on the global test rows; None where there are none.
-
-    Where logits are kept (see :mod:`fedfm.training.packed.predictor`) the rows are judged in the clients' pieces: a
-    process that has judged its clients with the same parameters has the logits already, with the same bits.
-
-    Args:
-        ask: gives logits of pieces from where they are; a piece that it leaves out is computed here.
-    """
-    if not len(population.federated.test):
-        return None
-
-    def whole(w: Params) -> dict[str, Any]:
-        return method.scores(population.model, w, population.test)
-
-    def assembled(w: Params) -> dict[str, Any]:
-        from fedfm.models.metrics import scores
-
-        known = ask(w) if ask is not None else {}
-        pieces = population.pieces
-        parts = [known[c] if c in known else method.logits(population.model, w, population.piece(c)) for c in pieces]
-        index = np.concatenate([population.federated.test[:0], *pieces.values()])
-        return scores(torch.cat(parts), population.labels(index))
-
-    judged = assembled if by_pieces(population, method) else whole
-
-    def with_attack(w: Params) -> dict[str, Any]:
-        found = judged(w)
-        attackers, triggered = population.attackers, population.triggered
-        if attackers is not None and triggered is not None:
-            target = attackers.attack.target_of(population.federated.table.classes)
-            logits = method.logits(population.model, w, triggered)
-            found = {**found, "attack_success": float((logits.argmax(-1) == target).float().mean())}
-        return found
-
-    return judged if population.attackers is None else with_attack
-
-
-def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
-    """Whether :func:`judge` asks piece by piece: the model keeps logits, and they are all that the method judges by."""
-    own = any(getattr(type(method), name) is not getattr(Method, name) for name in ("scores", "logits", "wearing"))
-    return not own and population.federated.table.labels is not None and packed.applies(population.model, "exact")
 
 
 def record_error(folder: Path, client: ClientId, text: str) -> None:

@@ -95,7 +95,7 @@ class Pretraining:
             raise InputError('model.task = "zero_shot": expected classification, language_modelling or instruction')
         spec = self.spec
         spec.local.validate("pretrain.local")
-        if isinstance(spec.local, Proximal) or getattr(spec.local, "absent", "keep") != "keep":
+        if isinstance(spec.local, Proximal) or spec.local.absent != "keep":
             raise InputError('pretrain.local: expected name = "sgd", "adam" or "adamw", every class present')
         after = list(spec.milestones)
         if after != sorted(set(after)) or any(not 0 < e < spec.local.epochs for e in after):

@@ -24,6 +24,7 @@ import numpy as np
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
+from fedfm.core.capabilities import ServerFoundation
 from fedfm.core.checks import conform
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Excluded
@@ -322,7 +323,7 @@ class Run:
         the server mixes in and keeps: such a state is as secret as the key.
         """
         method = self.experiment.method
-        more_than_the_model = method.keeps_foundation and method.state_type is not Params
+        more_than_the_model = method.state_type is not Params and isinstance(method, ServerFoundation)
         return self.path / ("private/checkpoint" if more_than_the_model else "checkpoint")
 
     def checkpoint(self, t: int) -> Path:

@@ -38,6 +38,7 @@ from fedfm.errors import InputError
 from fedfm.models.load import BUILT_IN
 from fedfm.models.spec import ModelSpec
 from fedfm.runtime.client import allows
+from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.population import Partitioned
 
 _PATTERN = re.compile(r"\*|(train|query)\.[\w*?]+")
@@ -144,7 +145,8 @@ def check(silo: Silo, experiment: Experiment) -> None:
     for key in ("test_fraction", "val_fraction"):
         if not getattr(experiment.data, key) <= _MOST:
             raise InputError(f"data.{key} = {getattr(experiment.data, key)}: at a silo at most {_MOST} of the rows")
-    if experiment.run.local_scores and not allows(silo.allow, f"query.{action(experiment.method.evaluate)}"):
+    scores = action(Evaluation(experiment.method).evaluate)
+    if experiment.run.local_scores and not allows(silo.allow, f"query.{scores}"):
         raise InputError("run.local_scores: it tells the silo's accuracy, which allow keeps from the server")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fedfm.training.optimisers import ABSENT, SGD, Adam, AdamW, Local, Proximal
+from fedfm.training.optimisers import ABSENT, SGD, Adam, AdamW, Local, Proximal, TrainsLocally
 from fedfm.training.personal import Ditto, DualAdapter
 
-__all__ = ["ABSENT", "BY_NAME", "SGD", "Adam", "AdamW", "Ditto", "DualAdapter", "Local", "Proximal"]
+__all__ = ["ABSENT", "BY_NAME", "SGD", "Adam", "AdamW", "Ditto", "DualAdapter", "Local", "Proximal", "TrainsLocally"]
 
 BY_NAME: dict[str, type[Local]] = {
     "sgd": SGD,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from fedfm.core.checks import match
 from fedfm.core.client import Client
@@ -74,6 +74,11 @@ class Local:
         """Epochs over the client's rows that a round costs, of all models that it trains."""
         return self.epochs
 
+    @property
+    def plain(self) -> Local:
+        """The optimiser of w alone."""
+        return self
+
     def own(self, client: Client, w: Params) -> Params:
         """The client's own model, where ``w`` is what the server has for it."""
         return w
@@ -117,6 +122,15 @@ class Local:
                 raise InputError(f"{where}.{key} = {getattr(self, key)}: expected {right}")
         if self.absent not in ABSENT:
             raise InputError(f'{where}.absent = "{self.absent}": expected "keep", "zero" or "exclude"')
+
+
+@runtime_checkable
+class TrainsLocally(Protocol):
+    """A method whose clients run a client optimiser."""
+
+    @property
+    def local(self) -> Local:
+        """The client optimiser."""
 
 
 @dataclass(frozen=True)

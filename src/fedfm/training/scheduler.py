@@ -40,7 +40,7 @@ def trainer_for(model: Any, local: Any = None, only: Sequence[str] | None = None
     """
     from fedfm.training import heads, loop, packed
 
-    if getattr(local, "absent", "keep") != "keep" or only is not None:
+    if (local is not None and local.absent != "keep") or only is not None:
         return loop.train
     if heads.applies(model):
         return heads.train

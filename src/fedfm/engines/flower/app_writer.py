@@ -32,7 +32,7 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; give a new folder")
     chosen = Experiment.load(experiment) if experiment else Experiment.from_dict(_DEMO)
-    if getattr(chosen.method, "pools", False):
+    if chosen.method.needs.pooled:
         raise InputError(f'method "{chosen.method_name}" pools all rows in one place: no federation runs it')
     folder.mkdir(parents=True, exist_ok=True)
     out = folder.resolve() / "runs"

@@ -31,7 +31,8 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.runtime import losses
 from fedfm.runtime.client_memory import of_server, secret
 from fedfm.runtime.disclosure import tell
-from fedfm.runtime.population import Partitioned, describe, judge, populate
+from fedfm.runtime.evaluation import judge
+from fedfm.runtime.population import Partitioned, describe, populate
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.server import Server

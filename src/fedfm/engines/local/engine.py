@@ -25,7 +25,8 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import of_server, secret
-from fedfm.runtime.population import Partitioned, describe, judge, populate, record_error
+from fedfm.runtime.evaluation import judge
+from fedfm.runtime.population import Partitioned, describe, populate, record_error
 from fedfm.runtime.server import Server
 
 if TYPE_CHECKING:

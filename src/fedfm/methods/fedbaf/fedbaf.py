@@ -149,7 +149,7 @@ class FedBaF(Around):
         """Standard deviation of the noise on every entry of w_pre: from w_0, which is public, never from w_pre."""
         return self.noise * fed.initial.only(fed.model.live()).norm() / math.sqrt(sum(_sizes(fed)))
 
-    def yardsticks(self) -> dict[str, Method[Any]]:
+    def baselines(self) -> dict[str, Method[Any]]:
         """Without a foundation model, and with one that every client is given."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Around)}
         return {"no-foundation": self.base, "weight-initialisation": WeightInit(**given)}

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from fedfm.core.capabilities import Detailed, Judge, Needs, Personal
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
-from fedfm.core.method import Judge, Method
+from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.methods.fedavg import FedAvg
-from fedfm.methods.fedbaf.matching import DECLARED, Matching, match
+from fedfm.methods.fedbaf.matching import DECLARED, Matching, check_place, match
 from fedfm.training import SGD, Local
 
 
@@ -21,7 +22,7 @@ from fedfm.training import SGD, Local
 class Around(Method[Any]):
     """An averaging method with a foundation model that the server alone reads; its state is the base method's."""
 
-    adaptation: ClassVar[str] = "full"
+    needs: ClassVar[Needs] = Needs("full")
 
     rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
     fraction: float = field(default=1.0, metadata={"help": "C, the fraction of clients that a round asks"})
@@ -62,8 +63,14 @@ class Around(Method[Any]):
     def matching(self, fed: Federation) -> Matching:
         """What of the foundation model mixes with what; read once."""
         if not self._matched or self._matched[0]() is not fed.model:
-            self._matched[:] = [weakref.ref(fed.model), match(fed.model, self.foundation, self.identical)]
+            self._matched[:] = [weakref.ref(fed.model), self.match_with(fed.model)]
         return self._matched[1]  # type: ignore[no-any-return]
+
+    def check_foundation(self) -> None:
+        check_place(self.foundation)
+
+    def match_with(self, model: Any) -> Matching:
+        return match(model, self.foundation, self.identical)
 
     @cached_property
     def _matched(self) -> list[Any]:
@@ -74,13 +81,13 @@ class Around(Method[Any]):
         return self.base.params_for(state, client)
 
     def details(self, state: Any, judge: Judge | None) -> dict[str, Any]:
-        found = self.base.details(state, judge)
+        found = self.base.details(state, judge) if isinstance(self.base, Detailed) else {}
         if self._matched:
             found["matching"] = self._matched[1].summary()
         return found
 
     def validate(self) -> None:
-        if getattr(self.base, "pools", False):
+        if self.base.needs.pooled:
             raise InputError(
                 "method.base.name: it trains on all rows in one place, and there is no aggregate to mix into; expected "
                 'e.g. "fedavg"'
@@ -92,7 +99,7 @@ class Around(Method[Any]):
             own = [f.name for f in dataclasses.fields(self.base) if f.name not in ("rounds", "fraction", "local")]
             moved = any(text.startswith(f"method.{key} ") for key in own)
             raise InputError(text.replace("method.", "method.base.", 1) if moved else text) from None
-        if type(self.base).own_models:
+        if isinstance(self.base, Personal):
             raise InputError(
                 "method.base.name: its clients have a model each, and a foundation model is mixed into one for all; "
                 'expected e.g. "fedavg"'

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from fedfm.core.capabilities import Judge, Needs
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.method import Judge, Method
+from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import E_DUPLICATE, InputError, RunError, one_of
 from fedfm.linalg.out_of_core import Vectors
@@ -95,6 +96,13 @@ class FedBip(Method[Personal]):
     norm_cap: float | None = field(
         default=None, metadata={"help": "no task vector counts with more than this many times the median norm"}
     )
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """Products are of LoRA's factors."""
+        if self.space != "product":
+            return Needs()
+        return Needs(adaptations=("lora",), ranks=self.ranks, because='method.space = "product"')
 
     def init(self, fed: Federation) -> Personal:
         theta_pre = self.starting(fed)  # the same for all, LoRA's A included
@@ -180,18 +188,18 @@ class FedBip(Method[Personal]):
         return {c: at[self.ranks[i % len(self.ranks)]] for i, c in enumerate(fed.clients)}
 
     @contextmanager
-    def wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+    def applied(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
         if self.ranks:
             with lora.wearing(model, w):
                 yield rows
         else:
-            with super().wearing(model, w, rows) as judged:
+            with self.local.wearing(model, w, rows) as judged:
                 yield judged
 
     def params_for(self, s: Personal, client: ClientId) -> Params:
         return s.theta[client]  # line 21
 
-    def starts(self, s: Personal) -> dict[ClientId, Params]:
+    def start_models(self, s: Personal) -> dict[ClientId, Params]:
         return s.theta_bar | (Vectors(s.theta) - s.tau)
 
     def details(self, s: Personal, judge: Judge | None) -> dict[str, Any]:
@@ -219,7 +227,7 @@ class FedBip(Method[Personal]):
         (theta_bar,), _ = space.aggregates(p * self.factors(space, x, G), x, [w_0], self.aggregate == "parameters")
         return theta_bar, dict(zip([client, *sigma], p.mean((0, 1)).tolist(), strict=True))
 
-    def yardsticks(self) -> dict[str, Method[Any]]:
+    def baselines(self) -> dict[str, Method[Any]]:
         """Every client alone, and one model for all."""
         plan: dict[str, Any] = {"rounds": self.rounds, "fraction": self.fraction, "local": self.local}
         return {"alone": LocalOnly(**plan), "one-for-all": FedAvg(**plan)}

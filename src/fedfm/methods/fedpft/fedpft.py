@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.capabilities import Judge, Needs
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.method import Judge, Method
+from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import E_FIELD, ClientFault, InputError, RunError
 from fedfm.linalg.params import Params
@@ -69,8 +70,7 @@ class FedPFT(Method[State]):
     holds the first one's rows already, and nothing is counted twice.
     """
 
-    adaptation: ClassVar[str] = "head"
-    adaptations: ClassVar[tuple[str, ...]] = ("head",)
+    needs: ClassVar[Needs] = Needs("head", ("head",))
     state_type: ClassVar[Any] = State
     privacy: ClassVar[Plan | None] = None  # of an instance: see protected()
 
@@ -279,18 +279,19 @@ class FedPFT(Method[State]):
         return state.w
 
     def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
+        model.load(w)
         if self.privacy is not None:  # the head was trained on unit features, and is used on them
-            model.load(w)
             rows = Rows({"features": private.as_trained(model.features(rows))})
-        return super().logits(model, w, rows)
+        said: Tensor = model.predict(rows)
+        return said
 
     @property
-    def head_takes(self) -> str | None:
+    def feature_transform(self) -> str | None:
         return None if self.privacy is None else "features divided by their Euclidean norm"
 
     @property
-    def asks_scores(self) -> bool:
-        return self.counts == "exact"
+    def hides_counts(self) -> bool:
+        return self.counts != "exact"
 
     def notices(self, state: State) -> list[str]:
         return left_out(state.told, self.min_count, self.privacy is not None)
@@ -307,7 +308,7 @@ class FedPFT(Method[State]):
         return ("sums",) if self.pooled and self.privacy is not None else ()
 
     @property
-    def secrets(self) -> tuple[str, ...]:  # type: ignore[override]
+    def secrets(self) -> tuple[str, ...]:
         """With one noise for the federation: its key."""
         return ("noise",) if self.means else ()
 

@@ -1,0 +1,36 @@
+"""Early stopping: rounds without a better validation loss end a run, and its model is that of the best round."""
+
+from __future__ import annotations
+
+from fedfm.runtime import logs
+from fedfm.runtime.run_directory import Run
+
+
+def best_round(run: Run) -> int | None:
+    """The best round so far; None where nobody asks for it, or there is none."""
+    return logs.best_round(run.metrics()) if run.experiment.run.patience else None
+
+
+def patience_over(run: Run) -> bool:
+    """No validation loss has been lower than that of the best round for ``run.patience`` rounds."""
+    patience = run.experiment.run.patience
+    losses = logs.val_losses(run.metrics()) if patience else []
+    return bool(losses) and losses[-1][1] - min(losses)[1] >= patience
+
+
+def told(run: Run, t: int, of: int) -> tuple[dict[str, object], list[str]]:
+    """(for the result's ``details``, notices) of a run of t rounds whose model is that of round ``of``."""
+    patience, planned = run.experiment.run.patience, run.experiment.method.rounds
+    details: dict[str, object] = {}
+    notices = []
+    if t < planned:
+        best = best_round(run)
+        details["stopped_early"] = {"best_round": best, "planned_rounds": planned}
+        notices.append(
+            f"stopped after round {t} of {planned}: no validation loss was below that of round {best} "
+            f"(run.patience = {patience})"
+        )
+    if patience:
+        details["model_of_round"] = of
+        notices.append(f"the model is that of round {of}")
+    return details, notices

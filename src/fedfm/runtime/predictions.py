@@ -1,0 +1,90 @@
+"""Who has which model at the end, and what it says about rows: by a method's capabilities, with defaults for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from fedfm.core.capabilities import Applying, Keeping, Personal, Predicting, Transforming
+from fedfm.core.checks import match
+from fedfm.core.client import Client
+from fedfm.core.method import Method
+from fedfm.core.rows import Rows
+from fedfm.linalg.params import Params
+from fedfm.training import TrainsLocally
+
+# --- who has which model ----------------------------------------------------------------------------------------------
+
+
+def personal(method: Method[Any]) -> bool:
+    """Every client ends with a model of its own, by the method or by its client optimiser."""
+    return isinstance(method, Personal) or _optimiser_keeps(method)
+
+
+def kept(method: Method[Any]) -> bool:
+    """Clients keep of their own models what ``params_for`` does not know."""
+    return isinstance(method, Keeping) or _optimiser_keeps(method)
+
+
+def _optimiser_keeps(method: Method[Any]) -> bool:
+    return isinstance(method, TrainsLocally) and method.local.personal
+
+
+def own(method: Method[Any], client: Client, w: Params) -> Params:
+    """Client half: the client's own model, where ``w`` is what ``params_for`` gives for it."""
+    if isinstance(method, Keeping):
+        return method.own(client, w)
+    return method.local.own(client, w) if isinstance(method, TrainsLocally) else w
+
+
+def check_own(method: Method[Any], w: Params, model: Any) -> None:
+    """Refuse what a client gave as its own model where it is none.
+
+    Raises:
+        ClientFault: with the first tensor that differs.
+    """
+    if isinstance(method, TrainsLocally):
+        method.local.check_own(w, model)
+    else:
+        match(w, model.layout, "model")
+
+
+# --- what it says -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def applied(method: Method[Any], model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+    """Context manager: install w in the model; yields the rows to score."""
+    if isinstance(method, Applying):
+        with method.applied(model, w, rows) as judged:
+            yield judged
+    elif isinstance(method, TrainsLocally):
+        with method.local.wearing(model, w, rows) as judged:
+            yield judged
+    else:
+        model.load(w)
+        yield rows
+
+
+def logits(method: Method[Any], model: Any, w: Params, rows: Rows) -> Tensor:
+    """(n, C): what w says about rows."""
+    if isinstance(method, Predicting):
+        return method.logits(model, w, rows)
+    with applied(method, model, w, rows) as judged:
+        return model.predict(judged)  # type: ignore[no-any-return]
+
+
+def scores(method: Method[Any], model: Any, w: Params, rows: Rows) -> dict[str, Any]:
+    """How good w is on these rows (see ``models.metrics.evaluate``)."""
+    if isinstance(method, Predicting):
+        return model.evaluate(rows, method.logits(model, w, rows))  # type: ignore[no-any-return]
+    with applied(method, model, w, rows) as judged:
+        return model.evaluate(judged)  # type: ignore[no-any-return]
+
+
+def feature_transform(method: Method[Any]) -> str | None:
+    """Transform applied to features before the head, or None."""
+    return method.feature_transform if isinstance(method, Transforming) else None

@@ -1,0 +1,158 @@
+"""The end of a run: the result line, the ledger's last entries, the models."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fedfm.core import storage
+from fedfm.core.capabilities import Detailed, Noticing, Private
+from fedfm.core.client import ClientId
+from fedfm.core.federation import Federation
+from fedfm.core.method import Method
+from fedfm.core.update_metrics import BEFORE, LOSS_BEFORE, PASSES
+from fedfm.linalg.params import Params, sha256_of
+from fedfm.runtime import early_stopping, logs
+from fedfm.runtime.evaluation import ANSWERS, Evaluator
+from fedfm.runtime.predictions import feature_transform, kept
+from fedfm.runtime.run_directory import Run
+
+
+def finish(
+    run: Run,
+    fed: Federation,
+    evaluator: Evaluator,
+    state: Any,
+    rounds: tuple[int, int],
+    seconds: float,
+    notice: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write the result, the ledger and the models; returns the result line.
+
+    Args:
+        rounds: (t, of): how many were run, and the one whose model this is.
+    """
+    t, of = rounds
+    method: Method[Any] = run.experiment.method
+    models, spent = evaluator.revealed(state), spent_by(method)
+    last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
+    early = t < method.rounds
+    if not last or last["round"] != of or early:  # nobody knew that round ``of`` would be the last
+        last = evaluator.scores(state, thorough=True)
+    result: dict[str, Any] = {
+        "run": str(run.path),
+        "method": run.experiment.method_name,
+        "engine": run.experiment.run.engine,
+        "seed": run.experiment.run.seed,
+        "rounds": t,
+        "seconds": round(seconds, 3),
+        **{
+            name: last.get(name)
+            for name in (
+                "accuracy",
+                "global_accuracy",
+                "local_accuracy",
+                "client_accuracy",
+                "local_loss",
+                "balanced_accuracy",
+                "macro_f1",
+                "loss",
+                "perplexity",
+            )
+        },
+        "bytes_up": fed.transcript.bytes_up,
+        "bytes_down": fed.transcript.bytes_down,
+        "epsilon": max((entry["epsilon"] for entry in spent), default=None),
+        "params_sha256": sha256_of(models),
+        "excluded": [asdict(e) for e in fed.excluded],
+        "attackers": list(run.manifest.get("attackers", [])),
+        **({"attack_success": last["attack_success"]} if "attack_success" in last else {}),
+        "details": method.details(state, evaluator.judge) if isinstance(method, Detailed) else {},
+        **({"lost": run.manifest["lost"]} if run.manifest.get("lost") else {}),
+    }
+    if kept(method):
+        result["server_sha256"] = sha256_of(evaluator.models(state))
+    beside = ["server_accuracy", "server_client_accuracy", "server_loss"]
+    beside += [*ANSWERS, *(f"local_{key}" for key in ANSWERS), "client_loss", "server_client_loss", "val_loss"]
+    result["details"] |= {key: last[key] for key in beside if key in last}
+    if cut := max(last.get(key) or 0.0 for key in ("answers_cut", "local_answers_cut")):
+        notice(
+            f"{cut:.0%} of the answers to test rows stop at the limit of tokens, without an end of their own; a "
+            "larger model.answer_tokens lets them go on"
+        )
+    details, notices = early_stopping.told(run, t, of)
+    result["details"] |= details
+    for text in notices:
+        notice(text)
+    result["details"] |= run.join_arrays(fed.clients)
+    lines = run.metrics()
+    if run.experiment.run.local_scores:
+        for key in (BEFORE, LOSS_BEFORE):
+            result["details"][key] = next((m[key] for m in reversed(lines) if m.get(key) is not None), None)
+    _count(run, lines)
+    enter(run, spent)
+    _write_models(run, fed.model, models)
+    run.note_messages(fed)  # of asking for the final models
+    for text in method.notices(state) if isinstance(method, Noticing) else ():
+        if text not in run.manifest["notices"]:  # a resumed run may have said it
+            run.manifest["notices"].append(text)
+            notice(text)
+    run.manifest["result"] = result
+    run.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    run.write_manifest()
+    return result
+
+
+def spent_by(method: Method[Any]) -> list[dict[str, Any]]:
+    """The ledger's lines of a method under [privacy]."""
+    return method.spent() if isinstance(method, Private) else []
+
+
+def enter(run: Run, spent: Sequence[dict[str, Any]]) -> None:
+    """What the rounds spend of privacy, on the ledger before they are asked: a run that ends early has spent it."""
+    ledger = run.manifest["ledger"]
+    missing = [entry for entry in spent if entry not in ledger["entries"]]
+    if missing:
+        ledger["entries"] += missing
+        ledger["epsilon"] = max(entry["epsilon"] for entry in spent)
+        run.write_manifest()
+
+
+def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Complete the ledger's multiply-accumulates: what training has cost, and until the target was reached."""
+    from fedfm.models.costs import Costs, rounds_to
+
+    found = run.manifest["ledger"].get("operations")
+    if found is None:
+        return
+    if run.manifest["split"] is None:  # silos with files of their own: the server does not know their rows
+        found |= {"samples": None, "macs_per_client_round": None}
+        return
+    if logs.gaps_of_metrics(run.path / logs.METRICS, max((line["round"] for line in lines), default=0)):
+        found["macs"] = None  # of rounds without a line nobody knows who trained
+        return
+    costs = Costs(*(found[key] for key in ("macs_per_sample", "macs_once_per_sample", "epochs", "samples")))
+    cohorts, beside = ([line.get(key, 0.0) for line in lines if line["round"]] for key in ("cohort", PASSES))
+    found["macs"] = costs.tmac(cohorts, beside)
+    if any(beside):
+        visits = sum(map(len, cohorts))
+        found["macs_per_client_round"] = (found["macs"] - costs.once(cohorts)) / visits
+    target = run.experiment.run.target_accuracy
+    if target is not None:
+        rounds = rounds_to(target, [(line["round"], line.get("accuracy")) for line in lines])
+        found |= {"target_accuracy": target, "rounds_to_target": rounds}
+        found["tmac"] = None if rounds is None else costs.tmac(cohorts[:rounds], beside)
+
+
+def _write_models(run: Run, model: Any, models: Mapping[ClientId, Params]) -> None:
+    from safetensors import SafetensorError
+
+    from fedfm.models.export import save
+
+    for client, w in models.items():
+        try:
+            save(model, w, run.adapter(client), feature_transform(run.experiment.method))
+        except (OSError, SafetensorError) as error:
+            raise storage.not_written(run.adapter(client), error) from error

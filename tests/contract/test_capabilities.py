@@ -1,0 +1,151 @@
+"""A method is eight members; what it may have beside them is found by having it, and nobody asks for it by name."""
+
+import ast
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import fedfm
+from fedfm.config.experiment import Experiment
+from fedfm.config.registry import ours, resolve
+from fedfm.core import capabilities
+from fedfm.core.capabilities import Needs
+from fedfm.core.client import ClientId, Update, on_client
+from fedfm.core.method import Method
+from fedfm.linalg.params import Params
+from fedfm.runtime.population import populate
+from small import experiment
+
+SOURCE = Path(fedfm.__file__).parent
+PROTOCOLS = [c for c in vars(capabilities).values() if getattr(c, "_is_runtime_protocol", False)]
+
+
+def test_a_method_has_eight_members_beside_its_fields():
+    members = {name for name in vars(Method) if not name.startswith("_")}
+    assert members == {"init", "step", "params_for", "validate", "needs", "means", "asks", "state_type"}
+
+
+def test_each_capability_names_its_caller_and_has_a_user():
+    methods = [resolve("methods", name)() for name in ours("methods")]
+    for protocol in PROTOCOLS:
+        assert "Caller: " in protocol.__doc__, protocol
+        assert any(isinstance(m, protocol) for m in methods), protocol
+
+
+def calls(tree):
+    return (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
+
+
+def said(node):
+    """The last word of a name: ``self.run.experiment.method`` -> ``method``."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def test_nothing_of_a_method_is_asked_for_by_name():
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        for call in calls(ast.parse(path.read_text())):
+            named = call.func.id in ("getattr", "hasattr") and isinstance(call.args[1], ast.Constant)
+            if named and said(call.args[0]) in ("method", "base", "chosen", "local", "aggregation"):
+                found.append(f"{path.relative_to(SOURCE)}:{call.lineno}")
+    assert [f for f in found if not f.startswith(("training/packed/net.py", "core/method.py"))] == []
+
+
+def test_only_methods_and_the_audits_of_them_know_a_method():
+    for path in SOURCE.rglob("*.py"):
+        if path.relative_to(SOURCE).parts[0] in ("methods", "audits"):  # an audit attacks one method's formula
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert not node.module.startswith("fedfm.methods"), f"{path}: {node.module}"
+
+
+@dataclass(frozen=True)
+class Votes(Method[dict[ClientId, Params]]):
+    """The server keeps a head for each client, and a head says the same of every row."""
+
+    needs: ClassVar[Needs] = Needs("head", ("head",))
+    asks: ClassVar[tuple[str, ...]] = ("shift",)
+    state_type: ClassVar = dict[ClientId, Params]
+    own_models: ClassVar[bool] = True
+    secrets: ClassVar[tuple[str, ...]] = ("coin",)
+
+    rounds: int = field(default=2)
+
+    def init(self, fed):
+        fed.secret("coin")
+        return dict.fromkeys(fed.clients, fed.initial)
+
+    def step(self, fed, state, t):
+        updates = fed.ask(self.shift, t=t)
+        return {c: state[c] + u.delta for c, u in updates.items()}
+
+    @on_client
+    def shift(self, client: fedfm.Client, t: int) -> Update:
+        w = client.model.params()
+        return Update(w.map(lambda flat: torch.full_like(flat, float(t))), 1.0, {})
+
+    def params_for(self, state, client):
+        return state[client]
+
+    def start_models(self, state):
+        return state
+
+    def logits(self, model, w, rows):
+        return torch.zeros(len(rows), len(model.classes)).index_fill_(1, torch.tensor([1]), float(w.norm() > 0))
+
+    def details(self, state, judge):
+        return {"norms": {c: round(w.norm(), 3) for c, w in state.items()}, "judged": judge is not None}
+
+    def notices(self, state):
+        return [f"{len(state)} votes"]
+
+    def arrays(self, state):
+        return {"lengths": np.array([w.norm() for w in state.values()])}
+
+    def baselines(self):
+        return {}
+
+    @property
+    def hides_counts(self):
+        return False
+
+    @property
+    def feature_transform(self):
+        return "nothing at all"
+
+
+def test_a_method_without_a_base_has_what_it_has_members_for(tmp_path):
+    method = Votes()
+    has = {p.__name__ for p in PROTOCOLS if isinstance(method, p)}
+    assert has == {
+        *("Personal", "Starting", "Predicting", "Transforming", "HidingCounts", "ServerSecrets"),
+        *("Detailed", "Noticing", "Charting", "Compared"),
+    }
+    tables = experiment(tmp_path)
+    tables["method"] = method
+    told = []
+
+    class Watch(fedfm.Progress):
+        def notice(self, text):
+            told.append(text)
+
+    result = fedfm.run(Experiment(**tables), tmp_path / "run", progress=Watch())
+    run = fedfm.load_run(tmp_path / "run")
+    clients, state = run.manifest["clients"], run.state(method.state_type)
+    assert result["details"]["norms"] == {c: round(state[c].norm(), 3) for c in clients}
+    grown = 3.0 * sum(state[clients[0]].layout.sizes.values()) ** 0.5  # 1 and 2 were added to every entry
+    assert state[clients[0]].norm() == pytest.approx(grown, rel=0.3)
+    assert result["details"]["judged"] is True
+    assert {p.name for p in (tmp_path / "run" / "private" / "server").glob("*.secret")} == {"coin.secret"}
+    assert f"{len(clients)} votes" in told
+    assert np.load(tmp_path / "run" / "lengths.npz")["lengths"].shape == (2, len(clients))
+    assert set(result["details"]["server_client_accuracy"]) == set(clients)
+    assert (tmp_path / "run" / "clients" / clients[0] / "adapter").is_dir()
+    assert "nothing at all" in (tmp_path / "run" / "clients" / clients[0] / "adapter" / "fedfm.json").read_text()
+    labels = populate(run.experiment).test.labels  # every row is said to be of class 1
+    assert result["global_accuracy"] == pytest.approx(float((labels == 1).float().mean()))
