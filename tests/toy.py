@@ -55,6 +55,7 @@ class Toys:
 
     def __init__(self, rows: Mapping[str, Sequence[float]], w: float = 1.0) -> None:
         self.model = Quadratic(w)
+        self.client_model = self.model
         self._rows = {name: Rows({"a": torch.tensor(list(a), dtype=torch.float32)}) for name, a in rows.items()}
 
     @property

@@ -14,6 +14,7 @@ from fedfm.engines.local.engine import LocalLink
 from fedfm.linalg.params import Params
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import secret
+from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.population import populate
 
 KEEPING = sorted(m for m in available("methods") if hasattr(resolve("methods", m), "keeps_foundation"))
@@ -65,7 +66,8 @@ def listen(method, folder, rounds=3, **keys):
     for t in range(1, rounds + 1):
         fed.begin(t)
         state = experiment.method.step(fed, state, t)
-        fed.ask(experiment.method.evaluate, counted=False, w=experiment.method.params_for(state, ""), part="test")
+        w = experiment.method.params_for(state, "")
+        fed.ask(Evaluation(experiment.method).evaluate, counted=False, w=w, part="test")
     return experiment.method, fed, tap
 
 

@@ -23,7 +23,7 @@ from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
-from fedfm.runtime.evaluation import judge
+from fedfm.runtime.evaluation import Evaluation, judge
 from fedfm.runtime.population import REST, Partitioned
 from fedfm.training.packed import predictor
 
@@ -102,7 +102,7 @@ def test_the_same_bits_wherever_the_pieces_are_judged(own: list[list[int]], tmp_
         numbers = []
         for t, v in enumerate((w, 0.5 * w)):
             fed.begin(t)
-            fed.ask(METHOD.evaluate, w=v, part="test", counted=False)
+            fed.ask(Evaluation(METHOD).evaluate, w=v, part="test", counted=False)
             numbers.append(here(v))
         found.append(numbers)
         link.close()
@@ -128,7 +128,7 @@ def test_what_clients_have_judged_is_not_judged_again(
     link = link_of(everyone, tmp_path, workers)
     fed, w = Federation(link, model=everyone.model, aggregator=Aggregator()), start(everyone)
     fed.begin(1)
-    fed.ask(METHOD.evaluate, w=w, part="test", counted=False)
+    fed.ask(Evaluation(METHOD).evaluate, w=w, part="test", counted=False)
     judge(everyone, METHOD, link.judge)(w)
     link.close()
     assert sorted(map(int, log.read_text().split())) == [2, 3, 19]  # two clients' rows and the rest

@@ -74,6 +74,7 @@ class Silo:
 
     def __init__(self, w, rows):
         self.model, self.rows = Points(w), rows
+        self.client_model = self.model
 
     @property
     def clients(self):

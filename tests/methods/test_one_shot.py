@@ -54,6 +54,7 @@ class Silo:
 
     def __init__(self, rows, dim):
         self.model = load_model(ModelSpec("features"), classes=CLASSES, kind="features", feature_dim=dim)
+        self.client_model = self.model
         self._rows = {c: Rows({"features": tensor(x)}, labels=torch.tensor(y)) for c, (x, y) in rows.items()}
 
     @property

@@ -72,7 +72,7 @@ class Attack:
         """
         if not 0 < self.fraction <= 1:
             raise InputError(f"attack.fraction = {self.fraction}: expected a number in (0, 1], a share of the clients")
-        if not method.rounds or method.needs.pooled or not _halves(method):
+        if not method.rounds or method.needs.pooled or method.needs.model == "server" or not _halves(method):
             raise InputError(f'[attack]: method "{name}" has no client that trains, hence none that attacks; drop it')
 
 

@@ -19,7 +19,7 @@ from fedfm.config.registry import admit_named, available, name_of, resolve
 from fedfm.config.toml import build, plain, read, refuse_unknown, to_toml
 from fedfm.core.capabilities import Private, Sampling
 from fedfm.core.method import Method
-from fedfm.data.spec import IN_MEMORY, DataSpec
+from fedfm.data.spec import IN_MEMORY, WITHHELD, DataSpec
 from fedfm.errors import InputError, listed, one_of
 from fedfm.models.adapters.adaptation import check as check_adaptation
 from fedfm.models.load import TASKS
@@ -27,7 +27,6 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import TrainsLocally
 
 T = TypeVar("T")
-WITHHELD = "(kept by the server)"
 ENGINES = ("local", "simulation", "deployment")
 
 
@@ -329,8 +328,12 @@ class Experiment:
 
     def for_clients(self) -> Experiment:
         """What clients are told of this experiment: server-only values are withheld."""
-        withheld = dict.fromkeys(self.server_only(), WITHHELD)
-        return dataclasses.replace(self, method=dataclasses.replace(self.method, **withheld)) if withheld else self
+        method, model = self.method, self.model
+        if withheld := dict.fromkeys(self.server_only(), WITHHELD):
+            method = dataclasses.replace(method, **withheld)
+        if method.needs.model == "server":
+            model = dataclasses.replace(model, name=WITHHELD)
+        return dataclasses.replace(self, method=method, model=model)
 
     def for_server(self, known: Mapping[str, Any]) -> Experiment:
         """The experiment again, of what clients are told and what the server knows.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from fedfm.core.client import Client, ClientId
 from fedfm.core.rows import Rows
@@ -32,6 +32,8 @@ class Needs:
         adaptations: the only ones that it takes; empty: all.
         ranks: LoRA's ranks that it deals out; the model's own has to reach the largest.
         pooled: it trains on all rows in one place, which the local engine alone has.
+        model: who has the experiment's model: everybody, or the server alone. A client without one gets its rows as
+            they were read, and is asked for no scores.
         because: the setting that asks for it, for messages; empty: the method.
     """
 
@@ -39,6 +41,7 @@ class Needs:
     adaptations: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     pooled: bool = False
+    model: Literal["everybody", "server"] = "everybody"
     because: str = ""
 
 

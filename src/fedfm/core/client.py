@@ -82,6 +82,7 @@ class Client:
     """Everything the client half may use. Nothing here leaves the silo unless a handler returns it.
 
     Attributes:
+        model: what the experiment gives to this party; None where only the server has one.
         memory: survives between messages and rounds; never sent.
         seed: of this client in this round; derive from it what is random.
         metrics: what the client optimiser noted about its last pass, e.g. ``loss``.

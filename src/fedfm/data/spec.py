@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+WITHHELD = "(kept by the server)"  # in the place of what clients are not told
 IN_MEMORY = "(in memory)"  # the name of data and of a model that a Python program gave: see fedfm.api.federate
 
 

@@ -24,6 +24,21 @@ PROMPT = "{instruction}\n"  # what an instruction model reads before it answers
 Preprocess = Callable[[list[Any]], Tensor]  # PIL pictures -> (n, 3, H, W)
 
 
+def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
+    """Rows as they were read, for a party without a model: ``features`` (n, d) or ``pixels`` uint8 (n, H, W, C).
+
+    Raises:
+        InputError: rows of another kind, or pictures of several sizes, which only a model's own tools make alike.
+    """
+    part = table.take(np.asarray(index, dtype=np.int64))
+    labels = _labels(part, table.classes)
+    if table.kind == "features":
+        return Rows({"features": torch.from_numpy(np.array(part.inputs, dtype=np.float32))}, labels=labels)
+    if table.kind == "image" and isinstance(part.inputs, np.ndarray):
+        return Rows({"pixels": torch.from_numpy(part.inputs)}, labels=labels)
+    raise InputError(f"{table.source or 'the data'}: a client without a model takes vectors or pictures of one size")
+
+
 def prepare(
     table: Table,
     index: Sequence[int] | np.ndarray,

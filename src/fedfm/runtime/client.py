@@ -39,8 +39,8 @@ class Population(Protocol):
         """Names, sorted."""
 
     @property
-    def model(self) -> Any:
-        """The model that clients train."""
+    def client_model(self) -> Any:
+        """The model that clients train; None where they have none."""
 
     def data(self, client: ClientId) -> ClientData:
         """The client's rows, ready for the model."""
@@ -85,22 +85,24 @@ class Silos:
     @property
     def width(self) -> int:
         """How many clients to hand to one :meth:`answer`."""
-        return scheduler.width(self.population.model)
+        return scheduler.width(self.population.client_model)
 
     @property
     def least(self) -> int:
         """How many clients to hand to one :meth:`answer` where fewer would cost more."""
-        return scheduler.least(self.population.model)
+        return scheduler.least(self.population.client_model)
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Load what answering them needs, before processes are forked that share it."""
         if any(request.handler.startswith("train.") for request in requests[:1]):
-            scheduler.prepare(self.population.model)
+            scheduler.prepare(self.population.client_model)
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
         """Run the requests side by side; each result is the reply's value, or a ClientFault."""
         calls = [partial(self._answer, request) for request in requests]
-        results = scheduler.run_chunk(calls, together=len(calls) > 1 and scheduler.batched(self.population.model))
+        results = scheduler.run_chunk(
+            calls, together=len(calls) > 1 and scheduler.batched(self.population.client_model)
+        )
         return [
             r if isinstance(r, ClientFault) else self._fault(request.client, r) if isinstance(r, BaseException) else r
             for request, r in zip(requests, results, strict=True)
@@ -162,7 +164,7 @@ class Silos:
         return Client(
             id=request.client,
             data=self.population.data(request.client),
-            model=self.population.model,
+            model=self.population.client_model,
             memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
             seed=seeds.derive(self._seed, "client", request.round, request.client),
             secret=partial(secret, self._memory, request.client),

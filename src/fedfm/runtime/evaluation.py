@@ -139,7 +139,8 @@ class Evaluator:
         ledger accounts for.
         """
         hidden = isinstance(self._method, HidingCounts) and self._method.hides_counts
-        if self._run.experiment.privacy is not None or hidden:
+        unable = self._method.needs.model == "server"
+        if self._run.experiment.privacy is not None or hidden or unable:
             return {client: {} for client in self._fed.clients}
         first = next(iter(models.values()))
         payload: Any = first if all(w is first for w in models.values()) else each(models)
@@ -203,4 +204,5 @@ def judge(
 def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
     """Whether :func:`judge` asks piece by piece: the model keeps logits, and they are all that the method judges by."""
     plain = not isinstance(method, (Predicting, Applying))
+    plain = plain and population.client_model is not None
     return plain and population.federated.table.labels is not None and packed.applies(population.model, "exact")

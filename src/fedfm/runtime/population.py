@@ -21,9 +21,11 @@ from fedfm.core.capabilities import Costing
 from fedfm.core.client import POOLED, ClientData, ClientId
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
+from fedfm.data.spec import WITHHELD
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.linalg.kernels import ahead
+from fedfm.models import inputs
 from fedfm.models.adapters import lora
 from fedfm.runtime.disclosure import fingerprints, tell
 from fedfm.training import Local, TrainsLocally
@@ -44,12 +46,16 @@ class Partitioned:
 
     Attributes:
         federated: the table and who holds which rows, as they were read.
-        model: the model that clients train.
+        model: the experiment's model; None at a site of clients that have none.
         attackers: who of the clients attacks, and how; None where all are honest.
+        client_model: what clients have of it: the model itself, or None where it stays at the server.
     """
 
-    def __init__(self, federated: FederatedData, model: Any, attackers: Attackers | None = None) -> None:
+    def __init__(
+        self, federated: FederatedData, model: Any, attackers: Attackers | None = None, *, shared: bool = True
+    ) -> None:
         self.federated, self.model, self.attackers = federated, model, attackers
+        self.client_model = model if shared else None
         self._data: dict[ClientId, ClientData] = {}
         self._prepared = 0
 
@@ -62,7 +68,8 @@ class Partitioned:
         """The client's rows, ready for the model; with a frozen backbone these are its features, computed once."""
         if client not in self._data:
             rows = self._pooled() if client == POOLED else self.federated.clients[client]
-            train, val, test = (functools.partial(self.rows, index) for index in (rows.train, rows.val, rows.test))
+            make = self.rows if self.client_model is not None else functools.partial(inputs.bare, self.federated.table)
+            train, val, test = (functools.partial(make, index) for index in (rows.train, rows.val, rows.test))
             if self.attackers is not None and client in self.attackers.names:
                 train = functools.partial(self._poisoned, self.attackers, client, rows.train)
             self._data[client] = ClientData(train, val, test)
@@ -154,6 +161,8 @@ def populate(experiment: Experiment) -> Partitioned:
     seed = experiment.run.seed
     table = load_table(experiment.data, seed=seed, task=experiment.model.task)
     federated = deal(table, experiment.data, seed=seed)
+    if experiment.model.name == WITHHELD:  # these are clients' sites: the server has the model
+        return Partitioned(federated, None)
     model = load_model(
         experiment.model,
         classes=table.classes,
@@ -167,7 +176,7 @@ def populate(experiment: Experiment) -> Partitioned:
     if attack is not None:
         attack.fits(table.kind, model.task, model, table.classes)
         attackers = Attackers(attack, clients, seed, model.task)
-    return Partitioned(federated, model, attackers)
+    return Partitioned(federated, model, attackers, shared=experiment.method.needs.model == "everybody")
 
 
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:

@@ -32,7 +32,7 @@ from fedfm.config.registry import admit_any
 from fedfm.config.toml import build
 from fedfm.core.client import action
 from fedfm.data.sources._files import listing
-from fedfm.data.spec import DataSpec
+from fedfm.data.spec import WITHHELD, DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models.load import BUILT_IN
@@ -177,11 +177,12 @@ def populate(silo: Silo, experiment: Experiment, classes: Sequence[str]) -> Part
     from fedfm.models.load import load_model
 
     seed, task = experiment.run.seed, experiment.model.task
-    spec = listed_model(silo, experiment.model)
     federated = deal(silo, experiment.data, seed=seed, task=task)
     table = _with_classes(silo, federated.table, tuple(classes))
+    if experiment.model.name == WITHHELD:
+        return Partitioned(replace(federated, table=table), None)
     model = load_model(
-        spec,
+        listed_model(silo, experiment.model),
         classes=table.classes,
         kind=table.kind,
         task=task,

@@ -147,7 +147,7 @@ class Site:
             "name": name,
             "fedfm": __version__,
             "wire": flower_records.WIRE,
-            "model": self.silos.population.model.fingerprint,
+            "model": None if (model := self.silos.population.client_model) is None else model.fingerprint,
             "own_data": self._own is not None,
         }
 

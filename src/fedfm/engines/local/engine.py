@@ -50,7 +50,7 @@ class Judges(Silos):
         """As :meth:`Silos.answer`."""
         if requests[0].handler != JUDGE:
             return super().answer(requests)
-        model = self.population.model
+        model = self.population.client_model
         model.load(requests[0].payload["w"])
         return [model.predict(self.population.piece(request.client)) for request in requests]  # type: ignore[attr-defined]
 
