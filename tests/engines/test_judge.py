@@ -153,15 +153,17 @@ def test_a_stop_is_heeded(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Liar(FedAvg):
-    """A method that judges in its own way."""
+    """A method that says one class of every row that it is shown, and more of it the more rows these are."""
 
-    def scores(self, model: Any, w: Params, rows: Any) -> dict[str, Any]:
-        return {"n": len(rows)}
+    def logits(self, model: Any, w: Params, rows: Any) -> torch.Tensor:
+        return torch.full((len(rows), len(model.classes)), 0.0).index_fill_(1, torch.tensor([0]), float(len(rows)))
 
 
 def test_other_ways_of_judging_see_all_rows_at_once() -> None:
     everyone = population(DEALT["all"])
-    assert judge(everyone, Liar())(start(everyone)) == {"n": 24}
+    found = judge(everyone, Liar())(start(everyone))
+    wrong = float((everyone.test.labels != 0).float().mean())
+    assert found["loss"] == pytest.approx(24 * wrong, rel=1e-6)  # 24 rows at once
     head = population(DEALT["all"], "head")
     w = head.model.params()
     assert judge(head, METHOD)(w) == predictions.scores(METHOD, head.model, w, head.test)

@@ -380,7 +380,7 @@ class Sum:
 class Sums(Toys):
     def __init__(self, rows):
         super().__init__(rows)
-        self.model = Sum()
+        self.model = self.client_model = Sum()
 
 
 def sums(method, rows, folder):
