@@ -28,7 +28,8 @@ from fedfm.runtime.silo_file import Silo
 from fedfm.training import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+METHODS = ROOT / "docs" / "reference" / "methods.md"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 BLOCK = re.compile(r"^```\w*[^\n]*\n(.*?)^```$", re.M | re.S)
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
@@ -182,7 +183,7 @@ def test_show_and_the_reference_say_that_a_models_own_dropout_is_off(capsys):
 
 
 def test_a_method_without_a_number_of_its_own_has_no_other_papers():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", METHODS.read_text(encoding="utf-8"), re.M))
     assert rows["dsfl"] == "DSFL: Dynamic Sparsification for Federated Learning."
     assert rows["fedpft"].endswith("arXiv:2402.01862")
 
@@ -235,7 +236,20 @@ def importable(name):
     return True
 
 
+# --- language ---------------------------------------------------------------------------------------------------------
+
+EDITED_ELSEWHERE = {"threat-model.md", "add-a-method.md", "fedpft.md", "fedbaf.md", "fedbaf-secrecy.md", "fedbip.md"}
+PROSE = [p for p in DOCUMENTS if p.name not in EDITED_ELSEWHERE | {"performance.md", "methods.md", "experiment.md"}]
+PRIVATE = re.compile(r"yardsticks?|beside|whoever|hitherto|in the stead of|wherein|is told (?:that|by)|what is said", re.I)
+
+
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
 def test_numbers_below_one_have_their_leading_zero(page):
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     assert re.findall(r"(?<![\w.)\]/*\"])\.\d+\b", text) == []
+
+
+@pytest.mark.parametrize("page", PROSE, ids=relative)
+def test_pages_use_the_usual_words(page):
+    text = SPAN.sub("", BLOCK.sub("", page.read_text(encoding="utf-8")))  # names in backticks stay as they are
+    assert PRIVATE.findall(text) == []
