@@ -147,13 +147,13 @@ def page() -> str:
         section(
             "[privacy]",
             PrivacySpec,
-            "What is protected, and how well; absent: nothing is. In this release for `fedpft` alone, which takes "
-            "`unit`, `target_epsilon` and `delta` and accounts for them on the ledger; another method, or a key of "
+            "What is protected, and how well. Without this table nothing is. In this release only `fedpft` takes it, with "
+            "`unit`, `target_epsilon` and `delta`, and accounts for them on the ledger. Another method, or a key of "
             "a later release, is refused with the reason.",
         ),
-        "## [attack]\n\nWhat some clients do; absent: all are honest. `name` is one of these.\n",
+        "## [attack]\n\nWhat some clients do. Without this table all are honest. `name` is one of these.\n",
         *(method(name, "attacks") for name in available("attacks")),
-        '## [aggregation]\n\nWhat the server makes of the updates of a round; absent: `name = "mean"`.\n',
+        '## [aggregation]\n\nHow the server combines the updates of a round. Without this table `name = "mean"`.\n',
         *(method(name, "aggregation") for name in available("aggregation")),
         section("[run]", RunSpec),
         section(
@@ -165,7 +165,7 @@ def page() -> str:
         section(
             "A silo's file",
             Silo,
-            "Not part of an experiment: `fedfm silo silo.toml` checks it, its server never sees it.",
+            "Not part of an experiment: `fedfm silo silo.toml` checks it, and no server sees it.",
         ),
     ]
     return "\n".join(part for part in parts if part).rstrip() + "\n"

@@ -239,7 +239,7 @@ def importable(name):
 # --- language ---------------------------------------------------------------------------------------------------------
 
 EDITED_ELSEWHERE = {"threat-model.md", "add-a-method.md", "fedpft.md", "fedbaf.md", "fedbaf-secrecy.md", "fedbip.md"}
-PROSE = [p for p in DOCUMENTS if p.name not in EDITED_ELSEWHERE | {"performance.md", "methods.md", "experiment.md"}]
+PROSE = [p for p in DOCUMENTS if p.name not in EDITED_ELSEWHERE | {"performance.md", "methods.md", "experiment.md", "commands.md"}]
 PRIVATE = re.compile(r"yardsticks?|beside|whoever|hitherto|in the stead of|wherein|is told (?:that|by)|what is said", re.I)
 
 
