@@ -25,10 +25,9 @@ ROWS = {
     "ensemble": "Ensemble of heads",
     "fedkt": "FedKT",
     "fedavg": "FedAvg, 20 rounds",
-    "fedprox": "FedProx, 20 rounds",
 }
-MANY = ("fedavg", "fedprox")
-WIDTH, TOP, STEP = 820, 72, 22  # pixels
+MANY = ("fedavg",)
+WIDTH, TOP, STEP = 820, 72, 20  # pixels
 NAMES, SCORES, BYTES, PANEL = 206, 232, 538, 210  # right end of the names, left ends of both panels, their width
 LOW, HIGH = 0.6, 1.0  # accuracy
 LEAST, MOST = 0.05, 20.0  # megabytes
