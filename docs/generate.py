@@ -147,9 +147,9 @@ def page() -> str:
         section(
             "[privacy]",
             PrivacySpec,
-            "What is protected, and how well. Without this table nothing is. In this release only `fedpft` takes it, with "
-            "`unit`, `target_epsilon` and `delta`, and accounts for them on the ledger. Another method, or a key of "
-            "a later release, is refused with the reason.",
+            "What is protected, and how well. Without this table nothing is. In this release only `fedpft` takes it, "
+            "with `unit`, `target_epsilon` and `delta`, and accounts for them on the ledger. Another method, or a key "
+            "of a later release, is refused with the reason.",
         ),
         "## [attack]\n\nWhat some clients do. Without this table all are honest. `name` is one of these.\n",
         *(method(name, "attacks") for name in available("attacks")),
