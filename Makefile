@@ -1,4 +1,4 @@
-# Every target makes the environment where it is missing.
+# Every target creates the environment if it is missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,12 +8,12 @@ export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-engines lint type bench docs clean
+.PHONY: help setup demo test test-engines lint type bench docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## the environment, in .venv, pinned by constraints.txt
+setup: $(STAMP) ## create .venv, pinned by constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedfm needs Python 3.11 or newer")'
@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## the main job on the built-in example, beside its baselines
+demo: $(STAMP) ## the built-in example and its baselines
 	@$(BIN)/fedfm demo
 
 test: $(STAMP) ## the test suite, under 10 minutes on 2 cores
@@ -50,11 +50,20 @@ $(VENV)/.stamp-bench: $(STAMP) benchmarks/peers.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt
 	@touch $@
 
-bench: $(VENV)/.stamp-bench ## speed beside named peers, into docs/results/performance.md
+bench: $(VENV)/.stamp-bench ## speed against other libraries, into docs/results/performance.md
 	$(BIN)/python benchmarks/run.py
 
 docs: $(STAMP) ## check the examples in the documents
 	$(BIN)/python -m pytest tests/docs
 
+$(VENV)/.stamp-docs: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@touch $@
+
+site: $(VENV)/.stamp-docs ## the documents with the API reference as a site, in site/; dead links fail
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d site/.doctrees docs site
+	$(BIN)/python docs/links.py site
+	@echo "open site/index.html"
+
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

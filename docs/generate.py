@@ -1,4 +1,4 @@
-"""Writes what the documents say about the code: docs/reference/experiment.md, and the table of methods in README.md.
+"""Writes the pages of docs/reference/ that follow from the code (keys, methods, commands), and the README's figure.
 
 python docs/generate.py            write
 python docs/generate.py --check    exit 1 where a file is not what would be written
@@ -6,6 +6,7 @@ python docs/generate.py --check    exit 1 where a file is not what would be writ
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -15,6 +16,9 @@ import typing
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import figure
+
+from fedfm.cli.parser import build
 from fedfm.config.experiment import PrivacySpec, RunSpec
 from fedfm.config.registry import available, resolve
 from fedfm.config.toml import key_of
@@ -24,26 +28,43 @@ from fedfm.runtime.pretrain_spec import PretrainSpec
 from fedfm.runtime.silo_file import Silo
 from fedfm.training import BY_NAME, Local
 
-PAGE = Path(__file__).parent / "reference" / "experiment.md"
-README = Path(__file__).parent.parent / "README.md"
-METHODS = README.parent / "src" / "fedfm" / "methods"
-BEGIN, END = "<!-- methods:begin -->", "<!-- methods:end -->"
-_HEAD = """# The experiment file
+DOCS = Path(__file__).parent
+REFERENCE = DOCS / "reference"
+METHODS = DOCS.parent / "src" / "fedfm" / "methods"
+_GENERATED = "<!-- Written by docs/generate.py from the code: change the code, then run it again. -->"
+_HEAD = f"""# The experiment file
 
-<!-- Written by docs/generate.py from the dataclasses in the code: change those, then run it again. -->
+{_GENERATED}
 
-An experiment is one TOML file. `[data]`, `[model]` and `[method]` are required, the rest has defaults. A key that is
-not listed here, or a value of another type, is refused with its place before anything is computed.
-`fedfm check exp.toml` prints an experiment with every default filled in; `fedfm show METHOD` prints one method.
-A default in brackets is what happens where the key is absent. The top-level key `name` names the run; its default is
-made of method and data.
+An experiment is one TOML file. It must have `[data]`, `[model]` and `[method]`; the other tables are optional. fedfm
+refuses an unknown key or a value of another type before it computes anything, and names the key. `fedfm check exp.toml`
+prints an experiment with all defaults; `fedfm show METHOD` prints one method. Text in brackets says what happens if the
+key is absent. The top-level key `name` names the run; by default the name consists of method and data.
+"""
+_METHODS = f"""# All methods
+
+{_GENERATED}
+
+`fedfm show METHOD` prints the paper, the keys and their defaults. [Choose a method](../how-to/choose-a-method.md)
+compares the methods by situation; [who sees what](who-sees-what.md) says what each method shows to whom. The last
+column counts the lines of the method's file.
+"""
+_COMMANDS = f"""# The command line
+
+{_GENERATED}
+
+`fedfm COMMAND --help` prints the same with examples. A command exits with 0 if it succeeds, with 2 if its input is
+wrong and with 1 if it fails. With `--format json` the last line on the standard output is one JSON object; all other
+text goes to the standard error.
 """
 
 
 def main() -> int:
     """Write or check the files."""
     old = 0
-    for path, text in ((PAGE, page()), (README, readme(README.read_text(encoding="utf-8")))):
+    pages = {"experiment.md": page(), "methods.md": methods(), "commands.md": commands()}
+    written = {REFERENCE / name: text for name, text in pages.items()} | {figure.FILE: figure.draw()}
+    for path, text in written.items():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         if "--check" in sys.argv[1:]:
@@ -55,19 +76,46 @@ def main() -> int:
     return old
 
 
-def readme(text: str) -> str:
-    """The README with its table of methods."""
+def methods() -> str:
+    """The table of all methods."""
     rows = ["| method | paper | file | lines |", "|---|---|---|---|"]
     for name in filter(_ours, available("methods")):
         module = sys.modules[resolve("methods", name).__module__]
         first, _, rest = (module.__doc__ or "").strip().partition("\n\n")
         source = Path(str(module.__file__))
         lines = len(source.read_text(encoding="utf-8").splitlines())
-        link = f"[{source.name}](src/fedfm/methods/{source.relative_to(METHODS)})"
+        link = f"[{source.name}](../../src/fedfm/methods/{source.relative_to(METHODS)})"
         paper = " ".join([*first.split(), *_arxiv(rest)])
         rows.append(f"| `{name}` | {paper} | {link} | {lines} |")
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n" + "\n".join(rows) + f"\n{END}{rest.partition(END)[2]}"
+    return _METHODS + "\n" + "\n".join(rows) + "\n"
+
+
+def commands() -> str:
+    """Every command with its arguments."""
+    (sub,) = (a for a in build()._actions if isinstance(a, argparse._SubParsersAction))
+    parts = [_COMMANDS]
+    for about in sub._choices_actions:
+        arguments = [a for a in sub.choices[about.dest]._actions if a.dest != "help"]
+        rows = ["| argument | meaning |", "|---|---|", *(f"| `{_argument(a)}` | {_meaning(a)} |" for a in arguments)]
+        text = f"{str(about.help)[0].upper()}{str(about.help)[1:]}."
+        parts.append(f"## fedfm {about.dest}\n\n{text}\n" + ("\n" + "\n".join(rows) + "\n" if arguments else ""))
+    return "\n".join(parts)
+
+
+def _argument(a: argparse.Action) -> str:
+    """Its name, with what it takes."""
+    if not a.option_strings:
+        return f"[{a.dest}]" if a.nargs == "?" else f"{a.dest} ..." if a.nargs == "+" else a.dest
+    taken = "" if a.nargs == 0 else f" {a.metavar or a.dest.upper()}"
+    return a.option_strings[-1] + taken
+
+
+def _meaning(a: argparse.Action) -> str:
+    """Its help and its choices."""
+    choices = ", ".join(f"`{c}`" for c in a.choices or ())
+    required = "required" if a.required and a.option_strings else ""
+    repeated = "can be given several times" if isinstance(a, argparse._AppendAction) else ""
+    return "; ".join(filter(None, (_plain(str(a.help or "")), choices, repeated, required)))
 
 
 def _arxiv(text: str) -> list[str]:
@@ -99,13 +147,13 @@ def page() -> str:
         section(
             "[privacy]",
             PrivacySpec,
-            "What is protected, and how well; absent: nothing is. In this release for `fedpft` alone, which takes "
-            "`unit`, `target_epsilon` and `delta` and accounts for them on the ledger; another method, or a key of "
-            "a later release, is refused with the reason.",
+            "What is protected, and how well. Without this table nothing is. In this release only `fedpft` takes it, "
+            "with `unit`, `target_epsilon` and `delta`, and accounts for them on the ledger. Another method, or a key "
+            "of a later release, is refused with the reason.",
         ),
-        "## [attack]\n\nWhat some clients do; absent: all are honest. `name` is one of these.\n",
+        "## [attack]\n\nWhat some clients do. Without this table all are honest. `name` is one of these.\n",
         *(method(name, "attacks") for name in available("attacks")),
-        '## [aggregation]\n\nWhat the server makes of the updates of a round; absent: `name = "mean"`.\n',
+        '## [aggregation]\n\nHow the server combines the updates of a round. Without this table `name = "mean"`.\n',
         *(method(name, "aggregation") for name in available("aggregation")),
         section("[run]", RunSpec),
         section(
@@ -117,7 +165,7 @@ def page() -> str:
         section(
             "A silo's file",
             Silo,
-            "Not part of an experiment: `fedfm silo silo.toml` checks it, its server never sees it.",
+            "Not part of an experiment: `fedfm silo silo.toml` checks it, and no server sees it.",
         ),
     ]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
@@ -144,8 +192,13 @@ def table(cls: Any, beyond: Any = None, without: tuple[str, ...] = ()) -> str:
         if f.name in without or not f.init or (beyond is not None and f.name not in _own(cls, beyond)):
             continue
         cells = (f"`{key_of(f.name)}`", _type(hints[f.name]), _default(f), str(f.metadata.get("help", "")))
-        rows.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+        rows.append("| " + " | ".join(_plain(c) for c in cells) + " |")
     return "\n".join(rows) + "\n"
+
+
+def _plain(text: str) -> str:
+    """As the cell of a table, where neither a bar nor a bracket means something."""
+    return text.replace("|", "\\|").replace("<", "\\<")
 
 
 def _own(cls: Any, base: Any) -> set[str]:

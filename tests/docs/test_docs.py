@@ -20,7 +20,8 @@ from fedfm.config.experiment import Experiment
 from fedfm.runtime.pretrain_spec import Pretraining
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(p for kind in ("tutorial", "how-to") for p in (ROOT / "docs" / kind).glob("*.md"))]
+EXTERNAL = re.compile(r"https://[\w-]+(\.[\w-]+)+(/[\w.~/@%+-]*)?(#[\w.-]+)?")
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
 DOCUMENTS = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -77,10 +78,49 @@ def test_a_script_changes_in_at_most_three_lines(page):
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
-        if not target.startswith(("http:", "https:", "mailto:")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            assert re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[\w.~/@%+-]*)?(#[\w.-]+)?", target), (
+                f"{page.name}: {target}"
+            )
+            continue
+        path, _, anchor = target.partition("#")
+        aim = page.parent / path if path else page
+        assert aim.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(aim), f"{page.name}: {target}"
+
+
+def prose(page):
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(page):
+    """Of its headings, as GitHub and MyST name them."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("kind", ["tutorial", "how-to", "explanation", "reference", "results"])
+def test_an_index_names_every_page_of_its_folder(kind):
+    folder = ROOT / "docs" / kind
+    named = set(re.findall(r"\]\(([\w-]+\.\w+)\)", prose(folder / "index.md")))
+    assert {p.name for p in folder.iterdir() if p.suffix in (".md", ".rst")} - {"index.md"} <= named
+
+
+def test_a_dead_link_of_the_site_is_found(tmp_path):
+    (tmp_path / "a.html").write_text('<p id="here"><a href="b.html#there"></a><img src="no.svg"><a href="#here"></a>')
+    (tmp_path / "b.html").write_text('<a href="a.html#gone"></a><a href="https://flower.ai"></a><a href="http:/x"></a>')
+    command = [sys.executable, ROOT / "docs" / "links.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    dead = ["a.html: b.html#there", "a.html: no.svg", "b.html: a.html#gone", "b.html: http:/x", "4 dead links"]
+    assert (done.returncode, done.stderr.splitlines()) == (1, dead)
+    (tmp_path / "a.html").write_text('<p id="gone"><a href="b.html"></a>')
+    (tmp_path / "b.html").write_text('<a href="a.html#gone"></a>')
+    assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_the_readme_fits_three_screens():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)

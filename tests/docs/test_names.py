@@ -19,6 +19,7 @@ from fedfm.cli.parser import build
 from fedfm.config.experiment import Experiment, PrivacySpec, RunSpec
 from fedfm.config.registry import available, resolve
 from fedfm.config.toml import key_of
+from fedfm.core import capabilities
 from fedfm.core.method import Method
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.errors import InputError
@@ -28,7 +29,8 @@ from fedfm.runtime.silo_file import Silo
 from fedfm.training import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+METHODS = ROOT / "docs" / "reference" / "methods.md"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 BLOCK = re.compile(r"^```\w*[^\n]*\n(.*?)^```$", re.M | re.S)
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
@@ -142,6 +144,7 @@ def known_keys():
 
 
 TABLES, KEYS = known_keys()
+DECLARED = {name for cls in (Method, *vars(capabilities).values()) if isinstance(cls, type) for name in dir(cls)}
 DOTTED = re.compile(rf"({'|'.join(TABLES)})\.([a-z_]+(?:\.[a-z_]+)*)(?:\s*=.*)?")
 ASSIGNED = re.compile(r"([a-z]\w*) = \S.*")
 
@@ -153,7 +156,7 @@ def test_every_key_of_a_document_exists(page):
     assert [m[0] for m in dotted if m[2] not in TABLES[m[1]]] == []
     assigned = [m for m in map(ASSIGNED.fullmatch, found) if m and m[1] not in KEYS]
     # What a class of a method declares, and a package's entry point, are written alike.
-    assert [m[0] for m in assigned if not hasattr(Method, m[1]) and not re.search(r'"\w+:\w+"$', m[0])] == []
+    assert [m[0] for m in assigned if m[1] not in DECLARED and not re.search(r'"\w+:\w+"$', m[0])] == []
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
@@ -182,7 +185,7 @@ def test_show_and_the_reference_say_that_a_models_own_dropout_is_off(capsys):
 
 
 def test_a_method_without_a_number_of_its_own_has_no_other_papers():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", METHODS.read_text(encoding="utf-8"), re.M))
     assert rows["dsfl"] == "DSFL: Dynamic Sparsification for Federated Learning."
     assert rows["fedpft"].endswith("arXiv:2402.01862")
 
@@ -235,7 +238,27 @@ def importable(name):
     return True
 
 
+# --- language ---------------------------------------------------------------------------------------------------------
+
+PRIVATE = re.compile(r"yardsticks?|beside\b|whoever|in the stead of|is told (?:that|by)|are told (?:that|by)", re.I)
+
+
+def prose(page):
+    """No script wrote it from code or runs."""
+    by_script = page.parent.name == "results" and page.name != "index.md"
+    return not by_script and "Written by docs/generate.py" not in page.read_text(encoding="utf-8")
+
+
+PROSE = [page for page in DOCUMENTS if prose(page) and page.name not in ("threat-model.md", "add-a-method.md")]
+
+
 @pytest.mark.parametrize("page", DOCUMENTS, ids=relative)
 def test_numbers_below_one_have_their_leading_zero(page):
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     assert re.findall(r"(?<![\w.)\]/*\"])\.\d+\b", text) == []
+
+
+@pytest.mark.parametrize("page", PROSE, ids=relative)
+def test_pages_use_the_usual_words(page):
+    text = SPAN.sub("", BLOCK.sub("", page.read_text(encoding="utf-8")))  # names in backticks stay as they are
+    assert PRIVATE.findall(text) == []

@@ -1,0 +1,36 @@
+"""Sphinx reads this file: `make site` builds docs/ into site/."""
+
+import re
+
+from sphinx.application import Sphinx
+
+from fedfm import __version__
+
+project = "fedfm"
+author = "The fedfm authors"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["results/*.json"]
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+napoleon_use_ivar = True
+
+html_theme = "furo"
+html_title = f"fedfm {__version__}"
+html_copy_source = False
+html_show_sphinx = False
+html_show_copyright = False
+
+OUTSIDE = {"CONTRIBUTING.md": "/contributing.md", "CHANGELOG.md": "/changelog.md", "README.md": "/index.md"}
+
+
+def setup(app: Sphinx) -> None:
+    """Lead links to the Markdown files of the project's root to their pages of the site."""
+    app.connect("source-read", _inside)
+
+
+def _inside(app: Sphinx, name: str, source: list[str]) -> None:
+    source[0] = re.sub(r"\]\((?:\.\./)+([A-Z]+\.md)", lambda found: "](" + OUTSIDE[found[1]], source[0])
