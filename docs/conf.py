@@ -2,6 +2,7 @@
 
 import re
 
+from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
 from fedfm import __version__
@@ -30,6 +31,7 @@ OUTSIDE = {"CONTRIBUTING.md": "/contributing.md", "CHANGELOG.md": "/changelog.md
 def setup(app: Sphinx) -> None:
     """Lead links to the Markdown files of the project's root to their pages of the site."""
     app.connect("source-read", _inside)
+    app.add_lexer("mermaid", TextLexer)  # drawn by whoever shows the Markdown; the site shows its text
 
 
 def _inside(app: Sphinx, name: str, source: list[str]) -> None:
