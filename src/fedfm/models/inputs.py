@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedfm.data.table import Table
 
 CHUNK = 256  # pictures decoded at a time
+IGNORE = -100  # F.cross_entropy's mark of a target that does not count
 PROMPT = "{instruction}\n"  # what an instruction model reads before it answers
 
 Preprocess = Callable[[list[Any]], Tensor]  # PIL pictures -> (n, 3, H, W)

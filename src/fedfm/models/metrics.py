@@ -6,15 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.core.rows import Rows
-from fedfm.models.inputs import prompts
-from fedfm.models.model import IGNORE, Model
+from fedfm.models.inputs import IGNORE, prompts
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
 
 Scores = dict[str, Any]
 

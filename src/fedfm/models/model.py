@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.linalg.params import Layout, Params, layout_of
-from fedfm.models import inputs
+from fedfm.models import inputs, metrics
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.families import Parts, unwrapped
+from fedfm.models.inputs import IGNORE
 from fedfm.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 ENCODE = 32  # rows that the frozen backbone sees at a time
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 PREDICTORS: list[Callable[[Any, Rows], Tensor | None]] = []  # quicker ways to logits: training.packed adds its own
-IGNORE = -100  # F.cross_entropy's mark of a target that does not count
 
 
 @dataclass(frozen=True)
@@ -310,11 +310,9 @@ class Model:
         Args:
             logits: (n, C), instead of the model's own.
         """
-        from fedfm.models.metrics import evaluate, nothing, scores
-
         if logits is None:
-            return evaluate(self, rows)
-        return nothing(n=len(rows)) if rows.labels is None else scores(logits, rows.labels)
+            return metrics.evaluate(self, rows)
+        return metrics.nothing(n=len(rows)) if rows.labels is None else metrics.scores(logits, rows.labels)
 
     def train_mode(self) -> None:
         """LoRA's dropout, and under ``full`` batch norm, as in training; the model's own dropout stays off."""
