@@ -65,7 +65,7 @@ class ExactLora(Method[S]):
 
     @contextmanager
     def applied(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
-        with lora.wearing(model, w):
+        with lora.applied(model, w):
             yield rows
 
     def validate(self) -> None:

@@ -21,7 +21,8 @@ def layers(model: Any, granularity: str) -> dict[str, tuple[str, ...]]:
     if granularity == "model":
         return {"model": trained}
     parts = getattr(model, "parts", None)
-    blocks = [path for path, _ in parts.blocks] if parts is not None and granularity == "layer" else []
+    encoders = parts.encoders if parts is not None and granularity == "layer" else ()
+    blocks = [path for encoder in encoders for path, _ in encoder]
     modules = [module_of(name) for name in trained]
     owners = [next((path for path in blocks if m == path or m.startswith(f"{path}.")), "") for m in modules]
     first = next((i for i, block in enumerate(owners) if block), 0)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.core.rows import Rows
-from fedfm.models.inputs import IGNORE, prompts
+from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -138,7 +138,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
     asked = prompts(rows.pairs or (), model.tools.tokenizer, min(window, places - limit) if places else window)
-    share = rows.tensors.get("local_share")
+    share = rows.tensors.get(LOCAL_SHARE)
     order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
     out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)

@@ -62,7 +62,7 @@ def applied(method: Method[Any], model: Any, w: Params, rows: Rows) -> Iterator[
         with method.applied(model, w, rows) as judged:
             yield judged
     elif isinstance(method, TrainsLocally):
-        with method.local.wearing(model, w, rows) as judged:
+        with method.local.applied(model, w, rows) as judged:
             yield judged
     else:
         model.load(w)

@@ -47,8 +47,9 @@ class Flat:
         return torch.cat([w[name].reshape(-1) for name in self.names]).to(self.p.device)
 
     def bound(self, live: dict[str, Tensor]) -> bool:
-        """The model still uses our storage."""
-        return next(iter(live.values())).untyped_storage().data_ptr() == self.p.untyped_storage().data_ptr()
+        """The same parameters are trained, and the model still uses our storage."""
+        first = next(iter(live.values()))
+        return tuple(live) == self.names and first.untyped_storage().data_ptr() == self.p.untyped_storage().data_ptr()
 
 
 _flats: WeakKeyDictionary[Any, Flat] = WeakKeyDictionary()

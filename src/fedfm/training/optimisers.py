@@ -84,10 +84,8 @@ class Local:
         return w
 
     @contextmanager
-    def wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
-        """Within it the model is as w says, something that :meth:`own` gave or a model's parameters; it judges the rows
-        that this yields.
-        """
+    def applied(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+        """Install w, what :meth:`own` gave or a model's parameters, in the model; yields the rows to score."""
         model.load(w)
         yield rows
 

@@ -28,8 +28,8 @@ class _Chunk(greenlet.greenlet):  # type: ignore[misc]
 def train(job: Job) -> Params:
     """Called by a client optimiser: train together with the rest of the chunk, or alone where there is none."""
     current = greenlet.getcurrent()
-    # An altered model is this client's alone until its handler goes on: nobody else may take a turn.
-    if isinstance(current, _Chunk) and not getattr(job.client.model, "altered", 0):
+    # While its weights are overridden a model is this client's alone: nobody else may take a turn.
+    if isinstance(current, _Chunk) and not getattr(job.client.model, "weights_overridden", 0):
         return current.parent.switch(job)  # type: ignore[no-any-return]
     return _train_alone(job)
 

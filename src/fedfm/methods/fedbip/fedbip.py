@@ -190,10 +190,10 @@ class FedBip(Method[Personal]):
     @contextmanager
     def applied(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
         if self.ranks:
-            with lora.wearing(model, w):
+            with lora.applied(model, w):
                 yield rows
         else:
-            with self.local.wearing(model, w, rows) as judged:
+            with self.local.applied(model, w, rows) as judged:
                 yield judged
 
     def params_for(self, s: Personal, client: ClientId) -> Params:

@@ -24,6 +24,8 @@ from fedfm.models.spec import ModelSpec
 
 _A, _B = ".lora_A.", ".lora_B."
 
+Weight = float | Callable[[Tensor], Any]  # of an adapter's output; or by a module's output y (b, ...), see :func:`at`
+
 
 def pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Path of each adapted module -> (name of its A (r, d_in), name of its B (d_out, r)), in the order of the names.
@@ -151,7 +153,7 @@ def scaled(model: Any, rank: int) -> Iterator[None]:
     for layer, s in zip(layers, before, strict=True):
         layer.scaling["default"] = s * model.spec.adaptation.rank / rank
     try:
-        with altered(model):
+        with weights_overridden(model):
             yield
     finally:
         for layer, s in zip(layers, before, strict=True):
@@ -173,16 +175,16 @@ def shifted(model: Any, shift: Mapping[str, Factors]) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        stack.enter_context(altered(model))
+        stack.enter_context(weights_overridden(model))
         for path, (u, v) in shift.items():
-            hook = model.module.get_submodule(path).register_forward_hook(Shift(u, v, model.device))
+            hook = model.module.get_submodule(path).register_forward_hook(LowRankDelta(u, v, model.device))
             stack.callback(hook.remove)
         yield
 
 
 @contextmanager
-def wearing(model: Any, w: Params) -> Iterator[None]:
-    """Within it the model has the parameters w, LoRA of any rank; one of another rank than its own acts as a shift."""
+def applied(model: Any, w: Params) -> Iterator[None]:
+    """Install w, LoRA of any rank, in the model; one of another rank than its own acts as a shift."""
     rank = rank_of(w)
     if rank is None or rank == model.spec.adaptation.rank:
         model.load(w)
@@ -209,16 +211,10 @@ def need(model: Any) -> None:
         raise InputError(f"model.adaptation.targets: {bad[0].partition(_A)[0]} is no linear map; name linear maps only")
 
 
-class Shift:
-    """A forward hook: y + x V^T U^T, by the dense matrix where that is less work.
+class LowRankDelta:
+    """A forward hook: y + m x V^T U^T, by the dense matrix where that is less work; m is the weight."""
 
-    Args:
-        weight: of the second term, by y (b, ...): a number, or one a row in a shape that goes with y; None: 1.
-    """
-
-    def __init__(
-        self, u: Tensor, v: Tensor, device: torch.device, weight: Callable[[Tensor], Any] | None = None
-    ) -> None:
+    def __init__(self, u: Tensor, v: Tensor, device: torch.device, weight: Weight = 1.0) -> None:
         (m, r), n = u.shape, v.shape[1]
         dense = r * (m + n) >= m * n
         maps = [u.double() @ v.double()] if dense else [v, u]
@@ -229,19 +225,24 @@ class Shift:
         x = args[0].float()  # (..., n)
         for matrix in self.maps:
             x = F.linear(x, matrix)
-        if self.weight is not None:
-            x = x * self.weight(y)
+        if self.weight != 1.0:
+            x = x * at(self.weight, y)
         return y + x.to(y.dtype)  # (..., m)
 
 
+def at(weight: Weight, y: Tensor) -> Any:
+    """A number, or one a row in a shape that goes with y (b, ...)."""
+    return weight(y) if callable(weight) else weight
+
+
 @contextmanager
-def altered(model: Any) -> Iterator[None]:
+def weights_overridden(model: Any) -> Iterator[None]:
     """Tells those who read the model's weights, rather than calling it, to leave it alone."""
-    model.altered += 1
+    model.weights_overridden += 1
     try:
         yield
     finally:
-        model.altered -= 1
+        model.weights_overridden -= 1
 
 
 def _grown(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -111,7 +111,7 @@ def _net(model: Any, low: bool, *, fresh: bool = False) -> _Found | None:
     """The model as read once; with ``fresh``, read again if its frozen weights have changed since."""
     if not hasattr(getattr(model, "module", None), "peft_config") or not getattr(model, "softmax", True):
         return None
-    if getattr(model, "altered", 0):
+    if getattr(model, "weights_overridden", 0):
         return None
     known = _known.setdefault(model, {})
     found = known.get(low)
