@@ -193,7 +193,7 @@ def test_a_weight_may_differ_by_row(case):
 
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 def test_the_trained_layers_of_one_expert_move_and_nothing_else(case, rule):
-    """Autograd through the plain model's weights, torch's own optimiser, whose weight decay would move what is frozen."""
+    """Autograd through the plain model's weights, torch's own optimiser; weight decay would move frozen tensors."""
     model = case.model
     g, v = noisy(model, 1), noisy(model, 2)
     upper, on = top(model, 1), top(model, 2)

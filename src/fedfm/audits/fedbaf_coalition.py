@@ -132,7 +132,7 @@ class BaseStep:
         """
         known = {(s.call, s.client): s for s in turn.seen if members is None or s.client in members}
         fed = Federation(
-            _Known(known, self._population.clients),
+            _ReplayedLink(known, self._population.clients),
             model=self._population.model,
             aggregator=self._aggregator if len(known) == len(turn.seen) else Aggregator(),  # a part: the mean
             seed=self._seed,
@@ -157,7 +157,7 @@ class BaseStep:
         self._population.model.load(w_0)
         with secrets(run) as private:
             fed = Federation(
-                link := _Known({}, self._population.clients),
+                link := _ReplayedLink({}, self._population.clients),
                 model=self._population.model,
                 aggregator=self._aggregator,
                 seed=self._seed,
@@ -192,7 +192,7 @@ class BaseStep:
         return aggregate
 
 
-class _Known:
+class _ReplayedLink:
     """A link to clients whose replies are there already."""
 
     def __init__(self, replies: Mapping[tuple[int, ClientId], Seen], clients: Sequence[ClientId]) -> None:

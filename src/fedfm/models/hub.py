@@ -15,7 +15,7 @@ from torch import nn
 from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.models import families, inputs
-from fedfm.models.architectures.clip_zero_shot import ZeroShot, text_embeddings
+from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier, text_embeddings
 from fedfm.models.model import Tools
 from fedfm.models.names import BUILT_IN, DTYPES, locate
 from fedfm.models.quiet import quiet
@@ -91,7 +91,9 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
             )
         tokenizer = _tools(path, spec, config.text_config, "text").tokenizer
         clip, _ = _weights(transformers.CLIPModel, path, spec, config, seed, DTYPES[spec.dtype])
-        module = ZeroShot(clip, text_embeddings(clip, tokenizer, [PROMPT.format(c.replace("_", " ")) for c in classes]))
+        module = ZeroShotClassifier(
+            clip, text_embeddings(clip, tokenizer, [PROMPT.format(c.replace("_", " ")) for c in classes])
+        )
         processor = _image_processor(path, config)
     tools = Tools(image=inputs.processor_call(processor), processor=processor)
     return Loaded(module, "clip", config.to_diff_dict() | {"classes": list(classes)}, [], tools)

@@ -60,7 +60,7 @@ class _Two(Local):
 
 
 @dataclass(frozen=True)
-class Ditto(_Two):
+class DittoOptimiser(_Two):
     """Beside w, as the optimiser below trains it, the client trains v_k on f_k(v) + lambda/2 ||v - w||^2 and keeps it.
 
     Ditto: Fair and Robust Federated Learning Through Personalization. Li, Hu, Beirami, Smith. ICML 2021, Algorithm 1.

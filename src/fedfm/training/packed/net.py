@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedfm.training.packed.adapters import Adapted, Flat, Site
+from fedfm.training.packed.adapters import Adapted, FlatLayout, LoraSite
 from fedfm.training.packed.layers import Layer, Norm
 from fedfm.training.packed.linear import Linear
 
@@ -44,7 +44,7 @@ class Net:
     norm: Norm | None
     pooler: Linear | None
     mean: bool
-    flat: Flat
+    flat: FlatLayout
     head: tuple[str, str]
     names: frozenset[str]
     frozen: tuple[Tensor, ...]
@@ -93,7 +93,7 @@ def read(model: Any, *, low: bool) -> Net:
         )
         for i, block in enumerate(blocks)
     )
-    flat = Flat()
+    flat = FlatLayout()
     for layer in layers:
         for part in layer.maps:
             part.declare(flat)
@@ -201,7 +201,7 @@ def _base(module: Any) -> nn.Linear:
     return base
 
 
-def _sites(module: Any, names: dict[int, str], start: int, factor: float) -> Iterator[Site]:
+def _sites(module: Any, names: dict[int, str], start: int, factor: float) -> Iterator[LoraSite]:
     from peft.tuners.lora.layer import Linear as LoraLinear
 
     if not _is_lora(module):
@@ -217,7 +217,7 @@ def _sites(module: Any, names: dict[int, str], start: int, factor: float) -> Ite
     name_a = names.get(id(a.weight), "")
     frozen = None if name_a else a.weight.detach()
     scale = float(module.scaling["default"]) * factor
-    yield Site(start, start + b.weight.shape[0], a.weight.shape[0], scale, name_a, names[id(b.weight)], frozen)
+    yield LoraSite(start, start + b.weight.shape[0], a.weight.shape[0], scale, name_a, names[id(b.weight)], frozen)
 
 
 def _trained_head(module: Any, names: dict[int, str]) -> tuple[str, str]:
