@@ -24,6 +24,7 @@ from fedfm.methods.fedbaf.fedbaf import STILL, FedBaF
 from fedfm.methods.fedbaf.matching import match
 from fedfm.methods.fedbaf.pull import chord
 from fedfm.methods.scaffold import Scaffold
+from fedfm.models.model import Model
 from fedfm.runtime.client_memory import secret
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
@@ -43,7 +44,7 @@ class Target:
         whole: every trainable entry mixes.
     """
 
-    def __init__(self, model: Any, method: FedBaF) -> None:
+    def __init__(self, model: Model, method: FedBaF) -> None:
         found = match(model, method.foundation, method.identical)
         self._regions = {name: tuple(slice(length) for length in piece.region) for name, piece in found.pieces.items()}
         self.names = tuple(self._regions)

@@ -69,12 +69,12 @@ class FedFed(FedAvg):
     def step(self, fed: Federation, state: FedFedState, t: int) -> FedFedState:  # type: ignore[override]
         shared = state.shared or self._distil(fed)
         cohort = fed.sample(self.fraction)
-        given = each({c: others(shared, c, fed.model.head.in_features, fed.seed_for("shared", c)) for c in cohort})
+        given = each({c: others(shared, c, fed.model.feature_dim, fed.seed_for("shared", c)) for c in cohort})
         return FedFedState(state.w + fed.mean(self.train, of=cohort, w=state.w, given=given), shared)
 
     def _distil(self, fed: Federation) -> dict[ClientId, Labelled]:
         """T_d rounds of FedAvg on the generator theta, then x_p of everybody."""
-        d, classes = fed.model.head.in_features, len(fed.model.classes)
+        d, classes = fed.model.feature_dim, len(fed.model.classes)
         encode = seeds.generator(fed.seed_for("generator"), "start").standard_normal((self.rank, d)) / d**0.5
         zeros = {"decode": torch.zeros(d, self.rank), "w": torch.zeros(classes, d), "b": torch.zeros(classes)}
         theta = Params({"encode": torch.from_numpy(encode).float(), **zeros})  # q = 0: at first x_s = x

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
 
 GRANULARITIES = ("model", "layer", "module")
 _PEFT = "base_model.model."
 
 
-def layers(model: Any, granularity: str) -> dict[str, tuple[str, ...]]:
+def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
     """Layer -> names of its trainable tensors, in the model's order.
 
     Args:
@@ -32,7 +35,7 @@ def layers(model: Any, granularity: str) -> dict[str, tuple[str, ...]]:
     return {layer: tuple(names) for layer, names in found.items()}
 
 
-def halves(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def halves(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(names of the body, names of the head) among a model's travelling tensors, running statistics included.
 
     The head is the last linear layer and what PEFT trains in full beside its adapters (``modules_to_save``).

@@ -19,7 +19,7 @@ from fedfm.models import inputs, metrics
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
-from fedfm.models.spec import ModelSpec
+from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
@@ -55,6 +55,7 @@ class Model:
         spec: the [model] table that it was made from, with the defaults filled in.
         task: classification, zero_shot, language_modelling or instruction.
         classes: class names in the order of the logits; () for language models.
+        adaptation_spec, adaptation: what is trainable, and its name.
         module: the torch module (Hugging Face, PEFT or our own), on ``device``.
         parts: where its blocks and head lie.
         tools: what prepares its rows.
@@ -84,7 +85,8 @@ class Model:
     ) -> None:
         self.spec, self.task, self.classes = spec, task, tuple(classes)
         self.module, self.parts, self.tools, self.fingerprint = module, parts, tools, fingerprint
-        self.adaptation = spec.adaptation.name if spec.adaptation else "full"
+        self.adaptation_spec = spec.adaptation or AdaptationSpec("full")
+        self.adaptation = self.adaptation_spec.name
         self._head = head
         self._arguments = frozenset(inspect.signature(unwrapped(module).forward).parameters)
         self._tensors = dict(_travelling(module, running_statistics=self.adaptation == "full"))
@@ -107,6 +109,17 @@ class Model:
     def head(self) -> nn.Linear | None:
         """The live linear head; None where the model has none."""
         return self._head
+
+    @property
+    def feature_dim(self) -> int:
+        """d, how many numbers enter the head.
+
+        Raises:
+            ValueError: the model has no head.
+        """
+        if self.head is None:
+            raise ValueError("the model has no linear head, hence no features")
+        return self.head.in_features
 
     @property
     def last_layer(self) -> nn.Linear | None:

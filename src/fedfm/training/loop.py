@@ -14,6 +14,7 @@ from torch import Tensor
 from fedfm.core.rows import Batch
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
+from fedfm.models.model import Model
 from fedfm.training.job import Job
 from fedfm.training.optimisers import ABSENT, Local
 from fedfm.training.update_rules import Rule
@@ -55,7 +56,7 @@ class Flat:
 _flats: WeakKeyDictionary[Any, Flat] = WeakKeyDictionary()
 
 
-def flat_of(model: Any) -> Flat:
+def flat_of(model: Model) -> Flat:
     """The model's one, made when it is first asked for."""
     live = model.live()
     flat = _flats.get(model)
@@ -133,7 +134,7 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
     model, labels = job.client.model, job.client.data.train.labels
     value = ABSENT[job.local.absent]
     if value is None:
-        return model.loss  # type: ignore[no-any-return]
+        return model.loss
     over_classes(model, job.local)
     if labels is None:
         raise InputError(f'method.local.absent = "{job.local.absent}": the rows have no labels; drop it')
@@ -148,7 +149,7 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
     return loss
 
 
-def over_classes(model: Any, local: Local) -> None:
+def over_classes(model: Model, local: Local) -> None:
     """Refuse ``absent`` where it has no meaning.
 
     Raises:

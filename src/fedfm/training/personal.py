@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedfm import seeds
 from fedfm.core.checks import match
@@ -16,6 +16,7 @@ from fedfm.errors import E_TENSORS, ClientFault, InputError, one_of
 from fedfm.linalg.params import Params
 from fedfm.models.adapters import experts
 from fedfm.models.adapters.experts import GLOBAL, LOCAL, MIX, Expert, is_pair, mean_direction, pair
+from fedfm.models.model import Model
 from fedfm.training.optimisers import SGD, Adam, AdamW, Local
 
 _PLAIN: dict[str, type[Local]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
@@ -158,7 +159,7 @@ class DualAdapter(_Two):
         m = mean_direction(client.model.last_states(rows.take(some)))
         return pair(w, v, bias, sign * self.lambda_ * m)
 
-    def check_own(self, w: Params, model: Any) -> None:
+    def check_own(self, w: Params, model: Model) -> None:
         """Of a pair both adapters, and how they are weighed."""
         if not is_pair(w):
             super().check_own(w, model)
@@ -179,12 +180,12 @@ class DualAdapter(_Two):
         return v
 
     @contextmanager
-    def applied(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+    def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
         """Of a pair both adapters."""
         with experts.applied(model, w, rows) if is_pair(w) else super().applied(model, w, rows) as judged:
             yield judged
 
-    def fits(self, model: Any) -> None:
+    def fits(self, model: Model) -> None:
         """Weights by instance compare what enters the last layer."""
         if self.weight == "instance" and model.last_layer is None:
             raise InputError(

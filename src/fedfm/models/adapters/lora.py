@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Layout, Params, layout_of
 from fedfm.models.adapters.adaptation import check
 from fedfm.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
 
 _A, _B = ".lora_A.", ".lora_B."
 
@@ -44,9 +47,9 @@ def rest(names: Iterable[str]) -> list[str]:
     return [name for name in names if _A not in name and _B not in name]
 
 
-def alpha_of(model: Any) -> float:
+def alpha_of(model: Model) -> float:
     """LoRA's alpha; the scale of an adapter of rank r is alpha / r."""
-    adaptation = model.spec.adaptation
+    adaptation = model.adaptation_spec
     return float(2 * adaptation.rank if adaptation.alpha is None else adaptation.alpha)
 
 
@@ -141,17 +144,17 @@ def at_rank(spec: ModelSpec, rank: int | None) -> ModelSpec:
 
 
 @contextmanager
-def scaled(model: Any, rank: int) -> Iterator[None]:
+def scaled(model: Model, rank: int) -> Iterator[None]:
     """Within it the model's LoRA has the scale alpha / rank, whatever its own rank: for parameters of this rank,
     filled up with zeros.
     """
-    if rank == model.spec.adaptation.rank:
+    if rank == model.adaptation_spec.rank:
         yield
         return
-    layers = [model.module.get_submodule(path) for path in pairs(model.names)]
+    layers: list[Any] = [model.module.get_submodule(path) for path in pairs(model.names)]
     before = [layer.scaling["default"] for layer in layers]
     for layer, s in zip(layers, before, strict=True):
-        layer.scaling["default"] = s * model.spec.adaptation.rank / rank
+        layer.scaling["default"] = s * model.adaptation_spec.rank / rank
     try:
         with weights_overridden(model):
             yield
@@ -161,7 +164,7 @@ def scaled(model: Any, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def shifted(model: Any, shift: Mapping[str, Factors]) -> Iterator[None]:
+def shifted(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
     """Within it the frozen weight W of each named module acts as W + U V, in training and in prediction.
 
     U V x is added to what the module puts out: no bit of W is touched, so that tied and half-precision weights, and
@@ -183,10 +186,10 @@ def shifted(model: Any, shift: Mapping[str, Factors]) -> Iterator[None]:
 
 
 @contextmanager
-def applied(model: Any, w: Params) -> Iterator[None]:
+def applied(model: Model, w: Params) -> Iterator[None]:
     """Install w, LoRA of any rank, in the model; one of another rank than its own acts as a shift."""
     rank = rank_of(w)
-    if rank is None or rank == model.spec.adaptation.rank:
+    if rank is None or rank == model.adaptation_spec.rank:
         model.load(w)
         yield
         return
@@ -197,7 +200,7 @@ def applied(model: Any, w: Params) -> Iterator[None]:
         yield
 
 
-def need(model: Any) -> None:
+def need(model: Model) -> None:
     """Refuse a model that is adapted by anything but LoRA on linear maps.
 
     Raises:
@@ -236,7 +239,7 @@ def at(weight: Weight, y: Tensor) -> Any:
 
 
 @contextmanager
-def weights_overridden(model: Any) -> Iterator[None]:
+def weights_overridden(model: Model) -> Iterator[None]:
     """Tells those who read the model's weights, rather than calling it, to leave it alone."""
     model.weights_overridden += 1
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedfm.models.model import Model
 from fedfm.training.packed.adapters import Adapted, FlatLayout, LoraSite
 from fedfm.training.packed.layers import Layer, Norm
 from fedfm.training.packed.linear import Linear
@@ -61,7 +62,7 @@ def stamp_of(tensors: tuple[Tensor, ...]) -> tuple[float, ...]:
     return tuple(torch.stack([t.sum() for t in tensors]).tolist())
 
 
-def read(model: Any, *, low: bool) -> Net:
+def read(model: Model, *, low: bool) -> Net:
     """The net of a model.
 
     Args:
@@ -70,7 +71,8 @@ def read(model: Any, *, low: bool) -> Net:
     Raises:
         Unsupported: with what is not supported.
     """
-    base = model.module.get_base_model() if hasattr(model.module, "peft_config") else None
+    module: Any = model.module
+    base = module.get_base_model() if hasattr(module, "peft_config") else None
     config: Any = getattr(base, "config", None)
     kind = getattr(config, "model_type", None)
     if base is None or kind not in TEXT + IMAGE or getattr(model, "task", "classification") != "classification":
