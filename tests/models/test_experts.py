@@ -309,6 +309,11 @@ def test_what_does_not_fit_is_refused_before_anything_changes(case):
         assert model.weights_overridden == 0
 
 
+def test_only_lora_on_linear_maps_has_experts(folder):
+    with pytest.raises(InputError, match="expected"), experts(load(folder("vit"), images(), "head"), {}):
+        pass
+
+
 # --- two encoders -----------------------------------------------------------------------------------------------------
 
 

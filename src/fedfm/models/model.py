@@ -112,11 +112,7 @@ class Model:
 
     @property
     def feature_dim(self) -> int:
-        """d, how many numbers enter the head.
-
-        Raises:
-            ValueError: the model has no head.
-        """
+        """d, how many numbers enter the head; a ValueError where there is no head."""
         if self.head is None:
             raise ValueError("the model has no linear head, hence no features")
         return self.head.in_features

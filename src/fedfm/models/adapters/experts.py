@@ -55,27 +55,29 @@ class Expert:
 
 @contextmanager
 def experts(model: Model, adapters: Mapping[str, Expert]) -> Iterator[None]:
-    """Within it every adapted module puts out W x + sum_e m_e (alpha / r_e) B_e A_e x over the experts that are on.
+    """Context manager: an adapted module computes W x + sum_e m_e (alpha / r_e) B_e A_e x over the experts that are on.
 
-    A module that is trained beside LoRA, a head, puts out sum_e m_e times its output with the values of e, whatever the
-    layers. LoRA's dropout meets the layers that are trained. Nothing below the lowest of these is in the graph. Without
-    an expert that is the model's own, the model's LoRA is off and nothing is trained.
+    A module that is trained beside LoRA, a head, computes sum_e m_e h_e(x) in every case, where h_e has the values of
+    expert e. LoRA's dropout is active in the trained layers only. Nothing below the lowest trained layer is in the
+    graph. Without an expert that is the model's own, the model's LoRA is off and nothing is trained.
 
     Args:
         adapters: by name, at most one with the model's own tensors.
 
     Raises:
+        InputError: the model is not adapted by LoRA on linear maps.
         KeyError: an expert has other names than the model.
         AttributeError: the model has no layer of a path.
         ValueError: two experts with the model's own tensors.
 
     Example:
-        Train the top 2 layers of a local expert beside a frozen global one, each at the weight 1/2::
+        Train the top 2 layers of a local expert with a frozen global one, each at the weight 1/2::
 
             top = [path for layers in model.parts.encoders for path, _ in layers[-2:]]
             with experts(model, {"global": Expert(w_g, 0.5), "local": Expert(weight=0.5, trained=top)}):
                 w = SGD(0.1)(client, w)
     """
+    lora.need(model)
     own = [expert for expert in adapters.values() if expert.w is None]
     if len(own) > 1:
         raise ValueError("two experts with the model's own tensors")
@@ -112,7 +114,7 @@ def experts(model: Model, adapters: Mapping[str, Expert]) -> Iterator[None]:
 
 @contextmanager
 def _training(model: Model, mine: Expert, *, heads: bool) -> Iterator[None]:
-    """Within it no LoRA has a gradient or dropout but that of the layers which are on and trained."""
+    """Context manager: only the LoRA of layers that are on and trained has a gradient and dropout."""
     still = [p for p in lora.pairs(model.names) if not _within(p, mine.layers) or not _within(p, mine.trained)]
     without = {id(m) for path in still for m in model.module.get_submodule(path).modules()}
     flags = [(p, p.requires_grad) for p in model.module.parameters()]
@@ -131,7 +133,7 @@ def _training(model: Model, mine: Expert, *, heads: bool) -> Iterator[None]:
 
 
 class _Mixed:
-    """A forward hook: m y + sum_e m_e y_e, y_e being what the module puts out with the values of e."""
+    """A forward hook: m y + sum_e m_e y_e, where y_e is the module's output with the values of expert e."""
 
     def __init__(self, own: Weight, others: list[tuple[Weight, dict[str, Tensor]]]) -> None:
         self.own, self.others = own, others
