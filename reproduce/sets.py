@@ -35,7 +35,8 @@ from fedfm.api import execute, predict
 from fedfm.config.experiment import Experiment
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
-from fedfm.models.load import BUILT_IN, load_model
+from fedfm.models.load import load_model
+from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime.pretrain import pretrain
 from fedfm.runtime.pretrain_spec import Pretraining

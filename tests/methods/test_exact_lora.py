@@ -281,7 +281,7 @@ def test_nothing_that_reads_weights_serves_a_shifted_model(folder):
     assert torch.equal(model.predict(rows), plain)
     with pytest.raises(RuntimeError, match="boom"), lora.scaled(model, 1), lora.shifted(model, shift):
         raise RuntimeError("boom")
-    assert model.altered == 0
+    assert model.weights_overridden == 0
     assert torch.equal(model.predict(rows), plain)
 
 
@@ -349,7 +349,7 @@ def test_the_adapter_on_disk_is_the_model_that_was_judged(folder, tmp_path, name
         run.experiment.model, classes=tuple(ours.classes), kind="text", task=run.experiment.model.task, seed=1
     )
     assert lora.rank_of(narrow.params()) == 4
-    with torch.no_grad(), lora.wearing(narrow, w):
+    with torch.no_grad(), lora.applied(narrow, w):
         torch.testing.assert_close(narrow.module(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
     assert result["loss"] > 0
     for to in ("peft", "hf", "torch"):

@@ -27,7 +27,7 @@ from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.population import populate
-from fedfm.training import SGD, Ditto
+from fedfm.training import SGD, DittoOptimiser
 from toy import Quadratic, federation, run
 
 TAU = [Params({"x": torch.tensor([a, b])}) for a, b in ((3.0, 0.0), (3.0, 4.0), (0.0, -2.0))]
@@ -176,7 +176,7 @@ def test_absent_clients_keep_their_aggregate(tmp_path, absent):
 def test_ditto_pulls_to_the_clients_own_aggregate(tmp_path):
     # v from 1, optimum 3, lambda 1, one step of .5: v = 1 - .5 (1 - 3) = 2 = theta; alone, theta_bar = 2 too, so that
     # v = 2 - .5 ((2 - 3) + (2 - 2)) = 2.5 in round 2.
-    local = Ditto(learning_rate=0.5, batch_size=8, lambda_=1.0)
+    local = DittoOptimiser(learning_rate=0.5, batch_size=8, lambda_=1.0)
     method = FedBip(local=local)
     fed = federation(method, {"a": [3.0]}, tmp_path)
     first, second = (run(method, fed, 2))[1:]

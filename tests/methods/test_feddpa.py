@@ -24,7 +24,8 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.feddpa import FedDPA
-from fedfm.models.adapters.pair import GLOBAL, LOCAL, MIX, mean_direction, pair, share
+from fedfm.models.adapters import experts
+from fedfm.models.adapters.experts import GLOBAL, LOCAL, MIX, mean_direction, pair, share
 from fedfm.models.load import load_model
 from fedfm.models.metrics import answer_limit, answers
 from fedfm.models.quiet import quiet
@@ -138,7 +139,7 @@ def test_both_adapters_put_out_together(folder, kind, a):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     alone = predictions.logits(method, model, g, rows)
     assert (found - alone).abs().max() > 0.05
-    assert model.altered == 0
+    assert model.weights_overridden == 0
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
@@ -217,7 +218,7 @@ def test_instructions_are_weighed_by_their_prompt_and_answered_by_both(folder):
             said.append(model.tools.tokenizer.decode(ids[start:], skip_special_tokens=True))
     scored = predictions.scores(FedDPA(local=local), model, own, rows)
     assert scored["loss"] == pytest.approx(nll / tokens, rel=1e-4)
-    with model.wearing(own, rows) as judged:
+    with experts.applied(model, own, rows) as judged:
         assert [a.text for a in answers(model, judged)] == said
 
 
@@ -264,7 +265,7 @@ def test_the_own_adapter_is_trained_beside_the_frozen_global_one(folder, kind, r
     alone = SGD(eta, epochs=2, batch_size=8) if rule == "sgd" else AdamW(eta, epochs=2, batch_size=8)
     assert sent.sha256() == alone(client_of(model, rows), g).sha256()
     assert g.sha256() == bits
-    assert model.altered == 0
+    assert model.weights_overridden == 0
 
 
 def test_the_first_own_adapter_is_the_one_that_was_sent(folder):
@@ -288,12 +289,12 @@ def test_after_the_federation(folder, monkeypatch):
     sent = local(client, g)
     assert sent.sha256() == SGD(epochs=2)(client_of(model, rows), g).sha256()
     assert dict(client.memory) == {}  # nothing of its own is trained in a round
-    beside = DualAdapter.beside
-    monkeypatch.setattr(DualAdapter, "beside", lambda *args: calls.append(1) or beside(*args))
+    train_own = DualAdapter.train_own
+    monkeypatch.setattr(DualAdapter, "train_own", lambda *args: calls.append(1) or train_own(*args))
     own = local.own(client, g)
     assert own.sha256() == local.own(client, g).sha256()
     assert len(calls) == 1
-    expected = beside(local, client_of(model, rows), g, g)
+    expected = train_own(local, client_of(model, rows), g, g)
     assert own.part(LOCAL).sha256() == expected.sha256()
     local.own(client, sent)
     assert len(calls) == 2

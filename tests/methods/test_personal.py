@@ -38,8 +38,7 @@ from fedfm.models.wrap import wrap
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.evaluation import Evaluation
-from fedfm.training import SGD, Proximal
-from fedfm.training import Ditto as DittoOptimiser
+from fedfm.training import SGD, DittoOptimiser, Proximal
 from small import experiment, pictures, tiny_vit
 from toy import LINKS, Toys, federation, run
 

@@ -8,8 +8,9 @@ import torch
 from tiny_models import CLASSES, images, load, minilm, prose, real, sentences, vectors
 
 from fedfm.errors import InputError
-from fedfm.models.load import fingerprint, load_model, locate
+from fedfm.models.load import fingerprint, load_model
 from fedfm.models.metrics import evaluate
+from fedfm.models.names import locate
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 

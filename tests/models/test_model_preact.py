@@ -10,7 +10,8 @@ from tiny_models import CLASSES, images, load, prose, save_tokenizer, sentences
 from fedfm.errors import InputError
 from fedfm.methods.fedbaf.matching import match
 from fedfm.models.export import export
-from fedfm.models.load import BUILT_IN, load_model
+from fedfm.models.load import load_model
+from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 SMALL = {"widths": [4, 6], "blocks": [1, 2], "image_size": 8}

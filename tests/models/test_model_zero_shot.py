@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from tiny_models import CLASSES, images, load
 
 from fedfm.errors import InputError
-from fedfm.models.architectures.clip_zero_shot import ZeroShot
+from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.export import export
 from fedfm.models.quiet import quiet
 
@@ -22,7 +22,7 @@ def test_logits_are_scaled_cosines_of_transformers_own_embeddings(folder):
             pixel_values=rows.tensors["pixel_values"], **{k: tokens[k] for k in ("input_ids", "attention_mask")}
         )
     torch.testing.assert_close(model.predict(rows), whole.logits_per_image, rtol=1e-4, atol=1e-4)
-    assert isinstance(model.module, ZeroShot)
+    assert isinstance(model.module, ZeroShotClassifier)
 
 
 def test_features_are_unit_vectors_and_the_head_can_be_trained(folder):

@@ -10,7 +10,7 @@ from scipy import stats
 from fedfm.errors import InputError
 from fedfm.methods.fedpft import private_em
 from fedfm.methods.fedpft.noisy_moments import Cell, Plan, statistics, to_gaussian, unit_rows
-from fedfm.methods.fedpft.private_em import Mixture, iteration, plan_for, release_mixture, responsibilities, start
+from fedfm.methods.fedpft.private_em import NoisyMixture, iteration, plan_for, release_mixture, responsibilities, start
 from fedfm.methods.fedpft.release_plan import COVARIANCES, RELATIONS
 from fedfm.privacy import gaussian
 from fedfm.privacy.accountant import together
@@ -36,7 +36,7 @@ def random_mixture(rng, k, d, covariance):
     width = rng.choice([1e-3, 1e-2, 0.3]) * np.ones(k)
     shape = {"spherical": np.ones(k), "diag": np.ones((k, d)), "full": np.tile(np.eye(d), (k, 1, 1))}[covariance]
     scale = width.reshape((k,) + (1,) * (shape.ndim - 1))
-    return Mixture(1.0, rng.dirichlet(np.ones(k)), means, shape * scale, rng.choice([0.0, 0.1]) * np.ones(k))
+    return NoisyMixture(1.0, rng.dirichlet(np.ones(k)), means, shape * scale, rng.choice([0.0, 0.1]) * np.ones(k))
 
 
 @pytest.mark.parametrize("covariance", COVARIANCES)
@@ -103,7 +103,7 @@ def test_responsibilities_are_bayes_rule(covariance):
 
 
 def test_rows_far_from_every_component_still_belong_somewhere():
-    sharp = Mixture(1.0, np.array([0.5, 0.5]), np.array([[1.0, 0.0], [0.9, 0.1]]), np.full(2, 1e-4), np.zeros(2))
+    sharp = NoisyMixture(1.0, np.array([0.5, 0.5]), np.array([[1.0, 0.0], [0.9, 0.1]]), np.full(2, 1e-4), np.zeros(2))
     r = responsibilities(np.array([[-1.0, 0.0], [0.0, 1.0]]), sharp)
     np.testing.assert_allclose(r.sum(axis=1), 1)
     assert np.isfinite(r).all()
@@ -233,7 +233,7 @@ def test_an_empty_class_gives_nothing_or_noise_but_no_failure():
 
 
 def test_the_heaviest_component_is_split():
-    m = Mixture(9.0, np.array([0.2, 0.8]), np.eye(2, 3), np.array([0.1, 0.2]), np.array([0.0, 0.5]))
+    m = NoisyMixture(9.0, np.array([0.2, 0.8]), np.eye(2, 3), np.array([0.1, 0.2]), np.array([0.0, 0.5]))
     s = private_em.spread(m, 5, 0)
     np.testing.assert_allclose(s.weights, [0.2, 0.2, 0.2, 0.2, 0.2])
     np.testing.assert_array_equal(s.variances, [0.1, 0.2, 0.2, 0.2, 0.2])

@@ -16,6 +16,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.export import save_adapter
+from fedfm.models.model import Model
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.population import Partitioned
@@ -106,7 +107,7 @@ def _same(run: Run, population: Partitioned, data: str | Path) -> None:
 
 
 def _start(
-    method: Method[Any], model: Any, state: Any, w_0: Params, name: str, adapt: Callable[[Params], Params]
+    method: Method[Any], model: Model, state: Any, w_0: Params, name: str, adapt: Callable[[Params], Params]
 ) -> tuple[Params, dict[str, float]]:
     """Start weights, and each client's share in them: the method's own, or the one model that all share.
 

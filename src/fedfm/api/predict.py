@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
-from fedfm.models.adapters.pair import is_pair
+from fedfm.models.adapters.experts import is_pair
 from fedfm.runtime import predictions
 from fedfm.runtime.run_directory import Run
 

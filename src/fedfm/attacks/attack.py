@@ -20,6 +20,7 @@ from fedfm import seeds
 from fedfm.core.client import Client, ClientId, Update
 from fedfm.core.method import Method, nested
 from fedfm.errors import InputError
+from fedfm.models.model import Model
 from fedfm.training import Local
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Attack:
         """The class that triggered rows shall be taken for."""
         return 0
 
-    def fits(self, kind: str, task: str, model: Any, classes: Sequence[str]) -> None:
+    def fits(self, kind: str, task: str, model: Model, classes: Sequence[str]) -> None:
         """Refuse data and models that the attack cannot be carried out on.
 
         Raises:

@@ -19,6 +19,7 @@ from fedfm.attacks.attack import LANGUAGE, Attack, needs_updates
 from fedfm.core.client import Update
 from fedfm.core.method import Method
 from fedfm.errors import InputError
+from fedfm.models.model import Model
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
@@ -93,7 +94,7 @@ class Backdoor(Attack):
     def upload(self, update: Update) -> Update:
         return update if self.factor == 1 else replace(update, delta=self.factor * update.delta)
 
-    def fits(self, kind: str, task: str, model: Any, classes: Sequence[str]) -> None:
+    def fits(self, kind: str, task: str, model: Model, classes: Sequence[str]) -> None:
         if task in LANGUAGE or not classes:
             raise InputError(f'attack.name = "backdoor": task "{task}" has no classes, hence no target')
         if self.target and self.target not in classes:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.fedpft_view import Array, Cell, View
+from fedfm.audits.fedpft_view import Array, SentClass, View
 from fedfm.audits.finding import Finding, nothing
 from fedfm.audits.inference.coins import readings
 from fedfm.audits.inference.one_run import epsilon_bound
@@ -60,9 +60,9 @@ class Epsilon(Audit):
         ]
 
 
-def _pairs(view: View) -> Iterator[tuple[Cell, Array, Array]]:
+def _pairs(view: View) -> Iterator[tuple[SentClass, Array, Array]]:
     """(cell, its rows that have a partner, their partners); no row is in two pairs."""
-    pools: dict[tuple[int, bytes], list[Cell]] = defaultdict(list)
+    pools: dict[tuple[int, bytes], list[SentClass]] = defaultdict(list)
     for cell in view.cells:
         pools[cell.label, view.held_out(cell.client, cell.label).tobytes()].append(cell)
     for (label, strangers), cells in pools.items():
@@ -77,7 +77,7 @@ def _pairs(view: View) -> Iterator[tuple[Cell, Array, Array]]:
                 yield cell, rows[chosen[mine]], partners[mine]
 
 
-def _read(view: View, cell: Cell, used: Array, unused: Array) -> Array:
+def _read(view: View, cell: SentClass, used: Array, unused: Array) -> Array:
     known = view.features(np.setdiff1d(cell.rows, used)).astype(np.float64).sum(0)
     x, y = (view.features(rows).astype(np.float64) for rows in (used, unused))
     sigma = cell.sigma or ROUNDING * cell.size * float(np.sqrt((x * x).mean()))

@@ -24,6 +24,7 @@ from fedfm.methods.fedbaf.fedbaf import STILL, FedBaF
 from fedfm.methods.fedbaf.matching import match
 from fedfm.methods.fedbaf.pull import chord
 from fedfm.methods.scaffold import Scaffold
+from fedfm.models.model import Model
 from fedfm.runtime.client_memory import secret
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
@@ -43,7 +44,7 @@ class Target:
         whole: every trainable entry mixes.
     """
 
-    def __init__(self, model: Any, method: FedBaF) -> None:
+    def __init__(self, model: Model, method: FedBaF) -> None:
         found = match(model, method.foundation, method.identical)
         self._regions = {name: tuple(slice(length) for length in piece.region) for name, piece in found.pieces.items()}
         self.names = tuple(self._regions)
@@ -132,7 +133,7 @@ class BaseStep:
         """
         known = {(s.call, s.client): s for s in turn.seen if members is None or s.client in members}
         fed = Federation(
-            _Known(known, self._population.clients),
+            _ReplayedLink(known, self._population.clients),
             model=self._population.model,
             aggregator=self._aggregator if len(known) == len(turn.seen) else Aggregator(),  # a part: the mean
             seed=self._seed,
@@ -157,7 +158,7 @@ class BaseStep:
         self._population.model.load(w_0)
         with secrets(run) as private:
             fed = Federation(
-                link := _Known({}, self._population.clients),
+                link := _ReplayedLink({}, self._population.clients),
                 model=self._population.model,
                 aggregator=self._aggregator,
                 seed=self._seed,
@@ -192,7 +193,7 @@ class BaseStep:
         return aggregate
 
 
-class _Known:
+class _ReplayedLink:
     """A link to clients whose replies are there already."""
 
     def __init__(self, replies: Mapping[tuple[int, ClientId], Seen], clients: Sequence[ClientId]) -> None:

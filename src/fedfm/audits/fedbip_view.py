@@ -21,7 +21,8 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbip.fedbip import FedBip
 from fedfm.models.adapters import lora
-from fedfm.models.model import IGNORE
+from fedfm.models.inputs import IGNORE
+from fedfm.models.model import Model
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 
@@ -94,7 +95,7 @@ class Eye:
         """The same audit gives the same figures."""
         return seeds.generator(self._run.experiment.run.seed, "audit", "task_vector", *purpose)
 
-    def _score(self, model: Any, s: Scored, theta_bar: Params, tau: Params) -> None:
+    def _score(self, model: Model, s: Scored, theta_bar: Params, tau: Params) -> None:
         with at_rank(model, theta_bar, tau) as (start, change):
             for i, rows in enumerate((s.members, s.strangers)):
                 model.load(start)
@@ -108,7 +109,7 @@ class Eye:
 # --- rows and the model -----------------------------------------------------------------------------------------------
 
 
-def head_names(model: Any) -> tuple[str, str | None] | None:
+def head_names(model: Model) -> tuple[str, str | None] | None:
     """Names of the head's travelling weight and bias; None where no head is trained."""
     if model.head is None or model.is_language_model:
         return None
@@ -123,7 +124,7 @@ def own_sources(run: Run) -> bool:
     return bool(data.clients) or data.partition.name == "by_column"
 
 
-def row_losses(model: Any, rows: Rows) -> Array:
+def row_losses(model: Model, rows: Rows) -> Array:
     """(n,) float64: the loss of each row; of a text the mean over its tokens."""
     if rows.labels is not None and not model.is_language_model:
         return F.cross_entropy(model.predict(rows).double(), rows.labels, reduction="none").numpy()
@@ -139,7 +140,7 @@ def row_losses(model: Any, rows: Rows) -> Array:
 
 
 @contextmanager
-def at_rank(model: Any, theta_bar: Params, tau: Params) -> Iterator[tuple[Params, Params]]:
+def at_rank(model: Model, theta_bar: Params, tau: Params) -> Iterator[tuple[Params, Params]]:
     """Both in the model's shapes; within it the model has the scale of their rank, if that is another than its own."""
     rank = lora.rank_of(theta_bar)
     if theta_bar.layout is model.layout or rank is None:
@@ -149,7 +150,7 @@ def at_rank(model: Any, theta_bar: Params, tau: Params) -> Iterator[tuple[Params
             yield lora.filled(theta_bar, model.layout), lora.filled(tau, model.layout)
 
 
-def alignments(model: Any, rows: Rows, theta_bar: Params, tau: Params) -> Array:
+def alignments(model: Model, rows: Rows, theta_bar: Params, tau: Params) -> Array:
     """(n,) cosine of tau with the descent direction of each row's loss at theta_bar."""
     model.load(theta_bar)
     live = model.live()

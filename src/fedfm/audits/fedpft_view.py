@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Cell:
+class SentClass:
     """One class of one client, as it was sent.
 
     Attributes:
@@ -66,7 +66,7 @@ class View:
         labels = self.federated.table.labels
         assert labels is not None  # noqa: S101 - a classification task has labels
         self.labels: Array = labels
-        self.cells: Sequence[Cell] = [cell for s in replay.seen for cell in self._cells(s.client, s.value)]
+        self.cells: Sequence[SentClass] = [cell for s in replay.seen for cell in self._cells(s.client, s.value)]
 
     def features(self, rows: Array) -> Array:
         """(n, d) features of rows of the table, as the method uses them: of norm 1 under differential privacy."""
@@ -133,7 +133,7 @@ class View:
         assert out is not None  # noqa: S101 - a run without rows is refused
         return out
 
-    def _cells(self, client: ClientId, value: Any) -> list[Cell]:
+    def _cells(self, client: ClientId, value: Any) -> list[SentClass]:
         own = self.federated.clients[client].train
         of = {c: own[self.labels[own] == c] for c in range(len(self.classes))}
         if isinstance(value, Passed):
@@ -143,7 +143,7 @@ class View:
         cells = [self._summed(client, value, c, of[c]) for c in of]
         return [cell for cell in cells if cell is not None]
 
-    def _sent(self, client: ClientId, label: int, count: int, g: Mixture, rows: Array) -> Cell:
+    def _sent(self, client: ClientId, label: int, count: int, g: Mixture, rows: Array) -> SentClass:
         size = len(rows) if self.method.counts == "withheld" else count
         # After an M step the mean of a mixture is that of its rows; where counts are withheld, nearly.
         total = size * (g.weights @ g.means.astype(np.float64))
@@ -151,9 +151,9 @@ class View:
         if self.plan is not None:  # in a chain the release went before, with one component
             star = self.method.topology == "star"
             sigma = (plan_for(self.plan, self.method.iterations) if star else self.plan).sum_sigma(1)
-        return Cell(client, label, count, size, g, total, sigma, rows)
+        return SentClass(client, label, count, size, g, total, sigma, rows)
 
-    def _summed(self, client: ClientId, value: Any, label: int, rows: Array) -> Cell | None:
+    def _summed(self, client: ClientId, value: Any, label: int, rows: Array) -> SentClass | None:
         """From the noisy sums that a client releases, or from the exact ones that it gives for a mean."""
         plan, second = self.plan, None
         if isinstance(value, Noised) and plan is not None:
@@ -175,4 +175,4 @@ class View:
         else:
             return None
         mixture = None if normal is None else gaussian(*normal[1:])
-        return Cell(client, label, count, count, mixture, total, sigma, rows)
+        return SentClass(client, label, count, count, mixture, total, sigma, rows)

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedfm import seeds
 from fedfm.audits.audit import Audit
-from fedfm.audits.fedpft_view import Array, Cell, View
+from fedfm.audits.fedpft_view import Array, SentClass, View
 from fedfm.audits.finding import Finding, Verdict
 from fedfm.audits.inference import rates, similarity
 from fedfm.audits.inference.inverter import SIDE, Inverter, train
@@ -81,7 +81,7 @@ def _own(view: View, path: Path | None) -> tuple[Array, Array]:
     return features, own
 
 
-def _paint(view: View, inverter: Inverter, targets: Sequence[tuple[Cell, int]]) -> dict[str, list[Array]]:
+def _paint(view: View, inverter: Inverter, targets: Sequence[tuple[SentClass, int]]) -> dict[str, list[Array]]:
     """Of each target the pictures that an attacker paints for it, by what it paints them from."""
     rows = np.array([row for _, row in targets])
     raw = inverter(view.features(rows))

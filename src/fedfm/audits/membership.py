@@ -10,7 +10,7 @@ import numpy as np
 
 from fedfm import seeds
 from fedfm.audits.audit import Audit
-from fedfm.audits.fedpft_view import Array, Cell, View
+from fedfm.audits.fedpft_view import Array, SentClass, View
 from fedfm.audits.finding import Finding, Verdict, nothing
 from fedfm.audits.inference import rates
 from fedfm.audits.inference.likelihood_ratio import Density, scores
@@ -34,7 +34,7 @@ STRICT = 0.999  # confidence of what is called a contradiction
 
 @dataclass(frozen=True)
 class _Scored:
-    cell: Cell
+    cell: SentClass
     members: Array
     strangers: Array
 
@@ -79,7 +79,7 @@ class _Shadows:
         self._view = view
         self._fits: dict[tuple[Any, ...], Density] = {}
 
-    def __call__(self, cell: Cell) -> tuple[Density | None, Array]:
+    def __call__(self, cell: SentClass) -> tuple[Density | None, Array]:
         view, strangers = self._view, self._view.held_out(cell.client, cell.label)
         holders = sorted({c.client for c in view.cells if c.label == cell.label})
         half = {c: i % 2 for i, c in enumerate(view.rng("halves", cell.label).permutation(holders).tolist())}

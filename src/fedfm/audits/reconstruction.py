@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.fedpft_view import Cell, View
+from fedfm.audits.fedpft_view import SentClass, View
 from fedfm.audits.finding import Finding, nothing
 from fedfm.audits.inference import copies, rates
 from fedfm.audits.replay import Replay
@@ -68,7 +68,7 @@ def _gap(view: View, label: int) -> float:
     return copies.typical_gap(view.features(np.concatenate([view.of_class(label), held])))
 
 
-def _of(view: View, cell: Cell, gap: float) -> tuple[list[dict[str, Any]], list[float]]:
+def _of(view: View, cell: SentClass, gap: float) -> tuple[list[dict[str, Any]], list[float]]:
     """(components that sit on one row, distances to the nearest row in typical ones)."""
     assert cell.mixture is not None  # noqa: S101 - the caller passes over the others
     strangers = [view.held_out(cell.client, cell.label)]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.fedpft_view import Cell, View
+from fedfm.audits.fedpft_view import SentClass, View
 from fedfm.audits.finding import Finding, Verdict
 from fedfm.audits.replay import Replay
 
@@ -44,12 +44,12 @@ class SingleHolder(Audit):
         ]
 
 
-def _alone(view: View, cell: Cell) -> bool:
+def _alone(view: View, cell: SentClass) -> bool:
     everywhere = len(view.of_class(cell.label))
     return bool(len(cell.rows)) and everywhere == len(cell.rows)
 
 
-def _revealed(view: View, cell: Cell) -> dict[str, Any]:
+def _revealed(view: View, cell: SentClass) -> dict[str, Any]:
     true, told = view.features(cell.rows).astype(np.float64).mean(0), cell.total
     length = float(np.linalg.norm(true) * np.linalg.norm(told))
     noise = view.plan.count_sigma if view.plan is not None else 0.0

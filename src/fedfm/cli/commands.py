@@ -293,7 +293,7 @@ def check(args: Any) -> int:
 def _check_models(experiment: Any) -> None:
     """Refuse models that are not there; a SuperLink's machine has its own."""
     from fedfm.core.capabilities import Founded
-    from fedfm.models.load import locate
+    from fedfm.models.names import locate
 
     if experiment.run.superlink:
         return

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedfm.core.method import Method
+    from fedfm.models.model import Model
 
 Judge = Callable[[Params], dict[str, Any]]  # metrics of parameters on the global test rows
 
@@ -99,7 +100,7 @@ class Joining(Protocol):
     """A client that comes after training gets a start of its own. Caller: ``fedfm join``."""
 
     def newcomer(
-        self, model: Any, state: Any, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
+        self, model: Model, state: Any, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
         """Start weights for a late client, and each client's share in them.
 
@@ -120,7 +121,7 @@ class Joining(Protocol):
 class Predicting(Protocol):
     """The result is not a model's parameters: an ensemble, say. Caller: evaluation, and ``fedfm predict``."""
 
-    def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
+    def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """(n, C): what w says about rows."""
 
 
@@ -128,7 +129,7 @@ class Predicting(Protocol):
 class Applying(Protocol):
     """w is installed in the model in a way of its own. Caller: evaluation, and ``fedfm predict``."""
 
-    def applied(self, model: Any, w: Params, rows: Rows) -> AbstractContextManager[Rows]:
+    def applied(self, model: Model, w: Params, rows: Rows) -> AbstractContextManager[Rows]:
         """Install w in the model; yield the rows to score."""
 
 
@@ -211,7 +212,7 @@ class Founded(Protocol):
             InputError: with the place that was looked at.
         """
 
-    def match_with(self, model: Any) -> Any:
+    def match_with(self, model: Model) -> Any:
         """What of it mixes with the federation's model: ``table``, a dataclass a tensor; its text is for reading."""
 
 

@@ -5,49 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedfm.core import update_metrics
-from fedfm.core.rows import Batch, Rows
+from fedfm.core.rows import Rows
 from fedfm.errors import E_WEIGHT, ClientFault
-from fedfm.linalg.params import Layout, Params
+from fedfm.linalg.params import Params
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
 
 ClientId = str  # the name a silo gives itself, e.g. "hospital-a"
 POOLED = "(pooled)"  # the client that holds everybody's training rows; it exists on the local engine only
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 MAX_WEIGHT = 1e9  # nobody has more rows: a larger weight would let one client replace the mean
-
-
-class Model(Protocol):
-    """What methods and client optimisers use of a model: trainable parameters in, parameters and losses out."""
-
-    task: str
-    classes: tuple[str, ...]
-    names: tuple[str, ...]
-
-    @property
-    def layout(self) -> Layout:
-        """Names, dtypes and shapes of :meth:`params`."""
-
-    def params(self) -> Params:
-        """A copy of the trainable tensors."""
-
-    def load(self, w: Params) -> None:
-        """Take these trainable tensors; a mismatch raises."""
-
-    def live(self) -> dict[str, Tensor]:
-        """The trainable leaf tensors themselves."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        """Mean loss of a batch, a scalar."""
-
-    def predict(self, rows: Rows) -> Tensor:
-        """Logits (n, C)."""
-
-    def evaluate(self, rows: Rows) -> dict[str, Any]:
-        """Accuracy, loss and the like."""
 
 
 class ClientData:
@@ -92,7 +63,7 @@ class Client:
 
     id: ClientId
     data: ClientData
-    model: Any  # Model; methods of one family use more of it than the protocol
+    model: Model
     memory: MutableMapping[str, Any]
     seed: int
     metrics: dict[str, float] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from fedfm import seeds
 from fedfm.core import update_metrics
@@ -16,6 +16,9 @@ from fedfm.core.transcript import Crossing, Transcript
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_READONLY, E_ROUND, E_TIMEOUT, ClientFault, RunError
 from fedfm.linalg.out_of_core import Shelf
 from fedfm.linalg.params import Layout, Params
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
 
 # Of a reply's parameters, and of any floating-point tensor in it. Honest updates have norms of some thousands, and sums
 # of squares over 10^9 rows of norm 1,000 just reach it. Below it nothing overflows float32: 10^14 terms of this norm
@@ -59,7 +62,7 @@ class Federation:
         self,
         link: Link,
         *,
-        model: Any,
+        model: Model,
         aggregator: Aggregates,
         seed: int = 0,
         min_clients: int = 1,

@@ -19,6 +19,7 @@ from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Params
 from fedfm.models.adapters import lora
+from fedfm.models.model import Model
 from fedfm.training import SGD, Local
 
 
@@ -64,8 +65,8 @@ class ExactLora(Method[S]):
         return len(client.data.train) if self.weighting == "size" else 1
 
     @contextmanager
-    def applied(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
-        with lora.wearing(model, w):
+    def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
+        with lora.applied(model, w):
             yield rows
 
     def validate(self) -> None:
@@ -97,7 +98,7 @@ class AnyRanks(ExactLora[S]):
             InputError: one is larger than the model's.
         """
         lora.need(fed.model)
-        most = fed.model.spec.adaptation.rank
+        most = fed.model.adaptation_spec.rank
         dealt = self.ranks or (most,)
         if max(dealt) > most:
             raise InputError(

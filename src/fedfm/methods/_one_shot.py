@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed
+from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
 
 
@@ -69,7 +70,7 @@ def rows_of(client: Client) -> tuple[Tensor, Tensor]:
     return client.model.features(rows), rows.labels
 
 
-def need_head(model: Any) -> None:
+def need_head(model: Model) -> None:
     """Refuse a model of which more, or less, than a linear head with a bias is trained.
 
     Raises:
@@ -82,10 +83,9 @@ def need_head(model: Any) -> None:
         )
 
 
-def head_of(model: Any, w: Tensor, b: Tensor) -> Params:
+def head_of(model: Model, w: Tensor, b: Tensor) -> Params:
     """W (C, d) and b (C,) under the model's names and in its dtype."""
-    dtype = model.head.weight.dtype
-    return Params({name: (w if name.endswith("weight") else b).to(dtype) for name in model.names})
+    return Params({n: (w if n.endswith("weight") else b).to(dtype) for n, dtype, _ in model.layout.entries})
 
 
 def tensors_of(head: Params) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def combined(heads: Sequence[tuple[Tensor, Tensor]], x: Tensor, how: Callable[[T
     return out
 
 
-def mean_probability(model: Any, w: Params, rows: Rows) -> Tensor:
+def mean_probability(model: Model, w: Params, rows: Rows) -> Tensor:
     """Logarithm of (1/K) sum_k p_k(c|x), (n, C)."""
     heads = list(each_head(w))
     total = combined(heads, model.features(rows), torch.logaddexp)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedfm.core.client import Model
 from fedfm.linalg.params import Params
+from fedfm.models.model import Model
 
 
 def averaged(model: Model, x: Params, w: Params, delta: Params) -> Params:

@@ -10,7 +10,7 @@ transform of the features, which needs them non-negative. The server sees what i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import class_sums, rows_of
 from fedfm.methods.fedavg import FedAvg
+from fedfm.models.model import Model
 from fedfm.training.fit_head import HeadSpec, fit_rows
 
 
@@ -50,7 +51,7 @@ class CCVR(FedAvg):
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         if t < self.rounds:
             return super().step(fed, w, t)
-        classes, dim = len(fed.model.classes), fed.model.head.in_features
+        classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params(self._sums(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64), classes)).layout
         sums = fed.mean(self.moments, like=like, w=w)
         sums = fed.heard * sums  # of equal weights: the total over all clients that answered
@@ -61,8 +62,8 @@ class CCVR(FedAvg):
         missed = Missed()
         weight, bias = fit_rows(z.float(), labels, classes, self.head, fed.seed_for("head"), missed)
         tell(fed, "server", missed.metrics)
-        names, dtype = _head_names(fed.model), fed.model.head.weight.dtype
-        return w.replace(dict(zip(names, (weight.to(dtype), bias.to(dtype)), strict=True)))
+        found = zip(_head_names(fed.model), (weight, bias), strict=True)
+        return w.replace({name: tensor.to(w[name].dtype) for name, tensor in found})
 
     @on_client
     def moments(self, client: Client, w: Params) -> Update:
@@ -88,7 +89,7 @@ class CCVR(FedAvg):
         self.head.validate()
 
 
-def _head_names(model: Any) -> list[str]:
+def _head_names(model: Model) -> list[str]:
     """The head's weight and bias among the tensors that travel.
 
     Raises:

@@ -13,8 +13,7 @@ from fedfm.core.client import ClientId
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.training import Ditto as BothModels
-from fedfm.training import Local
+from fedfm.training import DittoOptimiser, Local
 
 
 @dataclass(frozen=True)
@@ -27,16 +26,17 @@ class Ditto(FedAvg):
     own_models: ClassVar[bool] = True
 
     local: Local = field(
-        default=BothModels(), metadata={"help": "ditto, with its lambda; sgd, adam or adamw of both models, lambda 0.1"}
+        default=DittoOptimiser(),
+        metadata={"help": "ditto, with its lambda; sgd, adam or adamw of both models, lambda 0.1"},
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "local", BothModels.of(self.local))
+        object.__setattr__(self, "local", DittoOptimiser.of(self.local))
 
     def start_models(self, w: Params) -> dict[ClientId, Params]:
         return {"": w}  # no v_k starts from it: it stands beside them, for comparison
 
     def validate(self) -> None:
         super().validate()
-        if not isinstance(self.local, BothModels):
+        if not isinstance(self.local, DittoOptimiser):
             raise InputError('method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; a pull it has already')

@@ -12,7 +12,7 @@ nothing of the row and would win every maximum: such heads have no say as long a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import tell
 from fedfm.methods._one_shot import OwnHeads, as_heads, combined, each_head, mean_probability, same_shape
+from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
 
 
@@ -43,7 +44,7 @@ class Ensemble(OwnHeads):
             tell(fed, client, update.metrics)
         return as_heads(*(update.delta for update in replies.values()))
 
-    def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
+    def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """Logarithm of max_k p_k(c|x), or of mean_k p_k(c|x)."""
         if self.combine == "mean":
             return mean_probability(model, w, rows)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.running_mean import weighted_mean
 from fedfm.methods._convergence import tell
 from fedfm.methods._one_shot import OwnHeads, as_heads, mean_probability, same_shape, zeros_for_unseen
+from fedfm.models.model import Model
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class FedBE(OwnHeads):
         sampled = [sample(mu, variance, fed.seed_for("draw", m)) for m in range(self.draws)]
         return as_heads(*sampled) if self.members == "sampled" else as_heads(*heads, mu, *sampled)
 
-    def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
+    def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """Logarithm of p(y|x; S) = 1/M sum_m p(y|x; w^(m)), eq. (5)."""
         return mean_probability(model, w, rows)
 

@@ -40,7 +40,7 @@ class Labelled:
 
 
 @dataclass(frozen=True)
-class State:
+class FedFedState:
     """Server state: the head, and D_s by the client that shared it."""
 
     w: Params
@@ -54,7 +54,7 @@ class FedFed(FedAvg):
     needs: ClassVar[Needs] = Needs("head", ("head",))
     means: ClassVar[tuple[str, ...]] = ("distil", "train")
     asks: ClassVar[tuple[str, ...]] = ("share",)
-    state_type: ClassVar[Any] = State
+    state_type: ClassVar[Any] = FedFedState
 
     distillation_rounds: int = field(default=5, metadata={"help": "T_d, averages of the generator q, in round 1"})
     distillation_epochs: int = field(default=5, metadata={"help": "of Adam on it before each of them"})
@@ -62,19 +62,19 @@ class FedFed(FedAvg):
     penalty: float = field(default=1.0, metadata={"help": "on ||x_s||^2 / ||x||^2, for the constraint's rho"})
     noise: float = field(default=0.15, metadata={"help": "sigma_s, in units of the root mean square of x_s"})
 
-    def init(self, fed: Federation) -> State:  # type: ignore[override]
+    def init(self, fed: Federation) -> FedFedState:  # type: ignore[override]
         need_head(fed.model)
-        return State(fed.initial, {})
+        return FedFedState(fed.initial, {})
 
-    def step(self, fed: Federation, state: State, t: int) -> State:  # type: ignore[override]
+    def step(self, fed: Federation, state: FedFedState, t: int) -> FedFedState:  # type: ignore[override]
         shared = state.shared or self._distil(fed)
         cohort = fed.sample(self.fraction)
-        given = each({c: others(shared, c, fed.model.head.in_features, fed.seed_for("shared", c)) for c in cohort})
-        return State(state.w + fed.mean(self.train, of=cohort, w=state.w, given=given), shared)
+        given = each({c: others(shared, c, fed.model.feature_dim, fed.seed_for("shared", c)) for c in cohort})
+        return FedFedState(state.w + fed.mean(self.train, of=cohort, w=state.w, given=given), shared)
 
     def _distil(self, fed: Federation) -> dict[ClientId, Labelled]:
         """T_d rounds of FedAvg on the generator theta, then x_p of everybody."""
-        d, classes = fed.model.head.in_features, len(fed.model.classes)
+        d, classes = fed.model.feature_dim, len(fed.model.classes)
         encode = seeds.generator(fed.seed_for("generator"), "start").standard_normal((self.rank, d)) / d**0.5
         zeros = {"decode": torch.zeros(d, self.rank), "w": torch.zeros(classes, d), "b": torch.zeros(classes)}
         theta = Params({"encode": torch.from_numpy(encode).float(), **zeros})  # q = 0: at first x_s = x
@@ -120,7 +120,7 @@ class FedFed(FedAvg):
         both = dataclasses.replace(client, data=ClientData(lambda: rows, Rows, Rows))
         return Update(self.local(both, w) - w, len(y) if self.weighting == "size" else 1, both.metrics)
 
-    def params_for(self, state: State, client: ClientId) -> Params:  # type: ignore[override]
+    def params_for(self, state: FedFedState, client: ClientId) -> Params:  # type: ignore[override]
         return state.w
 
     def validate(self) -> None:

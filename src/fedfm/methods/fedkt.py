@@ -52,7 +52,7 @@ class FedKT(OwnHeads):
     subsets: int = field(default=5, metadata={"help": "t, of a partition: one teacher each"})
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
-        dim, classes = fed.model.head.in_features, len(fed.model.classes)
+        dim, classes = fed.model.feature_dim, len(fed.model.classes)
 
         def is_features(x: Tensor) -> None:
             if x.dim() != 2 or x.shape[1] != dim or x.dtype != torch.float32:

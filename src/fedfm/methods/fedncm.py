@@ -33,7 +33,7 @@ class FedNCM(OneShot):
     distance: str = field(default="euclidean", metadata={"help": "to the class means: euclidean or cosine"})
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
-        classes, dim = len(fed.model.classes), fed.model.head.in_features
+        classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params({"count": torch.zeros(classes), "total": torch.zeros(classes, dim)}).layout
         mean = fed.mean(self.sums, like=like)  # 1/K of the sums over all clients: the factor cancels
         return head_of(fed.model, *nearest_mean(mean["count"], mean["total"], self.distance))

@@ -50,7 +50,7 @@ def _inside(path: str, container: str) -> bool:
 
 
 @dataclass
-class Seen:
+class LayerCalls:
     """The layers that ran, in order: modules with parameters of their own, by their paths."""
 
     root: nn.Module
@@ -73,10 +73,10 @@ class Seen:
 
 
 @contextmanager
-def seen(module: nn.Module) -> Iterator[Seen]:
+def seen(module: nn.Module) -> Iterator[LayerCalls]:
     """Within it every layer of the module that runs is noted."""
     root = unwrapped(module)
-    found = Seen(root)
+    found = LayerCalls(root)
 
     def note(path: str, output: Any) -> None:
         found.calls.append((path, output if isinstance(output, Tensor) else None))

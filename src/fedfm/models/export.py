@@ -14,9 +14,9 @@ from torch import Tensor
 from fedfm.core.text import to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.models.adapters import dual_adapter, lora
+from fedfm.models.adapters import lora
 from fedfm.models.adapters.adaptation import LORA
-from fedfm.models.adapters.pair import GLOBAL, LOCAL, MIX, is_pair
+from fedfm.models.adapters.experts import GLOBAL, LOCAL, MIX, is_pair, one_adapter
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 
@@ -28,7 +28,7 @@ PAIRED = "mix.safetensors"
 def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
     """Write what was trained: ``adapter_config.json`` and ``adapter_model.safetensors`` where it is LoRA, else
     ``model.safetensors`` with the trainable tensors; ``fedfm.json`` beside them says of which model and which classes.
-    LoRA may have another rank than the model's. Of a pair of adapters (``training.pair``) the one is both together, by
+    LoRA may have another rank than the model's. Of a pair of adapters the one is both together, by
     their mean where rows have weights of their own; ``global/`` and ``local/`` are the two, ``mix.safetensors``
     how they are weighed. ``head_takes``: what is done to features before the head (``Method.head_takes``).
 
@@ -40,7 +40,7 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
         for name in (GLOBAL, LOCAL):
             save_adapter(model, w.part(name), folder / name)
         _save(dict(w.part(MIX)), folder / PAIRED)
-        w = dual_adapter.mean(model, w)
+        w = one_adapter(model, w)
     if _is_lora(model) and (rank := lora.rank_of(w)) and rank != lora.rank_of(model.params()):
         _save_lora(model, w, rank, folder)
     elif _is_lora(model):

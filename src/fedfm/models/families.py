@@ -1,4 +1,4 @@
-"""Where the parts of a model lie: embedding, blocks, final norm, pooler, head.
+"""Where the parts of a model lie: embedding, blocks (of one encoder or of two), final norm, pooler, head.
 
 An explicit table for the families that are tested, by ``config.model_type``; other models fall back on what their
 modules look like.
@@ -7,7 +7,7 @@ modules look like.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,7 @@ class Family:
         norm: final normalisation and whatever else stands between the blocks and the pooler.
         pooler: turns (n, T, d) into (n, d) with weights of its own.
         head: the last linear layer; a path inside the whole module.
+        text: the ModuleList of a text encoder beside one of pictures, whose parts are the others.
     """
 
     embedding: str
@@ -32,10 +33,16 @@ class Family:
     norm: str = ""
     pooler: str = ""
     head: str = "classifier"
+    text: str = ""
 
 
 _VIT = Family("embeddings", ("layers",), "layernorm")
-_CLIP = Family("vision_model.embeddings", ("vision_model.encoder.layers",), "vision_model.post_layernorm")
+_CLIP = Family(
+    "vision_model.embeddings",
+    ("vision_model.encoder.layers",),
+    "vision_model.post_layernorm",
+    text="text_model.encoder.layers",
+)
 _BERT = Family("embeddings", ("encoder.layer",), "", "pooler")
 _ROBERTA = Family("embeddings", ("encoder.layer",), "", "", "classifier.out_proj")
 _LLAMA = Family("embed_tokens", ("layers",), "norm", "", "score")
@@ -47,7 +54,7 @@ FAMILIES: dict[str, Family] = {
     "dinov2": Family("embeddings", ("encoder.layer",), "layernorm"),
     "clip": _CLIP,
     "clip_vision_model": _CLIP,
-    "siglip": Family(_CLIP.embedding, _CLIP.blocks, _CLIP.norm, "vision_model.head"),
+    "siglip": replace(_CLIP, pooler="vision_model.head"),
     "bert": _BERT,
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
@@ -56,6 +63,13 @@ FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
+    "vision-text-dual-encoder": Family(
+        "vision_model.embeddings",
+        ("vision_model.layers",),
+        "vision_model.layernorm",
+        "vision_model.pooler",
+        text="text_model.encoder.layer",
+    ),
     "resnet": Family("embedder", ("encoder.stages",), "", "", "classifier.1"),
     "mobilenet_v2": Family("conv_stem", ("layer",), "conv_1x1"),
     "cifar_resnet": Family("bn1", ("layer1", "layer2", "layer3"), "", "", "linear"),
@@ -73,6 +87,7 @@ class Parts:
         norm: final norm, or None.
         pooler: or None.
         head: path of the last linear layer; "" where the model has none.
+        text_blocks: of a text encoder beside one of pictures, whose parts are the others; empty where there is none.
     """
 
     embedding: nn.Module | None
@@ -80,6 +95,12 @@ class Parts:
     norm: nn.Module | None
     pooler: nn.Module | None
     head: str
+    text_blocks: tuple[tuple[str, nn.Module], ...] = ()
+
+    @property
+    def encoders(self) -> tuple[tuple[tuple[str, nn.Module], ...], ...]:
+        """(path, module) of the layers of each encoder, each numbered from its own first one; pictures before texts."""
+        return (self.blocks, self.text_blocks) if self.text_blocks else (self.blocks,)
 
 
 def find(module: nn.Module, model_type: str) -> Parts:
@@ -88,20 +109,15 @@ def find(module: nn.Module, model_type: str) -> Parts:
     family = FAMILIES.get(model_type)
     if family is None:
         return _guess(module)
-    blocks = tuple(
-        (f"{path}.{i}", block)
-        for path in (_resolve(module, prefix, list_) for list_ in family.blocks)
-        if path
-        for i, block in enumerate(_children(module.get_submodule(path)))
-    )
+    blocks, text_blocks = _blocks(module, prefix, family.blocks), _blocks(module, prefix, (family.text,))
     head = next((h for h in (family.head, "lm_head", "head") if _linear(module, h)), "")
-    if not blocks or not head:
+    if not blocks or not (head or text_blocks):
         guess = _guess(module)
         blocks, head = blocks or guess.blocks, head or guess.head
     embedding, norm, pooler = (
         _module(module, _resolve(module, prefix, p)) for p in (family.embedding, family.norm, family.pooler)
     )
-    return Parts(embedding, blocks, norm, pooler, head)
+    return Parts(embedding, blocks, norm, pooler, head, text_blocks)
 
 
 def type_of(module: Any) -> str:
@@ -131,7 +147,8 @@ def query_value_names(parts: Parts) -> tuple[str, ...]:
     """
     leaves = {
         name.rpartition(".")[2]
-        for _, block in parts.blocks
+        for blocks in parts.encoders
+        for _, block in blocks
         for name, m in block.named_modules()
         if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
     }
@@ -167,8 +184,14 @@ _QUERY_VALUE: tuple[tuple[str, ...], ...] = (
 )
 
 
-def _children(module: nn.Module) -> Sequence[nn.Module]:
-    return list(module.children())
+def _blocks(module: nn.Module, prefix: str, lists: Sequence[str]) -> tuple[tuple[str, nn.Module], ...]:
+    """(path, module) of what is in the ModuleLists that the module has, in order."""
+    return tuple(
+        (f"{path}.{i}", block)
+        for path in (_resolve(module, prefix, list_) for list_ in lists)
+        if path
+        for i, block in enumerate(module.get_submodule(path).children())
+    )
 
 
 def _linear(module: nn.Module, path: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,37 @@ from torch import nn
 
 from fedfm import seeds
 from fedfm.errors import InputError
-from fedfm.models import inputs
+from fedfm.models import families, inputs
+from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier, text_embeddings
 from fedfm.models.model import Tools
+from fedfm.models.names import BUILT_IN, DTYPES, locate
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import ModelSpec
 
-_Parts = tuple[nn.Module, str, dict[str, Any], list[str], Tools]  # the fields of load.Loaded
 _TEXT_HEADS = ("SequenceClassification", "CausalLM", "MaskedLM")
 _HEADS = ("ImageClassification", "SequenceClassification", "CausalLM")
 _TWO_HEADS = ("deit",)  # saved with the head of distillation beside the classifier, and their mean as the answer
 PROMPT = "a photo of a {}."  # Learning Transferable Visual Models (CLIP), Radford et al., section 3.1.4
+
+
+@dataclass
+class Loaded:
+    """A module before its adaptation.
+
+    Attributes:
+        module: on the CPU.
+        model_type: the key of :data:`fedfm.models.families.FAMILIES`.
+        config: what distinguishes the architecture, JSON-able; for transformers only what differs from the defaults, so
+            that a field which another version adds changes nothing.
+        new: paths of the modules that were made for this task.
+        tools: what prepares its rows.
+    """
+
+    module: nn.Module
+    model_type: str
+    config: dict[str, Any]
+    new: list[str]
+    tools: Tools
 
 
 def pretrained(
@@ -32,11 +54,9 @@ def pretrained(
     kind: str,
     task: str,
     seed: int,
-) -> _Parts:
+) -> Loaded:
     """The model for the task, with a new head for ``classes`` unless it is a language model."""
     import transformers
-
-    from fedfm.models.load import DTYPES
 
     with quiet():
         config = _config(path, spec)
@@ -56,15 +76,12 @@ def pretrained(
             config.pad_token_id = tools.tokenizer.pad_token_id
         module, missing = _weights(getattr(transformers, auto), path, spec, config, seed, DTYPES[spec.dtype])
     new = _new_modules(module, config.model_type, missing) if task == "classification" else []
-    return module, config.model_type, config.to_diff_dict(), new, tools
+    return Loaded(module, config.model_type, config.to_diff_dict(), new, tools)
 
 
-def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed: int) -> _Parts:
+def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed: int) -> Loaded:
     """A CLIP model whose text encoder has turned the class names into a linear classifier."""
     import transformers
-
-    from fedfm.models.architectures.clip_zero_shot import ZeroShot, text_embeddings
-    from fedfm.models.load import DTYPES
 
     with quiet():
         config = _config(path, spec)
@@ -74,10 +91,12 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
             )
         tokenizer = _tools(path, spec, config.text_config, "text").tokenizer
         clip, _ = _weights(transformers.CLIPModel, path, spec, config, seed, DTYPES[spec.dtype])
-        module = ZeroShot(clip, text_embeddings(clip, tokenizer, [PROMPT.format(c.replace("_", " ")) for c in classes]))
+        module = ZeroShotClassifier(
+            clip, text_embeddings(clip, tokenizer, [PROMPT.format(c.replace("_", " ")) for c in classes])
+        )
         processor = _image_processor(path, config)
     tools = Tools(image=inputs.processor_call(processor), processor=processor)
-    return module, "clip", config.to_diff_dict() | {"classes": list(classes)}, [], tools
+    return Loaded(module, "clip", config.to_diff_dict() | {"classes": list(classes)}, [], tools)
 
 
 def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
@@ -86,8 +105,6 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
     Raises:
         InputError: it cannot be read, or has no vocabulary.
     """
-    from fedfm.models.load import locate
-
     with quiet():
         config = _config(locate(spec.name), spec)
     if getattr(config, "vocab_size", None) is None:
@@ -142,12 +159,10 @@ def _changed(config: Any, options: Mapping[str, Any]) -> Any:
 
 def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
     """See ``load.as_saved``; neither tokenizer nor image processor is needed."""
-    from fedfm.models.families import check_alike, type_of
-
     spec = ModelSpec(name)
     with quiet():
         config = _config(path, spec)
-        check_alike(name, config.model_type, type_of(like))
+        families.check_alike(name, config.model_type, families.type_of(like))
         module, drawn = _weights(_class_for(like, config), path, spec, config, 0, torch.float32)
     return module, str(config.model_type), drawn
 
@@ -195,8 +210,6 @@ def _first(error: Exception) -> str:
 
 def _refusal(path: Path | str, name: str, error: Exception) -> InputError:
     from huggingface_hub import is_offline_mode
-
-    from fedfm.models.load import BUILT_IN
 
     first = _first(error)
     if found := re.search(r"(\w+)Config'> for this kind of AutoModel: (?:AutoModelFor)?(\w+)", str(error)):
@@ -262,8 +275,6 @@ def _new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[
     """Paths of the modules made for this task: the head as a whole, and what stands before it and was not in the
     checkpoint. They do not nest.
     """
-    from fedfm.models import families
-
     head = families.find(module, model_type).head
     if not head:
         raise InputError(f"model.name: no classification head found in a model of type {model_type!r}")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fedfm.data.table import Table
 
 CHUNK = 256  # pictures decoded at a time
+IGNORE = -100  # F.cross_entropy's mark of a target that does not count
+LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the model's own adapter in a row's output
 PROMPT = "{instruction}\n"  # what an instruction model reads before it answers
 
 Preprocess = Callable[[list[Any]], Tensor]  # PIL pictures -> (n, 3, H, W)

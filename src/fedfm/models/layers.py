@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
 
 GRANULARITIES = ("model", "layer", "module")
 _PEFT = "base_model.model."
 
 
-def layers(model: Any, granularity: str) -> dict[str, tuple[str, ...]]:
+def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
     """Layer -> names of its trainable tensors, in the model's order.
 
     Args:
@@ -21,7 +24,8 @@ def layers(model: Any, granularity: str) -> dict[str, tuple[str, ...]]:
     if granularity == "model":
         return {"model": trained}
     parts = getattr(model, "parts", None)
-    blocks = [path for path, _ in parts.blocks] if parts is not None and granularity == "layer" else []
+    encoders = parts.encoders if parts is not None and granularity == "layer" else ()
+    blocks = [path for encoder in encoders for path, _ in encoder]
     modules = [module_of(name) for name in trained]
     owners = [next((path for path in blocks if m == path or m.startswith(f"{path}.")), "") for m in modules]
     first = next((i for i, block in enumerate(owners) if block), 0)
@@ -31,7 +35,7 @@ def layers(model: Any, granularity: str) -> dict[str, tuple[str, ...]]:
     return {layer: tuple(names) for layer, names in found.items()}
 
 
-def halves(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def halves(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(names of the body, names of the head) among a model's travelling tensors, running statistics included.
 
     The head is the last linear layer and what PEFT trains in full beside its adapters (``modules_to_save``).

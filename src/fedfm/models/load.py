@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import importlib.resources
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,19 +20,14 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
-from fedfm.models import families, inputs
+from fedfm.models import families, hub, inputs
 from fedfm.models.adapters import adaptation
 from fedfm.models.architectures import resnet
+from fedfm.models.hub import Loaded
 from fedfm.models.model import Model, Tools
+from fedfm.models.names import DTYPES, locate
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
-BUILT_IN = {  # folders in this package; all but nano-vit are architectures without weights
-    "nano-vit": "nano_vit",
-    "nano-gpt2": "architectures/nano_gpt2",
-    "preact-resnet": "architectures/preact_resnet",
-    "preact-resnet-small": "architectures/preact_resnet_small",
-    "vit-b16": "architectures/vit_b16",
-}
 TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
 _FITS = {
     "classification": ("image", "text", "features"),
@@ -42,31 +35,10 @@ _FITS = {
     "language_modelling": ("passages", "text"),
     "instruction": ("instruction",),
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _VOLATILE = (  # of a configuration: what does not distinguish one model from another
     *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "problem_type"),
     *("id2label", "label2id", "num_labels", "pad_token_id", "finetuning_task"),
 )
-
-
-@dataclasses.dataclass
-class Loaded:
-    """A module before its adaptation.
-
-    Attributes:
-        module: on the CPU.
-        model_type: the key of :data:`fedfm.models.families.FAMILIES`.
-        config: what distinguishes the architecture, JSON-able; for transformers only what differs from the defaults, so
-            that a field which another version adds changes nothing.
-        new: paths of the modules that were made for this task.
-        tools: what prepares its rows.
-    """
-
-    module: nn.Module
-    model_type: str
-    config: dict[str, Any]
-    new: list[str]
-    tools: Tools
 
 
 class LinearSoftmax(nn.Module):
@@ -203,42 +175,9 @@ def _load(
     path = locate(spec.name)
     if isinstance(path, Path) and path.is_file():
         return _resnet(path, spec, classes, kind, seed)
-    from fedfm.models import hub
-
     if task == "zero_shot":
-        return Loaded(*hub.zero_shot(path, spec, classes, seed))
-    return Loaded(*hub.pretrained(path, spec, classes, kind, task, seed))
-
-
-def locate(name: str) -> Path | str:
-    """Folder or file of a model name; a str where it is a hub id.
-
-    Raises:
-        InputError: it is none of these.
-    """
-    if not name:
-        raise InputError(f"model.name: missing, expected {', '.join(BUILT_IN)}, a folder, a hub id or features")
-    if name in BUILT_IN:
-        return Path(str(importlib.resources.files("fedfm.models") / BUILT_IN[name]))
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            if (path / "pretrain.json").exists():
-                raise InputError(f"model.name: {path} is not finished: the `fedfm pretrain` that began it goes on")
-            raise InputError(f"model.name: {path} has no config.json, expected a folder as save_pretrained writes it")
-        return path
-    if path.is_file():
-        if path.suffix != ".safetensors":
-            raise InputError(f"model.name: {path} is a file, expected a folder with config.json and model.safetensors")
-        return path
-    close = difflib.get_close_matches(name, [*BUILT_IN, "features"], 1)
-    if close and "/" not in name:
-        raise InputError(f"model.name: unknown {name!r}: did you mean {close[0]!r}?")
-    if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise InputError(
-            f"model.name: no folder {name}, expected {', '.join(BUILT_IN)}, a folder, a hub id or features"
-        )
-    return name
+        return hub.zero_shot(path, spec, classes, seed)
+    return hub.pretrained(path, spec, classes, kind, task, seed)
 
 
 def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...], kind: str, seed: int) -> Loaded:
@@ -287,8 +226,6 @@ def as_saved(name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
         loaded = _resnet(path, spec, classes, "image", seed=0)
         loaded.module.load_state_dict(state, strict=False)
         return loaded.module, loaded.model_type, set()
-    from fedfm.models import hub
-
     return hub.as_saved(path, name, like)
 
 
@@ -311,6 +248,3 @@ def _keep_head_exact(head: nn.Linear | None, spec: ModelSpec) -> None:
     if any(p.requires_grad for p in head.parameters()):
         head.float()
         head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-
-
-__all__ = ["Loaded", "as_saved", "fingerprint", "load_model", "locate"]

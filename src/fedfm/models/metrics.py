@@ -6,15 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.core.rows import Rows
-from fedfm.models.inputs import prompts
-from fedfm.models.model import IGNORE, Model
+from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
 
 Scores = dict[str, Any]
 
@@ -136,7 +138,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
     asked = prompts(rows.pairs or (), model.tools.tokenizer, min(window, places - limit) if places else window)
-    share = rows.tensors.get("local_share")
+    share = rows.tensors.get(LOCAL_SHARE)
     order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
     out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.linalg.params import Layout, Params, layout_of
-from fedfm.models import inputs
+from fedfm.models import inputs, metrics
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.families import Parts, unwrapped
-from fedfm.models.spec import ModelSpec
+from fedfm.models.inputs import IGNORE, LOCAL_SHARE
+from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 ENCODE = 32  # rows that the frozen backbone sees at a time
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 PREDICTORS: list[Callable[[Any, Rows], Tensor | None]] = []  # quicker ways to logits: training.packed adds its own
-IGNORE = -100  # F.cross_entropy's mark of a target that does not count
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,20 @@ class Model:
         spec: the [model] table that it was made from, with the defaults filled in.
         task: classification, zero_shot, language_modelling or instruction.
         classes: class names in the order of the logits; () for language models.
+        adaptation_spec, adaptation: what is trainable, and its name.
         module: the torch module (Hugging Face, PEFT or our own), on ``device``.
         parts: where its blocks and head lie.
         tools: what prepares its rows.
         fingerprint: sha256 of the starting weights without new heads, and of the configuration.
         names: the trainable tensors that travel, in the module's order.
         layout: of :meth:`params`.
+        train_too: modules that are in training mode while the model is trained; the others stay as in evaluation.
         kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.scheduler``).
     """
 
     kernels: str = "exact"
-    altered: int = 0  # above 0: its modules compute something else than its weights say (see ``models.lora``)
-    share: Tensor | None = None  # (b,) of the batch at hand: the model's own adapter's share (see ``models.beside``)
+    weights_overridden: int = 0  # above 0: its modules compute something else than its weights say
+    share: Tensor | None = None  # (b,) of the batch at hand: the weight of the model's own adapter of a pair
     softmax: bool = True  # the loss is the cross-entropy of the logits: trainers by hand may take it for granted
 
     def __init__(
@@ -83,13 +85,14 @@ class Model:
     ) -> None:
         self.spec, self.task, self.classes = spec, task, tuple(classes)
         self.module, self.parts, self.tools, self.fingerprint = module, parts, tools, fingerprint
-        self.adaptation = spec.adaptation.name if spec.adaptation else "full"
+        self.adaptation_spec = spec.adaptation or AdaptationSpec("full")
+        self.adaptation = self.adaptation_spec.name
         self._head = head
         self._arguments = frozenset(inspect.signature(unwrapped(module).forward).parameters)
         self._tensors = dict(_travelling(module, running_statistics=self.adaptation == "full"))
         self.names = tuple(self._tensors)
         self.layout: Layout = layout_of(tuple((n, t.dtype, tuple(t.shape)) for n, t in self._tensors.items()))
-        self._train_too = [
+        self.train_too = [
             m
             for name, m in module.named_modules()
             if "lora_dropout" in name or (self.adaptation == "full" and isinstance(m, BATCH_NORMS))
@@ -106,6 +109,13 @@ class Model:
     def head(self) -> nn.Linear | None:
         """The live linear head; None where the model has none."""
         return self._head
+
+    @property
+    def feature_dim(self) -> int:
+        """d, how many numbers enter the head; a ValueError where there is no head."""
+        if self.head is None:
+            raise ValueError("the model has no linear head, hence no features")
+        return self.head.in_features
 
     @property
     def last_layer(self) -> nn.Linear | None:
@@ -141,18 +151,6 @@ class Model:
     def live(self) -> dict[str, Tensor]:
         """The trainable parameters themselves, leaves that require a gradient."""
         return {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
-
-    def beside(self, other: Params, a: float) -> AbstractContextManager[None]:
-        """Within it LoRA's output is a times the model's own and 1 - a times that of ``other``, which is frozen."""
-        from fedfm.models.adapters.dual_adapter import beside
-
-        return beside(self, other, a)
-
-    def wearing(self, w: Params, rows: Rows) -> AbstractContextManager[Rows]:
-        """Within it the model has both adapters of a pair (``training.pair``), and takes the rows that this yields."""
-        from fedfm.models.adapters.dual_adapter import wearing
-
-        return wearing(self, w, rows)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
     def prepare(self, table: Table, index: Sequence[int] | np.ndarray) -> Rows:
@@ -199,11 +197,9 @@ class Model:
         Raises:
             ValueError: the model has no head.
         """
-        from fedfm.models.adapters.dual_adapter import prompts
-
         if self.last_layer is None:
             raise ValueError("the model has no linear head, hence no last hidden state")
-        return self._entering(self.last_layer, prompts(rows))
+        return self._entering(self.last_layer, _prompts(rows))
 
     def _entering(self, head: nn.Linear, rows: Rows) -> Tensor:
         """What enters this layer, (n, d), on the CPU."""
@@ -310,16 +306,14 @@ class Model:
         Args:
             logits: (n, C), instead of the model's own.
         """
-        from fedfm.models.metrics import evaluate, nothing, scores
-
         if logits is None:
-            return evaluate(self, rows)
-        return nothing(n=len(rows)) if rows.labels is None else scores(logits, rows.labels)
+            return metrics.evaluate(self, rows)
+        return metrics.nothing(n=len(rows)) if rows.labels is None else metrics.scores(logits, rows.labels)
 
     def train_mode(self) -> None:
         """LoRA's dropout, and under ``full`` batch norm, as in training; the model's own dropout stays off."""
         self.module.eval()
-        for module in self._train_too:
+        for module in self.train_too:
             module.train()
 
     def eval_mode(self) -> None:
@@ -328,7 +322,7 @@ class Model:
 
     # --- inside -------------------------------------------------------------------------------------------------------
     def _outputs(self, batch: Batch) -> Tensor:
-        device, self.share = self.device, batch.get("local_share")
+        device, self.share = self.device, batch.get(LOCAL_SHARE)
         fixed = {"use_cache": False} if "use_cache" in self._arguments else {}
         out = self.module(
             **{k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}, **fixed
@@ -348,7 +342,7 @@ class Model:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode without gradients; afterwards the mode is as before."""
-        training = [m for m in self._train_too if m.training]
+        training = [m for m in self.train_too if m.training]
         self.module.eval()
         try:
             with torch.no_grad():
@@ -370,6 +364,14 @@ def _by_length(rows: Rows) -> tuple[Rows, Tensor]:
         return rows, torch.arange(len(rows))
     order = torch.argsort(torch.tensor([len(t) for t in rows.tokens], dtype=torch.int64), stable=True)
     return rows.take(order), torch.argsort(order)
+
+
+def _prompts(rows: Rows) -> Rows:
+    """Instruction rows without their answers; other rows as they are."""
+    if "answer_start" not in rows.tensors or rows.tokens is None:
+        return rows
+    starts = rows.tensors["answer_start"].tolist()
+    return Rows(tokens=tuple(t[:s] for t, s in zip(rows.tokens, starts, strict=True)), pad=rows.pad)
 
 
 def _padded(rows: Rows) -> Rows:

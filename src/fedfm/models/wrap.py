@@ -121,7 +121,7 @@ def wrap(
         fingerprint=print_,
         head=found,
     )
-    model._train_too = list(module.modules())  # its dropout was chosen for this training, unlike a foundation model's
+    model.train_too = list(module.modules())  # its dropout was chosen for this training, unlike a foundation model's
     model.loss_function, model.logits_function, model.prepare_function = loss, logits, prepare
     model.ends = Ends((), head or None)
     return model

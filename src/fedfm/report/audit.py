@@ -9,7 +9,7 @@ from typing import Any
 from fedfm.audits.finding import cells
 from fedfm.report.page import details, figure, note, table
 from fedfm.report.read import RunFiles, mapping, numeric, sequence
-from fedfm.report.svg import Bar, bars
+from fedfm.report.svg import ChartBar, bars
 from fedfm.report.text import esc, number, plural
 
 FILE = "audit.json"
@@ -36,14 +36,14 @@ def section(run: RunFiles) -> str:
 
 def _extraction(found: Sequence[Mapping[str, Any]]) -> str:
     """How near each coalition comes to the server's foundation model."""
-    rows, spans, line = list[Bar](), list[tuple[float, float] | None](), 0.0
+    rows, spans, line = list[ChartBar](), list[tuple[float, float] | None](), 0.0
     for f in found:
         name, error = str(f.get("name")), numeric(f.get("estimate"))
         if not name.startswith("extraction.") or error is None or name.endswith("hidden_sums"):
             continue
         low, high = numeric(f.get("low")), numeric(f.get("high"))
         line = numeric(f.get("bound")) or 0.0
-        rows.append(Bar(name.removeprefix("extraction.").replace("_", " "), error, number(error)))
+        rows.append(ChartBar(name.removeprefix("extraction.").replace("_", " "), error, number(error)))
         spans.append((low, high) if low is not None and high is not None else None)
     if not rows:
         return ""

@@ -12,7 +12,7 @@ from fedfm.report import frontier
 from fedfm.report.page import figure, legend, note, page, save
 from fedfm.report.page import table as html_table
 from fedfm.report.read import RunFiles, mapping, read
-from fedfm.report.svg import COLOURS, Bar, Format, Series, bars, lines
+from fedfm.report.svg import COLOURS, ChartBar, Format, Series, bars, lines
 from fedfm.report.text import NBSP, NONE, duration, esc, finite, number, percent, plural, shorten, size, width_of
 
 
@@ -252,7 +252,7 @@ def _ranges(runs: Sequence[RunFiles], names: list[str]) -> str:
             continue
         mean = mean if finite(mean) else math.fsum(seen) / len(seen)
         title = f"{name}: worst {percent(min(seen))}, mean {percent(mean)}, best {percent(max(seen))}"
-        rows.append(Bar(name, mean, percent(mean), title))
+        rows.append(ChartBar(name, mean, percent(mean), title))
         spans.append((min(seen), max(seen)))
     if not rows:
         return ""

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from fedfm.report.page import details, figure, legend, note, swatches, table
 from fedfm.report.read import Round, RunFiles, mapping, numeric, sequence
-from fedfm.report.svg import COLOURS, Bar, Format, Series, bars, heat, lines
+from fedfm.report.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines
 from fedfm.report.text import count, duration, esc, finite, number, numbers, percent, plural, sound
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ def clients(run: RunFiles) -> str:
     if mapping(run.experiment.get("method")).get("counts") == "withheld" and not run.measured:
         return note("No client is asked for scores, which would tell how many rows it has: counts are withheld.")
     order = sorted(final, key=lambda c: (-sound(final[c], -2.0), c))
-    rows = [Bar(c, final[c], "no test rows" if final[c] is None else percent(final[c])) for c in order]
+    rows = [ChartBar(c, final[c], "no test rows" if final[c] is None else percent(final[c])) for c in order]
     silent = sum(1 for v in final.values() if v is None)
     seen = run.measured
     said = f"{plural(len(final), 'client')}, each model on the client's own test rows"
@@ -128,7 +128,7 @@ def clients(run: RunFiles) -> str:
 
 def _losses(run: RunFiles, final: Mapping[str, float | None]) -> str:
     order = sorted(final, key=lambda c: (sound(final[c], math.inf), c))
-    rows = [Bar(c, final[c], "no test rows" if final[c] is None else number(final[c])) for c in order]
+    rows = [ChartBar(c, final[c], "no test rows" if final[c] is None else number(final[c])) for c in order]
     seen = numbers(final.values())
     mean, silent = statistics.fmean(seen), sum(1 for v in final.values() if v is None)
     said = (
@@ -179,12 +179,12 @@ def _before_and_after(run: RunFiles, order: Sequence[str]) -> str:
     return _ABOUT_BOTH + note(esc(_said_of_both(moved))) + table(head, rows, "Before and after")
 
 
-def _grouped(rows: list[Bar], form: Format = percent) -> list[Bar]:
+def _grouped(rows: list[ChartBar], form: Format = percent) -> list[ChartBar]:
     parts = _chunks(rows, 25)
     means = [statistics.fmean(r.value or 0.0 for r in part) for part in parts]
     names = [f"{a + 1} to {a + len(p)}" for a, p in zip(_starts(parts), parts, strict=True)]
     return [
-        Bar(n, m, form(m), f"Places {n}: {form(p[-1].value)} to {form(p[0].value)}")
+        ChartBar(n, m, form(m), f"Places {n}: {form(p[-1].value)} to {form(p[0].value)}")
         for n, m, p in zip(names, means, parts, strict=True)
     ]
 
@@ -233,7 +233,9 @@ def split(run: RunFiles) -> str:
 
 def _stacked(train: dict[str, list[int]], classes: list[str], label: str) -> str:
     rows = [
-        Bar(c, sum(v), count(sum(v)), parts=[(n, f"{c}, {k}: {count(n)}") for n, k in zip(v, classes, strict=True)])
+        ChartBar(
+            c, sum(v), count(sum(v)), parts=[(n, f"{c}, {k}: {count(n)}") for n, k in zip(v, classes, strict=True)]
+        )
         for c, v in train.items()
     ]
     high = max(r.value or 0 for r in rows)

@@ -51,7 +51,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Bar:
+class ChartBar:
     """A row of a bar chart. ``text`` stands behind the bar, ``value`` None draws none; ``title`` shows on hover."""
 
     label: str
@@ -173,7 +173,7 @@ def _line(s: Series, x: Scale, y: Scale, form: Format) -> list[str]:
 
 def bars(
     width: int,
-    rows: Sequence[Bar],
+    rows: Sequence[ChartBar],
     label: str,
     high: float = 1.0,
     reference: tuple[float, str] | None = None,
@@ -218,7 +218,7 @@ def bars(
     return frame(width, height, label, body)
 
 
-def _parts(row: Bar, x: Scale, y: int) -> list[str]:
+def _parts(row: ChartBar, x: Scale, y: int) -> list[str]:
     out, sum_ = [], 0.0
     for i, (value, hover) in enumerate(row.parts):
         a, b = x(sum_), x(sum_ + value)

@@ -27,6 +27,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.kernels import ahead
 from fedfm.models import inputs
 from fedfm.models.adapters import lora
+from fedfm.models.model import Model
 from fedfm.runtime.disclosure import fingerprints, tell
 from fedfm.training import Local, TrainsLocally
 from fedfm.training.loop import over_classes
@@ -223,7 +224,7 @@ def _no_task(population: Partitioned) -> list[str]:
     return [f'all training rows are of one class, "{name}": there is nothing to tell apart, accuracies say nothing']
 
 
-def _check_optimiser(method: Method[Any], model: Any) -> None:
+def _check_optimiser(method: Method[Any], model: Model) -> None:
     """Refuse a client optimiser that the model's loss, or what is trainable of it, has no place for."""
     for value in vars(method).values():
         if isinstance(value, Local):

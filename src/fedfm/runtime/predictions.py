@@ -14,6 +14,7 @@ from fedfm.core.client import Client
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
+from fedfm.models.model import Model
 from fedfm.training import TrainsLocally
 
 # --- who has which model ----------------------------------------------------------------------------------------------
@@ -40,7 +41,7 @@ def own(method: Method[Any], client: Client, w: Params) -> Params:
     return method.local.own(client, w) if isinstance(method, TrainsLocally) else w
 
 
-def check_own(method: Method[Any], w: Params, model: Any) -> None:
+def check_own(method: Method[Any], w: Params, model: Model) -> None:
     """Refuse what a client gave as its own model where it is none.
 
     Raises:
@@ -56,33 +57,33 @@ def check_own(method: Method[Any], w: Params, model: Any) -> None:
 
 
 @contextmanager
-def applied(method: Method[Any], model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+def applied(method: Method[Any], model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
     """Context manager: install w in the model; yields the rows to score."""
     if isinstance(method, Applying):
         with method.applied(model, w, rows) as judged:
             yield judged
     elif isinstance(method, TrainsLocally):
-        with method.local.wearing(model, w, rows) as judged:
+        with method.local.applied(model, w, rows) as judged:
             yield judged
     else:
         model.load(w)
         yield rows
 
 
-def logits(method: Method[Any], model: Any, w: Params, rows: Rows) -> Tensor:
+def logits(method: Method[Any], model: Model, w: Params, rows: Rows) -> Tensor:
     """(n, C): what w says about rows."""
     if isinstance(method, Predicting):
         return method.logits(model, w, rows)
     with applied(method, model, w, rows) as judged:
-        return model.predict(judged)  # type: ignore[no-any-return]
+        return model.predict(judged)
 
 
-def scores(method: Method[Any], model: Any, w: Params, rows: Rows) -> dict[str, Any]:
+def scores(method: Method[Any], model: Model, w: Params, rows: Rows) -> dict[str, Any]:
     """How good w is on these rows (see ``models.metrics.evaluate``)."""
     if isinstance(method, Predicting):
-        return model.evaluate(rows, method.logits(model, w, rows))  # type: ignore[no-any-return]
+        return model.evaluate(rows, method.logits(model, w, rows))
     with applied(method, model, w, rows) as judged:
-        return model.evaluate(judged)  # type: ignore[no-any-return]
+        return model.evaluate(judged)
 
 
 def feature_transform(method: Method[Any]) -> str | None:

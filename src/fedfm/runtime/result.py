@@ -14,6 +14,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.method import Method
 from fedfm.core.update_metrics import BEFORE, LOSS_BEFORE, PASSES
 from fedfm.linalg.params import Params, sha256_of
+from fedfm.models.model import Model
 from fedfm.runtime import early_stopping, logs
 from fedfm.runtime.evaluation import ANSWERS, Evaluator
 from fedfm.runtime.predictions import feature_transform, kept
@@ -146,7 +147,7 @@ def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
         found["tmac"] = None if rounds is None else costs.tmac(cohorts[:rounds], beside)
 
 
-def _write_models(run: Run, model: Any, models: Mapping[ClientId, Params]) -> None:
+def _write_models(run: Run, model: Model, models: Mapping[ClientId, Params]) -> None:
     from safetensors import SafetensorError
 
     from fedfm.models.export import save

@@ -35,7 +35,7 @@ from fedfm.data.sources._files import listing
 from fedfm.data.spec import WITHHELD, DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.models.load import BUILT_IN
+from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
 from fedfm.runtime.client import allows
 from fedfm.runtime.evaluation import Evaluation

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from fedfm.linalg.kernels.ahead import loops
 from fedfm.linalg.params import Layout, Params
+from fedfm.models.model import Model
 from fedfm.training import gram
 from fedfm.training.job import Job
 from fedfm.training.optimisers import SGD
@@ -42,7 +42,7 @@ class _Trained(Params):
         return super().__sub__(other)
 
 
-def applies(model: Any) -> bool:
+def applies(model: Model) -> bool:
     """The model is a linear head with softmax cross-entropy on features that are already there."""
     return (
         getattr(model, "adaptation", None) == "head"

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedfm.core.rows import Batch
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
+from fedfm.models.model import Model
 from fedfm.training.job import Job
 from fedfm.training.optimisers import ABSENT, Local
 from fedfm.training.update_rules import Rule
@@ -47,14 +48,15 @@ class Flat:
         return torch.cat([w[name].reshape(-1) for name in self.names]).to(self.p.device)
 
     def bound(self, live: dict[str, Tensor]) -> bool:
-        """The model still uses our storage."""
-        return next(iter(live.values())).untyped_storage().data_ptr() == self.p.untyped_storage().data_ptr()
+        """The same parameters are trained, and the model still uses our storage."""
+        first = next(iter(live.values()))
+        return tuple(live) == self.names and first.untyped_storage().data_ptr() == self.p.untyped_storage().data_ptr()
 
 
 _flats: WeakKeyDictionary[Any, Flat] = WeakKeyDictionary()
 
 
-def flat_of(model: Any) -> Flat:
+def flat_of(model: Model) -> Flat:
     """The model's one, made when it is first asked for."""
     live = model.live()
     flat = _flats.get(model)
@@ -132,7 +134,7 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
     model, labels = job.client.model, job.client.data.train.labels
     value = ABSENT[job.local.absent]
     if value is None:
-        return model.loss  # type: ignore[no-any-return]
+        return model.loss
     over_classes(model, job.local)
     if labels is None:
         raise InputError(f'method.local.absent = "{job.local.absent}": the rows have no labels; drop it')
@@ -147,7 +149,7 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
     return loss
 
 
-def over_classes(model: Any, local: Local) -> None:
+def over_classes(model: Model, local: Local) -> None:
     """Refuse ``absent`` where it has no meaning.
 
     Raises:

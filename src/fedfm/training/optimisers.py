@@ -11,13 +11,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from fedfm.core.checks import match
 from fedfm.core.client import Client
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
+from fedfm.models.model import Model
 
 ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # what takes the place of an absent class's logit
 
@@ -84,21 +85,19 @@ class Local:
         return w
 
     @contextmanager
-    def wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
-        """Within it the model is as w says, something that :meth:`own` gave or a model's parameters; it judges the rows
-        that this yields.
-        """
+    def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
+        """Install w, what :meth:`own` gave or a model's parameters, in the model; yields the rows to score."""
         model.load(w)
         yield rows
 
-    def fits(self, model: Any) -> None:
+    def fits(self, model: Model) -> None:
         """Refuse a model that it cannot train.
 
         Raises:
             InputError: what would be right.
         """
 
-    def check_own(self, w: Params, model: Any) -> None:
+    def check_own(self, w: Params, model: Model) -> None:
         """Refuse what a client gave as its own model where it is none of this kind.
 
         Raises:

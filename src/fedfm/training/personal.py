@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedfm import seeds
 from fedfm.core.checks import match
@@ -14,7 +14,9 @@ from fedfm.core.client import Client
 from fedfm.core.rows import Rows
 from fedfm.errors import E_TENSORS, ClientFault, InputError, one_of
 from fedfm.linalg.params import Params
-from fedfm.models.adapters.pair import GLOBAL, LOCAL, MIX, is_pair, mean_direction, pair
+from fedfm.models.adapters import experts
+from fedfm.models.adapters.experts import GLOBAL, LOCAL, MIX, Expert, is_pair, mean_direction, pair
+from fedfm.models.model import Model
 from fedfm.training.optimisers import SGD, Adam, AdamW, Local
 
 _PLAIN: dict[str, type[Local]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
@@ -59,7 +61,7 @@ class _Two(Local):
 
 
 @dataclass(frozen=True)
-class Ditto(_Two):
+class DittoOptimiser(_Two):
     """Beside w, as the optimiser below trains it, the client trains v_k on f_k(v) + lambda/2 ||v - w||^2 and keeps it.
 
     Ditto: Fair and Robust Federated Learning Through Personalization. Li, Hu, Beirami, Smith. ICML 2021, Algorithm 1.
@@ -135,12 +137,12 @@ class DualAdapter(_Two):
     ) -> Params:
         """Train w; in ``client.memory``, the own adapter as well."""
         if self.when == "during":
-            client.memory["own_adapter"] = self.beside(client, client.memory.get("own_adapter", w), w, only)
+            client.memory["own_adapter"] = self.train_own(client, client.memory.get("own_adapter", w), w, only)
         return self.plain(client, w, mu=mu, correction=correction, only=only)
 
-    def beside(self, client: Client, v: Params, w: Params, only: tuple[str, ...] | None = None) -> Params:
-        """The own adapter, trained from v beside the frozen w."""
-        with client.model.beside(w, 0.5):
+    def train_own(self, client: Client, v: Params, w: Params, only: tuple[str, ...] | None = None) -> Params:
+        """The own adapter, trained from v together with the frozen w."""
+        with experts.experts(client.model, {GLOBAL: Expert(w, 0.5), LOCAL: Expert(weight=0.5)}):
             return self.plain(client, v, only=only)
 
     def own(self, client: Client, w: Params) -> Params:
@@ -157,7 +159,7 @@ class DualAdapter(_Two):
         m = mean_direction(client.model.last_states(rows.take(some)))
         return pair(w, v, bias, sign * self.lambda_ * m)
 
-    def check_own(self, w: Params, model: Any) -> None:
+    def check_own(self, w: Params, model: Model) -> None:
         """Of a pair both adapters, and how they are weighed."""
         if not is_pair(w):
             super().check_own(w, model)
@@ -173,17 +175,17 @@ class DualAdapter(_Two):
         """The own adapter, trained from w beside w; once for every w, though it be asked for several times."""
         key = f"{client.seed} {w.sha256()}"
         if client.memory.get("of") != key:
-            client.memory["of"], client.memory["own_adapter"] = key, self.beside(client, w, w)
+            client.memory["of"], client.memory["own_adapter"] = key, self.train_own(client, w, w)
         v: Params = client.memory["own_adapter"]
         return v
 
     @contextmanager
-    def wearing(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+    def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
         """Of a pair both adapters."""
-        with model.wearing(w, rows) if is_pair(w) else super().wearing(model, w, rows) as judged:
+        with experts.applied(model, w, rows) if is_pair(w) else super().applied(model, w, rows) as judged:
             yield judged
 
-    def fits(self, model: Any) -> None:
+    def fits(self, model: Model) -> None:
         """Weights by instance compare what enters the last layer."""
         if self.weight == "instance" and model.last_layer is None:
             raise InputError(

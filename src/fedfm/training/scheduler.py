@@ -14,6 +14,7 @@ from typing import Any
 import greenlet
 
 from fedfm.linalg.params import Params
+from fedfm.models.model import Model
 from fedfm.training.job import Job
 
 _HEADS = (64, 4)  # clients a chunk of heads, at most and at least: a message takes as long as several of them
@@ -28,13 +29,13 @@ class _Chunk(greenlet.greenlet):  # type: ignore[misc]
 def train(job: Job) -> Params:
     """Called by a client optimiser: train together with the rest of the chunk, or alone where there is none."""
     current = greenlet.getcurrent()
-    # An altered model is this client's alone until its handler goes on: nobody else may take a turn.
-    if isinstance(current, _Chunk) and not getattr(job.client.model, "altered", 0):
+    # While its weights are overridden a model is this client's alone: nobody else may take a turn.
+    if isinstance(current, _Chunk) and not getattr(job.client.model, "weights_overridden", 0):
         return current.parent.switch(job)  # type: ignore[no-any-return]
     return _train_alone(job)
 
 
-def trainer_for(model: Any, local: Any = None, only: Sequence[str] | None = None) -> Trainer:
+def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = None) -> Trainer:
     """The vectorised trainer of this model's kind if there is one, it knows the optimiser's loss and all tensors move,
     else the loop.
     """
@@ -47,21 +48,21 @@ def trainer_for(model: Any, local: Any = None, only: Sequence[str] | None = None
     return packed.train if packed.applies(model, getattr(model, "kernels", "exact")) else loop.train
 
 
-def width(model: Any) -> int:
+def width(model: Model) -> int:
     """How many clients one chunk should hold at most."""
     from fedfm.training import heads, packed
 
     return _HEADS[0] if heads.applies(model) else packed.width(model)
 
 
-def least(model: Any) -> int:
+def least(model: Model) -> int:
     """How many clients one chunk should hold at least."""
     from fedfm.training import heads, packed
 
     return _HEADS[1] if heads.applies(model) else -(-packed.width(model) // 2)
 
 
-def prepare(model: Any) -> None:
+def prepare(model: Model) -> None:
     """Load what its training needs, before processes are forked that share it."""
     from fedfm.linalg.kernels import ahead
     from fedfm.training import heads, packed
@@ -72,7 +73,7 @@ def prepare(model: Any) -> None:
         packed.prepare(model)
 
 
-def batched(model: Any) -> bool:
+def batched(model: Model) -> bool:
     """Whether training several clients together is one computation."""
     from fedfm.training import heads, packed
 

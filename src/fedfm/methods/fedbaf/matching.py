@@ -209,7 +209,7 @@ def check_place(foundation: str) -> None:
     folder = Path(foundation).expanduser()
     trained = folder / "fedfm.json", folder / "model.safetensors"
     if not (folder / "adapter_config.json").is_file() and not all(path.is_file() for path in trained):
-        from fedfm.models.load import locate
+        from fedfm.models.names import locate
 
         with _as_foundation():
             locate(foundation)

@@ -15,6 +15,7 @@ from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedbaf.matching import DECLARED, Matching, check_place, match
+from fedfm.models.model import Model
 from fedfm.training import SGD, Local
 
 
@@ -69,7 +70,7 @@ class Around(Method[Any]):
     def check_foundation(self) -> None:
         check_place(self.foundation)
 
-    def match_with(self, model: Any) -> Matching:
+    def match_with(self, model: Model) -> Matching:
         return match(model, self.foundation, self.identical)
 
     @cached_property

@@ -27,6 +27,7 @@ from fedfm.methods.fedbip.task_vectors import Change, Entries, Products
 from fedfm.methods.local import LocalOnly
 from fedfm.models.adapters import lora
 from fedfm.models.layers import GRANULARITIES
+from fedfm.models.model import Model
 from fedfm.training import SGD, Local, any_rank
 
 LEAST = 0.1  # a smaller sum of raw similarities is no denominator
@@ -167,7 +168,7 @@ class FedBip(Method[Personal]):
         """Inner products (L, K, K) of what g compares."""
         return space.gram(x, self.weights_from == "parameters", self.similarity == "pearson")
 
-    def space_of(self, model: Any) -> Entries:
+    def space_of(self, model: Model) -> Entries:
         """Where task vectors are compared and summed."""
         return (Products if self.space == "product" else Entries)(model, self.granularity)
 
@@ -179,7 +180,7 @@ class FedBip(Method[Personal]):
         """
         if not self.ranks:
             return dict.fromkeys(fed.clients, fed.initial)
-        most = fed.model.spec.adaptation.rank
+        most = fed.model.adaptation_spec.rank
         if max(self.ranks) > most:
             raise InputError(
                 f"method.ranks = {list(self.ranks)}: {max(self.ranks)} is above model.adaptation.rank = {most}"
@@ -188,12 +189,12 @@ class FedBip(Method[Personal]):
         return {c: at[self.ranks[i % len(self.ranks)]] for i, c in enumerate(fed.clients)}
 
     @contextmanager
-    def applied(self, model: Any, w: Params, rows: Rows) -> Iterator[Rows]:
+    def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
         if self.ranks:
-            with lora.wearing(model, w):
+            with lora.applied(model, w):
                 yield rows
         else:
-            with self.local.wearing(model, w, rows) as judged:
+            with self.local.applied(model, w, rows) as judged:
                 yield judged
 
     def params_for(self, s: Personal, client: ClientId) -> Params:
@@ -209,7 +210,7 @@ class FedBip(Method[Personal]):
         return {"weights": s.p["p"].numpy(), "layers": np.array(s.layers)}
 
     def newcomer(
-        self, model: Any, s: Personal, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
+        self, model: Model, s: Personal, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
         """Equation 4 over its own vector and what every other client has got so far: vectors of one round fail."""
         theta = adapt(w_0)

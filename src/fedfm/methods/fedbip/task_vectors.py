@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -21,6 +21,7 @@ from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params
 from fedfm.models.adapters import lora
 from fedfm.models.layers import layers
+from fedfm.models.model import Model
 
 
 class Change(NamedTuple):
@@ -38,7 +39,7 @@ class Entries:
         statistics: what travels and is not trained, e.g. batch norm's.
     """
 
-    def __init__(self, model: Any, granularity: str) -> None:
+    def __init__(self, model: Model, granularity: str) -> None:
         self.layers = layers(model, granularity)
         trained = model.live()
         self.statistics = [n for n, dtype, _ in model.layout.entries if n not in trained and dtype.is_floating_point]
@@ -92,7 +93,7 @@ class Products(Entries):
         InputError: the model is not adapted by LoRA on linear maps.
     """
 
-    def __init__(self, model: Any, granularity: str) -> None:
+    def __init__(self, model: Model, granularity: str) -> None:
         super().__init__(model, granularity)
         lora.need(model)
         self.alpha, pairs = lora.alpha_of(model), lora.pairs(model.names)

@@ -37,6 +37,7 @@ from fedfm.methods.fedpft.private import Noised
 from fedfm.methods.fedpft.settings import plan_of, refuse
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, opened
 from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
+from fedfm.models.model import Model
 from fedfm.training import fit_head
 from fedfm.training.fit_head import HeadSpec
 
@@ -272,13 +273,13 @@ class FedPFT(Method[State]):
         fitted = self.privacy is None or self.topology != "star"  # to rows or draws, by _summary
         width = 2 if self.transport == "float16" and fitted else 4
         counted = self.counts == "exact"
-        told = communication(replies, fed.model.head.in_features, width, self.topology == "star", counted)
+        told = communication(replies, fed.model.feature_dim, width, self.topology == "star", counted)
         return told | (held_back(replies.values()) if counted and fitted else {})
 
     def params_for(self, state: State, client: ClientId) -> Params:
         return state.w
 
-    def logits(self, model: Any, w: Params, rows: Rows) -> Tensor:
+    def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         model.load(w)
         if self.privacy is not None:  # the head was trained on unit features, and is used on them
             rows = Rows({"features": private.as_trained(model.features(rows))})
@@ -385,6 +386,6 @@ def _counted(reply: dict[str, int]) -> None:
         raise ClientFault(E_FIELD, "errors that do not go with the rows")
 
 
-def _shape(model: Any) -> tuple[int, int]:
+def _shape(model: Model) -> tuple[int, int]:
     """(classes, features)."""
-    return len(model.classes), model.head.in_features
+    return len(model.classes), model.feature_dim

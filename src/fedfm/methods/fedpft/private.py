@@ -88,7 +88,7 @@ def noisy_mixtures(client: Client, plan: Plan, components: int, iterations: int)
 
 def drawn(client: Client, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     """Rows (n~, d) float32 and labels (n~,) from what the client's noisy sums describe, in the place of its own."""
-    dim = client.model.head.in_features
+    dim = client.model.feature_dim
     found = _normals(noisy_sums(client, plan), plan, len(client.model.classes), dim)
     blocks = list(Synthetic(found, 0, seeds.derive(client.seed, "own"))())
     x, y = [np.zeros((0, dim), np.float32)], [np.zeros(0, np.int64)]
@@ -112,7 +112,7 @@ def exact_sums(client: Client, plan: Plan) -> Update:
 
 def asked(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
     """Noisy sums of every client as Gaussians, and what to tell of them."""
-    classes, dim = len(fed.model.classes), fed.model.head.in_features
+    classes, dim = len(fed.model.classes), fed.model.feature_dim
     shapes = [(classes,), (classes, dim), (classes, plan.seconds(dim))]
 
     def check(reply: Noised) -> None:
@@ -191,7 +191,7 @@ def told_of_mixtures(plan: Plan, components: int, iterations: int) -> dict[str, 
 
 def pooled(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
     """One noise for all clients' sums together, so 1/m of a client's noise on a mean over m clients."""
-    classes, dim = len(fed.model.classes), fed.model.head.in_features
+    classes, dim = len(fed.model.classes), fed.model.feature_dim
     shape = (classes, width(plan, dim))
     mean = fed.mean(handler, like=layout_of((("sums", torch.float64, shape),)))
     cells = federation_sum(mean["sums"].numpy(), fed.heard, plan, dim, fed.secret("noise"), f"sum {fed.round}")

@@ -27,7 +27,7 @@ from fedfm.seeds import generator
 
 
 @dataclass(frozen=True)
-class Mixture:
+class NoisyMixture:
     """A mixture of normal distributions, and how sure its means are.
 
     Attributes:
@@ -58,15 +58,15 @@ def plan_for(plan: Plan, iterations: int) -> Plan:
     return dataclasses.replace(plan, relation=relation, iterations=iterations)
 
 
-def start(k: int, d: int, covariance: str) -> Mixture:
+def start(k: int, d: int, covariance: str) -> NoisyMixture:
     """Random directions, the same for everybody: (k, d) unit means, equal weights, variance 1/d."""
     means = generator(0, "dp-em start").normal(size=(k, d))
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     shape = {"spherical": np.ones(k), "diag": np.ones((k, d)), "full": np.tile(np.eye(d), (k, 1, 1))}[covariance]
-    return Mixture(0.0, np.full(k, 1 / k), means, shape / d, np.zeros(k))
+    return NoisyMixture(0.0, np.full(k, 1 / k), means, shape / d, np.zeros(k))
 
 
-def responsibilities(x: Array, mixture: Mixture) -> Array:
+def responsibilities(x: Array, mixture: NoisyMixture) -> Array:
     """E-step: the probability of each component for each row, (n, K), rows sum to 1.
 
     The noise of a mean widens its component, else a component of few rows, whose mean is long, would lose them all.
@@ -87,7 +87,7 @@ def responsibilities(x: Array, mixture: Mixture) -> Array:
     return normalised
 
 
-def iteration(x: Array, mixture: Mixture, plan: Plan) -> list[Cell]:
+def iteration(x: Array, mixture: NoisyMixture, plan: Plan) -> list[Cell]:
     """The exact sums of one iteration, a cell a component: not to be sent."""
     r = responsibilities(x, mixture)
     return [statistics(x, plan, r[:, k]) for k in range(r.shape[1])]
@@ -95,7 +95,7 @@ def iteration(x: Array, mixture: Mixture, plan: Plan) -> list[Cell]:
 
 def release_mixture(
     x: Array, plan: Plan, key: bytes, purpose: str, *, components: int, iterations: int = 5
-) -> Mixture | None:
+) -> NoisyMixture | None:
     """Client half: a mixture of one class; the server draws from it as it is.
 
     Args:
@@ -131,7 +131,7 @@ def release_mixture(
     return mixture
 
 
-def maximise(cells: list[Cell], plan: Plan) -> Mixture | None:
+def maximise(cells: list[Cell], plan: Plan) -> NoisyMixture | None:
     """M-step on noisy sums; the components that do not stand out of the noise are pooled."""
     sigma, least = plan.sum_sigma(1), 2 * plan.count_sigma
     kept = [(cell, sigma) for cell in cells if cell.count > least]
@@ -150,7 +150,7 @@ def maximise(cells: list[Cell], plan: Plan) -> Mixture | None:
         return None
     parts = [normal_of(cell, s) for cell, s in kept]
     counts = np.array([n for n, _, _ in parts])
-    return Mixture(
+    return NoisyMixture(
         float(counts.sum()),
         counts / counts.sum(),
         np.array([mean for _, mean, _ in parts]),
@@ -159,7 +159,7 @@ def maximise(cells: list[Cell], plan: Plan) -> Mixture | None:
     )
 
 
-def spread(mixture: Mixture, components: int, j: int) -> Mixture:
+def spread(mixture: NoisyMixture, components: int, j: int) -> NoisyMixture:
     """The mixture with ``components`` components again: its heaviest is split along random directions."""
     missing, d = components - len(mixture.weights), mixture.means.shape[1]
     if not missing:
@@ -173,4 +173,4 @@ def spread(mixture: Mixture, components: int, j: int) -> Mixture:
     trace = variance * d if np.ndim(variance) == 0 else np.trace(variance) if np.ndim(variance) == 2 else variance.sum()
     direction = generator(0, "dp-em split", j).normal(size=(len(moved), d))
     means[moved] += direction * math.sqrt(float(trace)) / d
-    return Mixture(mixture.count, weights, means, mixture.variances[index], mixture.noise[index])
+    return NoisyMixture(mixture.count, weights, means, mixture.variances[index], mixture.noise[index])

@@ -77,7 +77,7 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     if spec.name == "top_layers":
         count = spec.layers or 1
         _enough(count, parts)
-        tops: list[nn.Module | None] = [block for _, block in parts.blocks[-count:]]
+        tops: list[nn.Module | None] = [block for blocks in parts.encoders for _, block in blocks[-count:]]
         for top in [*tops, parts.norm, parts.pooler, *(module.get_submodule(n) for n in {*new, parts.head} if n)]:
             if top is not None:
                 top.requires_grad_(True)
@@ -104,7 +104,7 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     targets = list(spec.targets or query_value_names(parts))
     if spec.layers is not None:
         _enough(spec.layers, parts)
-        tops = tuple(path for path, _ in parts.blocks[-spec.layers :])
+        tops = tuple(path for blocks in parts.encoders for path, _ in blocks[-spec.layers :])
         targets = [
             name
             for name, _ in module.named_modules()
@@ -114,7 +114,7 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         if not targets:
             raise InputError(
                 f"model.adaptation.targets: none of {', '.join(spec.targets or ())} is in the last {spec.layers} of "
-                f"{len(parts.blocks)} blocks; drop model.adaptation.layers, or raise it"
+                f"{_deepest(parts)} blocks; drop model.adaptation.layers, or raise it"
             )
     transposed = any(
         type(m).__name__ == "Conv1D" and any(n == t or n.endswith(f".{t}") for t in targets)
@@ -171,5 +171,10 @@ def _takes_factors(module: nn.Module, spec: AdaptationSpec, parts: Parts) -> boo
 
 
 def _enough(count: int, parts: Parts) -> None:
-    if count > len(parts.blocks):
-        raise InputError(f"model.adaptation.layers: {count}, but the model has {len(parts.blocks)} blocks")
+    if count > _deepest(parts):
+        raise InputError(f"model.adaptation.layers: {count}, but the model has {_deepest(parts)} blocks")
+
+
+def _deepest(parts: Parts) -> int:
+    """Blocks of the deepest encoder; a shallower one has all of its own trained where more are named."""
+    return max(map(len, parts.encoders))

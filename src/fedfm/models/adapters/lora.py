@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,12 @@ from fedfm.linalg.params import Layout, Params, layout_of
 from fedfm.models.adapters.adaptation import check
 from fedfm.models.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
+
 _A, _B = ".lora_A.", ".lora_B."
+
+Weight = float | Callable[[Tensor], Any]  # of an adapter's output; or by a module's output y (b, ...), see :func:`at`
 
 
 def pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -42,9 +47,9 @@ def rest(names: Iterable[str]) -> list[str]:
     return [name for name in names if _A not in name and _B not in name]
 
 
-def alpha_of(model: Any) -> float:
+def alpha_of(model: Model) -> float:
     """LoRA's alpha; the scale of an adapter of rank r is alpha / r."""
-    adaptation = model.spec.adaptation
+    adaptation = model.adaptation_spec
     return float(2 * adaptation.rank if adaptation.alpha is None else adaptation.alpha)
 
 
@@ -139,19 +144,19 @@ def at_rank(spec: ModelSpec, rank: int | None) -> ModelSpec:
 
 
 @contextmanager
-def scaled(model: Any, rank: int) -> Iterator[None]:
+def scaled(model: Model, rank: int) -> Iterator[None]:
     """Within it the model's LoRA has the scale alpha / rank, whatever its own rank: for parameters of this rank,
     filled up with zeros.
     """
-    if rank == model.spec.adaptation.rank:
+    if rank == model.adaptation_spec.rank:
         yield
         return
-    layers = [model.module.get_submodule(path) for path in pairs(model.names)]
+    layers: list[Any] = [model.module.get_submodule(path) for path in pairs(model.names)]
     before = [layer.scaling["default"] for layer in layers]
     for layer, s in zip(layers, before, strict=True):
-        layer.scaling["default"] = s * model.spec.adaptation.rank / rank
+        layer.scaling["default"] = s * model.adaptation_spec.rank / rank
     try:
-        with altered(model):
+        with weights_overridden(model):
             yield
     finally:
         for layer, s in zip(layers, before, strict=True):
@@ -159,7 +164,7 @@ def scaled(model: Any, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def shifted(model: Any, shift: Mapping[str, Factors]) -> Iterator[None]:
+def shifted(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
     """Within it the frozen weight W of each named module acts as W + U V, in training and in prediction.
 
     U V x is added to what the module puts out: no bit of W is touched, so that tied and half-precision weights, and
@@ -173,18 +178,18 @@ def shifted(model: Any, shift: Mapping[str, Factors]) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        stack.enter_context(altered(model))
+        stack.enter_context(weights_overridden(model))
         for path, (u, v) in shift.items():
-            hook = model.module.get_submodule(path).register_forward_hook(Shift(u, v, model.device))
+            hook = model.module.get_submodule(path).register_forward_hook(LowRankDelta(u, v, model.device))
             stack.callback(hook.remove)
         yield
 
 
 @contextmanager
-def wearing(model: Any, w: Params) -> Iterator[None]:
-    """Within it the model has the parameters w, LoRA of any rank; one of another rank than its own acts as a shift."""
+def applied(model: Model, w: Params) -> Iterator[None]:
+    """Install w, LoRA of any rank, in the model; one of another rank than its own acts as a shift."""
     rank = rank_of(w)
-    if rank is None or rank == model.spec.adaptation.rank:
+    if rank is None or rank == model.adaptation_spec.rank:
         model.load(w)
         yield
         return
@@ -195,7 +200,7 @@ def wearing(model: Any, w: Params) -> Iterator[None]:
         yield
 
 
-def need(model: Any) -> None:
+def need(model: Model) -> None:
     """Refuse a model that is adapted by anything but LoRA on linear maps.
 
     Raises:
@@ -209,16 +214,10 @@ def need(model: Any) -> None:
         raise InputError(f"model.adaptation.targets: {bad[0].partition(_A)[0]} is no linear map; name linear maps only")
 
 
-class Shift:
-    """A forward hook: y + x V^T U^T, by the dense matrix where that is less work.
+class LowRankDelta:
+    """A forward hook: y + m x V^T U^T, by the dense matrix where that is less work; m is the weight."""
 
-    Args:
-        weight: of the second term, by y (b, ...): a number, or one a row in a shape that goes with y; None: 1.
-    """
-
-    def __init__(
-        self, u: Tensor, v: Tensor, device: torch.device, weight: Callable[[Tensor], Any] | None = None
-    ) -> None:
+    def __init__(self, u: Tensor, v: Tensor, device: torch.device, weight: Weight = 1.0) -> None:
         (m, r), n = u.shape, v.shape[1]
         dense = r * (m + n) >= m * n
         maps = [u.double() @ v.double()] if dense else [v, u]
@@ -229,19 +228,24 @@ class Shift:
         x = args[0].float()  # (..., n)
         for matrix in self.maps:
             x = F.linear(x, matrix)
-        if self.weight is not None:
-            x = x * self.weight(y)
+        if self.weight != 1.0:
+            x = x * at(self.weight, y)
         return y + x.to(y.dtype)  # (..., m)
 
 
+def at(weight: Weight, y: Tensor) -> Any:
+    """A number, or one a row in a shape that goes with y (b, ...)."""
+    return weight(y) if callable(weight) else weight
+
+
 @contextmanager
-def altered(model: Any) -> Iterator[None]:
+def weights_overridden(model: Model) -> Iterator[None]:
     """Tells those who read the model's weights, rather than calling it, to leave it alone."""
-    model.altered += 1
+    model.weights_overridden += 1
     try:
         yield
     finally:
-        model.altered -= 1
+        model.weights_overridden -= 1
 
 
 def _grown(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

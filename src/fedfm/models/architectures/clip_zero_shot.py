@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class ZeroShot(nn.Module):
+class ZeroShotClassifier(nn.Module):
     """logits = scale * cosine(image, text of the class).
 
     The features are the image embeddings of norm 1, the head's weight is scale times the text embeddings of norm 1: a

@@ -49,7 +49,7 @@ class PreActResNetConfig(PreTrainedConfig):  # type: ignore[misc]
         super().__init__(**others)
 
 
-class Block(nn.Module):
+class PreActBlock(nn.Module):
     """x + conv(relu(bn(conv(h)))), h = relu(bn(x)); where the shape changes the shortcut is a 1x1 convolution of h."""
 
     def __init__(self, c_in: int, c_out: int, stride: int) -> None:
@@ -118,7 +118,9 @@ class PreActResNet(PreTrainedModel):  # type: ignore[misc]
 
 
 def _section(c_in: int, c_out: int, blocks: int, stride: int) -> nn.Sequential:
-    return nn.Sequential(*(Block(c_in if i == 0 else c_out, c_out, stride if i == 0 else 1) for i in range(blocks)))
+    return nn.Sequential(
+        *(PreActBlock(c_in if i == 0 else c_out, c_out, stride if i == 0 else 1) for i in range(blocks))
+    )
 
 
 AutoConfig.register(MODEL_TYPE, PreActResNetConfig, exist_ok=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedfm.core.rows import Rows
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
-from fedfm.models.model import PREDICTORS
+from fedfm.models.model import PREDICTORS, Model
 from fedfm.training import loop
 from fedfm.training.job import Job
 from fedfm.training.packed import attention, trainer
@@ -37,19 +37,19 @@ _LONG = 64  # tokens a picture from which one client's batch fills the cache
 _known: WeakKeyDictionary[Any, dict[bool, _Found | None]] = WeakKeyDictionary()
 
 
-def applies(model: Any, kernels: str) -> bool:
+def applies(model: Model, kernels: str) -> bool:
     """Whether :func:`train` computes this model by hand; otherwise it is left to the loop."""
     return kernels in KERNELS and _net(model, kernels == FAST_BF16) is not None
 
 
-def width(model: Any) -> int:
+def width(model: Model) -> int:
     """How many clients one chunk should hold."""
     kernels = getattr(model, "kernels", "exact")
     found = _net(model, kernels == FAST_BF16) if kernels != "exact" else None
     return 1 if found is None or found.net.positions >= _LONG else _WIDTH
 
 
-def prepare(model: Any) -> None:
+def prepare(model: Model) -> None:
     """Load, or compile where that has never been done, what fast kernels attend with."""
     kernels = getattr(model, "kernels", "exact")
     found = _net(model, kernels == FAST_BF16) if kernels != "exact" else None
@@ -85,7 +85,7 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     return out
 
 
-def predict(model: Any, rows: Rows) -> Tensor | None:
+def predict(model: Model, rows: Rows) -> Tensor | None:
     """Logits (n, C) of the model as it stands, float32 whatever the kernels; None where they are not computed by hand.
 
     They equal the module's within 1e-5. Their bits depend on the rows, their order and the parameters alone. What was
@@ -107,11 +107,11 @@ class _Found(NamedTuple):
     predictor: Predictor
 
 
-def _net(model: Any, low: bool, *, fresh: bool = False) -> _Found | None:
+def _net(model: Model, low: bool, *, fresh: bool = False) -> _Found | None:
     """The model as read once; with ``fresh``, read again if its frozen weights have changed since."""
     if not hasattr(getattr(model, "module", None), "peft_config") or not getattr(model, "softmax", True):
         return None
-    if getattr(model, "altered", 0):
+    if getattr(model, "weights_overridden", 0):
         return None
     known = _known.setdefault(model, {})
     found = known.get(low)

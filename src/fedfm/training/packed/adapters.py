@@ -12,7 +12,7 @@ from torch import Tensor
 from fedfm.training.packed.linear import Linear, product
 
 
-class Flat:
+class FlatLayout:
     """Where each trained tensor lies in a client's flat vector; ``views`` cuts a vector (or its gradient) up.
 
     The order is ours, not that of the model's Params: the A of one linear map lie side by side, so that one product
@@ -47,7 +47,7 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class Site:
+class LoraSite:
     """One LoRA: B (stop - start, r) A (r, in) added to the outputs start:stop of a map.
 
     Attributes:
@@ -77,7 +77,7 @@ class Segment:
 class Adapted:
     """A frozen linear map with LoRA on some of its outputs."""
 
-    def __init__(self, base: Linear, sites: Sequence[Site], name: str) -> None:
+    def __init__(self, base: Linear, sites: Sequence[LoraSite], name: str) -> None:
         self.base, self.sites, self.name = base, tuple(sites), name
         self.trains_a = bool(sites) and sites[0].frozen_a is None
         frozen = [site.frozen_a for site in sites if site.frozen_a is not None]
@@ -88,7 +88,7 @@ class Adapted:
         """Name of all A of this map stacked (R, in), R the sum of the ranks."""
         return f"{self.name}/A"
 
-    def declare(self, flat: Flat) -> None:
+    def declare(self, flat: FlatLayout) -> None:
         """Give the trained tensors their places."""
         if self.trains_a:
             for site in self.sites:
@@ -100,7 +100,7 @@ class Adapted:
     def part(self, start: int, stop: int) -> Adapted:
         """The map to outputs start:stop only; no site may straddle the border."""
         sites = [
-            Site(s.start - start, s.stop - start, s.rank, s.scale, s.a, s.b, s.frozen_a)
+            LoraSite(s.start - start, s.stop - start, s.rank, s.scale, s.a, s.b, s.frozen_a)
             for s in self.sites
             if start <= s.start and s.stop <= stop
         ]

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedfm.training.packed.adapters import Adapted, Flat, Site
+from fedfm.models.model import Model
+from fedfm.training.packed.adapters import Adapted, FlatLayout, LoraSite
 from fedfm.training.packed.layers import Layer, Norm
 from fedfm.training.packed.linear import Linear
 
@@ -44,7 +45,7 @@ class Net:
     norm: Norm | None
     pooler: Linear | None
     mean: bool
-    flat: Flat
+    flat: FlatLayout
     head: tuple[str, str]
     names: frozenset[str]
     frozen: tuple[Tensor, ...]
@@ -61,7 +62,7 @@ def stamp_of(tensors: tuple[Tensor, ...]) -> tuple[float, ...]:
     return tuple(torch.stack([t.sum() for t in tensors]).tolist())
 
 
-def read(model: Any, *, low: bool) -> Net:
+def read(model: Model, *, low: bool) -> Net:
     """The net of a model.
 
     Args:
@@ -70,7 +71,8 @@ def read(model: Any, *, low: bool) -> Net:
     Raises:
         Unsupported: with what is not supported.
     """
-    base = model.module.get_base_model() if hasattr(model.module, "peft_config") else None
+    module: Any = model.module
+    base = module.get_base_model() if hasattr(module, "peft_config") else None
     config: Any = getattr(base, "config", None)
     kind = getattr(config, "model_type", None)
     if base is None or kind not in TEXT + IMAGE or getattr(model, "task", "classification") != "classification":
@@ -93,7 +95,7 @@ def read(model: Any, *, low: bool) -> Net:
         )
         for i, block in enumerate(blocks)
     )
-    flat = Flat()
+    flat = FlatLayout()
     for layer in layers:
         for part in layer.maps:
             part.declare(flat)
@@ -201,7 +203,7 @@ def _base(module: Any) -> nn.Linear:
     return base
 
 
-def _sites(module: Any, names: dict[int, str], start: int, factor: float) -> Iterator[Site]:
+def _sites(module: Any, names: dict[int, str], start: int, factor: float) -> Iterator[LoraSite]:
     from peft.tuners.lora.layer import Linear as LoraLinear
 
     if not _is_lora(module):
@@ -217,7 +219,7 @@ def _sites(module: Any, names: dict[int, str], start: int, factor: float) -> Ite
     name_a = names.get(id(a.weight), "")
     frozen = None if name_a else a.weight.detach()
     scale = float(module.scaling["default"]) * factor
-    yield Site(start, start + b.weight.shape[0], a.weight.shape[0], scale, name_a, names[id(b.weight)], frozen)
+    yield LoraSite(start, start + b.weight.shape[0], a.weight.shape[0], scale, name_a, names[id(b.weight)], frozen)
 
 
 def _trained_head(module: Any, names: dict[int, str]) -> tuple[str, str]:

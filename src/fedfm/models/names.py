@@ -1,0 +1,52 @@
+"""What the [model] table may name: models that are built in, folders, files, hub ids; and dtypes."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import re
+from pathlib import Path
+
+import torch
+
+from fedfm.errors import InputError
+
+BUILT_IN = {  # folders in this package; all but nano-vit are architectures without weights
+    "nano-vit": "nano_vit",
+    "nano-gpt2": "architectures/nano_gpt2",
+    "preact-resnet": "architectures/preact_resnet",
+    "preact-resnet-small": "architectures/preact_resnet_small",
+    "vit-b16": "architectures/vit_b16",
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def locate(name: str) -> Path | str:
+    """Folder or file of a model name; a str where it is a hub id.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    if not name:
+        raise InputError(f"model.name: missing, expected {', '.join(BUILT_IN)}, a folder, a hub id or features")
+    if name in BUILT_IN:
+        return Path(str(importlib.resources.files("fedfm.models") / BUILT_IN[name]))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            if (path / "pretrain.json").exists():
+                raise InputError(f"model.name: {path} is not finished: the `fedfm pretrain` that began it goes on")
+            raise InputError(f"model.name: {path} has no config.json, expected a folder as save_pretrained writes it")
+        return path
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise InputError(f"model.name: {path} is a file, expected a folder with config.json and model.safetensors")
+        return path
+    close = difflib.get_close_matches(name, [*BUILT_IN, "features"], 1)
+    if close and "/" not in name:
+        raise InputError(f"model.name: unknown {name!r}: did you mean {close[0]!r}?")
+    if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise InputError(
+            f"model.name: no folder {name}, expected {', '.join(BUILT_IN)}, a folder, a hub id or features"
+        )
+    return name
