@@ -1,4 +1,6 @@
-"""Writes what the documents say about the code: docs/reference/experiment.md, and the table of methods in README.md.
+"""Writes what documents and `fedfm show` say about the code.
+
+docs/reference/experiment.md, the table of methods in README.md, and src/fedfm/config/catalogue.json.
 
 python docs/generate.py            write
 python docs/generate.py --check    exit 1 where a file is not what would be written
@@ -15,6 +17,7 @@ import typing
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from fedfm.config.catalogue import everything
 from fedfm.config.experiment import PrivacySpec, RunSpec
 from fedfm.config.registry import available, resolve
 from fedfm.config.toml import key_of
@@ -27,6 +30,7 @@ from fedfm.training import BY_NAME, Local
 PAGE = Path(__file__).parent / "reference" / "experiment.md"
 README = Path(__file__).parent.parent / "README.md"
 METHODS = README.parent / "src" / "fedfm" / "methods"
+CATALOGUE = METHODS.parent / "config" / "catalogue.json"
 BEGIN, END = "<!-- methods:begin -->", "<!-- methods:end -->"
 _HEAD = """# The experiment file
 
@@ -43,7 +47,8 @@ made of method and data.
 def main() -> int:
     """Write or check the files."""
     old = 0
-    for path, text in ((PAGE, page()), (README, readme(README.read_text(encoding="utf-8")))):
+    shown = json.dumps(everything(), indent=1, ensure_ascii=False) + "\n"
+    for path, text in ((PAGE, page()), (README, readme(README.read_text(encoding="utf-8"))), (CATALOGUE, shown)):
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         if "--check" in sys.argv[1:]:
