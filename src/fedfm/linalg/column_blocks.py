@@ -30,8 +30,6 @@ STRETCH = 1 << 18  # columns whose sum one thread makes
 SHORT = 10**8  # multiplications that take less time than threads to start
 WINDOWS = 1 << 30  # bytes of files that all threads hold at most: shorter pieces cost more calls and waits
 LINE = 64  # bytes between rows: a power of two apart they would share a few lines of a cache; files need a sector
-LOOP = 1 << 18  # entries side by side from which a compiled loop puts them there, or multiplies them
-PLACED = 1 << 10  # columns of a run, on average, that are multiplied where they lie
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
@@ -71,15 +69,15 @@ class Plan(NamedTuple):
 # --- what is computed where -------------------------------------------------------------------------------------------
 
 
-def planned(runs: Sequence[Sequence[Run]], count: int, files: bool, wide: Sequence[bool], threads: int | None) -> Plan:
-    """Of every layer; float64 entries, and all of a ``wide`` layer's, in float64."""
+def planned(runs: Sequence[Sequence[Run]], count: int, files: bool, threads: int | None) -> Plan:
+    """Of every layer: float64 entries in float64, others in float32."""
     block = max(BLOCK, min(MOST, ENTRIES // count // BLOCK * BLOCK))
     long = max(1, STRETCH // block) * block
     pieces = [
         (layer, dtype, part)
         for layer, of in enumerate(runs)
         for dtype in (np.float32, np.float64)
-        for part in cut([r for r in of if (wide[layer] or r.dtype == torch.float64) == (dtype is np.float64)], long)
+        for part in cut([r for r in of if (r.dtype == torch.float64) == (dtype is np.float64)], long)
     ]
     work = count * count * sum(r.stop - r.start for of in runs for r in of)
     computing = threads or os.cpu_count() or 1 if work > SHORT else 1
@@ -176,17 +174,11 @@ class Desk(local):
 
 
 class Row:
-    """The flat vector of one dtype, in memory or in a file: of NumPy where it has the dtype.
-
-    Attributes:
-        address: of float32 numbers next to each other in memory; 0 of others.
-    """
+    """The flat vector of one dtype, in memory or in a file: of NumPy where it has the dtype."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat: Any = flat.numpy() if flat.dtype in NATIVE else flat
         self.file = stored(flat)
-        placed = flat.dtype == torch.float32 and flat.is_contiguous() and self.file is None
-        self.address = flat.data_ptr() if placed else 0
 
     def part(self, start: int, stop: int) -> Any:
         """These entries: a view, or a copy of what is in the file."""
@@ -234,22 +226,6 @@ def rows_of(vectors: Sequence[Params]) -> Rows:
     return {d: [Row(x.flats[d]) for x in vectors] for d in dtypes}
 
 
-def addresses(rows: Sequence[Row], start: int) -> np.ndarray:
-    """(K,) of the entries ``start`` of float32 vectors in memory."""
-    return np.array([row.address for row in rows]) + 4 * start
-
-
-def addresses_in(matrix: np.ndarray) -> np.ndarray:
-    """(K,) of its rows."""
-    return matrix.ctypes.data + matrix.strides[0] * np.arange(len(matrix))
-
-
-def in_place(stretch: Stretch, *several: Rows) -> bool:
-    """Whether all are float32 in memory, and the runs so long that each may be computed by itself."""
-    long = PLACED * len(stretch.runs) <= columns_of(stretch)
-    return long and all(row.address for of in several for run in stretch.runs for row in of[run.dtype])
-
-
 def in_files(*several: Rows) -> bool:
     """Whether any of them lies in a file."""
     return any(row.file is not None for rows in several for of in rows.values() for row in of)
@@ -262,7 +238,8 @@ def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[
         for dtype, start, stop in runs:
             here = slice(at, at + stop - start)
             at = here.stop
-            _beside(rows[dtype], start, stop, buffer[:, here])
+            for row, x in zip(buffer[:, here], rows[dtype], strict=True):
+                x.copy(start, stop, row)
         yield runs, buffer[:, :at]
 
 
@@ -270,19 +247,6 @@ def blocks(stretch: Stretch, window: np.ndarray) -> Iterator[np.ndarray]:
     """Of so many columns as are multiplied at once, the last one of what is left."""
     for at in range(0, window.shape[1], stretch.block):
         yield window[:, at : at + stretch.block]
-
-
-def _beside(rows: Sequence[Row], start: int, stop: int, into: np.ndarray) -> None:
-    """These entries of all vectors, as the rows of ``into`` (K, n)."""
-    done = 0
-    if into.size >= LOOP and into.dtype == np.float32 and all(row.address for row in rows):
-        from fedfm.linalg.kernels import vector_loops
-
-        done = into.shape[1] // 16 * 16
-        vector_loops.beside(into[:, :done], addresses(rows, start))
-    if start + done < stop:
-        for row, x in zip(into[:, done:], rows, strict=True):
-            x.copy(start + done, stop, row)
 
 
 def _bytes(x: Any) -> np.ndarray:
