@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
-from fedfm.linalg.running_mean import Mean, weighted_mean
+from fedfm.linalg.running_mean import RunningMean, weighted_mean
 from fedfm.methods.fedbaf.pull import Piece, direction_distance, mix
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -237,7 +237,7 @@ def test_a_mean_is_a_params_like_any_other():
 
 
 def test_after_the_mean_no_term_is_taken():
-    mean, x = Mean(), Params({"w": torch.ones(2)})
+    mean, x = RunningMean(), Params({"w": torch.ones(2)})
     mean.add(1.0, x)
     assert mean.result() is mean.result()
     with pytest.raises(RuntimeError, match="after the mean"):

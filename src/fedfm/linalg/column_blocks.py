@@ -35,7 +35,7 @@ NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 R = TypeVar("R")
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Entries start to stop of the flat vector of one dtype."""
 
     dtype: torch.dtype
@@ -48,12 +48,12 @@ class Stretch(NamedTuple):
 
     layer: int
     dtype: Any
-    runs: list[Run]
+    runs: list[Span]
     block: int
     window: int
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     """Stretches, how many threads take them, and how many of these compute at a time; the others wait for the disk.
 
     Attributes:
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 # --- what is computed where -------------------------------------------------------------------------------------------
 
 
-def planned(runs: Sequence[Sequence[Run]], count: int, files: bool, threads: int | None) -> Plan:
+def planned(runs: Sequence[Sequence[Span]], count: int, files: bool, threads: int | None) -> Schedule:
     """Of every layer: float64 entries in float64, others in float32."""
     block = max(BLOCK, min(MOST, ENTRIES // count // BLOCK * BLOCK))
     long = max(1, STRETCH // block) * block
@@ -84,10 +84,10 @@ def planned(runs: Sequence[Sequence[Run]], count: int, files: bool, threads: int
     workers = min(computing + files, len(pieces))
     fit = min(PIECE, long, WINDOWS // (max(workers, 1) * 2 * count * 4)) if files else 0
     window = max(1, fit // block) * block
-    return Plan([Stretch(*of, block, window) for of in pieces], workers, computing, SECTOR if files else LINE)
+    return Schedule([Stretch(*of, block, window) for of in pieces], workers, computing, SECTOR if files else LINE)
 
 
-def in_order(function: Callable[[Stretch, Desk], R], plan: Plan) -> Iterator[tuple[Stretch, R]]:
+def in_order(function: Callable[[Stretch, Desk], R], plan: Schedule) -> Iterator[tuple[Stretch, R]]:
     """Every stretch and what the function makes of it, in their order."""
     stretches, threads, computing, apart = plan
     desk = Desk(Semaphore(computing), apart)
@@ -104,9 +104,9 @@ def in_order(function: Callable[[Stretch, Desk], R], plan: Plan) -> Iterator[tup
                 yield from zip(stretches, pool.map(quiet, stretches), strict=True)
 
 
-def merged(layout: Layout, names: Iterable[str], floating: bool = True) -> list[Run]:
+def merged(layout: Layout, names: Iterable[str], floating: bool = True) -> list[Span]:
     """The entries of these names in as few runs as there are; only the floating-point ones, if so."""
-    runs = (Run(*layout.slots[n][:3]) for n in names)
+    runs = (Span(*layout.slots[n][:3]) for n in names)
     return _joined(
         sorted(
             (r for r in runs if r.start < r.stop and (r.dtype.is_floating_point or not floating)),
@@ -115,25 +115,25 @@ def merged(layout: Layout, names: Iterable[str], floating: bool = True) -> list[
     )
 
 
-def _joined(runs: Iterable[Run]) -> list[Run]:
+def _joined(runs: Iterable[Span]) -> list[Span]:
     """Those that follow each other as one."""
-    found: list[Run] = []
+    found: list[Span] = []
     for run in runs:
         if found and found[-1].dtype == run.dtype and found[-1].stop == run.start:
-            found[-1] = Run(run.dtype, found[-1].start, run.stop)
+            found[-1] = Span(run.dtype, found[-1].start, run.stop)
         else:
             found.append(run)
     return found
 
 
-def cut(runs: Iterable[Run], size: int) -> Iterator[list[Run]]:
+def cut(runs: Iterable[Span], size: int) -> Iterator[list[Span]]:
     """Pieces of so many columns, the last one of what is left."""
-    piece: list[Run] = []
+    piece: list[Span] = []
     free = size
     for dtype, start, stop in runs:
         while start < stop:
             end = min(stop, start + free)
-            piece.append(Run(dtype, start, end))
+            piece.append(Span(dtype, start, end))
             free, start = free - (end - start), end
             if not free:
                 yield piece
@@ -231,7 +231,7 @@ def in_files(*several: Rows) -> bool:
     return any(row.file is not None for rows in several for of in rows.values() for row in of)
 
 
-def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Run], np.ndarray]]:
+def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Span], np.ndarray]]:
     """Runs, and all vectors' entries of them side by side, (K, n), in the dtype of the buffer, which has them."""
     for runs in cut(stretch.runs, stretch.window):
         at = 0

@@ -11,7 +11,7 @@ from fedfm.linalg.params import Params
 _PIECE = 1 << 15  # entries that torch adds on one thread: the last of a thread's share round in another way
 
 
-class Mean:
+class RunningMean:
     """Streaming weighted mean (sum_k a_k x_k) / (sum_k a_k): one running sum in memory, whatever the number of terms.
 
     Attributes:
@@ -63,7 +63,7 @@ class Mean:
 
 def weighted_mean(terms: Iterable[tuple[float, Params]]) -> Params:
     """(sum_k a_k x_k) / (sum_k a_k), streaming."""
-    mean = Mean()
+    mean = RunningMean()
     for weight, x in terms:
         mean.add(weight, x)
     return mean.result()
