@@ -33,8 +33,6 @@ from typing import Any
 
 import common
 import numpy as np
-from scipy.linalg.blas import dsyrk
-from scipy.linalg.lapack import dpotrf
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_limits
@@ -94,20 +92,6 @@ def distance(m: Any, peer: Any, variance: float) -> float:
         float(np.abs(m.means - peer.means_).max()) / variance**0.5,
         float(np.abs(covariances(m) - peer.covariances_).max()) / variance,
     )
-
-
-def floors(d: int, groups: list[Any], turns: int) -> str:
-    """What LAPACK takes for the products and the factor of a full covariance, which fedfm makes in tiles of its own."""
-    wide = [x.astype(np.float64) for x in groups]
-
-    def products() -> None:
-        for x in wide:
-            s = dsyrk(1 / len(x), x.T, lower=1)  # (d, d)
-            s[np.diag_indices(d)] += 1
-            dpotrf(s, lower=1, overwrite_a=1)
-
-    spent = common.median(common.interleave({"floor": products}, turns)["floor"])
-    return f"d = {d}, K = 1, full: dsyrk and dpotrf alone, {1e6 * spent / len(groups):.0f} us a group."
 
 
 def case(d: int, groups: list[Any], source: str, k: int, covariance: str, turns: int) -> dict[str, Any]:
@@ -199,7 +183,6 @@ def main() -> None:
                 if least:
                     name = f"times scikit-learn, d = {d}, K = {k}, {covariance}"
                     goals.append(common.goal(name, rows[-1]["ratio"]["median"], least=least))
-            notes.append(floors(d, groups, turns))
     title = f"{count} groups of 5 to 500 rows, one thread"
     notes.append(f"Compiling, once: {compile_seconds():.1f} CPU seconds, load {os.getloadavg()[0]:.1f}.")
     sys.stdout.flush()

@@ -1,4 +1,5 @@
-"""Writes the pages of docs/reference/ that follow from the code (keys, methods, commands), and the README's figure.
+"""Writes what follows from the code: pages of docs/reference/ (keys, methods, commands), the README's figure, and
+src/fedfm/config/catalogue.json, which `fedfm list` and `fedfm show` read.
 
 python docs/generate.py            write
 python docs/generate.py --check    exit 1 where a file is not what would be written
@@ -19,6 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import figure
 
 from fedfm.cli.parser import build
+from fedfm.config.catalogue import everything
 from fedfm.config.experiment import PrivacySpec, RunSpec
 from fedfm.config.registry import available, resolve
 from fedfm.config.toml import key_of
@@ -31,6 +33,7 @@ from fedfm.training import BY_NAME, Local
 DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
 METHODS = DOCS.parent / "src" / "fedfm" / "methods"
+CATALOGUE = METHODS.parent / "config" / "catalogue.json"
 _GENERATED = "<!-- Written by docs/generate.py from the code: change the code, then run it again. -->"
 _HEAD = f"""# The experiment file
 
@@ -64,6 +67,7 @@ def main() -> int:
     old = 0
     pages = {"experiment.md": page(), "methods.md": methods(), "commands.md": commands()}
     written = {REFERENCE / name: text for name, text in pages.items()} | {figure.FILE: figure.draw()}
+    written[CATALOGUE] = json.dumps(everything(), indent=1, ensure_ascii=False) + "\n"
     for path, text in written.items():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue

@@ -794,38 +794,6 @@ def test_the_light_commands_import_no_heavy_library():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-_LOOPS = """
-import os, sys
-import numpy as np
-from fedfm.cli import main
-main(["list", "attacks"])
-from fedfm.linalg.kernels.vector_loops import mix, squares
-x = np.ones(9, np.float32)
-if os.fork() == 0:
-    mix(x.copy(), x, x, 0.5, 0.5, np.empty(2048, np.float32))
-    os._exit(0)
-os.wait()
-squares(x, x, np.empty((1, 3)))
-"""
-
-
-def test_compiling_is_said_once_and_only_where_something_is_compiled(tmp_path):
-    """A worker and this process each compile a loop, and one of them speaks; the second time both find it on disk."""
-    heard = []
-    for _ in ("cold", "warm"):
-        ended = subprocess.run(
-            [sys.executable, "-c", _LOOPS],
-            env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert "compiling" not in ended.stdout
-        heard.append(ended.stderr.count("fedfm: compiling loops"))
-    assert len(list(tmp_path.rglob("vector_loops.*.nbc"))) == 2
-    assert heard == [1, 0]
-
-
 @pytest.mark.parametrize("flag", [("--seeds", "-1,2"), ("--seeds=-1,2",), ("--seeds", "-1"), ("--seeds", "0.5")])
 def test_seeds_are_whole_numbers_of_at_least_0(tmp_path, capsys, flag):
     code, _, err = call(capsys, "run", toml(tmp_path), *flag, "--out", tmp_path / "r")

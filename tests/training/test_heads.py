@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fedfm import seeds
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
-from fedfm.linalg.kernels import softmax_sgd
 from fedfm.linalg.params import Params
 from fedfm.training import SGD, Adam, AdamW, Proximal, gram, heads
 from fedfm.training.job import Job
@@ -223,23 +221,6 @@ def test_both_ways_of_plain_sgd_are_the_textbooks(n, d, c, size, epochs, decay, 
         np.testing.assert_allclose(got["head.weight"].numpy(), expected[0], rtol=1e-5, atol=3e-6)
         np.testing.assert_allclose(got["head.bias"].numpy(), expected[1], rtol=1e-5, atol=3e-6)
         assert loss == pytest.approx(expected[2], rel=1e-5, abs=1e-6)
-        for other in (job.w, Params(job.w)):  # the start itself, of which the difference is known, and another like it
-            moved = got - other
-            assert all(torch.equal(moved[name], got[name] - job.w[name]) for name in NAMES)
-
-
-@given(seed=st.integers(0, 2**63 - 1), purpose=st.sampled_from(["batches", "other"]))
-def test_the_compiled_seeding_is_numpys(seed, purpose):
-    """Also where the derived seed is short of 64 or of 32 bits."""
-    got, want = softmax_sgd.generator(seed, purpose), seeds.generator(seed, purpose)
-    assert got.bit_generator.state == want.bit_generator.state
-    np.testing.assert_array_equal(got.permutation(36), want.permutation(36))
-    words = np.empty(12, np.uint32)
-    for short in (seed, seed & 0xFFFFFFFF, seed & 0xFF, 0):
-        softmax_sgd._state(short, words[:4], words[4:])
-        np.testing.assert_array_equal(
-            words[4:].view(np.uint64), np.random.SeedSequence(short).generate_state(4, np.uint64)
-        )
 
 
 def test_the_span_is_taken_where_it_has_fewer_multiplications(monkeypatch):

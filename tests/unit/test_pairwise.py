@@ -20,13 +20,10 @@ from fedfm.linalg.params import Params
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 EPS = {d: torch.finfo(d).eps for d in DTYPES if d.is_floating_point}
 SMALL = {
-    "LONG": 30,
     "BLOCK": 8,
     "ENTRIES": 64,
     "STRETCH": 16,
     "SHORT": 0,
-    "LOOP": 20,
-    "PLACED": 3,
 }  # several of everything
 
 
@@ -203,27 +200,6 @@ def test_bits_depend_neither_on_threads_nor_on_torchs(count):
             torch.set_num_threads(before)
         assert products.tobytes() == one[0].tobytes()
         assert all(map(same, mixed, one[1]))
-
-
-@pytest.mark.parametrize("entries", [15, 16, 1000, 70_001])
-def test_products_of_vectors_where_they_lie_give_the_bits_of_copies(monkeypatch, entries):
-    vectors = drawn(7, 6, [(entries,), (3,)], dtypes=(torch.float32, torch.float64))
-    weights, base = np.random.default_rng(8).normal(size=(1, 6, 6)), drawn(9, 1, [(entries,), (3,)])[0]
-    base, bases = base.cast(vectors[0].layout), drawn(10, 6, [(entries,), (3,)], dtypes=(torch.float32, torch.float64))
-    monkeypatch.setattr(pairwise, "LOOP", 0)
-    found = []
-    for loop, placed in ((1 << 60, 1 << 60), (0, 0)):
-        monkeypatch.setattr(column_blocks, "LOOP", loop)
-        monkeypatch.setattr(column_blocks, "PLACED", placed)
-        onto = (None, [base] * 6, bases)
-        found.append((gram(vectors), *(mix(weights, vectors, onto=of) for of in onto)))
-    (plain, *mixed), (products, *others) = found
-    assert np.array_equal(plain, products)
-    assert all(same(x, y) for one, two in zip(mixed, others, strict=True) for x, y in zip(one, two, strict=True))
-    for i, row in enumerate(weights[0]):
-        sums = sum(w * x["l0"].double() for w, x in zip(row, vectors, strict=True))
-        for got, added in zip(others, (0, base["l0"].double(), bases[i]["l0"].double()), strict=True):
-            torch.testing.assert_close(got[i]["l0"].double(), sums + added, rtol=1e-5, atol=1e-5)
 
 
 def test_vectors_with_gaps_between_their_entries_are_read_as_such():

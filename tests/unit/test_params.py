@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfm.linalg.params import Params, sha256_of
-from fedfm.linalg.running_mean import Mean, weighted_mean
+from fedfm.linalg.running_mean import RunningMean, weighted_mean
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5)
 
@@ -59,7 +59,7 @@ def test_a_mean_of_one_is_that_one_up_to_rounding():
 def test_a_mean_needs_weight():
     with pytest.raises(ValueError, match="positive weight"):
         weighted_mean([])
-    mean = Mean()
+    mean = RunningMean()
     mean.add(0.0, Params({"w": torch.ones(1)}))
     with pytest.raises(ValueError, match="positive weight"):
         mean.result()

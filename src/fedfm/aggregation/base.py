@@ -10,7 +10,7 @@ from fedfm.core.checks import match
 from fedfm.core.client import Client, ClientId, Update
 from fedfm.core.federation import Federation
 from fedfm.linalg.params import Layout, Params
-from fedfm.linalg.running_mean import Mean
+from fedfm.linalg.running_mean import RunningMean
 
 
 class Aggregator:
@@ -46,7 +46,7 @@ class Aggregator:
         like: Layout,
     ) -> Params:
         """Server half: one running sum in memory, whatever the number of clients."""
-        mean = Mean()
+        mean = RunningMean()
         for update in self.updates(fed, handler, of, payload, like):
             mean.add(update.weight, update.delta)
         return mean.result()

@@ -24,7 +24,7 @@ from fedfm.core.checks import match
 from fedfm.core.client import ClientId, Update
 from fedfm.core.federation import Federation
 from fedfm.linalg.params import Layout, Params
-from fedfm.linalg.running_mean import Mean
+from fedfm.linalg.running_mean import RunningMean
 from fedfm.linalg.threads import one_thread, torch_threads
 from fedfm.methods.fedbaf.fedbaf import LOG_RANGE, FedBaF
 from fedfm.privacy.gaussian import sigma_for
@@ -360,7 +360,7 @@ class Clipped(Aggregator):
         )
         updates = [update for _, update in replies]
         norms = [u.delta.norm() for u in updates]
-        most, mean = float(np.median(norms)), Mean()
+        most, mean = float(np.median(norms)), RunningMean()
         for update, norm in zip(updates, norms, strict=True):
             mean.add(update.weight, update.delta * min(1.0, most / norm) if norm else update.delta)
         return mean.result()

@@ -22,7 +22,7 @@ from fedfm.core.messages import Reply, Request
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbaf.fedbaf import STILL, FedBaF
 from fedfm.methods.fedbaf.matching import match
-from fedfm.methods.fedbaf.pull import chord
+from fedfm.methods.fedbaf.pull import direction_distance
 from fedfm.methods.scaffold import Scaffold
 from fedfm.models.model import Model
 from fedfm.runtime.client_memory import secret
@@ -94,7 +94,7 @@ class Pull:
         Who comes late takes the first angle that it sees for that of round 1.
         """
         self._calls += 1
-        length = chord(mean, w, self._names).length
+        length = direction_distance(mean, w, self._names).distance
         tau = length / math.sqrt(t)
         if self._reference is None:
             if length <= STILL:

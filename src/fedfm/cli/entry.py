@@ -7,16 +7,14 @@ import re
 import sys
 from collections.abc import Sequence
 
-from fedfm.cli.commands import CLEARED, INTERRUPTED, tell
+from fedfm.cli.commands import INTERRUPTED, tell
 from fedfm.cli.parser import build
 from fedfm.errors import FedfmError, InputError
-from fedfm.linalg.kernels import compiling
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 stopped by the user."""
     args = build().parse_args(_whole(sys.argv[1:] if argv is None else argv))
-    compiling.tell(_compiling)
     try:
         return int(args.command(args) or 0)
     except InputError as error:
@@ -47,11 +45,6 @@ def _whole(argv: Sequence[str]) -> list[str]:
         else:
             out.append(word)
     return out
-
-
-def _compiling(text: str) -> None:
-    """Say so on a line of its own: a bar that stands there is drawn again."""
-    print(f"{CLEARED if sys.stderr.isatty() else ''}fedfm: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

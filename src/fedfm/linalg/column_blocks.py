@@ -30,14 +30,12 @@ STRETCH = 1 << 18  # columns whose sum one thread makes
 SHORT = 10**8  # multiplications that take less time than threads to start
 WINDOWS = 1 << 30  # bytes of files that all threads hold at most: shorter pieces cost more calls and waits
 LINE = 64  # bytes between rows: a power of two apart they would share a few lines of a cache; files need a sector
-LOOP = 1 << 18  # entries side by side from which a compiled loop puts them there, or multiplies them
-PLACED = 1 << 10  # columns of a run, on average, that are multiplied where they lie
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Entries start to stop of the flat vector of one dtype."""
 
     dtype: torch.dtype
@@ -50,12 +48,12 @@ class Stretch(NamedTuple):
 
     layer: int
     dtype: Any
-    runs: list[Run]
+    runs: list[Span]
     block: int
     window: int
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     """Stretches, how many threads take them, and how many of these compute at a time; the others wait for the disk.
 
     Attributes:
@@ -71,25 +69,25 @@ class Plan(NamedTuple):
 # --- what is computed where -------------------------------------------------------------------------------------------
 
 
-def planned(runs: Sequence[Sequence[Run]], count: int, files: bool, wide: Sequence[bool], threads: int | None) -> Plan:
-    """Of every layer; float64 entries, and all of a ``wide`` layer's, in float64."""
+def planned(runs: Sequence[Sequence[Span]], count: int, files: bool, threads: int | None) -> Schedule:
+    """Of every layer: float64 entries in float64, others in float32."""
     block = max(BLOCK, min(MOST, ENTRIES // count // BLOCK * BLOCK))
     long = max(1, STRETCH // block) * block
     pieces = [
         (layer, dtype, part)
         for layer, of in enumerate(runs)
         for dtype in (np.float32, np.float64)
-        for part in cut([r for r in of if (wide[layer] or r.dtype == torch.float64) == (dtype is np.float64)], long)
+        for part in cut([r for r in of if (r.dtype == torch.float64) == (dtype is np.float64)], long)
     ]
     work = count * count * sum(r.stop - r.start for of in runs for r in of)
     computing = threads or os.cpu_count() or 1 if work > SHORT else 1
     workers = min(computing + files, len(pieces))
     fit = min(PIECE, long, WINDOWS // (max(workers, 1) * 2 * count * 4)) if files else 0
     window = max(1, fit // block) * block
-    return Plan([Stretch(*of, block, window) for of in pieces], workers, computing, SECTOR if files else LINE)
+    return Schedule([Stretch(*of, block, window) for of in pieces], workers, computing, SECTOR if files else LINE)
 
 
-def in_order(function: Callable[[Stretch, Desk], R], plan: Plan) -> Iterator[tuple[Stretch, R]]:
+def in_order(function: Callable[[Stretch, Desk], R], plan: Schedule) -> Iterator[tuple[Stretch, R]]:
     """Every stretch and what the function makes of it, in their order."""
     stretches, threads, computing, apart = plan
     desk = Desk(Semaphore(computing), apart)
@@ -106,9 +104,9 @@ def in_order(function: Callable[[Stretch, Desk], R], plan: Plan) -> Iterator[tup
                 yield from zip(stretches, pool.map(quiet, stretches), strict=True)
 
 
-def merged(layout: Layout, names: Iterable[str], floating: bool = True) -> list[Run]:
+def merged(layout: Layout, names: Iterable[str], floating: bool = True) -> list[Span]:
     """The entries of these names in as few runs as there are; only the floating-point ones, if so."""
-    runs = (Run(*layout.slots[n][:3]) for n in names)
+    runs = (Span(*layout.slots[n][:3]) for n in names)
     return _joined(
         sorted(
             (r for r in runs if r.start < r.stop and (r.dtype.is_floating_point or not floating)),
@@ -117,25 +115,25 @@ def merged(layout: Layout, names: Iterable[str], floating: bool = True) -> list[
     )
 
 
-def _joined(runs: Iterable[Run]) -> list[Run]:
+def _joined(runs: Iterable[Span]) -> list[Span]:
     """Those that follow each other as one."""
-    found: list[Run] = []
+    found: list[Span] = []
     for run in runs:
         if found and found[-1].dtype == run.dtype and found[-1].stop == run.start:
-            found[-1] = Run(run.dtype, found[-1].start, run.stop)
+            found[-1] = Span(run.dtype, found[-1].start, run.stop)
         else:
             found.append(run)
     return found
 
 
-def cut(runs: Iterable[Run], size: int) -> Iterator[list[Run]]:
+def cut(runs: Iterable[Span], size: int) -> Iterator[list[Span]]:
     """Pieces of so many columns, the last one of what is left."""
-    piece: list[Run] = []
+    piece: list[Span] = []
     free = size
     for dtype, start, stop in runs:
         while start < stop:
             end = min(stop, start + free)
-            piece.append(Run(dtype, start, end))
+            piece.append(Span(dtype, start, end))
             free, start = free - (end - start), end
             if not free:
                 yield piece
@@ -176,17 +174,11 @@ class Desk(local):
 
 
 class Row:
-    """The flat vector of one dtype, in memory or in a file: of NumPy where it has the dtype.
-
-    Attributes:
-        address: of float32 numbers next to each other in memory; 0 of others.
-    """
+    """The flat vector of one dtype, in memory or in a file: of NumPy where it has the dtype."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat: Any = flat.numpy() if flat.dtype in NATIVE else flat
         self.file = stored(flat)
-        placed = flat.dtype == torch.float32 and flat.is_contiguous() and self.file is None
-        self.address = flat.data_ptr() if placed else 0
 
     def part(self, start: int, stop: int) -> Any:
         """These entries: a view, or a copy of what is in the file."""
@@ -234,35 +226,20 @@ def rows_of(vectors: Sequence[Params]) -> Rows:
     return {d: [Row(x.flats[d]) for x in vectors] for d in dtypes}
 
 
-def addresses(rows: Sequence[Row], start: int) -> np.ndarray:
-    """(K,) of the entries ``start`` of float32 vectors in memory."""
-    return np.array([row.address for row in rows]) + 4 * start
-
-
-def addresses_in(matrix: np.ndarray) -> np.ndarray:
-    """(K,) of its rows."""
-    return matrix.ctypes.data + matrix.strides[0] * np.arange(len(matrix))
-
-
-def in_place(stretch: Stretch, *several: Rows) -> bool:
-    """Whether all are float32 in memory, and the runs so long that each may be computed by itself."""
-    long = PLACED * len(stretch.runs) <= columns_of(stretch)
-    return long and all(row.address for of in several for run in stretch.runs for row in of[run.dtype])
-
-
 def in_files(*several: Rows) -> bool:
     """Whether any of them lies in a file."""
     return any(row.file is not None for rows in several for of in rows.values() for row in of)
 
 
-def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Run], np.ndarray]]:
+def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Span], np.ndarray]]:
     """Runs, and all vectors' entries of them side by side, (K, n), in the dtype of the buffer, which has them."""
     for runs in cut(stretch.runs, stretch.window):
         at = 0
         for dtype, start, stop in runs:
             here = slice(at, at + stop - start)
             at = here.stop
-            _beside(rows[dtype], start, stop, buffer[:, here])
+            for row, x in zip(buffer[:, here], rows[dtype], strict=True):
+                x.copy(start, stop, row)
         yield runs, buffer[:, :at]
 
 
@@ -270,19 +247,6 @@ def blocks(stretch: Stretch, window: np.ndarray) -> Iterator[np.ndarray]:
     """Of so many columns as are multiplied at once, the last one of what is left."""
     for at in range(0, window.shape[1], stretch.block):
         yield window[:, at : at + stretch.block]
-
-
-def _beside(rows: Sequence[Row], start: int, stop: int, into: np.ndarray) -> None:
-    """These entries of all vectors, as the rows of ``into`` (K, n)."""
-    done = 0
-    if into.size >= LOOP and into.dtype == np.float32 and all(row.address for row in rows):
-        from fedfm.linalg.kernels import vector_loops
-
-        done = into.shape[1] // 16 * 16
-        vector_loops.beside(into[:, :done], addresses(rows, start))
-    if start + done < stop:
-        for row, x in zip(into[:, done:], rows, strict=True):
-            x.copy(start + done, stop, row)
 
 
 def _bytes(x: Any) -> np.ndarray:

@@ -2,9 +2,8 @@
 
 What a server computes whose clients each get a model of their own (FedBip, equations 3 to 6; FedAMP): K^2 inner
 products and K weighted sums of K vectors. One by one they read memory 2 K^2 times; here a block of columns of all
-vectors is put side by side and multiplied at once, or where it lies (``fedfm.linalg.kernels.gram_matrix``,
-``fedfm.linalg.kernels.weighted_sums``), so that each vector is read once for the products and once for the sums, and
-both run at the speed of the machine's matrix product.
+vectors is put side by side and multiplied at once, so that each vector is read once for the products and once for the
+sums, and both run at the speed of the machine's matrix product.
 
 Vectors and results may lie in files that are larger than memory (``fedfm.linalg.out_of_core``). Every bit is the same
 there and for any number of threads: what is multiplied at once is fixed (``fedfm.linalg.column_blocks``), and sums are
@@ -18,17 +17,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedfm.linalg.column_blocks import (
-    LOOP,
     Desk,
     Rows,
     Stretch,
-    addresses,
-    addresses_in,
     blocks,
     columns_of,
     in_files,
     in_order,
-    in_place,
     merged,
     planned,
     rows_of,
@@ -36,8 +31,6 @@ from fedfm.linalg.column_blocks import (
 )
 from fedfm.linalg.out_of_core import room
 from fedfm.linalg.params import Layout, Params
-
-LONG = 1 << 16  # of a layer: fewer sums do not cancel well enough for 1e-7, and are cheap to make in float64
 
 
 def gram(
@@ -49,12 +42,10 @@ def gram(
 ) -> np.ndarray:
     """Inner products <x_i, x_k> of all pairs, layer by layer: what cosines, norms and distances follow from.
 
-    Cosines made of it are within 1e-7 of those in float64: of long float32 vectors products of 256 entries are summed
-    in float32, sums of these in float64 (:mod:`fedfm.linalg.kernels.gram_matrix`); layers of fewer than 65,536 entries,
-    few entries, and those that are float64, in float64 throughout.
+    Entries are widened block by block, products and sums are made in float64.
 
     Args:
-        vectors: K of one layout; 16-bit entries are widened block by block.
+        vectors: K of one layout.
         layers: names of each layer's tensors, in any order; one layer of all where None. Only floating-point entries
             count.
         centre: of x_i less its own mean over the layer's entries (Pearson); reads the vectors twice.
@@ -76,7 +67,7 @@ def gram(
     runs = [merged(layout, names) for names in _checked(layout, layers)]
     count, sizes = len(vectors), [sum(r.stop - r.start for r in of) for of in runs]
     rows = rows_of(vectors)
-    plan = planned(runs, count, in_files(rows), wide=[size < LONG for size in sizes], threads=threads)
+    plan = planned(runs, count, in_files(rows), threads)
     means = np.zeros((len(runs), count))
     found = np.zeros((len(runs), count, count))
     if centre:
@@ -148,7 +139,7 @@ def mix(
         vectors, onto = [*vectors, onto[0]], None
     rows, targets, added = rows_of(vectors), rows_of(made), None if onto is None else rows_of(onto)
     files = in_files(rows, targets, added or {})
-    plan = planned(runs, max(count, len(vectors)), files, wide=[False] * len(runs), threads=threads)
+    plan = planned(runs, max(count, len(vectors)), files, threads)
     for _ in in_order(lambda s, desk: _mix(s, weights[s.layer], rows, added, targets, desk), plan):
         pass
     for i, new in enumerate(made):
@@ -164,40 +155,15 @@ def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np
     """(K, K) float64: inner products over the stretch, of entries less their means."""
     count = len(means)
     near = means.astype(stretch.dtype)  # what is left of the mean, after its rounding, has no weight beside the spread
-    if _looped(stretch, count):
-        total = _products_in_tiles(stretch, rows, desk, near)
-    else:
-        total = np.zeros((count, count))
-        for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
-            with desk.turn:
-                for x in blocks(stretch, window):  # (K, n)
-                    wide = np.subtract(x, near[:, None], dtype=np.float64)
-                    total += wide @ wide.T
+    total = np.zeros((count, count))
+    for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
+        with desk.turn:
+            for x in blocks(stretch, window):  # (K, n)
+                wide = np.subtract(x, near[:, None], dtype=np.float64)
+                total += wide @ wide.T
     left = means - near
     total -= columns_of(stretch) * np.outer(left, left)
     return total
-
-
-def _looped(stretch: Stretch, count: int) -> bool:
-    """Whether so many vectors' columns are worth compiled loops, which know float32."""
-    return bool(stretch.dtype == np.float32 and count * columns_of(stretch) >= LOOP)
-
-
-def _products_in_tiles(stretch: Stretch, rows: Rows, desk: Desk, near: np.ndarray) -> np.ndarray:
-    """The same of entries less ``near``."""
-    from fedfm.linalg.kernels import gram_matrix
-
-    totals = gram_matrix.room(len(near))
-    if len(stretch.runs) == 1 and stretch.block % gram_matrix.COLUMNS == 0 and in_place(stretch, rows):
-        dtype, start, stop = stretch.runs[0]
-        with desk.turn:
-            gram_matrix.add(totals, addresses(rows[dtype], start), near, stop - start)
-    else:
-        for _, window in windows(stretch, rows, desk.buffer("x", stretch, len(near))):
-            with desk.turn:
-                for x in blocks(stretch, window):
-                    gram_matrix.add(totals, addresses_in(x), near, x.shape[1])
-    return gram_matrix.found(totals, len(near))
 
 
 def _sums(stretch: Stretch, rows: Rows, desk: Desk, count: int) -> np.ndarray:
@@ -213,25 +179,11 @@ def _sums(stretch: Stretch, rows: Rows, desk: Desk, count: int) -> np.ndarray:
 def _mix(stretch: Stretch, weights: np.ndarray, rows: Rows, added: Rows | None, targets: Rows, desk: Desk) -> None:
     """Write onto + weights x over the stretch into the targets."""
     weights = weights.astype(stretch.dtype)  # (M, K)
-    looped = _looped(stretch, weights.shape[1])
-    if looped:
-        from fedfm.linalg.kernels.weighted_sums import mixed
-    if looped and in_place(stretch, rows, targets):
-        for dtype, start, stop in stretch.runs:
-            with desk.turn:
-                mixed(weights, addresses(rows[dtype], start), addresses(targets[dtype], start), stop - start)
-            if added is not None:
-                for to, onto in zip(targets[dtype], added[dtype], strict=True):
-                    to.put(start, to.part(start, stop), onto.part(start, stop))
-        return
     for runs, x in windows(stretch, rows, desk.buffer("x", stretch, weights.shape[1])):
         y = desk.buffer("y", stretch, len(weights))[:, : x.shape[1]]
         with desk.turn:
-            if looped:
-                mixed(weights, addresses_in(x), addresses_in(y), x.shape[1])
-            else:
-                for x_n, y_n in zip(blocks(stretch, x), blocks(stretch, y), strict=True):
-                    np.matmul(weights, x_n, out=y_n)
+            for x_n, y_n in zip(blocks(stretch, x), blocks(stretch, y), strict=True):
+                np.matmul(weights, x_n, out=y_n)
         at = 0
         for dtype, start, stop in runs:
             here = slice(at, at + stop - start)

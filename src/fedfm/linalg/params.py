@@ -19,7 +19,6 @@ from torch import Tensor
 from fedfm.linalg.kernels import buffers
 
 _BLOCK = 1 << 16  # entries summed at a time in float64: fits the cache, and keeps norms of 10^8 entries exact to 1e-15
-LONG = 1 << 22  # entries of a vector for which compiled loops are worth importing: shorter ones stay in the caches
 
 
 class Layout:
@@ -186,13 +185,7 @@ class Params(Mapping[str, Tensor]):
                 raise ValueError(f"{name}: {dtype} {shape} against {other_dtype} {other_shape}")
 
     def __add__(self, other: Params) -> Params:
-        if (total := other.added_to(self)) is not None:
-            return total
         return self.map(lambda a, b: torch.add(a, b, out=buffers.like(a)), other)
-
-    def added_to(self, base: Params) -> Params | None:
-        """``base`` plus this where that takes less than making this first (see ``means``); None where it does not."""
-        return None
 
     def __sub__(self, other: Params) -> Params:
         return self.map(lambda a, b: torch.sub(a, b, out=buffers.like(a)), other)
@@ -288,12 +281,6 @@ def squared(flat: Tensor) -> float:
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    if len(a) >= LONG and a.dtype in (torch.float32, torch.float64):
-        from fedfm.linalg.kernels import vector_loops
-
-        sums = np.empty((-(-len(a) // vector_loops.BLOCK), 1))
-        vector_loops.products(a.numpy(), b.numpy(), sums)
-        return math.fsum(sums[:, 0])
     total = 0.0
     for x, y in zip(torch.split(a, _BLOCK), torch.split(b, _BLOCK), strict=True):
         x64 = x.double()

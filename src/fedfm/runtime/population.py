@@ -24,7 +24,6 @@ from fedfm.core.rows import Rows
 from fedfm.data.spec import WITHHELD
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
-from fedfm.linalg.kernels import ahead
 from fedfm.models import inputs
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
@@ -156,9 +155,6 @@ def populate(experiment: Experiment) -> Partitioned:
         raise InputError(
             "data and model of this run were given from Python: call fedfm.federate(...) again with the same out"
         )
-    adaptation = experiment.model.adaptation
-    if adaptation is not None and adaptation.name == "head":
-        ahead.start()
     seed = experiment.run.seed
     table = load_table(experiment.data, seed=seed, task=experiment.model.task)
     federated = deal(table, experiment.data, seed=seed)

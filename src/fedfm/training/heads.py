@@ -18,28 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.linalg.kernels.ahead import loops
 from fedfm.linalg.params import Layout, Params
 from fedfm.models.model import Model
 from fedfm.training import gram
 from fedfm.training.job import Job
 from fedfm.training.optimisers import SGD
 from fedfm.training.update_rules import Rule
-
-
-class _Trained(Params):
-    """A head that knows how far it has moved, which most methods ask for."""
-
-    __slots__ = ("_moved", "_start")
-
-    def __init__(self, start: Params, trained: Tensor, moved: Tensor) -> None:
-        self.layout, self._flats, self._views = start.layout, {torch.float32: trained}, {}
-        self._start, self._moved = start, moved
-
-    def __sub__(self, other: Params) -> Params:
-        if other is self._start:
-            return Params.from_flat(self.layout, {torch.float32: self._moved})
-        return super().__sub__(other)
 
 
 def applies(model: Model) -> bool:
@@ -96,32 +80,34 @@ def _pieces(flat: Tensor, layout: Layout, names: Sequence[str]) -> list[np.ndarr
 
 def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str], in_span: bool) -> tuple[Params, float]:
     """Plain SGD: all steps in one call, on the weights or in the rows' span."""
-    descent = loops()
+    from fedfm.linalg.kernels import softmax_sgd
+
     local, layout, start = job.local, job.w.layout, job.w.flats[torch.float32]
-    trained, moved = torch.empty_like(start), torch.empty_like(start)
+    trained = torch.empty_like(start)
     at_w, (_, at_b, end, _) = layout.slots[names[0]][1], layout.slots[names[1]]
     of = min(local.batch_size, len(y)), x.shape[1], end - at_b
     if in_span:
-        descend, room = descent.descend_in_span, descent.room_in_span(*of, len(y))
+        descend, room = softmax_sgd.descend_in_span, softmax_sgd.room_in_span(*of, len(y))
     else:
-        descend, room = descent.descend, descent.room(*of)
-    orders, eta, decay = job.epochs(descent.generator), local.learning_rate, local.weight_decay
-    flats = start.numpy(), trained.numpy(), moved.numpy()
+        descend, room = softmax_sgd.descend, softmax_sgd.room(*of)
+    orders, eta, decay = job.epochs(), local.learning_rate, local.weight_decay
+    flats = start.numpy(), trained.numpy()
     loss = descend(x, y, orders, local.batch_size, *flats, at_w, at_b, end - at_b, eta, decay, *room)
-    return _Trained(job.w, trained, moved), loss
+    return Params.from_flat(layout, {torch.float32: trained}), loss
 
 
 def _by_rule(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tuple[Params, float]:
     """Momentum, Adam, AdamW, a proximal term or a correction: gradients from the kernel, steps by the rule."""
-    descent = loops()
+    from fedfm.linalg.kernels import softmax_sgd
+
     local, layout, start = job.local, job.w.layout, job.w.flats[torch.float32]
     flat, gradient = start.clone(), torch.empty_like(start)
     correction = None if job.correction is None else torch.cat([job.correction[name].reshape(-1) for name in job.w])
     w, g, rule = _pieces(flat, layout, names), _pieces(gradient, layout, names), Rule(local, flat)
-    room = descent.room(min(local.batch_size, len(y)), x.shape[1], len(w[1]))
+    room = softmax_sgd.room(min(local.batch_size, len(y)), x.shape[1], len(w[1]))
     more, losses = [np.empty_like(r) for r in room[:2]], []
     for batch in job.orders():
-        losses.append(descent.gradient(x, y, batch, *w, *g, *room, *more))
+        losses.append(softmax_sgd.gradient(x, y, batch, *w, *g, *room, *more))
         if job.mu:
             gradient.add_(flat, alpha=job.mu).sub_(start, alpha=job.mu)
         if correction is not None:

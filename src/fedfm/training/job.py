@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +26,9 @@ class Job:
     correction: Params | None = None
     only: tuple[str, ...] | None = None
 
-    def epochs(self, generator: Callable[..., np.random.Generator] = seeds.generator) -> np.ndarray:
+    def epochs(self) -> np.ndarray:
         """(E, n): the rows in the order of each epoch, a fresh permutation each from the client's seed."""
-        n, rng = len(self.client.data.train), generator(self.client.seed, "batches")
+        n, rng = len(self.client.data.train), seeds.generator(self.client.seed, "batches")
         if self.local.epochs == 1:
             return rng.permutation(n)[None]
         orders = np.empty((self.local.epochs, n), dtype=np.int64)

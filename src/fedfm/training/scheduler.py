@@ -64,11 +64,10 @@ def least(model: Model) -> int:
 
 def prepare(model: Model) -> None:
     """Load what its training needs, before processes are forked that share it."""
-    from fedfm.linalg.kernels import ahead
     from fedfm.training import heads, packed
 
     if heads.applies(model):
-        ahead.loops()
+        import fedfm.linalg.kernels.softmax_sgd  # noqa: F401
     else:
         packed.prepare(model)
 

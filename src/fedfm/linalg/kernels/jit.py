@@ -9,16 +9,12 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import binding
-from numba.core import event
 from numba.core.codegen import get_host_cpu_features
-
-from fedfm.linalg.kernels import compiling
 
 SLACK = np.float32(1 - 1e-4)  # of bounds of distances: far above what float32 rounds off
 SPAN = 256  # rows whose sums run in float32 before they move into float64
 EXACT = {"reassoc", "contract", "nsz", "arcp"}  # sums in vector lanes; NaN and infinity keep their meaning
 MATHS = EXACT | {"nnan"}  # minima in vector lanes too, where no NaN can come
-INDEX = numba.uint64  # of which the compiler knows that it is not negative
 LOWER_CLOCK = {"skylake-avx512", "cascadelake", "cooperlake"}  # while 512-bit registers are at work
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
@@ -39,20 +35,6 @@ def _whole_registers() -> bool:
 
 
 WHOLE_REGISTERS = _whole_registers()
-
-
-class _Compiling(event.Listener):  # type: ignore[misc]
-    """Numba speaks of compiling only where it finds nothing on disk: the warm path does not pass here."""
-
-    def on_start(self, event: Any) -> None:
-        if event.data["dispatcher"].py_func.__module__.startswith("fedfm."):
-            compiling.begins()
-
-    def on_end(self, event: Any) -> None:
-        pass
-
-
-event.register("numba:compile", _Compiling())
 
 
 def compiled(function: Callable[..., Any], maths: set[str] = MATHS, signature: Any = None) -> Any:

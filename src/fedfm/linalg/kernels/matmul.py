@@ -12,45 +12,12 @@ from typing import Any
 from numba.core import cgutils, types
 
 from fedfm.linalg.kernels.jit import EXACT, WHOLE_REGISTERS, called
-from fedfm.linalg.kernels.simd import CONTRACT, COUNT, LINE, VECTOR, WORD, asked, intrinsic, pointer, splat, turn
+from fedfm.linalg.kernels.simd import CONTRACT, COUNT, VECTOR, WORD, intrinsic, pointer, splat, turn
 
 ROWS = 8 if WHOLE_REGISTERS else 4  # of a tile
 WIDE = 2 if WHOLE_REGISTERS else 1  # lanes of a tile; its sums stay in registers, half of those there are
 
-FINE = 8  # bits behind the point of a step of less than a byte
-
 _called = partial(called, maths=EXACT)
-
-
-def multiplied(
-    builder: Any, shape: tuple[int, int], left: Any, right: Any, steps: tuple[int, int], n: Any, ahead: Any, step: Any
-) -> list[list[Any]]:
-    """Code for a tile: where the sums of row i in lane l are, sum_k left[k steps_0 + i] right[k steps_1 + 16 l ...].
-
-    Args:
-        shape: rows and lanes.
-        left, right: pointers; the right one to where a cache line begins, a whole number of which is steps_1.
-        ahead: addresses that are asked for meanwhile, ``step`` / 2^FINE bytes further at each k.
-    """
-    line = VECTOR.as_pointer()
-    sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(shape[1])] for _ in range(shape[0])]
-    for of in sums:
-        for total in of:
-            builder.store(VECTOR(None), total)
-    with cgutils.for_range(builder, n) as loop:
-        k = loop.index
-        further = builder.lshr(builder.mul(k, step), WORD(FINE))
-        for there in ahead:
-            asked(builder, builder.add(there, further))
-        row = builder.bitcast(builder.gep(right, [builder.mul(k, WORD(steps[1]))]), line)
-        x = [builder.load(builder.gep(row, [WORD(lane)]), align=LINE) for lane in range(shape[1])]
-        column = builder.gep(left, [builder.mul(k, WORD(steps[0]))])
-        for i, of in enumerate(sums):
-            weight = splat(builder, builder.load(builder.gep(column, [WORD(i)])))
-            for x_l, total in zip(x, of, strict=True):
-                term = builder.fmul(weight, x_l, flags=CONTRACT)
-                builder.store(builder.fadd(term, builder.load(total), flags=CONTRACT), total)
-    return sums
 
 
 def _tile(lanes: int) -> Any:

@@ -19,11 +19,9 @@ from numba.extending import models, register_model
 from fedfm.linalg.kernels.jit import EXACT, part
 
 COUNT = 16
-LINE = 4 * COUNT  # bytes: those of a cache line
 
 WORD, _FLOAT, _INT = ir.IntType(64), ir.FloatType(), ir.IntType(32)
 VECTOR, _WHOLE = ir.VectorType(_FLOAT, COUNT), ir.VectorType(_INT, COUNT)
-DOUBLES = ir.VectorType(ir.DoubleType(), COUNT)
 CONTRACT = ("contract",)
 
 F = np.float32
@@ -49,19 +47,6 @@ register_model(_Lanes)(_Model)
 def pointer(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
     """Where entry ``at`` of an array of this kind lies."""
     return builder.gep(context.make_array(kind)(context, builder, array).data, [at])
-
-
-def line_at(builder: Any, address: Any) -> Any:
-    """The pointer to sixteen numbers at an address."""
-    return builder.inttoptr(address, VECTOR.as_pointer())
-
-
-def asked(builder: Any, address: Any) -> None:
-    """Ask for the cache line at an address, which need not be anybody's, to read it from the second level."""
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
-    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    builder.call(prefetch, [builder.inttoptr(address, byte), _INT(0), _INT(2), _INT(1)])
 
 
 def splat(builder: Any, x: Any) -> Any:
@@ -94,72 +79,6 @@ def store(typing: Any, x: Any, at: Any, v: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(x, types.int64, LANES), generate
-
-
-@intrinsic
-def fetch(typing: Any, address: Any) -> Any:
-    """Ask for the cache line at this address, which need not be anybody's."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        asked(builder, values[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@intrinsic
-def move(typing: Any, to: Any, at: Any, address: Any) -> Any:
-    """Sixteen numbers from an address to entries at, at + 1, ... of the vector ``to``."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        there = pointer(context, builder, signature.args[0], *values[:2])
-        moved = builder.load(line_at(builder, values[2]), align=4)
-        builder.store(moved, builder.bitcast(there, VECTOR.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(to, types.int64, types.int64), generate
-
-
-@intrinsic
-def read(typing: Any, address: Any) -> Any:
-    """The float32 number at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.load(builder.inttoptr(values[0], _FLOAT.as_pointer()))
-
-    return types.float32(types.int64), generate
-
-
-@intrinsic
-def write(typing: Any, address: Any, x: Any) -> Any:
-    """Write a float32 number to an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        builder.store(values[1], builder.inttoptr(values[0], _FLOAT.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), generate
-
-
-@intrinsic
-def sent(typing: Any) -> Any:
-    """What went past the caches is there before anything that follows."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-@intrinsic
-def spread(typing: Any, x: Any, at: Any) -> Any:
-    """Entry ``at`` of the vector ``x`` in all lanes."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return splat(builder, builder.load(pointer(context, builder, signature.args[0], *values)))
-
-    return LANES(x, types.int64), generate
 
 
 @intrinsic

@@ -4,8 +4,7 @@ The weights are kept transposed (d, C'), C' classes in whole lanes, zeros behind
 batch adds to the weights, are then the same product of tiles (:mod:`fedfm.linalg.kernels.matmul`), and no sum runs
 across lanes. A batch's rows are copied side by side first.
 
-Scratch is made by the caller. The module does not import torch, so that a process that only compiles it has done so
-while another one loads a model.
+Scratch is made by the caller.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.random.bit_generator import ISeedSequence
 
-from fedfm import seeds
 from fedfm.linalg.kernels.jit import EXACT, aligned, called, compiled, part
 from fedfm.linalg.kernels.matmul import product, transpose
 from fedfm.linalg.kernels.simd import (
@@ -172,20 +169,14 @@ def _step(
     return loss
 
 
-@_part
-def _subtract(out: Any, a: Any, b: Any) -> None:
-    for k in range(len(out)):
-        out[k] = a[k] - b[k]
-
-
 _DATA, _F, _I = "f4[:,::1], i8[::1]", "f4[::1]", "i8[::1]"
 _ROOM = ", ".join([_F] * 4)
-_HEAD = f"{_F}, {_F}, {_F}, i8, i8, i8"
+_HEAD = f"{_F}, {_F}, i8, i8, i8"
 
 
 @partial(compiled, maths=EXACT, signature=f"f8({_DATA}, i8[:,::1], i8, {_HEAD}, f8, f8, {_ROOM})")
 def descend(
-    x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, moved: Any, at_w: int, at_b: int, classes: int,
+    x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, at_w: int, at_b: int, classes: int,
     eta: float, decay: float, wt: Any, bt: Any, near: Any, z: Any,
 ) -> float:  # fmt: skip
     """Plain SGD on the weights; returns the mean over the steps of the batch's mean cross-entropy.
@@ -195,7 +186,7 @@ def descend(
         orders: (E, m), m > 0, the rows in the order of each epoch.
         size: B, rows a batch.
         start: the head from which it starts, in one vector: weight (C d) from ``at_w`` on, bias (C,) from ``at_b`` on.
-        trained, moved: filled with what it becomes, and with that less ``start``.
+        trained: filled with what it becomes.
         classes: C.
         eta, decay: a step is -eta (gradient + decay (w, b)).
         wt, bt, near, z: :func:`room` of min(size, m) rows.
@@ -210,7 +201,6 @@ def descend(
             loss += _step(x, y, rows, wt, bt, wt, bt, near, z, classes, F(-eta) / F(len(rows)), keep) / len(rows)
             steps += 1
     _to_weights(wt, bt, trained[w], trained[b])
-    _subtract(moved, trained, start)
     return float(loss / steps)
 
 
@@ -237,13 +227,13 @@ def gradient(
     signature=f"f8({_DATA}, i8[:,::1], i8, {_HEAD}, f8, f8, {_ROOM}, {_F}, {_F}, {_F}, {_F}, {_F})",
 )
 def descend_in_span(
-    x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, moved: Any, at_w: int, at_b: int, classes: int,
+    x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, at_w: int, at_b: int, classes: int,
     eta: float, decay: float, wt: Any, bt: Any, near: Any, z: Any, xs: Any, xt: Any, gram: Any, first_z: Any, a: Any,
 ) -> float:  # fmt: skip
     """The same in the span of the rows, as :mod:`fedfm.training.gram` explains it.
 
     Args:
-        x, y, orders, size, start, trained, moved, at_w, at_b, classes, eta, decay: as of :func:`descend`; orders of
+        x, y, orders, size, start, trained, at_w, at_b, classes, eta, decay: as of :func:`descend`; orders of
             all rows, (E, n).
         wt, bt, near, z: :func:`room_in_span`, as are the others:
         xs, xt: the rows (n d') in the order of the first epoch, so that those that have coefficients in it come before
@@ -294,52 +284,4 @@ def descend_in_span(
     product(wt, 0, width, width, True, xs, 0, 1, deep, d, a, 0, width, n)
     _add_rows(a, n, bt)
     _to_weights(wt, bt, trained[w], trained[b])
-    _subtract(moved, trained, start)
     return float(loss / steps)
-
-
-_U4 = np.uint32
-
-
-@partial(compiled, maths=set(), signature="void(u8, u4[::1], u4[::1])")
-def _state(seed: int, pool: Any, out: Any) -> None:
-    """What NumPy's SeedSequence makes of a seed: ``pool`` (4,), its entropy mixed, and ``out`` (8,), PCG64's state."""
-    constant = _U4(0x43B0D7E5)
-    for i in range(4):
-        word = _U4(seed >> np.uint64(32 * i)) if i < 2 else _U4(0)
-        word ^= constant
-        constant = _U4(constant * _U4(0x931E8875))
-        word = _U4(word * constant)
-        pool[i] = word ^ (word >> _U4(16))
-    for i in range(4):
-        for k in range(4):
-            if i != k:
-                word = pool[i] ^ constant
-                constant = _U4(constant * _U4(0x931E8875))
-                word = _U4(word * constant)
-                word ^= word >> _U4(16)
-                word = _U4(_U4(_U4(0xCA01F9DD) * pool[k]) - _U4(_U4(0x4973F715) * word))
-                pool[k] = word ^ (word >> _U4(16))
-    constant = _U4(0x8B51F9DD)
-    for i in range(8):
-        word = pool[i % 4] ^ constant
-        constant = _U4(constant * _U4(0x58F38DED))
-        word = _U4(word * constant)
-        out[i] = word ^ (word >> _U4(16))
-
-
-class _Known(ISeedSequence):
-    """A state that is known already."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
-        return self._state
-
-
-def generator(seed: int, *purpose: str | int) -> np.random.Generator:
-    """:func:`fedfm.seeds.generator`, the same bits: what a client's order of rows costs is mostly the seeding."""
-    words = np.empty(12, np.uint32)
-    _state(seeds.derive(seed, *purpose), words[:4], words[4:])
-    return np.random.Generator(np.random.PCG64(_Known(words[4:].view(np.uint64))))  # type: ignore[arg-type]

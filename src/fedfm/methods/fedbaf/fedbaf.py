@@ -22,7 +22,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.method import Method, with_model
 from fedfm.errors import InputError, RunError, one_of
 from fedfm.linalg.params import Params
-from fedfm.methods.fedbaf.pull import Piece, chord, mix
+from fedfm.methods.fedbaf.pull import Piece, direction_distance, mix
 from fedfm.methods.fedbaf.server_foundation import Around
 from fedfm.methods.weight_init import WeightInit
 
@@ -83,7 +83,7 @@ class FedBaF(Around):
         With ``cap`` the numerator is at most that round's: the printed one grows where local training is vehement, and
         then glues w_{t+1} to w_pre, which one active client can provoke.
         """
-        length = chord(w, w_t, fed.model.live()).length
+        length = direction_distance(w, w_t, fed.model.live()).distance
         if not math.isfinite(length):
             raise RunError(f"round {fed.round}: the aggregate is not finite")
         if "reference" not in fed.memory:

@@ -109,7 +109,7 @@ def fit(
             return several(found, covariance, max_iter, tol)
         return found
 
-    with one_thread() if covariance == "full" and max(components, default=1) > 1 else nullcontext():
+    with one_thread() if covariance == "full" else nullcontext():
         if workers == 1 or len(groups) < 2:
             found = [one(i) for i in range(len(groups))]
         else:

@@ -18,39 +18,43 @@ FEW = 3  # times the rows, at most as many dimensions: the small matrix costs le
 
 def _factor(t: Array, n: float, floor: float) -> Array:
     """Lower Cholesky factor of t^T t / n + floor I; ``t`` (m, d) float64."""
-    from fedfm.methods.fedpft.mixtures.moments import factor
-
     sigma = t.T @ t  # (d, d)
     sigma /= n
     np.einsum("jj->j", sigma)[:] += floor
-    lower: Array = factor(sigma)  # positive: the floor is 1e-6 of the mean variance, rounding 1e-16 d of it
+    lower: Array = np.linalg.cholesky(sigma)  # positive: the floor is 1e-6 of the mean variance, rounding 1e-16 d of it
     return lower
 
 
+def _inverse(lower: Array) -> Array:
+    """Of a lower triangular matrix (d, d)."""
+    from scipy.linalg.lapack import dtrtri
+
+    inverse: Array = dtrtri(lower, lower=1)[0]
+    return inverse
+
+
 def one(x: Array, middle: Array, floor: float, lower: Array) -> float:
-    """One component at rows ``x`` (n, d), float32: fill the zeros ``lower`` (d, d) with its Cholesky factor.
+    """One component at rows ``x`` (n, d), float32: fill ``lower`` (d, d) with its Cholesky factor.
 
     Returns the mean log-likelihood of a row, for which no row is solved: with S the rows' covariance about ``middle``
     and Sigma = S + floor I, the mean squared Mahalanobis distance is tr(Sigma^-1 S) = d - floor tr(Sigma^-1). Where
     there are few rows, det and trace are those of the small matrix: S = Y^T Y and Y Y^T have the same eigenvalues
     above 0.
     """
-    from fedfm.methods.fedpft.mixtures import tiles
-
     n, d = x.shape
-    rank, u, v, log_det = d, *tiles.factor(tiles.columns(x, middle), d, floor)
-    tiles.transpose(u, lower)
+    y = np.subtract(x, middle, dtype=np.float64)  # (n, d)
+    small = _factor(y, n, floor)
+    lower[:] = small
     if FEW * n <= d:
-        rank, u, v, log_det = n, *tiles.factor(tiles.columns_transposed(x, middle), n, floor)
-        log_det += (d - n) * math.log(floor)
-    square = rank - floor * tiles.inverse_trace(u, v, rank)
+        small = _factor(y.T, n, floor)  # (n, n)
+    rank = len(small)
+    log_det = 2 * np.log(np.diagonal(small)).sum() + (d - rank) * math.log(floor)
+    square = rank - floor * np.linalg.norm(_inverse(small)) ** 2
     return float(-0.5 * (d * math.log(2 * math.pi) + log_det + square))
 
 
 def several(x: Array, labels: Array, k: int, floor: float, max_iter: int, tol: float) -> Found:
     """K components at centred rows ``x`` (n, d) from hard labels, each of which has a row."""
-    from fedfm.methods.fedpft.mixtures.moments import invert
-
     n, d = x.shape
     x = x.astype(np.float64)
     weights, mu, lower, inverse = np.empty(k), np.empty((k, d)), np.empty((k, d, d)), np.empty((k, d, d))
@@ -79,8 +83,7 @@ def several(x: Array, labels: Array, k: int, floor: float, max_iter: int, tol: f
                 share = r[c, rows, None]
                 mu[c] = (share * x[rows]).sum(0) / count
                 lower[c] = _factor(np.sqrt(share) * (x[rows] - mu[c]), count, floor)
-                inverse[c] = 0
-                invert(lower[c], inverse[c])
+                inverse[c] = _inverse(lower[c])
         if step:
             if abs(ll - last) < tol:
                 return weights, mu, lower.astype(np.float32), ll, step, True

@@ -1,4 +1,4 @@
-"""Mean and variances of a group's rows, and the one component that they are; Cholesky factors and their inverses."""
+"""Mean and variances of a group's rows, and the one component that they are."""
 
 from __future__ import annotations
 
@@ -83,34 +83,3 @@ def normal(variances: Any, floor: float, scales: Any) -> float:
         square += variances[j] / v
         scales[j] = math.sqrt(v)
     return -0.5 * (square + log_det + d * math.log(2 * math.pi))
-
-
-@compiled
-def factor(s: Any) -> Any:
-    """Lower Cholesky factor of a float64 matrix (d, d): LAPACK's, called without Python's lock."""
-    return np.linalg.cholesky(s)
-
-
-@compiled
-def invert(lower: Any, v: Any) -> float:
-    """Fill the zeros ``v`` (d, d) with the inverse of a lower triangular matrix; its squared Frobenius norm.
-
-    Row i of the inverse V is (e_i - sum_(k<i) L_ik V_k) / L_ii, four k at a time.
-    """
-    d, total = len(lower), 0.0
-    for i in range(d):
-        v[i, i] = 1
-        four = i // 4 * 4
-        for k in range(0, four, 4):
-            a, b, c, e = lower[i, k], lower[i, k + 1], lower[i, k + 2], lower[i, k + 3]
-            for j in range(k + 4):
-                v[i, j] -= (a * v[k, j] + b * v[k + 1, j]) + (c * v[k + 2, j] + e * v[k + 3, j])
-        for k in range(four, i):
-            a = lower[i, k]
-            for j in range(k + 1):
-                v[i, j] -= a * v[k, j]
-        a = 1 / lower[i, i]
-        for j in range(i + 1):
-            v[i, j] *= a
-            total += v[i, j] * v[i, j]
-    return total
