@@ -174,7 +174,7 @@ def test_kill_at_any_moment_and_resume_gives_the_same_bits(tmp_path, capsys):
         before = progress(out)
         deadline = time.monotonic() + 300
         # The first rounds are seen, then the process dies at a moment that no one chose.
-        while process.poll() is None and progress(out) < before + 8 + 4 * attempt and time.monotonic() < deadline:
+        while process.poll() is None and progress(out) < before + 8 + 6 * attempt and time.monotonic() < deadline:
             time.sleep(0.005)
         if process.poll() is None:
             time.sleep(0.003 * (attempt % 7))
