@@ -14,7 +14,7 @@ from fedfm.engines.flower import keys, loopback
 
 pytestmark = pytest.mark.deployment
 BIN = Path(sys.executable).parent
-SCAFFOLD = 'name = "scaffold"\nrounds = 6\nlocal = { learning_rate = 0.03 }'
+SCAFFOLD = 'name = "scaffold"\nrounds = 4\nlocal = { learning_rate = 0.03 }'
 
 
 def test_same_bits_and_bytes_as_local(tmp_path):

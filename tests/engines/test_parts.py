@@ -185,7 +185,9 @@ def gone(pid):
     return not alive(pid)
 
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
 
 
 def test_children_end_with_us_and_tell_how_they_ended(tmp_path):
