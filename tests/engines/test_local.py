@@ -259,9 +259,10 @@ def test_a_client_that_hangs_is_ended_after_its_time(tmp_path):
     fed._link.close()
 
 
-@pytest.mark.parametrize(("name", "code"), [("dies", "E_DIED"), ("hangs", "E_TIMEOUT")])
-def test_what_waits_behind_a_bad_client_is_not_blamed(tmp_path, monkeypatch, name, code):
+@pytest.mark.parametrize(("name", "code", "timeout"), [("dies", "E_DIED", 600.0), ("hangs", "E_TIMEOUT", 4.0)])
+def test_what_waits_behind_a_bad_client_is_not_blamed(tmp_path, monkeypatch, name, code, timeout):
     """Workers whose clients are quick have a second chunk."""
+    monkeypatch.setattr("fedfm.engines.local.worker_pool._QUICK", 600.0)  # on a busy machine, too
     deliver, most = Pool._deliver, []
 
     def watched(self, slot, *rest):
@@ -272,11 +273,11 @@ def test_what_waits_behind_a_bad_client_is_not_blamed(tmp_path, monkeypatch, nam
     monkeypatch.setattr(Pool, "_deliver", watched)
     method = Naughty()
     rows = {f"c{i:02}": [0.0] for i in range(40)} | {name: [0.0]}
-    fed = federation(method, rows, tmp_path, workers=2, timeout=2.0)
-    states = run(method, fed, 3)
+    fed = federation(method, rows, tmp_path, workers=2, timeout=timeout)
+    states = run(method, fed, 2)
     assert max(most) == 2
-    assert float(states[-1]["w"]) == pytest.approx(4.0)
-    assert [(e.client, e.code) for e in fed.excluded] == [(name, code)] * 3
+    assert float(states[-1]["w"]) == pytest.approx(3.0)
+    assert [(e.client, e.code) for e in fed.excluded] == [(name, code)] * 2
     assert fed._link._pool._home.keys() == rows.keys()
     fed._link.close()
 
