@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## the built-in example and its baselines
 	@$(BIN)/fedfm demo
 
-test: $(STAMP) ## the test suite, under 10 minutes on 2 cores
-	$(BIN)/python -m pytest
+test: $(STAMP) ## the test suite, about 5 minutes on 2 cores
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 $(VENV)/.stamp-engines: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,simulation]'

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from fedfm.engines.flower.private_api import round_trip
 
@@ -23,11 +21,11 @@ class InProcessGrid(Grid):
         self.sent: list[Message] = []
         self._replies: list[Message] = []
 
-    def set_run(self, run: Run) -> None: ...
+    def set_run(self, run: Any) -> None: ...
 
     @property
-    def run(self) -> Run:
-        return Run.create_empty(run_id=1)
+    def run(self) -> Any:
+        raise NotImplementedError
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
         raise NotImplementedError
@@ -35,8 +33,8 @@ class InProcessGrid(Grid):
     def get_node_ids(self) -> list[int]:
         return list(self.apps)
 
-    def get_nodes(self) -> list[NodeInfo]:
-        return [NodeInfo(node_id=n) for n in self.apps]
+    def get_nodes(self) -> list[Any]:
+        raise NotImplementedError
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         names = []

@@ -148,11 +148,11 @@ class TestEveryTrainedMethod:
     def test_same_seed_same_bits_whatever_runs_it(self, name, tmp_path):
         results = []
         for i, run in enumerate(({"workers": 1}, {"workers": 2}, {"workers": 1, "wire": True})):
-            tables = experiment_of(name, tmp_path, run=run)
+            tables = experiment_of(name, tmp_path, rounds=2, run=run)
             results.append(fedfm.run(tables, tmp_path / str(i)))
         assert len({r["params_sha256"] for r in results}) == 1
         assert len({(r["bytes_up"], r["bytes_down"], r["accuracy"]) for r in results}) == 1
-        other = fedfm.run(experiment_of(name, tmp_path, run={"seed": 2}), tmp_path / "other")
+        other = fedfm.run(experiment_of(name, tmp_path, rounds=2, run={"seed": 2}), tmp_path / "other")
         assert other["params_sha256"] != results[0]["params_sha256"]
 
     def test_learns(self, name, tmp_path):

@@ -44,7 +44,7 @@ def _pipes() -> dict[str, Any]:
     return {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENV}
 
 
-def until(ready, limit: float = 180.0, what: str = "it did not happen") -> None:
+def until(ready, limit: float = 600.0, what: str = "it did not happen") -> None:
     """Wait."""
     end = time.monotonic() + limit
     while not ready():

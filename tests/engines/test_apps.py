@@ -12,7 +12,6 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
 
 from fedfm import __version__
 from fedfm.aggregation.base import Aggregator
@@ -23,7 +22,7 @@ from fedfm.core.wire import codec, payload
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.app_writer import told
 from fedfm.engines.flower.link import HELLO, FlowerLink
-from fedfm.engines.flower.private_api import identity, serialised_nbytes
+from fedfm.engines.flower.private_api import error_codes, identity, serialised_nbytes
 from fedfm.engines.flower.server_app import host
 from fedfm.engines.flower.simulation import reply
 from fedfm.engines.flower.site import Site, of_folder
@@ -199,7 +198,10 @@ def test_a_bad_reply_leaves_its_client_out_and_changes_nothing_else(tmp_path, wh
 
 @pytest.mark.parametrize(
     "error",
-    [Error(ErrorCode.CLIENT_APP_CRASHED, "ended"), Error(ErrorCode.UNKNOWN, "ray.exceptions.ActorDiedError: gone")],
+    [
+        Error(error_codes().CLIENT_APP_CRASHED, "ended"),
+        Error(error_codes().UNKNOWN, "ray.exceptions.ActorDiedError: gone"),
+    ],
 )
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_process_that_ended_is_asked_once_more(tmp_path, error, times):
@@ -218,7 +220,7 @@ def test_a_process_that_ended_is_asked_once_more(tmp_path, error, times):
 
 
 def test_a_process_that_is_not_back_yet_is_waited_for(tmp_path, monkeypatch):
-    died, back = (Error(ErrorCode.UNKNOWN, f"ray.exceptions.{why}") for why in ("ActorDiedError", UNAVAILABLE))
+    died, back = (Error(error_codes().UNKNOWN, f"ray.exceptions.{why}") for why in ("ActorDiedError", UNAVAILABLE))
     left = [died, back, back]
     crashes = crooked("b", lambda q, r: [Message(left.pop(0), reply_to=q)] if left else [r])
     fed, _ = over_flower(FedAvg(), tmp_path / "ended", crashes)

@@ -241,28 +241,28 @@ def test_a_method_that_writes_into_its_payload_stops_the_run(tmp_path, workers):
 def test_a_client_that_dies_is_reported_at_once_with_its_signal(tmp_path, name, words):
     method = Naughty()
     rows = {"a": [0.0], f"{name}-1": [0.0], f"{name}-2": [0.0], "z": [0.0]}
-    fed = federation(method, rows, tmp_path, workers=2, timeout=60)
-    start = time.monotonic()
+    fed = federation(method, rows, tmp_path, workers=2, timeout=600)
     states = run(method, fed, 2)
-    assert time.monotonic() - start < 20
     assert float(states[-1]["w"]) == pytest.approx(3.0)
     assert [(e.code, e.client) for e in fed.excluded] == [("E_DIED", f"{name}-1"), ("E_DIED", f"{name}-2")] * 2
+    # Not E_TIMEOUT: nobody waited for the client's time to end.
     assert all(words in e.reason for e in fed.excluded)
     fed._link.close()
 
 
 def test_a_client_that_hangs_is_ended_after_its_time(tmp_path):
     method = Naughty()
-    fed = federation(method, {"a": [0.0], "hangs": [0.0], "z": [0.0]}, tmp_path, workers=2, timeout=0.5)
+    fed = federation(method, {"a": [0.0], "hangs": [0.0], "z": [0.0]}, tmp_path, workers=2, timeout=3.0)
     states = run(method, fed, 1)
     assert float(states[-1]["w"]) == pytest.approx(2.0)
     assert [(e.client, e.code) for e in fed.excluded] == [("hangs", "E_TIMEOUT")]
     fed._link.close()
 
 
-@pytest.mark.parametrize(("name", "code"), [("dies", "E_DIED"), ("hangs", "E_TIMEOUT")])
-def test_what_waits_behind_a_bad_client_is_not_blamed(tmp_path, monkeypatch, name, code):
+@pytest.mark.parametrize(("name", "code", "timeout"), [("dies", "E_DIED", 600.0), ("hangs", "E_TIMEOUT", 4.0)])
+def test_what_waits_behind_a_bad_client_is_not_blamed(tmp_path, monkeypatch, name, code, timeout):
     """Workers whose clients are quick have a second chunk."""
+    monkeypatch.setattr("fedfm.engines.local.worker_pool._QUICK", 600.0)  # on a busy machine, too
     deliver, most = Pool._deliver, []
 
     def watched(self, slot, *rest):
@@ -273,11 +273,11 @@ def test_what_waits_behind_a_bad_client_is_not_blamed(tmp_path, monkeypatch, nam
     monkeypatch.setattr(Pool, "_deliver", watched)
     method = Naughty()
     rows = {f"c{i:02}": [0.0] for i in range(40)} | {name: [0.0]}
-    fed = federation(method, rows, tmp_path, workers=2, timeout=0.5)
-    states = run(method, fed, 3)
+    fed = federation(method, rows, tmp_path, workers=2, timeout=timeout)
+    states = run(method, fed, 2)
     assert max(most) == 2
-    assert float(states[-1]["w"]) == pytest.approx(4.0)
-    assert [(e.client, e.code) for e in fed.excluded] == [(name, code)] * 3
+    assert float(states[-1]["w"]) == pytest.approx(3.0)
+    assert [(e.client, e.code) for e in fed.excluded] == [(name, code)] * 2
     assert fed._link._pool._home.keys() == rows.keys()
     fed._link.close()
 
@@ -323,14 +323,23 @@ def test_a_client_stays_with_the_worker_that_has_its_rows(tmp_path):
 
 def test_a_worker_with_nothing_to_do_helps_out(tmp_path):
     """Two clients whose rows one worker has are answered by both."""
+    begun = tmp_path / "begun"  # a file a call, named by its worker and client
+
+    def calls(mine):
+        return sum((int(f.name.split()[0]) == os.getpid()) == mine for f in begun.iterdir())
 
     @dataclass(frozen=True)
     class Slow(FedAvg):
         @on_client
         def train(self, client, w: Params) -> Update:
-            time.sleep(0.05)
+            (begun / f"{os.getpid()} {client.id}").touch()
+            end = time.monotonic() + 120
+            while calls(mine=False) < calls(mine=True):  # until the other worker has as many
+                assert time.monotonic() < end, "the other worker does nothing"
+                time.sleep(0.01)
             return Update(Params({"pid": torch.tensor([os.getpid()])}), 1)
 
+    begun.mkdir()
     method = Slow()
     fed = federation(method, {c: [0.0] for c in "abcd"}, tmp_path, workers=2)
     fed.begin(1)
@@ -339,6 +348,8 @@ def test_a_worker_with_nothing_to_do_helps_out(tmp_path):
         [c for c in first if first[c].delta["pid"] == pid] for pid in {u.delta["pid"].item() for u in first.values()}
     ]
     assert [len(mine) for mine in by_worker] == [2, 2]
+    for call in begun.iterdir():
+        call.unlink()
     fed.begin(2)
     second = fed.exchange("query", method.train, by_worker[0], {"w": fed.initial}, Update)
     assert len({int(update.delta["pid"]) for _, update in second}) == 2
@@ -352,11 +363,11 @@ def test_a_client_that_takes_too_long_in_this_process_is_left_out_as_in_a_worker
         @on_client
         def train(self, client, w):
             if client.id == "slow":
-                time.sleep(0.6)
+                time.sleep(2.5)
             return Update(w, 1)
 
     method = Slow()
-    fed = federation(method, {"a": [0.0], "slow": [0.0], "z": [0.0]}, tmp_path, workers=1, timeout=0.5)
+    fed = federation(method, {"a": [0.0], "slow": [0.0], "z": [0.0]}, tmp_path, workers=1, timeout=2.0)
     run(method, fed, 1)
     assert [(e.client, e.code) for e in fed.excluded] == [("slow", "E_TIMEOUT")]
     fed._link.close()

@@ -40,7 +40,7 @@ def test_same_bits_and_bytes_as_local(tmp_path, method, adaptation):
     same(simulated, fedfm("run", exp, "--out", tmp_path / "local"))
     assert simulated["engine"] == "simulation"
     assert set(os.listdir("/dev/shm")) <= before
-    until(lambda: not mentioning(tmp_path), 20)
+    until(lambda: not mentioning(tmp_path))
 
 
 def test_the_same_clients_attack_and_the_same_rule_withstands_them(tmp_path):
@@ -55,15 +55,15 @@ def test_the_same_clients_attack_and_the_same_rule_withstands_them(tmp_path):
 
 
 def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp_path):
-    method = f'name = "naughty:Naughty"\nrounds = 40\norders = "{tmp_path}"'
-    exp = experiment(tmp_path, method=method, run="timeout = 60")
+    method = f'name = "naughty:Naughty"\nrounds = 400\norders = "{tmp_path}"'
+    exp = experiment(tmp_path, method=method, run="timeout = 300")
     (tmp_path / "client-00").write_text("raise")
     (tmp_path / "client-01").write_text("die")
     out = tmp_path / "run"
     running = begin("run", exp, "--out", out, "--engine", "simulation")
     until(lambda: rounds(out) >= 3 or running.poll() is not None)
     running.send_signal(signal.SIGINT)
-    _, error = running.communicate(timeout=150)
+    _, error = running.communicate(timeout=300)
     assert not marked(f"fedfm-ray{running.pid}-")  # at once: what is left writes into folders that are gone
     assert running.returncode == 130, error[-2000:]
     assert "client-00 left out, E_EXCEPTION: ValueError: as ordered" in error
@@ -74,7 +74,7 @@ def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process has started is found in Linux's /proc")
 def test_what_a_killed_run_had_started_ends_too_and_it_resumes_to_the_same_bits(tmp_path):
-    exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 12')
+    exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 60')
     out = tmp_path / "run"
     running = begin("run", exp, "--out", out, "--engine", "simulation")
     until(lambda: rounds(out) >= 3 or running.poll() is not None)
@@ -82,6 +82,6 @@ def test_what_a_killed_run_had_started_ends_too_and_it_resumes_to_the_same_bits(
     assert len(marked(str(folder))) > 3  # Ray's own and the clients'
     running.kill()
     running.communicate()
-    until(lambda: not marked(str(folder)) and not folder.exists(), 20)
-    assert 3 <= rounds(out) < 12
+    until(lambda: not marked(str(folder)) and not folder.exists())
+    assert 3 <= rounds(out) < 60
     same(fedfm("resume", out), fedfm("run", exp, "--out", tmp_path / "local"))

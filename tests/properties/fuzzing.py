@@ -254,13 +254,20 @@ def fuzz(kind: Kind, count: int, seed: int) -> Outcome:
 def _attack(found: Outcome, kind: Kind, head: str, data: bytes, count: int, rng: random.Random) -> None:
     for _ in range(count):
         broken = mutated(head, data, rng)
-        begun = time.thread_time()
-        code = attempt(kind, *broken)
-        found.longest = max(found.longest, time.thread_time() - begun)
+        code, taken = _timed(kind, *broken)
+        if taken > found.longest:  # the message, and not what the machine did meanwhile
+            taken = min(taken, *(_timed(kind, *broken)[1] for _ in range(3)))
+        found.longest = max(found.longest, taken)
         if code is None:
             found.accepted += 1
         else:
             found.refused[code] += 1
+
+
+def _timed(kind: Kind, head: str, data: bytes) -> tuple[str | None, float]:
+    """The code of a message that is handed over once, and the processor seconds that it took."""
+    begun = time.thread_time()
+    return attempt(kind, head, data), time.thread_time() - begun
 
 
 def main() -> None:

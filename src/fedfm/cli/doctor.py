@@ -12,9 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from fedfm.engines.flower.private_api import TESTED
+
 _REQUIRED = ("torch", "transformers", "peft", "safetensors", "flwr", "numpy", "pyarrow", "PIL", "sklearn", "greenlet")
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
-_TESTED_FLOWER = "1.41."
 _WIDTH = 768  # inputs and outputs of the linear maps that are timed
 
 
@@ -28,8 +29,9 @@ def _checks() -> Iterator[tuple[str, str, str]]:
     for name in _REQUIRED:
         try:
             found = version(_DISTRIBUTIONS.get(name, name))
-            bad = name == "flwr" and not found.startswith(_TESTED_FLOWER)
-            yield name, "bad" if bad else "ok", f"{found}, expected {_TESTED_FLOWER}x" if bad else found
+            bad = name == "flwr" and not found.startswith(TESTED)
+            expected = " or ".join(f"{begin}x" for begin in TESTED)
+            yield name, "bad" if bad else "ok", f"{found}, expected {expected}" if bad else found
         except PackageNotFoundError:
             yield name, "bad", f"missing: pip install {_DISTRIBUTIONS.get(name, name)}"
     for name, extra in (("ray", "simulation"), ("datasets", "hub")):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fedfm.engines.flower import client_stub, keys
-from fedfm.engines.flower.private_api import Control
+from fedfm.engines.flower.private_api import QUICK_EXECUTOR, Control
 from fedfm.engines.flower.processes import Children
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import RunError
@@ -159,12 +159,13 @@ def end_workers(sites: Path) -> None:
 
 def _environment(folder: Path) -> dict[str, str]:
     """Of every process: a home of its own, no calls home, our Python's programs first."""
-    return os.environ | {
+    return {
+        **os.environ,
+        **QUICK_EXECUTOR,
         "FLWR_HOME": str((folder / "home" / "superlink").resolve()),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
         "FEDFM_PARENT": str(os.getpid()),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

@@ -1,6 +1,7 @@
-"""What we use of Flower that is not public API (flwr 1.41), all in this module.
+"""What we use of Flower and Ray that is not public API, all in this module.
 
-It imports neither torch nor Flower before they are needed.
+Each use has a check in ``tests/engines/test_private_api.py``, which names the function here that a new Flower breaks.
+The module imports neither torch nor Flower before they are needed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from fedfm.core.messages import Request
     from fedfm.runtime.client import Silos
 
+TESTED = ("1.41.", "1.42.")  # how the versions of Flower begin with which the tests pass
 SUPERLINK = 1  # the node id under which the SuperLink itself replies, for nodes that are gone
+QUICK_EXECUTOR = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # environment; seconds, where Flower waits 1 s
 
 
 def round_trip(record: Any) -> Any:
@@ -98,6 +101,23 @@ def simulate(main: Callable[[Any, Any], None], client: Any, nodes: int) -> None:
     run_simulation(app, client, nodes, backend_config={"client_resources": resources})
 
 
+def start_ray(workers: int, folder: str) -> None:
+    """Start Ray with this many cores and its files in ``folder``.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+    import ray
+
+    ray.init(
+        num_cpus=workers,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=f"{folder}/ray",
+    )
+
+
 def kill_ray() -> None:
     """End the processes of the Ray that this process has started, without asking them."""
     from ray._private import worker
@@ -130,16 +150,21 @@ def is_simulated(grid: Any) -> bool:
     return isinstance(grid, InMemoryGrid)
 
 
-def client_fault(error: Any) -> ClientFault:
-    """Flower's own error reply, as ours: the ClientApp raised, or the node is gone."""
+def error_codes() -> Any:
+    """Flower's codes of error replies, by name."""
     from flwr.common.constant import ErrorCode
 
-    reason = str(error.reason or "")[:400]
+    return ErrorCode
+
+
+def client_fault(error: Any) -> ClientFault:
+    """Flower's own error reply, as ours: the ClientApp raised, or the node is gone."""
+    codes, reason = error_codes(), str(error.reason or "")[:400]
     gone = (
-        ErrorCode.NODE_UNAVAILABLE,
-        ErrorCode.MESSAGE_UNAVAILABLE,
-        ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
-        ErrorCode.CLIENT_APP_CRASHED,
+        codes.NODE_UNAVAILABLE,
+        codes.MESSAGE_UNAVAILABLE,
+        codes.REPLY_MESSAGE_UNAVAILABLE,
+        codes.CLIENT_APP_CRASHED,
     )
     if error.code in gone or "ActorDiedError" in reason or "ActorUnavailableError" in reason:
         return ClientFault(E_DIED, reason or "the node is gone")
@@ -148,16 +173,22 @@ def client_fault(error: Any) -> ClientFault:
 
 def died(error: Any) -> bool:
     """Whether another process may well do what ended with Flower's error: its own ended, and the node is there."""
-    from flwr.common.constant import ErrorCode
-
     reason = str(error.reason or "")
-    return error.code == ErrorCode.CLIENT_APP_CRASHED or "ActorDiedError" in reason or "ActorUnavailableError" in reason
+    crashed = error.code == error_codes().CLIENT_APP_CRASHED
+    return crashed or "ActorDiedError" in reason or "ActorUnavailableError" in reason
 
 
 def restarting(error: Any) -> bool:
     """Whether Ray says that the actor is not back yet: nobody has seen the message."""
     reason = str(error.reason or "")
     return "ActorUnavailableError" in reason and "restarting" in reason
+
+
+def build(app: Path) -> bytes:
+    """The bundle of an app folder, as ``flwr build`` makes it."""
+    from flwr.cli.build import build_fab_from_disk
+
+    return bytes(build_fab_from_disk(app))
 
 
 class Control:
@@ -203,12 +234,11 @@ class Control:
         """
         import hashlib
 
-        from flwr.cli.build import build_fab_from_disk
         from flwr.common.serde import fab_to_proto
         from flwr.proto.control_pb2 import StartRunRequest
         from flwr.supercore.fab import Fab
 
-        content = build_fab_from_disk(app)
+        content = build(app)
         fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
         with self._reaching():
             reply = self._client.StartRun(StartRunRequest(fab=fab_to_proto(fab)))

@@ -7,7 +7,6 @@ them.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import shutil
@@ -28,7 +27,7 @@ from flwr.clientapp import ClientApp
 from fedfm.config.experiment import Experiment
 from fedfm.core.wire import flower_records
 from fedfm.engines.flower import site
-from fedfm.engines.flower.private_api import quiet, simulate
+from fedfm.engines.flower.private_api import kill_ray, quiet, simulate, start_ray
 from fedfm.engines.flower.reaper import end_all, reaping
 from fedfm.engines.flower.server_app import host
 from fedfm.errors import ClientFault, MissingExtra
@@ -178,17 +177,9 @@ def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
     os.environ.update(settings)
     try:
         ray = _import_ray()
-        from fedfm.engines.flower.private_api import kill_ray
-
         with reaping(folder), _our_signals() as again, quiet(log):
             try:
-                ray.init(
-                    num_cpus=workers,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    _temp_dir=f"{folder}/ray",
-                )
+                start_ray(workers, folder)
                 again()
                 yield kill_ray
             finally:
