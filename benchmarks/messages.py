@@ -17,7 +17,7 @@ import statistics
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import common
 import torch
@@ -37,6 +37,8 @@ MILLION = 1_000_000
 @dataclass(frozen=True)
 class Echo(FedAvg):
     """A client that returns what it was sent."""
+
+    asks: ClassVar[tuple[str, ...]] = ("echo",)
 
     @on_client
     def echo(self, client: Any, w: Params | None) -> Params | None:

@@ -162,7 +162,7 @@ class TestEveryRule:
         assert np.linalg.norm(out) < 10
 
     def test_sees_every_update_and_says_so(self, rule):
-        assert rule.form == "plain"
+        assert rule.transport.form == "plain"
         assert rule.least() >= 1
         rule.validate()
 

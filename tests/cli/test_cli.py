@@ -92,7 +92,7 @@ def test_bytes_are_those_of_the_messages(finished):
     assert sum(m["bytes"] for m in counted if m["to"] == "server") == result["bytes_up"]
     assert sum(m["bytes"] for m in counted if m["from"] == "server") == result["bytes_down"]
     assert {m["handler"] for m in counted} == {"train.FedAvg_train"}
-    assert {m["handler"] for m in lines} == {"train.FedAvg_train", "query.Evaluation_evaluate"}
+    assert {m["handler"] for m in lines} == {"train.FedAvg_train", "scores.Evaluation_evaluate"}
 
 
 def test_set_and_engine_change_keys(tmp_path, capsys):

@@ -241,7 +241,7 @@ def test_a_count_that_cannot_be_kept_is_no_answer(tmp_path):
 
 
 def test_hello_is_subject_to_the_policy(tmp_path):
-    server = Server(silo(tmp_path, allow=["train.*"]))
+    server = Server(silo(tmp_path, allow=[]))
     assert server.hello() == "E_REFUSED"
     assert server.train()["fault"]["code"] == "E_REFUSED"
     assert not silo_file.report(tmp_path / "silo.toml")["takes_part"]
@@ -349,8 +349,77 @@ def test_an_experiment_cannot_leave_a_silo_few_rows_to_train_on(tmp_path, key):
 
 def test_scores_that_the_policy_keeps_are_not_told_beside_an_update(tmp_path):
     text = experiment(run={"local_scores": True})
-    assert Server(silo(tmp_path / "a", allow=["train.*", HELLO]), text).hello() == "E_EXPERIMENT"
-    assert Server(silo(tmp_path / "b", allow=["train.*", HELLO, "query.Evaluation_evaluate"]), text).hello() == "fits"
+    assert Server(silo(tmp_path / "a", allow=["mean"]), text).hello() == "E_EXPERIMENT"
+    assert Server(silo(tmp_path / "b", allow=["mean", "scores"]), text).hello() == "fits"
+    by_method = silo(tmp_path / "c", allow=["mean", "scores"])
+    by_method.write_text(by_method.read_text() + '\n[allow_by_method]\nfedavg = ["mean"]')
+    assert Server(by_method, text).hello() == "E_EXPERIMENT"
+
+
+W = head(2)
+EXPOSING = {  # a message of each kind: method, handler, payload
+    "mean": ("fedavg", "train.FedAvg_train", {"w": W}),
+    "reply": ("fedamp", "query.FedAMP_train", {"u": W}),
+    "scores": ("fedamp", "scores.Evaluation_evaluate", {"w": W, "part": "test"}),
+    "reveal": ("fedamp", "reveal.Evaluation_reveal", {"w": W}),
+}
+
+
+@pytest.mark.parametrize("word", EXPOSING)
+def test_a_silo_answers_what_its_words_allow_and_refuses_the_rest(tmp_path, word):
+    path = silo(tmp_path, allow=[word])
+    for other, (method, handler, body) in EXPOSING.items():
+        server = Server(path, experiment(method={"name": method, "rounds": 3}), key=method)
+        assert server.hello() == "fits"
+        told = server.send(handler, body)
+        if other == word:
+            assert "fault" not in told
+            assert told["body"]
+        else:
+            reason = f'this silo\'s policy does not allow {handler}: "{other}" is not in allow'
+            assert told["fault"] == {"code": "E_REFUSED", "reason": reason}
+            assert f"{handler} is not answered: E_REFUSED" in log_of(path)
+
+
+def test_a_methods_words_take_the_place_of_the_silos(tmp_path):
+    path = silo(tmp_path, allow=["mean"])
+    path.write_text(path.read_text() + '\n[allow_by_method]\nfedamp = ["reply", "reveal"]\nfedprox = []')
+    codes = {}
+    for word, (method, handler, body) in EXPOSING.items():
+        server = Server(path, experiment(method={"name": method, "rounds": 3}), key=method)
+        assert server.hello() == "fits"
+        codes[word] = server.send(handler, body).get("fault", {}).get("code")
+    assert codes == {"mean": None, "reply": None, "scores": "E_REFUSED", "reveal": None}
+    server = Server(path, experiment(method={"name": "fedprox", "rounds": 3}), key="fedprox")
+    assert server.hello() == "fits"
+    assert server.send("train.FedProx_train", {"w": head(2)})["fault"]["code"] == "E_REFUSED"
+
+
+@pytest.mark.parametrize("kind", ["query", "scores", "reveal", "aggregate", "evaluate", ""])
+def test_a_server_cannot_ask_for_one_thing_under_the_name_of_another(tmp_path, kind):
+    """What a handler exposes the silo looks up; the server's word counts for nothing."""
+    server = Server(silo(tmp_path))  # which allows everything
+    assert server.hello() == "fits"
+    for handler, own in (("FedAvg_train", "train"), ("Evaluation_evaluate", "scores"), ("Evaluation_reveal", "reveal")):
+        told = server.send(f"{kind}.{handler}", {"w": head(2), **({"part": "test"} if own == "scores" else {})})
+        if kind == own:
+            assert "fault" not in told
+        else:
+            assert told["fault"] == {"code": "E_REFUSED", "reason": f"{handler} answers {own}, not {kind}"}
+
+
+def test_halves_that_the_method_does_not_declare_in_these_settings_are_not_answered(tmp_path):
+    """Under [privacy] FedPFT releases noisy sums; what it sends without noise cannot be asked for beside them."""
+    text = experiment(method={"name": "fedpft", "rounds": 1, "components": 1}, privacy=PRIVACY)
+    server = Server(silo(tmp_path), text)
+    assert server.hello() == "fits"
+    for kind in ("train", "query"):
+        for name in ("summarise", "sums", "pass_on"):
+            assert server.send(f"{kind}.FedPFT_{name}", {})["fault"]["code"] == "E_REFUSED"
+    assert "fault" not in server.send("query.FedPFT_release", {})
+
+
+PRIVACY = {"unit": "record", "target_epsilon": 8.0, "delta": 1e-5}
 
 
 # --- 4. everything else that a server decides ------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.messages import Request
 from fedfm.engines.local.engine import Interrupted, LocalLink, processes
 from fedfm.engines.local.worker_pool import Pool
-from fedfm.errors import InputError, RunError
+from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
@@ -295,7 +295,7 @@ def test_slow_clients_do_not_wait_behind_each_other(tmp_path):
     method, rows = Slow(), {f"c{i:02}": [0.0] for i in range(12)}
     fed = federation(method, rows, tmp_path, workers=2)
     fed.begin(1)
-    for _ in fed.exchange("query", method.train, None, {"w": fed.initial}, Update):
+    for _ in fed.exchange("train", method.train, None, {"w": fed.initial}, Update):
         assert all(len(worker.chunks) <= 1 for worker in fed._link._pool._workers)
     fed._link.close()
 
@@ -313,7 +313,7 @@ def test_a_client_stays_with_the_worker_that_has_its_rows(tmp_path):
     fed = federation(method, {"a": [0.0], "b": [0.0]}, tmp_path, workers=2)
     for of in (["a", "b"], ["b"], ["a"], ["a", "b"], ["b"]):
         fed.begin(len(found) + 1)
-        replies = fed.exchange("query", method.train, of, {"w": fed.initial}, Update)
+        replies = fed.exchange("train", method.train, of, {"w": fed.initial}, Update)
         found.append({client: int(update.delta["pid"]) for client, update in replies})
     assert len(set(found[0].values())) == 2
     for pids in found:
@@ -343,7 +343,7 @@ def test_a_worker_with_nothing_to_do_helps_out(tmp_path):
     method = Slow()
     fed = federation(method, {c: [0.0] for c in "abcd"}, tmp_path, workers=2)
     fed.begin(1)
-    first = dict(fed.exchange("query", method.train, None, {"w": fed.initial}, Update))
+    first = dict(fed.exchange("train", method.train, None, {"w": fed.initial}, Update))
     by_worker = [
         [c for c in first if first[c].delta["pid"] == pid] for pid in {u.delta["pid"].item() for u in first.values()}
     ]
@@ -351,7 +351,7 @@ def test_a_worker_with_nothing_to_do_helps_out(tmp_path):
     for call in begun.iterdir():
         call.unlink()
     fed.begin(2)
-    second = fed.exchange("query", method.train, by_worker[0], {"w": fed.initial}, Update)
+    second = fed.exchange("train", method.train, by_worker[0], {"w": fed.initial}, Update)
     assert len({int(update.delta["pid"]) for _, update in second}) == 2
     fed._link.close()
 
@@ -407,7 +407,7 @@ def test_payloads_that_differ_by_client_are_let_go_with_their_replies(tmp_path):
 
     before, counts, found = files(), [], {}
     w = each({c: fed.initial * i for i, c in enumerate(fed.clients)})
-    for client, update in fed.exchange("query", method.train, None, {"w": w}, Update):
+    for client, update in fed.exchange("train", method.train, None, {"w": w}, Update):
         found[client] = float(update.delta["w"])
         counts.append(files() - before)
     assert [e.client for e in fed.excluded] == ["dies"]
@@ -436,7 +436,7 @@ def test_what_the_server_keeps_of_replies_is_never_written_over(tmp_path, size):
     fed.begin(1)
     for call in range(8):
         for client, update in fed.exchange(
-            "query", method.train, None, {"w": fed.initial, "factor": 100.0 * call}, Update
+            "train", method.train, None, {"w": fed.initial, "factor": 100.0 * call}, Update
         ):
             if call != 5 or client < "c06":
                 kept[call, client] = update.delta["v"]
@@ -444,7 +444,7 @@ def test_what_the_server_keeps_of_replies_is_never_written_over(tmp_path, size):
     for (call, client), v in kept.items():
         assert torch.equal(v, torch.full((size,), 100.0 * call + int(client[1:])))
     next(iter(kept.values())).add_(1)  # and is the server's own
-    again = dict(fed.exchange("query", method.train, None, {"w": fed.initial, "factor": 0.0}, Update))
+    again = dict(fed.exchange("train", method.train, None, {"w": fed.initial, "factor": 0.0}, Update))
     assert float(again["c00"].delta["v"][0]) == 0.0
     fed._link.close()
 
@@ -465,13 +465,13 @@ def test_files_of_replies_serve_again_and_take_no_descriptors(tmp_path):
     before, counts, files = mapped(), [], []
     for t in range(1, 6):
         fed.begin(t)
-        for _ in fed.exchange("query", method.train, None, {"w": fed.initial, "factor": 1.0}, Update):
+        for _ in fed.exchange("train", method.train, None, {"w": fed.initial, "factor": 1.0}, Update):
             pass  # those that come before their turn wait, and may need files of their own meanwhile
         counts.append(mapped() - before)
     files.append(len(os.listdir("/proc/self/fd")))
     assert max(counts) <= 2 * 6 + 1  # the loop still has the last one
     kept = [
-        dict(fed.exchange("query", method.train, None, {"w": fed.initial, "factor": 1.0}, Update)) for _ in range(20)
+        dict(fed.exchange("train", method.train, None, {"w": fed.initial, "factor": 1.0}, Update)) for _ in range(20)
     ]
     files.append(len(os.listdir("/proc/self/fd")))
     assert mapped() - before > max(counts)  # of these some have files of their own
@@ -509,14 +509,30 @@ def test_a_stop_lets_started_clients_finish_and_starts_no_more(tmp_path, workers
 
 def test_a_silos_policy_refuses_what_it_does_not_allow(tmp_path):
     method, toys = FedAvg(), Toys({"a": [0.0], "b": [1.0]})
-    silos = Silos(method, Aggregator(), toys, memory=tmp_path, allow=("train.*",))
+    silos = Silos(method, Aggregator(), toys, memory=tmp_path, allow=("mean",))
     fed = Federation(LocalLink(silos), model=toys.model, aggregator=Aggregator())
     fed.begin(1)
     assert float(fed.mean(method.train, w=fed.initial)["w"]) == pytest.approx(-0.05)
     with pytest.raises(Exception, match="0 of 2"):
         fed.ask(method.train, w=fed.initial)
     assert {(e.code, e.client) for e in fed.excluded} == {("E_REFUSED", "a"), ("E_REFUSED", "b")}
-    assert "query.FedAvg_train" in fed.excluded[0].reason
+    assert fed.excluded[0].reason == "FedAvg_train answers train, not query"
+
+
+@pytest.mark.parametrize(("means", "asks"), [(("train",), ()), ((), ("train",)), (("train",), ("train",)), ((), ())])
+def test_a_client_half_answers_as_its_method_declares_it(means, asks, tmp_path):
+    class Declared(FedAvg):
+        pass
+
+    Declared.means, Declared.asks = means, asks
+    silos = Silos(Declared(), Aggregator(), toys := Toys({"a": [0.0]}), memory=tmp_path)
+    answered = set()
+    for kind in ("train", "query", "scores", "reveal", "aggregate", ""):
+        (value,) = silos.answer([Request("a", f"{kind}.Declared_train", {"w": toys.model.params()}, 1, 1)])
+        answered |= set() if isinstance(value, ClientFault) else {kind}
+        assert not isinstance(value, ClientFault) or value.code == "E_REFUSED"
+    expected = {kind for kind, declared in (("train", means), ("query", asks)) if declared}
+    assert answered == (expected or {"train", "query"})  # one that declares nothing may use either verb
 
 
 def test_tensors_pass_by_reference_in_one_process(tmp_path):

@@ -1,6 +1,8 @@
 """The parts of a deployment that need no Flower process: app folder, silo file, keys, children, the worker."""
 
+import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -120,8 +122,14 @@ def silo(folder, text):
         ('name = ".."\ndata = "x.npz"', "letters"),
         ('name = "a"', "data is missing"),
         ('name = "a"\ndata = "x.npz"\nalow = ["*"]', r'silo.toml: \w+: unknown key \(did you mean "allow"'),
-        ('name = "a"\ndata = "x.npz"\nallow = ["trian.*"]', "trian"),
+        ('name = "a"\ndata = "x.npz"\nallow = ["maen"]', 'no word of exposure.*did you mean "mean"'),
+        (
+            'name = "a"\ndata = "x.npz"\nallow = ["trian.*"]',
+            '"trian.*" is no word of exposure: expected "mean", "reply"',
+        ),
         ('name = "a"\ndata = "x.npz"\nallow = "*"', "a list"),
+        ('name = "a"\ndata = "x.npz"\n[allow_by_method]\nfedpft = ["men"]', "allow_by_method.fedpft: .men. is no word"),
+        ('name = "a"\ndata = "x.npz"\n[allow_by_method]\nfedptf = ["mean"]', 'fedptf.*did you mean "fedpft"'),
         ("name = ", "cannot be read"),
     ],
 )
@@ -134,9 +142,37 @@ def test_a_silos_file_that_makes_no_sense_is_refused(tmp_path, text, word):
 
 def test_a_silo_reports_its_rows_and_its_policy(tmp_path):
     features(tmp_path / "rows.npz", ["a", "b"])
-    told = silo_file.report(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nallow = ["train.*", "query.hello"]'))
+    text = 'name = "north"\ndata = "rows.npz"\nallow = ["mean", "scores"]'
+    told = silo_file.report(silo(tmp_path, text))
     assert told["rows"] == {"train": 24, "val": 0, "test": 6}
-    assert not told["shows_single_replies"]
+    assert (told["takes_part"], told["shows_single_replies"]) == (True, False)
+    assert "exposes: its update, in a mean, scores on its own rows\n" in silo_file.described(told)
+    told = silo_file.report(silo(tmp_path, text + '\nallow_by_method = { fedpft = ["reply"], fedavg = [] }'))
+    assert told["shows_single_replies"]
+    said = silo_file.described(told)
+    assert "exposes of method fedpft: single replies, which the server sees one by one\n" in said
+    assert "exposes of method fedavg: nothing\n" in said
+    told = silo_file.report(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nallow = []'))
+    assert not told["takes_part"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["*"], ["mean", "reply", "scores", "reveal"]),
+        (["train.*", "query.hello"], ["mean"]),
+        (["train.*", "query.hello", "query.FedAvg_evaluate"], ["mean", "scores"]),
+        (["query.*"], ["reply", "scores", "reveal"]),
+        (["mean", "query.*_reveal"], ["mean", "reveal"]),
+        (["train.FedAvg_train", "query.FedPFT_summarise"], ["mean", "reply"]),
+        (["query.hello"], []),
+    ],
+)
+def test_patterns_of_handlers_are_refused_with_the_words_to_write(tmp_path, patterns, words):
+    path = silo(tmp_path, f'name = "a"\ndata = "x.npz"\nallow = {json.dumps(patterns)}')
+    with pytest.raises(InputError, match=re.escape(f"here allow = {json.dumps(words)}")):
+        silo_file.load(path)
+    assert silo_file.load(silo(tmp_path, f'name = "a"\ndata = "x.npz"\nallow = {json.dumps(words)}')).allow == (*words,)
 
 
 def test_a_silos_classes_are_those_of_the_server(tmp_path):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedfm.aggregation.base import Aggregator
-from fedfm.core.client import ClientId
+from fedfm.core.client import Update
 from fedfm.core.federation import Federation
 from fedfm.errors import RunError
-from fedfm.linalg.params import Layout, Params
+from fedfm.linalg.params import Params
 
 _ENTRIES = 1 << 20  # of all clients together that are worked on at a time
 _LEAST = 1024  # coordinates of a block, however many clients
@@ -27,23 +26,16 @@ class Robust(Aggregator):
     It sees every update in the clear, so it cannot stand on an aggregator that hides them.
     """
 
-    def mean(
-        self,
-        fed: Federation,
-        handler: Callable[..., Any],
-        of: Iterable[ClientId] | None,
-        payload: Mapping[str, Any],
-        like: Layout,
-    ) -> Params:
+    def combined(self, fed: Federation, updates: Iterator[Update]) -> Params:
         """The rule's result instead of the mean.
 
         Raises:
             RunError: fewer updates came than the rule needs.
         """
-        updates = list(self.updates(fed, handler, of, payload, like))
-        if len(updates) < self.least():
-            raise RunError(f"round {fed.round}: {len(updates)} updates came, {self} needs {self.least()}")
-        return self.combine([u.weight for u in updates], [u.delta for u in updates])
+        came = list(updates)
+        if len(came) < self.least():
+            raise RunError(f"round {fed.round}: {len(came)} updates came, {self} needs {self.least()}")
+        return self.combine([u.weight for u in came], [u.delta for u in came])
 
     @abstractmethod
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,10 +20,9 @@ from fedfm.audits.finding import Finding, Verdict, nothing
 from fedfm.audits.inference import extraction
 from fedfm.audits.inference.extraction import NoIntersectionError
 from fedfm.audits.replay import Replay
-from fedfm.core.checks import match
 from fedfm.core.client import ClientId, Update
 from fedfm.core.federation import Federation
-from fedfm.linalg.params import Layout, Params
+from fedfm.linalg.params import Params
 from fedfm.linalg.running_mean import RunningMean
 from fedfm.linalg.threads import one_thread, torch_threads
 from fedfm.methods.fedbaf.fedbaf import LOG_RANGE, FedBaF
@@ -347,21 +346,11 @@ def sums(everyone: Finding) -> Finding:
 class Clipped(Aggregator):
     """A server's norm check: no update counts for more than the median length of its round."""
 
-    def mean(
-        self,
-        fed: Federation,
-        handler: Callable[..., Any],
-        of: Any,
-        payload: Any,
-        like: Layout,
-    ) -> Params:
-        replies = fed.exchange(
-            "train", handler, of, payload, self.wire_type, check=lambda c, u: match(u.delta, like, "delta")
-        )
-        updates = [update for _, update in replies]
-        norms = [u.delta.norm() for u in updates]
+    def combined(self, fed: Federation, updates: Iterator[Update]) -> Params:
+        came = list(updates)
+        norms = [u.delta.norm() for u in came]
         most, mean = float(np.median(norms)), RunningMean()
-        for update, norm in zip(updates, norms, strict=True):
+        for update, norm in zip(came, norms, strict=True):
             mean.add(update.weight, update.delta * min(1.0, most / norm) if norm else update.delta)
         return mean.result()
 

@@ -135,7 +135,7 @@ a silo's file, beside its rows:
   models = ["/srv/models/bert-small"]                  that experiments may name, beside the built-in ones
   methods = ["my_methods:Cautious"]                    the same for code beside fedfm's own
   downloads = false                                    true: hub ids in models are downloaded
-  allow = ["train.*", "query.hello"]                   what a server may ask of it; "query.hello": to take part
+  allow = ["mean", "scores"]                           what it exposes: mean, reply, scores, reveal; []: nothing
 """,
     "doctor": """examples:
   fedfm doctor                                         versions, cores, disk; what is missing

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from fedfm.core.method import Method
     from fedfm.models.model import Model
+    from fedfm.privacy.accountant import Accountant
 
 Judge = Callable[[Params], dict[str, Any]]  # metrics of parameters on the global test rows
 
@@ -159,8 +160,8 @@ class Private(Protocol):
             InputError: it has no mechanism of that kind.
         """
 
-    def spent(self) -> list[dict[str, Any]]:
-        """The ledger's lines: what a finished run has spent of privacy; empty where nothing is claimed."""
+    def spend(self, accountant: Accountant) -> None:
+        """Compose what a finished run has spent of privacy; nothing where nothing is claimed."""
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from fedfm.core import update_metrics
 from fedfm.core.rows import Rows
@@ -95,10 +95,23 @@ class each(dict[ClientId, Any]):
     """A payload that differs by client."""
 
 
-def on_client(handler: Handler) -> Handler:
-    """Mark the client half: it runs in a silo, called by message."""
-    handler.on_client = True  # type: ignore[attr-defined]
-    return handler
+@overload
+def on_client(handler: Handler) -> Handler: ...
+@overload
+def on_client(*, kind: str) -> Callable[[Handler], Handler]: ...
+def on_client(handler: Handler | None = None, *, kind: str = "") -> Any:
+    """Mark the client half: it runs in a silo, called by message.
+
+    Args:
+        kind: of the message, if not the server half's verb decides (``train`` for ``mean``, ``query`` for ``ask``):
+            ``aggregate`` of an aggregation's own handlers, ``scores`` or ``reveal`` of the run's.
+    """
+
+    def mark(handler: Handler) -> Handler:
+        handler.on_client, handler.kind = True, kind  # type: ignore[attr-defined]
+        return handler
+
+    return mark if handler is None else mark(handler)
 
 
 def action(handler: Callable[..., Any]) -> str:

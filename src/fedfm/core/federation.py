@@ -52,7 +52,7 @@ class Federation:
         call: number of the round's last call, from 1; a client's memory is that of the calls before.
         excluded: who was left out so far, with the reason.
         notices: what the user should know of this round.
-        heard: how many clients of the last call gave a valid reply.
+        heard: how many clients of the method's last call gave a valid reply: after :meth:`mean`, those in it.
         metrics: what the clients' updates of this round noted, as means weighted like the updates.
         secret: the server's own: 32 bytes under a name, from the operating system's entropy, the same all run long.
         memory: the server's own, of what belongs to no file that anybody else sees; as of the last committed round.
@@ -119,9 +119,12 @@ class Federation:
         like: Layout | each | None = None,
         check: Callable[[Any], None] = lambda value: None,
         least: int | None = None,
+        form: str = "plain",
         **payload: Any,
     ) -> dict[ClientId, Any]:
         """Run a client handler in each silo. The server SEES each client's reply.
+
+        The message is of the handler's kind (see :func:`fedfm.core.client.on_client`), ``query`` if it has none.
 
         Replies that are updates note their metrics, as those of :meth:`mean` do. Vectors that do not fit into memory
         together lie in files (see ``fedfm.linalg.out_of_core``).
@@ -130,10 +133,12 @@ class Federation:
             like: what parameters, or an update's delta, must look like; may differ by client.
             check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
             least: valid replies that the call needs; by default ``min_clients``.
+            form: what the server sees of a reply, for the transcript: plain, masked or encrypted.
 
         Raises:
             RunError: fewer than that gave a valid reply.
         """
+        kind = getattr(handler, "kind", "") or "query"
         hint = get_type_hints(handler)["return"]
 
         def checked(client: ClientId, value: Any) -> None:
@@ -142,7 +147,7 @@ class Federation:
                 match(value.delta if isinstance(value, Update) else value, layout, "delta")
             check(value)
 
-        came = self.exchange("query", handler, of, payload, hint, counted=counted, check=checked, least=least)
+        came = self.exchange(kind, handler, of, payload, hint, form=form, counted=counted, check=checked, least=least)
         shelf, means, replies = Shelf(), update_metrics.Means(), dict[ClientId, Any]()
         for client, value in came:
             if isinstance(value, Update):
@@ -241,7 +246,8 @@ class Federation:
             self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"))
         yield from sorted(early.items())
         self.excluded[before:] = sorted(self.excluded[before:], key=lambda e: (e.client, e.code))
-        self.heard = good
+        if kind != "aggregate":
+            self.heard = good
         if good < (self.min_clients if least is None else least):
             raise RunError(
                 f"round {self.round}: {good} of {len(cohort)} clients gave a valid reply to {name}, "

@@ -11,7 +11,7 @@ from fedfm.errors import ClientFault
 
 
 class Request(NamedTuple):
-    """One message to one client: call ``handler`` (``train.X`` or ``query.X``) with ``payload``.
+    """One message to one client: call ``handler``, a kind and a wire name (``train.FedAvg_train``), with ``payload``.
 
     (round, call) names the request: a reply carries both back, and a client's memory is versioned by them.
     """

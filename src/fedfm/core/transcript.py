@@ -13,8 +13,8 @@ class Crossing(NamedTuple):
     Attributes:
         round: 1, 2, ... for training rounds, 0 before the first.
         sender, receiver: "server" or a client's name.
-        handler: ``train.Class_function`` or ``query.Class_function``: train replies are only seen as a mean, query
-            replies one by one.
+        handler: ``kind.Class_function``. The server sees ``train`` replies as the aggregation shows them, ``query``
+            replies one by one; ``aggregate`` is the aggregation's own, ``scores`` and ``reveal`` are evaluation.
         nbytes: as Flower serialises the message's records, the same on every engine.
         form: what the receiver sees: plain, masked or encrypted.
         counted: part of the method (hello and evaluation are listed and not counted).

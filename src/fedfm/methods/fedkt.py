@@ -4,7 +4,7 @@ Li, He, Song. IJCAI 2021. arXiv:2010.01017, Algorithm 1 without differential pri
 
 It needs public rows without labels, which a federation need not have. Here each client makes the features of a share
 ``public`` of its rows public, without their labels: they reach every other client. Where that is too much, FedKT is
-not the method (a silo's policy can refuse ``query.FedKT_publish``). Beyond them the server sees each client's students.
+not the method (a silo's policy without ``reply`` refuses them). Beyond them the server sees each client's students.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from fedfm.errors import InputError
 from fedfm.privacy import gaussian
@@ -70,3 +71,36 @@ def together(spent: Sequence[Spent]) -> Spent:
         composition=f"{len(spent)} Gaussian releases of one record, exact",
         note="; ".join(dict.fromkeys(one.note for one in spent if one.note)),
     )
+
+
+class Accountant:
+    """What the releases of one run spend: those of its method, and those of its aggregation's mechanism.
+
+    Example:
+        >>> accountant = Accountant()
+        >>> accountant.compose(Spent("Gaussian, analytic", "record", "add_remove", 1.0, 1e-5, 1.0, 3.730632, "", ""))
+        >>> accountant.epsilon
+        1.0
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Spent] = []
+
+    def compose(self, event: Spent) -> None:
+        """Add one release."""
+        self._events.append(event)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The ledger's lines, one a release."""
+        return [asdict(event) for event in self._events]
+
+    @property
+    def epsilon(self) -> float | None:
+        """What all releases spend together; None where nothing is claimed.
+
+        Raises:
+            InputError: they do not add up (see :func:`together`).
+        """
+        if len(self._events) > 1:
+            return together(self._events).epsilon
+        return self._events[0].epsilon if self._events else None

@@ -38,7 +38,7 @@ _NEIGHBOURS = {
     "replace": "data sets that differ in one row, its label kept; the counts of classes are public",
     "replace_any": "data sets that differ in one row and its label",
 }
-_ASKED = "query."  # travels so when the server sees each reply by design; "train." when it needs only a mean
+_MEAN = "train."  # travels so when the server needs only a mean
 
 
 def messages(run: RunFiles) -> str:
@@ -100,7 +100,7 @@ def _sentence(t: Traffic) -> str:
         return (
             f"{handler} crossed from {_WAY[t.direction]} in the form “{esc(t.form)}”, which this report does not know."
         )
-    if (t.direction, t.form) == ("up", "plain") and not t.handler.startswith(_ASKED):
+    if (t.direction, t.form) == ("up", "plain") and t.handler.startswith(_MEAN):
         said += " The method asks only for their mean."
     return said.format(h=handler)
 

@@ -6,12 +6,10 @@ decodes a message, calls it, and encodes what it returns.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
@@ -25,6 +23,7 @@ from fedfm.core.method import Method
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_LOST, E_READONLY, E_REFUSED, ClientFault, Lost, first_line
 from fedfm.linalg.params import Params
+from fedfm.privacy.policy import EXPOSES, WORDS
 from fedfm.runtime.client_memory import DiskMemory, secret
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.predictions import scores
@@ -53,8 +52,7 @@ class Silos:
         memory: folder of clients' memories, one subfolder each.
         attack: what runs a client half instead, given it, the client and the payload (see
             :class:`fedfm.attacks.attack.Attackers`; None: all are honest).
-        allow: the silo's policy, patterns of handlers that it answers, e.g. ``("train.*",)`` refuses to show the server
-            any single update.
+        allow: the silo's policy, words of :mod:`fedfm.privacy.policy`; ``("mean",)`` shows the server no single reply.
         on_error: told of a handler's exception with its traceback; it stays at the client.
         local_scores: an update of the server's mean also tells how accurate the client's model was before it, on the
             client's own test rows.
@@ -70,7 +68,7 @@ class Silos:
         memory: Path,
         seed: int = 0,
         attack: Callable[[Callable[..., Any], Client, Mapping[str, Any]], Any] | None = None,
-        allow: Sequence[str] = ("*",),
+        allow: Collection[str] = WORDS,
         on_error: Callable[[ClientId, str], None] = lambda client, text: None,
         reveal: bool = True,
         local_scores: bool = False,
@@ -79,7 +77,8 @@ class Silos:
         self._memory, self._seed, self._on_error = memory, seed, on_error
         self._reveal = reveal
         self._method, self._local_scores = method, local_scores
-        self._handlers = {action(fn): fn for fn in handlers(method, Evaluation(method))}
+        parts = (method, Evaluation(method), *aggregator.parts)
+        self._handlers = {f"{kind}.{action(fn)}": fn for fn in handlers(*parts) for kind in _kinds(fn)}
         self._hints = {name: get_type_hints(fn) for name, fn in self._handlers.items()}
 
     @property
@@ -94,7 +93,7 @@ class Silos:
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Load what answering them needs, before processes are forked that share it."""
-        if any(request.handler.startswith("train.") for request in requests[:1]):
+        if any(request.handler.startswith(("train.", "aggregate.")) for request in requests[:1]):
             scheduler.prepare(self.population.client_model)
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
@@ -114,12 +113,11 @@ class Silos:
         Raises:
             ClientFault: it is not what the handler takes.
         """
-        name = handler.partition(".")[2]
-        if not isinstance(payload, Mapping) or name not in self._hints:
+        if not isinstance(payload, Mapping) or handler not in self._hints:
             return payload  # answer() says what is wrong
-        hints = self._hints[name]
+        hints = self._hints[handler]
         if unknown := payload.keys() - (hints.keys() - {"client", "return"}):
-            raise ClientFault(E_FIELD, f"{name} takes no {sorted(unknown)}")
+            raise ClientFault(E_FIELD, f"{handler} takes no {sorted(unknown)}")
         return {key: conform(value, hints[key], key) for key, value in payload.items()}
 
     def _fault(self, client: ClientId, error: BaseException) -> ClientFault:
@@ -131,14 +129,13 @@ class Silos:
 
     def _answer(self, request: Request) -> Any:
         kind, _, name = request.handler.partition(".")
-        if not allows(self.allow, request.handler):
-            raise ClientFault(E_REFUSED, f"this silo's policy does not allow {request.handler}")
-        if name not in self._handlers:
-            raise ClientFault(E_REFUSED, f"{name} is not a handler of this method")
-        fn, payload = self._handlers[name], request.payload
+        if (why := self._why_refused(kind, name)) is not None:
+            raise ClientFault(E_REFUSED, why)
+        fn, payload = self._handlers[request.handler], request.payload
         client = self.client(request)
         versions = _versions(payload)
-        reply = fn(client, **payload) if self.attack is None else self.attack(fn, client, payload)
+        honest = self.attack is None or kind == "aggregate"  # an attacker poisons its update, and takes part in the sum
+        reply = fn(client, **payload) if honest else self.attack(fn, client, payload)  # type: ignore[misc]
         if _versions(payload) != versions:
             raise ClientFault(E_READONLY, f"{name} changed a tensor that it was sent; payloads are read-only")
         if kind == "train":
@@ -147,6 +144,16 @@ class Silos:
             reply = self.aggregator.protect(client, reply)
         client.memory.commit()  # type: ignore[attr-defined]
         return reply
+
+    def _why_refused(self, kind: str, name: str) -> str | None:
+        """Why a request is not answered: the silo looks up what a handler exposes, and believes no server's word."""
+        if f"{kind}.{name}" not in self._handlers:
+            own = [k for k in EXPOSES if f"{k}.{name}" in self._handlers]
+            none = f"{name} is no handler of this run, or its method declares it in neither means nor asks"
+            return f"{name} answers {' and '.join(own)}, not {kind}" if own else none
+        if (exposed := EXPOSES.get(kind, kind)) not in self.allow:
+            return f'this silo\'s policy does not allow {kind}.{name}: "{exposed}" is not in allow'
+        return None
 
     def _before_aggregation(self, client: Client) -> dict[str, float]:
         """Accuracy and loss of what the client has just trained; the share of clients that were judged makes means of
@@ -171,10 +178,14 @@ class Silos:
         )
 
 
-@functools.lru_cache(maxsize=256)
-def allows(allow: tuple[str, ...], handler: str) -> bool:
-    """Whether one of a policy's patterns matches a handler."""
-    return any(fnmatch(handler, pattern) for pattern in allow)
+def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The kinds of message that a client half answers: its mark's, else those that its method declares."""
+    of: Any = fn.__self__  # type: ignore[attr-defined]
+    if fn.kind or not isinstance(of, Method):  # type: ignore[attr-defined]
+        return (fn.kind or "query",)  # type: ignore[attr-defined]
+    if not of.means and not of.asks:
+        return "train", "query"
+    return tuple(kind for kind, declared in (("train", of.means), ("query", of.asks)) if fn.__name__ in declared)
 
 
 def _versions(payload: Mapping[str, Any]) -> int:

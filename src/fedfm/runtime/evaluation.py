@@ -32,18 +32,18 @@ class Evaluation:
     def __init__(self, method: Method[Any]) -> None:
         self.method = method
 
-    @on_client
+    @on_client(kind="scores")
     def evaluate(self, client: Client, w: Params, part: str) -> dict[str, Any]:
         """The client's own model on its own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
         return scores(self.method, client.model, own(self.method, client, w), _rows(client, part))
 
-    @on_client
+    @on_client(kind="scores")
     def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
         """As :meth:`evaluate`, of what the client's last local pass started from."""
         start = self.method.start_of(client, w) if isinstance(self.method, Keeping) else w
         return scores(self.method, client.model, start, _rows(client, part))
 
-    @on_client
+    @on_client(kind="reveal")
     def reveal(self, client: Client, w: Params) -> Params:
         """The client's own model, for the run's directory."""
         return own(self.method, client, w)

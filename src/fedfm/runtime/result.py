@@ -15,6 +15,7 @@ from fedfm.core.method import Method
 from fedfm.core.update_metrics import BEFORE, LOSS_BEFORE, PASSES
 from fedfm.linalg.params import Params, sha256_of
 from fedfm.models.model import Model
+from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, logs
 from fedfm.runtime.evaluation import ANSWERS, Evaluator
 from fedfm.runtime.predictions import feature_transform, kept
@@ -37,7 +38,7 @@ def finish(
     """
     t, of = rounds
     method: Method[Any] = run.experiment.method
-    models, spent = evaluator.revealed(state), spent_by(method)
+    models, spent = evaluator.revealed(state), accounted(run)
     last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
     early = t < method.rounds
     if not last or last["round"] != of or early:  # nobody knew that round ``of`` would be the last
@@ -65,7 +66,7 @@ def finish(
         },
         "bytes_up": fed.transcript.bytes_up,
         "bytes_down": fed.transcript.bytes_down,
-        "epsilon": max((entry["epsilon"] for entry in spent), default=None),
+        "epsilon": spent.epsilon,
         "params_sha256": sha256_of(models),
         "excluded": [asdict(e) for e in fed.excluded],
         "attackers": list(run.manifest.get("attackers", [])),
@@ -106,18 +107,22 @@ def finish(
     return result
 
 
-def spent_by(method: Method[Any]) -> list[dict[str, Any]]:
-    """The ledger's lines of a method under [privacy]."""
-    return method.spent() if isinstance(method, Private) else []
+def accounted(run: Run) -> Accountant:
+    """What the run's releases spend: those of its method, and those of its aggregation's mechanism."""
+    accountant, method = Accountant(), run.experiment.method
+    if isinstance(method, Private):
+        method.spend(accountant)
+    run.experiment.aggregation.mechanism.spend(accountant, method.rounds)
+    return accountant
 
 
-def enter(run: Run, spent: Sequence[dict[str, Any]]) -> None:
+def enter(run: Run, spent: Accountant) -> None:
     """What the rounds spend of privacy, on the ledger before they are asked: a run that ends early has spent it."""
     ledger = run.manifest["ledger"]
-    missing = [entry for entry in spent if entry not in ledger["entries"]]
+    missing = [entry for entry in spent.entries() if entry not in ledger["entries"]]
     if missing:
         ledger["entries"] += missing
-        ledger["epsilon"] = max(entry["epsilon"] for entry in spent)
+        ledger["epsilon"] = spent.epsilon
         run.write_manifest()
 
 

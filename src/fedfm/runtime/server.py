@@ -17,7 +17,7 @@ from fedfm.linalg.out_of_core import limit
 from fedfm.runtime import early_stopping
 from fedfm.runtime.evaluation import Evaluator
 from fedfm.runtime.predictions import kept
-from fedfm.runtime.result import enter, finish, spent_by
+from fedfm.runtime.result import accounted, enter, finish
 from fedfm.runtime.run_directory import Run
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Server:
         if t not in {line["round"] for line in run.metrics()}:
             self._evaluate(t, state, last=t == method.rounds)
         if t < method.rounds:
-            enter(run, spent_by(method))
+            enter(run, accounted(run))
         while t < method.rounds and not early_stopping.patience_over(run):
             t += 1
             fed.begin(t)

@@ -7,12 +7,15 @@
     models = ["/srv/models/bert-small"]     # folders and hub ids that experiments may name, beside the built-in ones
     methods = ["my_methods:Cautious"]       # code beside fedfm's own that experiments may name
     downloads = false                       # true: what a hub id in models names is downloaded
-    allow = ["train.*", "query.hello"]      # patterns of handlers; what none of them matches is refused
+    allow = ["mean", "scores"]              # what requests may expose of it: mean, reply, scores, reveal
+
+    [allow_by_method]                       # in place of allow, for single methods
+    fedpft = ["reply"]
 
 The server never sees this file, and nothing that it sends changes what the file says: an experiment that names another
-model, class or method is refused, its columns and its paths are not read. Without ``query.hello`` the silo takes part
-in nothing. With it and ``train.*`` alone it takes part in means (of which the server sees what the aggregator shows
-it), and the server gets no single replies, nor the silo's accuracy on its own test rows.
+model, class or method is refused, its columns and its paths are not read. With ``allow = ["mean"]`` the silo takes part
+in means (of which the server sees what the aggregation shows it), and the server gets no single replies, nor the silo's
+accuracy on its own test rows; with ``allow = []`` it takes part in nothing. See :mod:`fedfm.privacy.policy`.
 """
 
 from __future__ import annotations
@@ -28,20 +31,23 @@ from typing import Any
 import numpy as np
 
 from fedfm.config.experiment import Experiment
-from fedfm.config.registry import admit_any
+from fedfm.config.registry import admit_any, available
 from fedfm.config.toml import build
-from fedfm.core.client import action
 from fedfm.data.sources._files import listing
 from fedfm.data.spec import WITHHELD, DataSpec
 from fedfm.data.table import Table
-from fedfm.errors import InputError
+from fedfm.errors import InputError, one_of
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
-from fedfm.runtime.client import allows
-from fedfm.runtime.evaluation import Evaluation
+from fedfm.privacy.policy import WORDS, Policy
 from fedfm.runtime.population import Partitioned
 
-_PATTERN = re.compile(r"\*|(train|query)\.[\w*?]+")
+_EXPOSED = {
+    "mean": "its update, in a mean",
+    "reply": "single replies, which the server sees one by one",
+    "scores": "scores on its own rows",
+    "reveal": "its own final model",
+}
 _MOST = 0.5  # share of the rows that an experiment may keep from training, for tests and for validation
 COLUMNS = ("text", "image", "label", "label_name", "split", "instruction", "output")
 
@@ -56,7 +62,16 @@ class Silo:
 
     name: str = field(default="", metadata={"help": "the silo's name at the server"})
     data: str = field(default="", metadata={"help": "its rows; relative to this file"})
-    allow: tuple[str, ...] = field(default=("*",), metadata={"help": "patterns of handlers that it answers"})
+    allow: tuple[str, ...] = field(
+        default=WORDS,
+        metadata={
+            "help": "what requests may expose of it: mean (its update goes into one), reply (the server sees it by "
+            "itself), scores (metrics on its rows), reveal (its own final model)"
+        },
+    )
+    allow_by_method: dict[str, tuple[str, ...]] = field(
+        default_factory=dict, metadata={"help": "the same for single methods, in place of allow"}
+    )
     classes: tuple[str, ...] | None = field(
         default=None,
         metadata={"help": "class names that the federation agreed on, in order [those of the rows]"},
@@ -76,6 +91,11 @@ class Silo:
     instruction: str = _column("instruction")
     output: str = _column("output")
 
+    @property
+    def policy(self) -> Policy:
+        """What it lets out."""
+        return Policy(self.allow, self.allow_by_method)
+
 
 def load(path: Path) -> Silo:
     """Read a silo's file.
@@ -91,15 +111,14 @@ def load(path: Path) -> Silo:
         raise InputError(f"{path}: cannot be read: {error}") from None
     try:
         silo: Silo = build(Silo, table, "")
+        for name in silo.policy.allow_by_method.keys() - set(silo.methods):
+            one_of("allow_by_method: method", name, tuple(available("methods")))
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     if not re.fullmatch(r"[^\W_][\w.-]*", silo.name):
         raise InputError(f'{path}: name = "{silo.name}": letters, digits, "-", "_" and "." only, and not none')
     if not silo.data:
         raise InputError(f"{path}: data is missing: the file or folder of this silo's rows")
-    for pattern in silo.allow:
-        if not _PATTERN.fullmatch(pattern):
-            raise InputError(f'{path}: allow: "{pattern}" matches no handler; e.g. "train.*", "query.FedAvg_evaluate"')
     models = tuple(_absolute(path, model) if _is_path(path, model) else model for model in silo.models)
     return replace(silo, data=_absolute(path, silo.data), models=models)
 
@@ -145,9 +164,8 @@ def check(silo: Silo, experiment: Experiment) -> None:
     for key in ("test_fraction", "val_fraction"):
         if not getattr(experiment.data, key) <= _MOST:
             raise InputError(f"data.{key} = {getattr(experiment.data, key)}: at a silo at most {_MOST} of the rows")
-    scores = action(Evaluation(experiment.method).evaluate)
-    if experiment.run.local_scores and not allows(silo.allow, f"query.{scores}"):
-        raise InputError("run.local_scores: it tells the silo's accuracy, which allow keeps from the server")
+    if experiment.run.local_scores and "scores" not in silo.policy.of(experiment.method_name):
+        raise InputError('run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow')
 
 
 def listed_model(silo: Silo, spec: ModelSpec) -> ModelSpec:
@@ -235,23 +253,21 @@ def report(path: Path) -> dict[str, Any]:
         "methods": list(silo.methods),
         "downloads": silo.downloads,
         "allow": list(silo.allow),
-        "takes_part": allows(silo.allow, "query.hello"),
-        "shows_single_replies": any(p == "*" or (p.startswith("query.") and p != "query.hello") for p in silo.allow),
+        "allow_by_method": {name: list(words) for name, words in silo.allow_by_method.items()},
+        "takes_part": bool(silo.policy.words),
+        "shows_single_replies": "reply" in silo.policy.words,
         "notices": list(federated.notices),
     }
 
 
 def described(found: Mapping[str, Any]) -> str:
     """What :func:`report` found, in lines."""
-    rows, answers = found["rows"], "single replies, which the server sees one by one"
-    if not found["takes_part"]:
-        answers = 'nothing: without "query.hello" no server is answered'
-    elif not found["shows_single_replies"]:
-        answers = "updates for means only, no single replies"
+    rows = found["rows"]
+    policies = {"": found["allow"], **{f" of method {m}": words for m, words in found["allow_by_method"].items()}}
     lines = [
         f"{found['name']}: {rows['train']} training, {rows['val']} validation and {rows['test']} test rows, "
         f"{len(found['classes'])} classes",
-        f"answers {', '.join(found['allow'])}: {answers}",
+        *(f"exposes{of}: {', '.join(_EXPOSED[word] for word in words) or 'nothing'}" for of, words in policies.items()),
         f"loads {', '.join(['built-in models', *found['models']])}; "
         f"{'downloads what is missing' if found['downloads'] else 'downloads nothing'}",
         f"runs {', '.join(['built-in methods', *found['methods']])}",

@@ -36,3 +36,25 @@ def unpack(record: Any) -> tuple[str, bytes]:
     if stype != STYPE or not isinstance(head, str) or not isinstance(data, bytes):
         raise ClientFault(E_FORMAT, "the message is not a fedfm payload")
     return head, data
+
+
+def message_type(handler: str) -> str:
+    """A request's handler as Flower's message type, whose categories it fixes: train, query and evaluate.
+
+    Example:
+        >>> message_type("train.FedAvg_train"), message_type("scores.Evaluation_evaluate")
+        ('train.FedAvg_train', 'query.scores__Evaluation_evaluate')
+    """
+    kind, _, name = handler.partition(".")
+    return handler if kind in ("train", "query") else f"query.{kind}__{name}"
+
+
+def handler_of(message_type: str) -> str:
+    """The handler that a Flower message asks for: the inverse of :func:`message_type`.
+
+    Example:
+        >>> handler_of("query.scores__Evaluation_evaluate"), handler_of("query.FedPFT_summarise")
+        ('scores.Evaluation_evaluate', 'query.FedPFT_summarise')
+    """
+    kind, inside, name = message_type.removeprefix("query.").partition("__")
+    return f"{kind}.{name}" if inside and kind in ("aggregate", "scores", "reveal") else message_type

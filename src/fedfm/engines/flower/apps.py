@@ -32,7 +32,7 @@ class SiteApp(ClientApp):  # type: ignore[misc]
         head, data = "", b""
         try:
             head, data = flower_records.unpack(message.content)
-            halves = _answer(message.metadata.message_type, context, head, data)
+            halves = _answer(flower_records.handler_of(message.metadata.message_type), context, head, data)
         except ClientFault as fault:
             halves = client_stub.fault_halves(fault, head, data)
         except Exception as error:  # its text may hold paths: it stays in this node's log

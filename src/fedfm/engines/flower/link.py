@@ -28,9 +28,9 @@ from fedfm.errors import (
     InputError,
     RunError,
 )
+from fedfm.privacy.policy import HELLO
 from fedfm.version import __version__
 
-HELLO = "query.hello"
 _POLL = (0.05, 0.25)  # seconds between two looks for replies: short at first, then longer
 _BATCH = 16  # messages handed to the Grid at a time
 _RESTART = 60.0  # seconds in which a process that ended comes back
@@ -137,7 +137,8 @@ class FlowerLink:
                     envelope = codec.envelope(request.round, request.call, request.payload)
                     record, payload, down = codec.to_record(envelope), request.payload, codec.nbytes(envelope)
                 ttl = self._patience(len(sent)) + 600
-                messages.append(Message(record, node, request.handler, ttl=ttl, group_id=str(request.round)))
+                kind = flower_records.message_type(request.handler)
+                messages.append(Message(record, node, kind, ttl=ttl, group_id=str(request.round)))
                 downs.append(down)
             taken = set(self._grid.push_messages(messages))
             for message, down, (node, request) in zip(messages, downs, sent[start : start + _BATCH], strict=True):

@@ -11,11 +11,9 @@ from typing import Any
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.engines.flower import client_stub
-from fedfm.engines.flower.link import HELLO
 from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import E_REFUSED, ClientFault
 from fedfm.runtime import silo_file
-from fedfm.runtime.client import allows
 from fedfm.runtime.population import Partitioned
 
 
@@ -25,12 +23,12 @@ class Own:
     Attributes:
         name: of the silo.
         classes: the server's class names, if a hello with them has fitted; kept for a process that takes over.
-        allow: the silo's policy.
+        policy: what the silo lets out.
     """
 
     def __init__(self, silo: silo_file.Silo, log: SiloLog, folder: Path, told: Mapping[str, Any]) -> None:
         self._silo, self._log, self._folder, self._told = silo, log, folder, told
-        self.name, self.allow = silo.name, silo.allow
+        self.name, self.policy = silo.name, silo.policy
         classes = told.get("classes")
         self.classes: tuple[str, ...] | None = None if classes is None else tuple(classes)
 
@@ -61,8 +59,8 @@ class Own:
         Raises:
             ClientFault: E_REFUSED by the policy, or after too many that did not fit.
         """
-        if not allows(self.allow, HELLO):
-            raise ClientFault(E_REFUSED, f"this silo's policy does not allow {HELLO}")
+        if not self.policy.words:
+            raise ClientFault(E_REFUSED, "this silo's policy allows nothing")
         if self.classes is None:
             self._log.asks(self._question(classes))
 

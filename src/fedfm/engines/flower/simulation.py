@@ -121,7 +121,8 @@ def reply(here: site.Site, client: str | int, message: Message) -> Message:
         halves = flower_records.unpack(message.content)
     except ClientFault:
         halves = ("null", b"")  # the site says what is wrong
-    return Message(flower_records.pack(*here.answer(client, message.metadata.message_type, *halves)), reply_to=message)
+    handler = flower_records.handler_of(message.metadata.message_type)
+    return Message(flower_records.pack(*here.answer(client, handler, *halves)), reply_to=message)
 
 
 def answer(

@@ -19,8 +19,8 @@ from fedfm.core.checks import conform
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Request
 from fedfm.core.wire import codec, flower_records, payload
-from fedfm.engines.flower.link import HELLO
 from fedfm.errors import E_EXCEPTION, E_EXPERIMENT, E_FIELD, E_FORMAT, E_REFUSED, ClientFault, InputError, first_line
+from fedfm.privacy.policy import HELLO, WORDS
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import CALLS, ROUNDS
 from fedfm.runtime.population import Partitioned, populate, record_error
@@ -78,7 +78,7 @@ class Site:
             memory=self._memory,
             seed=self.experiment.run.seed,
             attack=population.attackers,
-            allow=("*",) if self._own is None else self._own.allow,
+            allow=WORDS if self._own is None else self._own.policy.of(self.experiment.method_name),
             on_error=self._on_error,
             reveal=self._own is None and self.experiment.privacy is None,
             local_scores=self.experiment.run.local_scores,

@@ -38,6 +38,7 @@ from fedfm.methods.fedpft.settings import plan_of, refuse
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, opened
 from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
 from fedfm.models.model import Model
+from fedfm.privacy.accountant import Accountant
 from fedfm.training import fit_head
 from fedfm.training.fit_head import HeadSpec
 
@@ -345,11 +346,10 @@ class FedPFT(Method[State]):
         object.__setattr__(method, "privacy", plan_of(method, privacy))
         return method
 
-    def spent(self) -> list[dict[str, Any]]:
-        if self.privacy is None or not self.rounds:
-            return []
-        released = self._most() if self.topology == "star" else 1
-        return private.ledger(self.privacy, released, self.iterations, self.pooled)
+    def spend(self, accountant: Accountant) -> None:
+        if self.privacy is not None and self.rounds:
+            released = self._most() if self.topology == "star" else 1
+            private.spend(accountant, self.privacy, released, self.iterations, self.pooled)
 
     @property
     def _plan(self) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from fedfm.methods.fedpft.noisy_moments import Cell, Plan, release, to_gaussian,
 from fedfm.methods.fedpft.noisy_sums import client_sums, federation_sum, width
 from fedfm.methods.fedpft.private_em import plan_for, release_mixture
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, from_variances, gaussian
+from fedfm.privacy.accountant import Accountant
 from fedfm.privacy.gaussian import paper_sigma
 
 Drawn = Mapping[ClientId, list[tuple[int, int, Mixture]]]  # by client: (class, rows to draw, mixture)
@@ -241,11 +242,11 @@ def as_trained(x: Tensor) -> Tensor:
     return torch.from_numpy(unit_rows(x.numpy())).float()
 
 
-def ledger(plan: Plan, components: int, iterations: int, pooled: bool) -> list[dict[str, Any]]:
-    """What a run has spent."""
+def spend(accountant: Accountant, plan: Plan, components: int, iterations: int, pooled: bool) -> None:
+    """Compose a run's release."""
     if plan.calibration == "paper_client":
-        return []  # it promises nothing
+        return  # it promises nothing
     spent = (plan if components == 1 else plan_for(plan, iterations)).spent()
     if pooled:
         spent = replace(spent, note="against who sees the head, not against the server, which adds the noise")
-    return [asdict(spent)]
+    accountant.compose(spent)
