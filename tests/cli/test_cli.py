@@ -857,16 +857,16 @@ class TestFoundationModels:
         assert main(["check", str(path), "--matching"]) == 2
         assert "has no foundation model" in capsys.readouterr().err
 
-    def test_yardsticks_run_beside(self, tmp_path, capsys):
+    def test_baselines_run_too(self, tmp_path, capsys):
         out = tmp_path / "runs"
-        assert main(["run", str(fedbaf(tmp_path)), "--yardsticks", "--out", str(out), "--format", "json"]) == 0
+        assert main(["run", str(fedbaf(tmp_path)), "--baselines", "--out", str(out), "--format", "json"]) == 0
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert result["method"] == "fedbaf"
         assert set(result["yardsticks"]) == {"no-foundation", "weight-initialisation"}
         assert result["yardsticks"]["no-foundation"]["method"] == "fedavg"
         assert (out / "fedbaf/report.html").exists()
 
-    def test_a_method_without_yardsticks_says_so(self, tmp_path, capsys):
+    def test_a_method_without_baselines_says_so(self, tmp_path, capsys):
         path = tmp_path / "e.toml"
         path.write_text('[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "fedavg"\n')
         assert main(["run", str(path), "--yardsticks"]) == 2

@@ -94,10 +94,10 @@ def seeds_text(result: dict[str, Any]) -> str:
 
 
 def beside(experiment: Experiment, out: Path | None, progress: execute.Progress) -> dict[str, Any]:
-    """Run an experiment and its method's yardsticks, each in a folder of its own; finished ones are not run again.
+    """Run an experiment and its method's baselines, each in a folder of its own; finished ones are not run again.
 
     Returns:
-        The experiment's result, and the yardsticks' under ``yardsticks``, by name.
+        The experiment's result, and the baselines' under ``yardsticks``, by name.
 
     Raises:
         InputError: the method names none.
@@ -106,14 +106,14 @@ def beside(experiment: Experiment, out: Path | None, progress: execute.Progress)
     from fedfm.report import html
 
     method = experiment.method
-    yardsticks = method.baselines() if isinstance(method, Compared) else {}
-    if not yardsticks:
-        raise InputError(f"--yardsticks: method {experiment.method_name} names none")
+    baselines = method.baselines() if isinstance(method, Compared) else {}
+    if not baselines:
+        raise InputError(f"--baselines: method {experiment.method_name} names none")
     out = out or _stamp(experiment.name)
     main = _finished(experiment, out / experiment.method_name, progress)
     others = {}
-    for name, method in yardsticks.items():
-        progress.notice(f"yardstick: {name}")
+    for name, method in baselines.items():
+        progress.notice(f"baseline: {name}")
         changed = dataclasses.replace(experiment, name=name, method=method, method_name=name_of(method))
         others[name] = _finished(changed, out / name, progress)
     html.write(out / experiment.method_name, baselines=[out / name for name in others])
@@ -121,7 +121,7 @@ def beside(experiment: Experiment, out: Path | None, progress: execute.Progress)
 
 
 def beside_text(result: dict[str, Any]) -> str:
-    """A table of the run and its yardsticks."""
+    """A table of the run and its baselines."""
     from fedfm.report import compare
 
     runs = [Path(r["run"]) for r in (result, *result["yardsticks"].values())]

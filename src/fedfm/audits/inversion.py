@@ -25,7 +25,7 @@ LEAST = 50  # pictures to train on
 CLEAR = 60.0  # dB: equal pictures have infinitely many
 _ASKED: Mapping[str, tuple[str, str]] = {
     "inversion_features": (
-        "What pictures would raw features give away? A yardstick: this run sends none.",
+        "What pictures would raw features give away? For comparison: this run sends none.",
         "their raw features",
     ),
     "inversion_components": ("What pictures do the components' means give away?", "the means of their class's mixture"),
@@ -116,7 +116,7 @@ def _finding(
     gain = rates.bootstrap(values - np.array(baseline)[:, 0], weights, view.rng(name, "gain"))
     verdict: Verdict = "leaks" if gain[0] > 0 else "holds" if gain[1] <= 0 else "inconclusive"
     if name == "inversion_features":
-        verdict = "inconclusive"  # a yardstick: nobody sent them
+        verdict = "inconclusive"  # for comparison: nobody sent them
     says = (
         f"The best picture painted from {source} has SSIM {ssim:.3f} and PSNR {psnr:.1f} dB with the true one; the "
         f"best of the attacker's own {own} pictures has {own_ssim:.3f} and {own_psnr:.1f} dB."

@@ -32,9 +32,9 @@ def run(args: Any) -> int:
     progress = _watch()
     if args.tune:
         experiment = studies.tune(experiment, _numbers("--tune", args.tune, float), args.out, progress)
-    if args.seeds and args.yardsticks:
-        raise InputError("--seeds and --yardsticks: one of them at a time")
-    if args.yardsticks:
+    if args.seeds and args.baselines:
+        raise InputError("--seeds and --baselines: one of them at a time")
+    if args.baselines:
         result = studies.beside(experiment, args.out, progress)
         return _say(args, result, studies.beside_text(result))
     if args.seeds:

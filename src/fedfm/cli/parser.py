@@ -55,7 +55,9 @@ def build() -> argparse.ArgumentParser:
     run.add_argument("experiment", type=Path, help="TOML file")
     run.add_argument("--out", type=Path, help="run directory [runs/<name>-<time>]")
     run.add_argument("--seeds", help="comma-separated: run each, report mean and interval")
-    run.add_argument("--yardsticks", action="store_true", help="also run what the method is measured against")
+    run.add_argument(
+        "--baselines", "--yardsticks", action="store_true", help="also run what the method is compared with"
+    )
     run.add_argument("--tune", help="comma-separated learning rates; the best by validation rows is used")
 
     pretrain = with_format(command("pretrain", commands.pretrain, "train a foundation model centrally, as a folder"))

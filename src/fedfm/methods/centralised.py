@@ -1,5 +1,4 @@
-"""Centralised: one model trained on the rows of all clients together. The yardstick above, which a federation may not
-use.
+"""Centralised: one model trained on the rows of all clients together, as no federation may. The upper baseline.
 
 The pooled comparison of McMahan et al., AISTATS 2017, arXiv:1602.05629; Algorithm 1 with a single client.
 """

@@ -1,6 +1,6 @@
 """Weight initialisation: an averaging method that starts from a foundation model, which every client then has.
 
-The yardstick of FedBaF (arXiv:2410.18352, Section 5): line 1 of its Algorithm 1 with w_pre for w_0, on the same matched
+The baseline of FedBaF (arXiv:2410.18352, Section 5): line 1 of its Algorithm 1 with w_pre for w_0, on the same matched
 entries, and nothing mixed afterwards.
 """
 

@@ -1,4 +1,4 @@
-"""Zero-shot: the foundation model as it is, without a round of training. The yardstick at the start.
+"""Zero-shot: the foundation model as it is, without a round of training. The baseline at the start.
 
 For a CLIP-like model the classifier is the text encoder's view of the class names (Radford et al., ICML 2021,
 arXiv:2103.00020, Section 3.1); for others it is the untrained head. No Algorithm: nothing is trained.
