@@ -1,5 +1,5 @@
 """Writes what follows from the code: pages of docs/reference/ (keys, methods, commands), the README's figure, and
-src/fedfm/config/catalogue.json, which `fedfm list` and `fedfm show` read.
+the JSON Schemas in src/fedfm/config/schemas, which `fedfm schema` and `fedfm show` read.
 
 python docs/generate.py            write
 python docs/generate.py --check    exit 1 where a file is not what would be written
@@ -12,20 +12,20 @@ import dataclasses
 import json
 import re
 import sys
-import types
-import typing
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import figure
+import json_schema
 
 from fedfm.cli.parser import build
-from fedfm.config.catalogue import everything
-from fedfm.config.experiment import PrivacySpec, RunSpec
+from fedfm.config.catalogue import SCHEMAS
 from fedfm.config.registry import available, resolve
-from fedfm.config.toml import key_of
+from fedfm.config.run_spec import RunSpec
+from fedfm.core.fields import bounds_of, is_required, leaf, plain_type, settings_of
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.privacy.spec import PrivacySpec
 from fedfm.runtime.pretrain_spec import PretrainSpec
 from fedfm.runtime.silo_file import Silo
 from fedfm.training import BY_NAME, Local
@@ -33,7 +33,7 @@ from fedfm.training import BY_NAME, Local
 DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
 METHODS = DOCS.parent / "src" / "fedfm" / "methods"
-CATALOGUE = METHODS.parent / "config" / "catalogue.json"
+FOLDER = METHODS.parent / "config" / "schemas"
 _GENERATED = "<!-- Written by docs/generate.py from the code: change the code, then run it again. -->"
 _HEAD = f"""# The experiment file
 
@@ -43,6 +43,9 @@ An experiment is one TOML file. It must have `[data]`, `[model]` and `[method]`;
 refuses an unknown key or a value of another type before it computes anything, and names the key. `fedfm check exp.toml`
 prints an experiment with all defaults; `fedfm show METHOD` prints one method. Text in brackets says what happens if the
 key is absent. The top-level key `name` names the run; by default the name consists of method and data.
+
+`fedfm schema --out fedfm.schema.json` writes a JSON Schema. If the first line of a TOML file is
+`#:schema ./fedfm.schema.json`, an editor with a TOML plugin completes keys and marks misspelt keys and wrong values.
 """
 _METHODS = f"""# All methods
 
@@ -67,7 +70,9 @@ def main() -> int:
     old = 0
     pages = {"experiment.md": page(), "methods.md": methods(), "commands.md": commands()}
     written = {REFERENCE / name: text for name, text in pages.items()} | {figure.FILE: figure.draw()}
-    written[CATALOGUE] = json.dumps(everything(), indent=1, ensure_ascii=False) + "\n"
+    made = (json_schema.experiment(), json_schema.pretraining(PretrainSpec), silo())
+    for name, found in zip(SCHEMAS, made, strict=True):
+        written[FOLDER / f"{name}.json"] = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
     for path, text in written.items():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
@@ -78,6 +83,12 @@ def main() -> int:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
     return old
+
+
+def silo() -> dict[str, Any]:
+    """The schema of a silo's file."""
+    found = json_schema.table(Silo)
+    return json_schema.document("a silo's file of fedfm", found["properties"], found["required"], {})
 
 
 def methods() -> str:
@@ -190,12 +201,11 @@ def method(name: str, kind: str = "methods") -> str:
 
 def table(cls: Any, beyond: Any = None, without: tuple[str, ...] = ()) -> str:
     """The keys of a dataclass as a table."""
-    hints = get_type_hints(cls)
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for f in dataclasses.fields(cls):
-        if f.name in without or not f.init or (beyond is not None and f.name not in _own(cls, beyond)):
+    rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for key, f, hint in settings_of(cls):
+        if f.name in without or (beyond is not None and f.name not in _own(cls, beyond)):
             continue
-        cells = (f"`{key_of(f.name)}`", _type(hints[f.name]), _default(f), str(f.metadata.get("help", "")))
+        cells = (f"`{key}`", _value(f, hint), _default(f), str(f.metadata.get("help", "")))
         rows.append("| " + " | ".join(_plain(c) for c in cells) + " |")
     return "\n".join(rows) + "\n"
 
@@ -219,13 +229,15 @@ def _sentence(cls: type) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0]
 
 
-def _type(hint: Any) -> str:
-    if get_origin(hint) in (typing.Union, types.UnionType):
-        return _type(next(a for a in get_args(hint) if a is not types.NoneType))
+def _value(f: dataclasses.Field[Any], hint: Any) -> str:
+    """What a key takes: its type and bounds."""
+    hint, bounds = plain_type(hint), bounds_of(f)
     if dataclasses.is_dataclass(hint):
         return "table"
-    names = {int: "whole number", float: "number", str: "text", bool: "true or false"}
-    return names.get(hint) or {tuple: "list", dict: "table"}.get(get_origin(hint) or hint, str(hint))
+    one = ", ".join(f"`{c}`" for c in bounds.choices) or dataclasses.replace(bounds, words="").expected(leaf(hint))
+    one = re.sub("^a ", "", one).replace("text in quotes", "text")
+    holds = {tuple: "list: ", dict: "table: "}.get(getattr(hint, "__origin__", None), "")
+    return ("required; " if is_required(f) else "") + holds + one
 
 
 def _default(f: dataclasses.Field[Any]) -> str:

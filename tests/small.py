@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.core.fields import check
+
 
 def features(folder: Path, n: int = 240, d: int = 8, classes: int = 4, seed: int = 0) -> Path:
     """An npz of Gaussian classes with train and test rows and a column of domains."""
@@ -71,3 +73,9 @@ def experiment(folder: Path, **changes: Any) -> dict[str, Any]:
     for table, values in changes.items():
         tables[table] = {**tables.get(table, {}), **values}
     return tables
+
+
+def checked(method: Any) -> None:
+    """Refuse a method's values and rules as an experiment that names it would."""
+    check(method, "method")
+    method.validate()

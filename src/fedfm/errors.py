@@ -79,9 +79,3 @@ def close(value: str, options: Any) -> str:
     """What to add to a message: `(did you mean "x"?)`, where something is close."""
     near = difflib.get_close_matches(str(value), list(options), 1)
     return f' (did you mean "{near[0]}"?)' if near else ""
-
-
-def one_of(where: str, value: str, options: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the options, with the closest one."""
-    if value not in options:
-        raise InputError(f'{where} = "{value}": expected {listed(options)}{close(value, options)}')

@@ -19,6 +19,7 @@ from fedfm.aggregation.multi_krum import MultiKrum
 from fedfm.aggregation.norm_clipping import NormClipping
 from fedfm.aggregation.trimmed_mean import TrimmedMean
 from fedfm.config.registry import available, name_of, resolve
+from fedfm.core.fields import check
 from fedfm.linalg.params import Params
 
 RULES = [
@@ -164,7 +165,7 @@ class TestEveryRule:
     def test_sees_every_update_and_says_so(self, rule):
         assert rule.transport.form == "plain"
         assert rule.least() >= 1
-        rule.validate()
+        check(rule, "aggregation")
 
 
 class TestInfluence:

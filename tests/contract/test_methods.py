@@ -17,7 +17,7 @@ from fedfm.config.registry import available, resolve
 from fedfm.core.capabilities import secrets_of
 from fedfm.core.method import Method
 from fedfm.errors import InputError
-from small import experiment, pictures, tiny_vit
+from small import checked, experiment, pictures, tiny_vit
 
 METHODS = sorted(available("methods"))
 TRAINED = [m for m in METHODS if m != "zero_shot"]
@@ -49,7 +49,7 @@ def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
         tables["method"] |= {"foundation": str(head(folder)), "identical": ["labels"]}
     others = {key: tables["method"][key] for key in ("foundation",) if key in known}
     try:
-        cls(rounds=rounds, **others).validate()
+        checked(cls(rounds=rounds, **others))
     except InputError:
         tables["method"]["rounds"] = cls().rounds
     return tables

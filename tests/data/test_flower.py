@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfm.data.partition import deal
-from fedfm.data.spec import DataSpec, PartitionSpec
+from fedfm.data.spec import DataSpec, PartitionSpec, check
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 
@@ -109,7 +109,6 @@ def test_another_seed_is_another_split() -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (spec(None), r'data\.partition\.partitioner is required by "flower"'),
         (spec("LinearPartition", 2), r'flwr-datasets has no "LinearPartition"; .*did you mean "LinearPartitioner"'),
         (spec("Partitioner", 2), r'flwr-datasets has no "Partitioner"'),
         (spec("LinearPartitioner", 2, gamma=1), r"LinearPartitioner\(gamma=1, num_partitions=2\) refuses: TypeError"),
@@ -121,7 +120,6 @@ def test_another_seed_is_another_split() -> None:
             spec("PathologicalPartitioner", 3, num_classes_per_partition=1),
             r'gives \d+ of 40 training rows to nobody and 0 to several; .* as with name = "by_class"',
         ),
-        (DataSpec(name="digits", partition=PartitionSpec("iid", options={})), r'options belongs to "flower"'),
     ],
 )
 def test_what_it_cannot_do_is_said(how: DataSpec, message: str) -> None:
@@ -141,3 +139,15 @@ except Exception as error:
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert 'pip install "fedfm[partitioners]"' in said
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (spec(None), r'data\.partition\.partitioner is required by "flower"'),
+        (DataSpec(name="digits", partition=PartitionSpec("iid", options={})), r'options belongs to "flower"'),
+    ],
+)
+def test_what_its_table_lacks_is_said(how: DataSpec, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check(how)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedfm.data.load import load_table, scaled, unite
-from fedfm.data.spec import DataSpec, PartitionSpec
+from fedfm.data.spec import DataSpec, PartitionSpec, check
 from fedfm.data.table import Table, fingerprint
 from fedfm.errors import InputError
 
@@ -95,8 +95,6 @@ def test_where_refuses_what_is_not_there(tmp_path: Path) -> None:
             DataSpec(path=path, where={"site": ("x", "q")}),
             r'data\.where\.site: no row of .*a\.csv has "q"; there are "x"',
         ),
-        (DataSpec(path=path, where={"site": ()}), r"data\.where\.site: no values"),
-        (DataSpec(clients={"a": path}, where={"site": ("x",)}), r"data\.where does not go with data\.clients"),
         (DataSpec(path=only_test, where={"site": ("x",)}), r'no column "site"; found none'),
         (DataSpec(path=str(tmp_path / "c.csv"), where={"site": ("x",)}), r"c\.csv has no training rows"),
     ):
@@ -152,8 +150,6 @@ def test_clients_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"a": a, "b": str(tmp_path / "none.csv")}, r"^data\.clients\.b: there is no"),
         ({"a": a, "b": str(tmp_path / "f2.npz")}, r"b \(.*f2\.npz\) holds feature vectors of 2 and a \(.*\) texts"),
         ({"a": str(tmp_path / "f2.npz"), "b": str(tmp_path / "f3.npz")}, r"vectors of 3 and a .* feature vectors of 2"),
-        ({"../a": a}, r'data\.clients: "\.\./a" is no client name'),
-        ({}, r"data\.clients: no clients"),
     ]
     for clients, message in cases:
         with pytest.raises(InputError, match=message):
@@ -163,29 +159,32 @@ def test_clients_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (DataSpec(), r"data: none is given; exactly one of name, path, hub, clients"),
-        (DataSpec(name="digits", path="a.csv"), r"data: name and path are given; exactly one"),
-        (DataSpec(path="digits"), r'data\.path: there is no "digits" here; the built-in set is data\.name = "digits"'),
-        (DataSpec(name="digit"), r'data\.name: there is no built-in set "digit"; .*did you mean "digits"'),
+        (DataSpec(), r"\[data\]: expected exactly one of name, path, hub, clients; got none"),
+        (DataSpec(name="digits", path="a.csv"), r"exactly one of .*; got name and path"),
+        (DataSpec(name="digit"), r'data\.name = "digit": expected "digits"; .*did you mean "digits"'),
         (DataSpec(name="silo.csv"), r"a file or folder is data\.path"),
-        (DataSpec(name="digits", limit=0), r"data\.limit: 0 is too small"),
-        (DataSpec(name="digits", test_fraction=1.0), r"data\.test_fraction: 1\.0 is not in \[0, 1\)"),
-        (DataSpec(name="digits", val_fraction=-0.1), r"data\.val_fraction: -0\.1"),
-        (DataSpec(name="digits", val_fraction=float("nan")), r"data\.val_fraction: nan"),
-        (DataSpec(name="digits", scale="rows"), r'data\.scale: "rows" .*did you mean "row"'),
+        (DataSpec(name="digits", limit=0), r"data\.limit = 0: expected a whole number of at least 1"),
+        (DataSpec(name="digits", test_fraction=1.0), r"data\.test_fraction = 1\.0: expected a number in \[0, 1\)"),
+        (DataSpec(name="digits", val_fraction=-0.1), r"data\.val_fraction = -0\.1"),
+        (DataSpec(name="digits", val_fraction=float("nan")), r"data\.val_fraction = nan"),
+        (DataSpec(name="digits", scale="rows"), r'data\.scale = "rows": .*did you mean "row"'),
         (DataSpec(path="/no/such.csv", partition=PartitionSpec("dirichlet")), r"data\.partition\.alpha"),
+        (DataSpec(clients={}), r"data\.clients = \{\}: expected"),
+        (DataSpec(clients={"../a": "a.csv"}), r"data\.clients = .*each name of letters, digits"),
+        (DataSpec(clients={"a": " "}), r'data\.clients\.a = " "'),
+        (DataSpec(clients={"a": "a.csv"}, where={"site": ("x",)}), r"data\.where does not go with data\.clients"),
+        (DataSpec(path="a.csv", where={"site": ()}), r"data\.where\.site = \[\]"),
     ],
 )
 def test_a_wrong_table_is_refused_before_reading(spec: DataSpec, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        load_table(spec, seed=0)
+        check(spec)
 
 
-def test_an_unknown_task_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r'model\.task: there is no task "clasification".*did you mean "classification"'
-    ):
-        load_table(DataSpec(name="digits"), seed=0, task="clasification")
+def test_the_name_of_the_built_in_set_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r'there is no "digits"; the built-in set is data\.name = "digits"'):
+        load_table(DataSpec(path="digits"), seed=0)
 
 
 def test_too_few_rows_for_a_test_are_said(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfm.data.partition import deal, dirichlet, own_test, summary
-from fedfm.data.spec import DataSpec, PartitionSpec
+from fedfm.data.spec import DataSpec, PartitionSpec, check
 from fedfm.data.table import FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.seeds import generator
@@ -299,21 +299,31 @@ def test_summary_by_hand() -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (spec("dirichlet", alpha=0.0, clients=3), r"data\.partition\.alpha: 0\.0 is not a finite number above 0"),
-        (spec("dirichlet", alpha=float("inf")), r"data\.partition\.alpha: inf"),
-        (spec("dirichlet", alpha=float("nan")), r"data\.partition\.alpha: nan"),
-        (spec("dirichlet"), r'data\.partition\.alpha is required by "dirichlet"'),
-        (spec(clients=0), r"data\.partition\.clients: 0 is too small; at least 1"),
         (spec(clients=9), r"data\.partition\.clients: 9 clients and 8 training rows"),
-        (spec("by_class", clients=3), r"data\.partition\.classes_per_client is required"),
-        (spec("by_class", classes_per_client=0), r"data\.partition\.classes_per_client: 0 is too small"),
         (spec("by_class", classes_per_client=5, clients=3), r"classes_per_client: 5 classes a client, .* have 4"),
         (spec("by_class", classes_per_client=1, clients=3), r"at most 3 of 4 classes.*raise it to 2, or clients to 4"),
-        (spec("by_column"), r"data\.partition\.column is required"),
         (spec("by_column", column="sight"), r'toy has no column "sight"; found "site"; did you mean "site"'),
         (spec("by_column", column="site", clients=3), r"clients: 3 is no multiple of the 2 values"),
         (spec("by_column", column="site", clients=10), r'"x" has 4 training rows for 5 clients'),
-        (spec("dirichlett"), r'partition\.name: there is no partition "dirichlett"; .*did you mean "dirichlet"'),
+    ],
+)
+def test_a_wrong_partition_is_refused(how: DataSpec, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        deal(rows([0, 1, 2, 3] * 2, site=list("xxxxyyyy")), how, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (spec("dirichlet", alpha=0.0, clients=3), r"data\.partition\.alpha = 0\.0: expected a finite number above 0"),
+        (spec("dirichlet", alpha=float("inf")), r"data\.partition\.alpha = inf"),
+        (spec("dirichlet", alpha=float("nan")), r"data\.partition\.alpha = nan"),
+        (spec("dirichlet"), r'data\.partition\.alpha is required by "dirichlet"'),
+        (spec(clients=0), r"data\.partition\.clients = 0: expected a whole number of at least 1"),
+        (spec("by_class", clients=3), r"data\.partition\.classes_per_client is required"),
+        (spec("by_class", classes_per_client=0), r"data\.partition\.classes_per_client = 0: expected"),
+        (spec("by_column"), r"data\.partition\.column is required"),
+        (spec("dirichlett"), r'partition\.name = "dirichlett": expected .*did you mean "dirichlet"'),
         (spec(alpha=0.1), r'data\.partition\.alpha belongs to "dirichlet", not to "iid"'),
         (spec("dirichlet", alpha=1.0, column="site"), r'data\.partition\.column belongs to "by_column"'),
         (
@@ -322,9 +332,9 @@ def test_summary_by_hand() -> None:
         ),
     ],
 )
-def test_a_wrong_partition_is_refused(how: DataSpec, message: str) -> None:
+def test_a_wrong_partition_is_refused_before_reading(how: DataSpec, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        deal(rows([0, 1, 2, 3] * 2, site=list("xxxxyyyy")), how, seed=0)
+        check(how)
 
 
 def test_rows_without_labels_or_values_are_refused() -> None:

@@ -16,14 +16,16 @@ import pytest
 from fedfm import errors
 from fedfm.cli import main
 from fedfm.cli.parser import build
-from fedfm.config.experiment import Experiment, PrivacySpec, RunSpec
+from fedfm.config.experiment import Experiment
 from fedfm.config.registry import available, resolve
+from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import key_of
 from fedfm.core import capabilities
 from fedfm.core.method import Method
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.privacy.spec import PrivacySpec
 from fedfm.runtime.pretrain_spec import PretrainSpec
 from fedfm.runtime.silo_file import Silo
 from fedfm.training import BY_NAME

@@ -18,6 +18,7 @@ from fedfm.methods.local import LocalOnly
 from fedfm.methods.scaffold import Scaffold
 from fedfm.methods.zero_shot import ZeroShot
 from fedfm.training import SGD, Proximal
+from small import checked
 from toy import federation, run
 
 # Full batches with learning rate 1 jump to the client's own mean: w_k = 0 and 2, Delta = (1 (-1) + 3 (1)) / 4 = 0.5.
@@ -127,7 +128,7 @@ def test_adaptive_from_another_start_of_the_second_moment(tmp_path, kind, x):
     state = run(method, federation(method, ROWS, tmp_path), 1)[1]
     assert scalar(state.x) == pytest.approx(x, abs=1e-6)
     with pytest.raises(InputError, match=r"method\.v_0"):
-        kind(v_0=-1.0).validate()
+        checked(kind(v_0=-1.0))
 
 
 def test_adam_and_yogi_part_in_the_second_round(tmp_path):
@@ -175,7 +176,7 @@ def test_zero_shot_is_the_start(tmp_path):
     assert scalar(run(method, fed, method.rounds)[-1]) == 1.0
     assert fed.transcript.bytes_up == fed.transcript.bytes_down == 0
     with pytest.raises(InputError, match="trains nothing"):
-        ZeroShot(rounds=1).validate()
+        checked(ZeroShot(rounds=1))
 
 
 def test_the_cohort_has_the_asked_size_and_is_drawn_without_replacement(tmp_path):

@@ -25,6 +25,7 @@ from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, AdamW, any_rank
+from small import checked
 
 A, B, HEAD = "q.lora_A.default.weight", "q.lora_B.default.weight", "head.weight"
 METHODS = ("flora", "flexlora", "fedex_lora")
@@ -417,7 +418,7 @@ def test_ranks_that_make_no_sense_are_refused(folder, tmp_path):
     with pytest.raises(InputError, match="at least 1"):
         Experiment.from_dict(tables(folder, "flexlora", ranks=[0]))
     with pytest.raises(InputError, match="rounds"):
-        FedExLoRA(rounds=-1).validate()
+        checked(FedExLoRA(rounds=-1))
 
 
 def test_a_cut_of_less_rank_leaves_the_other_rows_free_to_move():

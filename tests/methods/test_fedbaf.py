@@ -37,6 +37,7 @@ from fedfm.methods.weight_init import WeightInit
 from fedfm.runtime.client import Silos
 from fedfm.runtime.kept_files import read_secret
 from fedfm.training import SGD
+from small import checked
 
 BASES = [FedAvg(), FedProx(mu=0.01), FedAdam(server_learning_rate=0.1), FedYogi(), FedAvgM(), Scaffold()]
 
@@ -147,7 +148,7 @@ class TestByHand:
         w, _ = go(FedBaF(base=base, psi=0.0, foundation="x", local=STEP), (5.0, 0.0), ROUNDS[:1], tmp_path, (0, 0))
         torch.testing.assert_close(w[1], torch.tensor(expected))
         with pytest.raises(InputError, match=r"literal.*expected method.weighting"):
-            FedProx(server_term="literal").validate()
+            checked(FedProx(server_term="literal"))
 
     def test_fedadams_moments_never_see_the_mixture(self, tmp_path):
         base = FedAdam(server_learning_rate=0.1)
@@ -351,7 +352,7 @@ class TestSettings:
     )
     def test_refused(self, keys, says):
         with pytest.raises(InputError, match=says):
-            FedBaF(**keys).validate()
+            checked(FedBaF(**keys))
 
     def test_what_is_said_twice_is_refused(self):
         with pytest.raises(InputError, match=r"method\.base\.rounds: say it once"):

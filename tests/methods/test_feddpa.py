@@ -432,7 +432,7 @@ def test_other_adaptations_are_refused(folder, adaptation, name):
         ({"when": "later"}, "method.local.when"),
         ({"weight": "both"}, "method.local.weight"),
         ({"to": "server"}, "method.local.to"),
-        ({"lambda": 1.5}, r"method\.local\.lambda = 1\.5: expected a number from 0 to 1"),
+        ({"lambda": 1.5}, r"method\.local\.lambda = 1\.5: expected a number in \[0, 1\]"),
         ({"instances": 0}, "method.local.instances = 0"),
         ({"optimiser": "proximal"}, "method.local.optimiser"),
     ],

@@ -11,7 +11,7 @@ import torch
 import fedfm
 from fedfm.api import predict, studies
 from fedfm.audits.audit import perform
-from fedfm.config.experiment import Experiment, PrivacySpec
+from fedfm.config.experiment import Experiment
 from fedfm.core.client import Client, on_client
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
@@ -21,8 +21,10 @@ from fedfm.methods.fedpft.fedpft import FedPFT, Handed, Passed, Summary
 from fedfm.methods.fedpft.settings import plan_of
 from fedfm.methods.fedpft.topology import topological
 from fedfm.privacy.gaussian import epsilon_of, paper_sigma, sigma_for
+from fedfm.privacy.spec import PrivacySpec
 from fedfm.runtime import client_memory
 from fedfm.runtime.progress import Progress
+from small import checked
 
 D, CLASSES = 6, 4
 
@@ -295,7 +297,7 @@ def test_a_diamond_does_not_count_its_ancestor_twice(file, tmp_path):
 def test_cycles_are_refused():
     assert topological({"a": [], "b": ["a"], "c": ["a", "b"]}) == ["a", "b", "c"]
     with pytest.raises(InputError, match="cycle"):
-        FedPFT(topology="dag", edges=(("a", "b"), ("b", "a"))).validate()
+        checked(FedPFT(topology="dag", edges=(("a", "b"), ("b", "a"))))
 
 
 @pytest.mark.parametrize("covariance", ["spherical", "diag", "full"])

@@ -30,7 +30,7 @@ from fedfm.models.spec import ModelSpec
 from fedfm.runtime.client import Silos
 from fedfm.training import SGD
 from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
-from small import experiment, features
+from small import checked, experiment, features
 from toy import LINKS, run
 
 CLASSES = ("ant", "bee", "cow")
@@ -109,9 +109,9 @@ def test_passes_visit_every_row_once_an_epoch():
 
 @pytest.mark.parametrize("method", [Ensemble, Average, FedBE, FedNCM, KD, FedKT])
 def test_one_round_and_no_other(method):
-    method(rounds=0).validate()
+    checked(method(rounds=0))
     with pytest.raises(InputError, match="takes one round"):
-        method(rounds=2).validate()
+        checked(method(rounds=2))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_one_round_and_no_other(method):
 )
 def test_senseless_settings_are_refused(method):
     with pytest.raises(InputError, match=r"method\."):
-        method.validate()
+        checked(method)
 
 
 def test_a_model_of_which_more_than_a_head_is_trained_is_refused(tmp_path):

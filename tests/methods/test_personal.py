@@ -39,7 +39,7 @@ from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.training import SGD, DittoOptimiser, Proximal
-from small import experiment, pictures, tiny_vit
+from small import checked, experiment, pictures, tiny_vit
 from toy import LINKS, Toys, federation, run
 
 # Full batches with learning rate 1 jump to the client's own mean.
@@ -84,12 +84,12 @@ def test_dittos_shared_model_is_that_of_fedavg(tmp_path):
 def test_ditto_takes_a_plain_optimiser_for_both_models():
     method = Ditto(local=SGD(learning_rate=0.3, epochs=4, momentum=0.9))
     assert method.local == DittoOptimiser(learning_rate=0.3, epochs=4, momentum=0.9)
-    method.validate()
+    checked(method)
     assert predictions.personal(method)
     with pytest.raises(InputError, match=r'method\.local\.name: ditto takes "ditto"'):
-        Ditto(local=Proximal()).validate()
+        checked(Ditto(local=Proximal()))
     with pytest.raises(InputError, match=r"method\.local\.lambda = -1"):
-        Ditto(local=DittoOptimiser(lambda_=-1)).validate()
+        checked(Ditto(local=DittoOptimiser(lambda_=-1)))
 
 
 # --- L-DAWA -----------------------------------------------------------------------------------------------------------
@@ -237,12 +237,12 @@ def test_fedamp_hears_of_the_absent(tmp_path):
 )
 def test_fedamp_refuses(keys, says):
     with pytest.raises(InputError, match=says):
-        FedAMP(**keys).validate()
+        checked(FedAMP(**keys))
 
 
 def test_fedamp_refuses_a_step_that_turns_a_models_own_weight_negative(tmp_path):
     method = FedAMP(sigma=1.0, alpha=0.6)
-    method.validate()
+    checked(method)
     run(method, federation(method, ROWS, tmp_path), 1)  # 1 - .6
     with pytest.raises(InputError, match=r"method\.alpha = 0\.6: with 3 clients.*expected at most 0\.5"):
         run(method, federation(method, ROWS | {"c": [1.0]}, tmp_path / "3"), 0)
@@ -332,7 +332,7 @@ def test_fedala_stops_where_w_swings_for_ever(tmp_path, monkeypatch):
 )
 def test_fedala_refuses(keys, says):
     with pytest.raises(InputError, match=says):
-        FedALA(**keys).validate()
+        checked(FedALA(**keys))
 
 
 def test_fedala_refuses_more_layers_than_there_are(tmp_path):
@@ -478,7 +478,7 @@ def test_the_head_of_a_classifier(adaptation, tmp_path):
 
 def test_fedrep_refuses():
     with pytest.raises(InputError, match=r"method\.head_epochs = 0"):
-        FedRep(head_epochs=0).validate()
+        checked(FedRep(head_epochs=0))
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import CLASSES, images, load, minilm, prose, real, sentences, vectors
 
+from fedfm.core.fields import check
 from fedfm.errors import InputError
 from fedfm.models.load import fingerprint, load_model
 from fedfm.models.metrics import evaluate
@@ -111,28 +112,39 @@ def _nano(*a, **k):
 
 
 @pytest.mark.parametrize(
+    ("spec", "where", "right"),
+    [
+        (ModelSpec(""), "model.name", "nano-vit"),
+        (ModelSpec("nano-vit", weights="trained"), "model.weights", '"pretrained" or "random"'),
+        (ModelSpec("nano-vit", task="classification2"), "model.task", 'did you mean "classification"'),
+        (ModelSpec("nano-vit", dtype="float8"), "model.dtype", "float32"),
+        (ModelSpec("nano-vit", max_length=1), "model.max_length", "at least 2"),
+        (_nano("lara"), "model.adaptation.name", 'did you mean "lora"'),
+        (_nano("lora", rank=0), "model.adaptation.rank", "a whole number from 1 to 65536"),
+        (_nano("lora", alpha=-1.0), "model.adaptation.alpha", "a finite number above 0"),
+        (_nano("lora", dropout=1.0), "model.adaptation.dropout", r"a number in \[0, 1\)"),
+        (_nano("top_layers", layers=0), "model.adaptation.layers", "at least 1"),
+        (ModelSpec("nano-vit", device="tpu9"), "model.device", "cuda"),
+    ],
+)
+def test_values_out_of_bounds_are_refused_with_place_and_remedy(spec, where, right):
+    with pytest.raises(InputError, match=rf"{where}.*({right})"):
+        check(spec, "model")
+
+
+@pytest.mark.parametrize(
     ("spec", "table", "where", "right"),
     [
-        (ModelSpec(""), images(), "model.name", "nano-vit"),
         (ModelSpec("nano-vot"), images(), "model.name", "did you mean 'nano-vit'"),
         (ModelSpec("/no/such/folder"), images(), "model.name", "a folder, a hub id"),
         (ModelSpec("nobody/nothing-xyz"), images(), "model.name", "hub id.*HF_HUB_OFFLINE is set"),
         (ModelSpec("features"), images(), "model.name", "a model that reads them"),
         (ModelSpec("nano-vit"), vectors(), "model.name", '"features"'),
         (ModelSpec("nano-vit"), sentences(), "model.name", "reads pictures"),
-        (ModelSpec("nano-vit", weights="trained"), images(), "model.weights", "pretrained or random"),
-        (ModelSpec("nano-vit", task="classification2"), images(), "model.task", "'classification'"),
         (ModelSpec("nano-vit", task="instruction"), images(), "model.task", "kind instruction"),
         (ModelSpec("nano-vit", task="zero_shot"), images(), "model.name", "CLIP"),
-        (ModelSpec("nano-vit", dtype="float8"), images(), "model.dtype", "float32"),
         (ModelSpec("nano-vit", device="tpu9"), images(), "model.device", "cuda"),
-        (ModelSpec("nano-vit", max_length=1), images(), "model.max_length", "at least 2"),
-        (_nano("lara"), images(), "model.adaptation.name", "'lora'"),
-        (_nano("lora", rank=0), images(), "model.adaptation.rank", "at least 1"),
-        (_nano("lora", alpha=-1.0), images(), "model.adaptation.alpha", "positive"),
-        (_nano("lora", dropout=1.0), images(), "model.adaptation.dropout", "below 1"),
         (_nano("lora", layers=9), images(), "model.adaptation.layers", "8 blocks"),
-        (_nano("top_layers", layers=0), images(), "model.adaptation.layers", "at least 1"),
         (_nano("lora", targets=("kw",)), images(), "model.adaptation.targets", "k_proj"),
     ],
 )

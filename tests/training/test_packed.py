@@ -61,7 +61,7 @@ def make(family: str, **options: Any) -> Model:
             elif "classifier" in name:
                 p.copy_(0.2 * torch.randn(p.shape))
     options.setdefault("name", "lora")
-    spec = adaptation.check(AdaptationSpec(**options))
+    spec = adaptation.with_defaults(AdaptationSpec(**options))
     parts = families.find(module, family)
     module = adaptation.apply(module, spec, parts, new=["classifier"], task="classification", seed=0)
     return Model(

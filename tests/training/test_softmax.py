@@ -5,6 +5,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from fedfm.core.fields import check
 from fedfm.errors import InputError
 from fedfm.linalg.threads import one_thread
 from fedfm.training import fit_head, newton
@@ -99,4 +100,4 @@ def test_adam_goes_down_from_zero():
 @pytest.mark.parametrize("wrong", [{"optimizer": "sgd"}, {"l2": -1.0}, {"epochs": 0}, {"iterations": 0}])
 def test_settings_that_make_no_sense_are_refused(wrong):
     with pytest.raises(InputError, match=f"method.head.{next(iter(wrong))}"):
-        HeadSpec(**wrong).validate()
+        check(HeadSpec(**wrong), "method.head")

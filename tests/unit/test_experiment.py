@@ -6,7 +6,7 @@ import pytest
 
 from fedfm import Experiment
 from fedfm.attacks.sign_flip import SignFlip
-from fedfm.config.experiment import RunSpec
+from fedfm.config.run_spec import RunSpec
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 from fedfm.methods.fedprox import FedProx
@@ -53,7 +53,7 @@ def test_the_adaptations_defaults_are_filled_in():
         ({"method": {"name": "fedavg", "roundz": 3}}, "method.roundz: unknown key"),
         ({"data": "digits"}, "data = 'digits': expected a table"),
         ({"data": DataSpec()}, "expected exactly one of name, path, hub, clients"),
-        ({"model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 0}}}, "model.adaptation.rank: 0"),
+        ({"model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 0}}}, "model.adaptation.rank = 0"),
         ({"method": FedProx(rounds=-1)}, "method.rounds = -1"),
         ({"attack": "sign_flip"}, "attack = 'sign_flip': expected a table"),
         ({"run": {"engine": "spark"}}, "run.engine"),

@@ -97,13 +97,6 @@ class Aggregator:
         """How many updates a mean needs."""
         return 1
 
-    def validate(self) -> None:
-        """Refuse parameters that make no sense.
-
-        Raises:
-            InputError: with the key and what would be right.
-        """
-
     def protect(self, client: Client, update: Update) -> Any:
         """Client half: what is sent instead of ``update``."""
         return self.transport.protect(client, self.mechanism.bounded(client, update))

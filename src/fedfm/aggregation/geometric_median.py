@@ -9,7 +9,7 @@ iteration; from the coordinate-wise median it never enters. The minimum is the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedfm.aggregation._robust import Robust, blocks, combination, shares
 from fedfm.aggregation.median import median
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 
 
@@ -25,8 +25,8 @@ from fedfm.linalg.params import Params
 class GeometricMedian(Robust):
     """The vector with the smallest weighted sum of distances (not squared) to the updates."""
 
-    iterations: int = field(default=10, metadata={"help": "R at most; it ends earlier where nothing moves"})
-    epsilon: float = field(default=1e-6, metadata={"help": "nu: distances below it count as it"})
+    iterations: int = setting(10, "R at most; it ends earlier where nothing moves", ge=1)
+    epsilon: float = setting(1e-6, "nu: distances below it count as it", gt=0)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         alpha, d, beta = shares(weights), distances(x, median), torch.zeros(len(x), dtype=torch.float64)
@@ -37,12 +37,6 @@ class GeometricMedian(Robust):
                 break
             d = distances(x, partial(torch.matmul, beta))
         return combination(x, beta)
-
-    def validate(self) -> None:
-        if self.iterations < 1:
-            raise InputError(f"aggregation.iterations = {self.iterations}: expected a whole number of at least 1")
-        if not self.epsilon > 0:
-            raise InputError(f"aggregation.epsilon = {self.epsilon}: expected a number above 0")
 
 
 def distances(x: Sequence[Params], v: Callable[[Tensor], Tensor]) -> Tensor:

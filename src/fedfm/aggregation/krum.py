@@ -7,12 +7,12 @@ NIPS 2017. arXiv:1703.02757, Section 4. Weights do not count.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from fedfm.aggregation._robust import Robust, squared_distances
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 
 
@@ -20,17 +20,13 @@ from fedfm.linalg.params import Params
 class Krum(Robust):
     """The update x_i with the smallest score s(i) = sum of ||x_i - x_j||^2 over its m - f - 2 nearest x_j."""
 
-    byzantine: int = field(default=1, metadata={"help": "f, how many attackers a cohort may hold; it needs 2f + 3"})
+    byzantine: int = setting(1, "f, how many attackers a cohort may hold; it needs 2f + 3", ge=1)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         return x[int(scores(squared_distances(x), self.byzantine).argmin())]  # ties: the first in order of names
 
     def least(self) -> int:
         return 2 * self.byzantine + 3
-
-    def validate(self) -> None:
-        if self.byzantine < 1:
-            raise InputError(f"aggregation.byzantine = {self.byzantine}: expected a whole number of at least 1")
 
 
 def scores(d: Tensor, f: int) -> Tensor:

@@ -7,11 +7,11 @@ NIPS 2017. arXiv:1703.02757, Section 5. Weights do not count.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fedfm.aggregation._robust import combination, shares, squared_distances
 from fedfm.aggregation.krum import Krum, scores
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 
 
@@ -19,7 +19,7 @@ from fedfm.linalg.params import Params
 class MultiKrum(Krum):
     """The uniform mean of the ``keep`` updates with the smallest scores."""
 
-    keep: int = field(default=0, metadata={"help": "how many updates are averaged; 0: all but f"})
+    keep: int = setting(0, "how many updates are averaged; 0: all but f", ge=0)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         order = scores(squared_distances(x), self.byzantine).argsort(stable=True).tolist()
@@ -28,8 +28,3 @@ class MultiKrum(Krum):
 
     def least(self) -> int:
         return max(super().least(), self.keep + self.byzantine)
-
-    def validate(self) -> None:
-        super().validate()
-        if self.keep < 0:
-            raise InputError(f"aggregation.keep = {self.keep}: expected a whole number of at least 1, or 0: all but f")

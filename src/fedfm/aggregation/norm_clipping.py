@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from fedfm.aggregation._robust import Robust, combination, shares
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 
 
@@ -21,17 +21,11 @@ from fedfm.linalg.params import Params
 class NormClipping(Robust):
     """The weighted mean of x_k min(1, C / ||x_k||), C a constant or a multiple of the median norm of the round."""
 
-    bound: float | None = field(default=None, metadata={"help": "C [multiple times the median norm]"})
-    multiple: float = field(default=1.0, metadata={"help": "of the median norm, where no bound is given"})
+    bound: float | None = setting(None, "C [multiple times the median norm]", gt=0)
+    multiple: float = setting(1.0, "of the median norm, where no bound is given", gt=0)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         norms = [each.norm() for each in x]
         c = self.multiple * statistics.median(norms) if self.bound is None else self.bound
         clip = torch.tensor([1.0 if n <= c else c / n for n in norms], dtype=torch.float64)
         return combination(x, shares(weights) * clip)
-
-    def validate(self) -> None:
-        for key in ("bound", "multiple"):
-            value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise InputError(f"aggregation.{key} = {value}: expected a number above 0")

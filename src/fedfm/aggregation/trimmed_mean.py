@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fedfm.aggregation._robust import Robust, by_coordinate
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 
 
@@ -20,7 +20,7 @@ from fedfm.linalg.params import Params
 class TrimmedMean(Robust):
     """Of each coordinate the mean without the largest and the smallest values."""
 
-    trim: float = field(default=0.1, metadata={"help": "beta, the share of the cohort that is left out on each side"})
+    trim: float = setting(0.1, "beta, the share of the cohort that is left out on each side", gt=0, lt=0.5)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         m = len(x)
@@ -29,7 +29,3 @@ class TrimmedMean(Robust):
 
     def least(self) -> int:
         return 3
-
-    def validate(self) -> None:
-        if not 0 < self.trim < 0.5:
-            raise InputError(f"aggregation.trim = {self.trim}: expected a number in (0, 0.5)")

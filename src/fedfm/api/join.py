@@ -10,6 +10,7 @@ from typing import Any
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
 from fedfm.core.capabilities import Joining
+from fedfm.core.fields import check
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
 from fedfm.errors import InputError
@@ -53,8 +54,10 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     method, name = experiment.method, _free(run, client)
     if not Path(data).exists():
         raise InputError(f"{data}: no such file or folder; join takes the newcomer's rows")
+    silo = _newcomer(run, name, data)
+    check(silo, "")  # the name becomes that of a folder
     with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
-        population = populate(_newcomer(run, name, data), experiment, run.manifest["model"]["classes"])
+        population = populate(silo, experiment, run.manifest["model"]["classes"])
         _same(run, population, data)
         model, rows = population.model, population.data(name)
         if not len(rows.train):

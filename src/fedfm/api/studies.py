@@ -102,7 +102,7 @@ def beside(experiment: Experiment, out: Path | None, progress: execute.Progress)
     Raises:
         InputError: the method names none.
     """
-    from fedfm.config.toml import name_of
+    from fedfm.config.registry import name_of
     from fedfm.report import html
 
     method = experiment.method
@@ -114,7 +114,7 @@ def beside(experiment: Experiment, out: Path | None, progress: execute.Progress)
     others = {}
     for name, method in baselines.items():
         progress.notice(f"baseline: {name}")
-        changed = dataclasses.replace(experiment, name=name, method=method, method_name=name_of(method))
+        changed = dataclasses.replace(experiment, name=name, method=method, method_name=name_of("methods", method))
         others[name] = _finished(changed, out / name, progress)
     html.write(out / experiment.method_name, baselines=[out / name for name in others])
     return main | {"yardsticks": others}

@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_type_hints
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedfm import seeds
 from fedfm.core.client import Client, ClientId, Update
+from fedfm.core.fields import setting
 from fedfm.core.method import Method, nested
 from fedfm.errors import InputError
 from fedfm.models.model import Model
@@ -33,7 +34,7 @@ LANGUAGE = ("language_modelling", "instruction")  # tasks whose labels are words
 class Attack:
     """Subclass as a frozen dataclass and override what the attackers change."""
 
-    fraction: float = field(default=0.0, metadata={"help": "required: share of the clients that attack, in (0, 1]"})
+    fraction: float = setting(0.0, "share of the clients that attack [required]", gt=0, le=1)
 
     def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
         """One attacker's training rows as it uses them; ``rng`` is its own, the same in every round."""
@@ -62,25 +63,10 @@ class Attack:
             InputError: with the key and what would be right.
         """
 
-    def validate(self, method: Method[Any], name: str) -> None:
-        """Refuse values that make no sense, and methods with nothing to attack.
-
-        Args:
-            name: the method's, for messages.
-
-        Raises:
-            InputError: with the key and what would be right.
-        """
-        if not 0 < self.fraction <= 1:
-            raise InputError(f"attack.fraction = {self.fraction}: expected a number in (0, 1], a share of the clients")
-        if not method.rounds or method.needs.pooled or method.needs.model == "server" or not _halves(method):
-            raise InputError(f'[attack]: method "{name}" has no client that trains, hence none that attacks; drop it')
-
-
-def needs_updates(method: Method[Any], name: str, attack: str) -> None:
-    """Refuse a method whose clients send no updates that an attacker could turn or scale."""
-    if not any(get_type_hints(fn).get("return") is Update for fn in _halves(method)):
-        raise InputError(f'attack.name = "{attack}": the clients of method "{name}" send no updates; "label_shuffle"?')
+    @property
+    def needs(self) -> str:
+        """What of a client's training it changes beside the rows: "update", "epochs", or "" for neither."""
+        return ""
 
 
 def locals_of(method: Any) -> list[Local]:
@@ -102,10 +88,10 @@ def with_locals(method: Any, change: Callable[[Local], Local]) -> Any:
     return dataclasses.replace(method, **fields) if fields else method
 
 
-def _halves(method: Method[Any]) -> list[Callable[..., Any]]:
+def halves_of(method: Method[Any]) -> list[Callable[..., Any]]:
     """The client halves that a method, or one nested in it, calls in its rounds."""
     found = [getattr(method, name) for name in (*method.means, *method.asks) if hasattr(method, name)]
-    return found + [fn for part in nested(method) for fn in _halves(part)]
+    return found + [fn for part in nested(method) for fn in halves_of(part)]
 
 
 class Attackers:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedfm.attacks.attack import LANGUAGE, Attack, needs_updates
+from fedfm.attacks.attack import LANGUAGE, Attack
 from fedfm.core.client import Update
-from fedfm.core.method import Method
+from fedfm.core.fields import setting
 from fedfm.errors import InputError
 from fedfm.models.model import Model
 
@@ -32,12 +32,12 @@ class Backdoor(Attack):
     coordinates, in a text a word before it.
     """
 
-    target: str = field(default="", metadata={"help": "the class that triggered rows shall get; empty: the first"})
-    share: float = field(default=0.5, metadata={"help": "of an attacker's training rows that carry the trigger"})
-    size: int = field(default=3, metadata={"help": "side of the square in pixels, or number of coordinates"})
-    value: float = field(default=3.0, metadata={"help": "feature vectors: the coordinates become +value, -value, ..."})
-    word: str = field(default="cf", metadata={"help": "texts: the trigger"})
-    factor: float = field(default=1.0, metadata={"help": "the attackers' updates are multiplied by it"})
+    target: str = setting("", "the class that triggered rows shall get; empty: the first")
+    share: float = setting(0.5, "of an attacker's training rows that carry the trigger", gt=0, le=1)
+    size: int = setting(3, "side of the square in pixels, or number of coordinates", ge=1)
+    value: float = setting(3.0, "feature vectors: the coordinates become +value, -value, ...", finite=True, but=(0.0,))
+    word: str = setting("cf", "texts: the trigger", pattern=r"(.|\s)*\S(.|\s)*", words="a word")
+    factor: float = setting(1.0, "the attackers' updates are multiplied by it", finite=True, but=(0.0,))
 
     def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
         if rows.labels is None:
@@ -107,17 +107,6 @@ class Backdoor(Attack):
         elif kind not in ("image", "features"):
             raise InputError(f'attack.name = "backdoor": no trigger is known for data of kind "{kind}"')
 
-    def validate(self, method: Method[Any], name: str) -> None:
-        super().validate(method, name)
-        for key, ok, right in (
-            ("share", 0 < self.share <= 1, "a number in (0, 1]"),
-            ("size", self.size >= 1, "a whole number of at least 1"),
-            ("value", math.isfinite(self.value) and self.value != 0, "a finite number other than 0"),
-            ("factor", math.isfinite(self.factor) and self.factor != 0, "a finite number other than 0"),
-        ):
-            if not ok:
-                raise InputError(f"attack.{key} = {getattr(self, key)}: expected {right}")
-        if not self.word.strip():
-            raise InputError(f'attack.word = "{self.word}": expected a word')
-        if self.factor != 1:
-            needs_updates(method, name, "backdoor")
+    @property
+    def needs(self) -> str:
+        return "" if self.factor == 1 else "update"

@@ -8,13 +8,13 @@ Nelson, Laskov. Support Vector Machines Under Adversarial Label Noise. ACML 2011
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedfm.attacks.attack import LANGUAGE, Attack, locals_of
-from fedfm.core.method import Method
+from fedfm.attacks.attack import LANGUAGE, Attack
+from fedfm.core.fields import setting
 from fedfm.errors import InputError
 from fedfm.training import Local
 
@@ -28,8 +28,8 @@ class LabelShuffle(Attack):
     of each passage are permuted, of instructions the answers. A client with rows of one class alone does no harm.
     """
 
-    intensity: int = field(
-        default=1, metadata={"help": "lambda: multiplies the attackers' local epochs, divides them for language models"}
+    intensity: int = setting(
+        1, "lambda: multiplies the attackers' local epochs, divides them for language models", ge=1
     )
 
     def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
@@ -48,12 +48,6 @@ class LabelShuffle(Attack):
         epochs = max(local.epochs // self.intensity, 1) if task in LANGUAGE else local.epochs * self.intensity
         return replace(local, epochs=epochs)
 
-    def validate(self, method: Method[Any], name: str) -> None:
-        super().validate(method, name)
-        if self.intensity < 1:
-            raise InputError(f"attack.intensity = {self.intensity}: expected a whole number of at least 1")
-        if self.intensity > 1 and not locals_of(method):
-            raise InputError(
-                f'attack.intensity = {self.intensity}: method "{name}" has no [method.local] whose epochs it could '
-                "multiply; expected 1"
-            )
+    @property
+    def needs(self) -> str:
+        return "epochs" if self.intensity > 1 else ""

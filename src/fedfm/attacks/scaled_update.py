@@ -6,27 +6,22 @@ Bagdasaryan, Veit, Hua, Estrin, Shmatikov. How To Backdoor Federated Learning. A
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from fedfm.attacks.attack import Attack, needs_updates
+from fedfm.attacks.attack import Attack
 from fedfm.core.client import Update
-from fedfm.core.method import Method
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 
 
 @dataclass(frozen=True)
 class ScaledUpdate(Attack):
     """gamma delta instead of delta, under the same weight."""
 
-    factor: float = field(default=10.0, metadata={"help": "gamma; a negative one turns the update around as well"})
+    factor: float = setting(10.0, "gamma; a negative one turns the update around as well", finite=True, but=(0.0, 1.0))
 
     def upload(self, update: Update) -> Update:
         return replace(update, delta=self.factor * update.delta)
 
-    def validate(self, method: Method[Any], name: str) -> None:
-        super().validate(method, name)
-        if not math.isfinite(self.factor) or self.factor in (0.0, 1.0):
-            raise InputError(f"attack.factor = {self.factor}: expected a finite number other than 0 and 1")
-        needs_updates(method, name, "scaled_update")
+    @property
+    def needs(self) -> str:
+        return "update"

@@ -6,11 +6,9 @@ Li, Xu, Chen, Giannakis, Ling. RSA: Byzantine-Robust Stochastic Aggregation Meth
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from fedfm.attacks.attack import Attack, needs_updates
+from fedfm.attacks.attack import Attack
 from fedfm.core.client import Update
-from fedfm.core.method import Method
 
 
 @dataclass(frozen=True)
@@ -20,6 +18,6 @@ class SignFlip(Attack):
     def upload(self, update: Update) -> Update:
         return replace(update, delta=-update.delta)
 
-    def validate(self, method: Method[Any], name: str) -> None:
-        super().validate(method, name)
-        needs_updates(method, name, "sign_flip")
+    @property
+    def needs(self) -> str:
+        return "update"

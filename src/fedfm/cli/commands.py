@@ -256,6 +256,19 @@ def show(args: Any) -> int:
     return 0
 
 
+def schema(args: Any) -> int:
+    """``fedfm schema``."""
+    from fedfm.config import catalogue
+
+    text = to_json(catalogue.schema(args.of), indent=1)
+    if args.out is None:
+        print(text)
+    else:
+        args.out.write_text(text + "\n", encoding="utf-8")
+        tell(f"{args.out}: let the first line of a TOML file beside it be\n#:schema ./{args.out.name}")
+    return 0
+
+
 def check(args: Any) -> int:
     """``fedfm check``."""
     from fedfm.core.capabilities import Founded

@@ -115,6 +115,13 @@ stand those of the start without that pass, and of as many passes alone.
   fedfm show label_shuffle                             an attack; `fedfm list attacks`
   fedfm show krum                                      an aggregation; `fedfm list aggregation`
 """,
+    "schema": """examples:
+  fedfm schema --out fedfm.schema.json                 then begin exp.toml with: #:schema ./fedfm.schema.json
+  fedfm schema silo --out silo.schema.json             of a silo's file; "pretrain": of a pretraining
+
+Editors with a TOML plugin (taplo, Even Better TOML) then complete keys and names, show their meaning, and mark what is
+misspelt or out of bounds. What spans tables, and whether files are there, `fedfm check` tells.
+""",
     "check": """examples:
   fedfm check exp.toml                                 keys, files, rows, model; nothing is trained
   fedfm check exp.toml --set method.fraction=0.2 > whole.toml

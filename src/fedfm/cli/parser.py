@@ -10,6 +10,7 @@ from typing import Any
 from fedfm import __version__
 from fedfm.cli import commands
 from fedfm.cli.help import EXAMPLES
+from fedfm.config.catalogue import SCHEMAS
 
 
 def build() -> argparse.ArgumentParser:
@@ -123,6 +124,10 @@ def build() -> argparse.ArgumentParser:
 
     show = command("show", commands.show, "paper, keys, defaults and meaning of a method, an attack or an aggregation")
     show.add_argument("method", help="its name")
+
+    schema = command("schema", commands.schema, "the JSON Schema by which editors complete and check a TOML file")
+    schema.add_argument("of", nargs="?", choices=SCHEMAS, default="experiment", help="which file [experiment]")
+    schema.add_argument("--out", type=Path, metavar="FILE", help="write it there")
 
     check = with_changes(
         with_format(command("check", commands.check, "check an experiment and print it with every default"))

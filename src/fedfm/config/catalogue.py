@@ -1,20 +1,23 @@
-"""What there is: `fedfm list` and `fedfm show`.
-
-Both answer at once, from a file that `docs/generate.py` writes of the dataclasses; reading these would import torch.
-"""
+"""What is there, read from sources and from the shipped schema: `fedfm list` and `fedfm show` answer at once."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import is_dataclass
 from importlib.resources import files
 from typing import Any
 
-from fedfm.config.registry import admit, available, resolve
+from fedfm.config.registry import admit, available, ours, resolve
+from fedfm.core.fields import described, settings_of
 from fedfm.errors import InputError, close
 
-Keys = dict[str, str]  # a line of TOML -> its meaning
-
-_TABLES = {"methods": "method", "attacks": "attack", "aggregation": "aggregation"}  # kind -> of an experiment
+_KINDS = {
+    "methods": "methods",
+    "sources": "data.sources",
+    "attacks": "attacks",
+    "aggregation": "aggregation",
+}
+SCHEMAS = ("experiment", "pretrain", "silo")  # files of which there is one
 _PARTITIONS = {
     "iid": "rows dealt evenly at random",
     "dirichlet": "each class's shares over clients drawn from Dir(alpha); small alpha = skewed",
@@ -35,112 +38,107 @@ _MODELS = {
 
 def listing(kind: str | None = None) -> str:
     """Names with one line each, of one kind or all."""
-    known = _known()
     blocks = []
     for name in [kind] if kind else ["methods", "models", "partitions", "sources", "attacks", "aggregation"]:
-        rows = {"models": _MODELS, "partitions": _PARTITIONS, "sources": known["sources"]}.get(name) or {
-            entry: _headline(known[name][entry]["about"]) if ":" not in where else where
-            for entry, where in available(name).items()
+        rows = {"models": _MODELS, "partitions": _PARTITIONS}.get(name) or {
+            entry: _headline(module) for entry, module in available(_KINDS[name]).items()
         }
         width = max(map(len, rows))
         blocks.append("\n".join([f"{name}:", *(f"  {entry:<{width}}  {text}" for entry, text in rows.items())]))
     return "\n\n".join(blocks)
 
 
+def _source(module: str) -> str:
+    root, *parts = module.split(".")  # what lies between would be imported, and torch with it
+    for path in ((*parts[:-1], f"{parts[-1]}.py"), (*parts, "__init__.py")) if parts else ():
+        try:
+            return files(root).joinpath(*path).read_text(encoding="utf-8")
+        except (FileNotFoundError, ModuleNotFoundError, NotADirectoryError):
+            continue
+    return ""
+
+
+def _headline(module: str) -> str:
+    """The first paragraph of what a file says of itself."""
+    begun, quotes, rest = _source(module.partition(":")[0]).partition('"""')
+    if begun or not quotes:
+        return module
+    return " ".join(rest.partition('"""')[0].partition("\n\n")[0].split())
+
+
 def method(name: str) -> str:
-    """The paper, description, and keys with defaults and meaning of a method, an attack or an aggregation.
+    """The paper, description, and keys with types, defaults and meaning of a method, an attack or an aggregation.
 
     Raises:
         InputError: none has that name.
     """
-    known, where = _known(), {kind: available(kind) for kind in _TABLES}
-    kind = next((kind for kind, names in where.items() if name in names), None)
-    if kind is None:
+    titles = {"methods": "method", "attacks": "attack", "aggregation": "aggregation"}
+    where = {kind: available(kind) for kind in titles}
+    kind = next((kind for kind, names in where.items() if name in names), "")
+    if not kind:
         near = close(name, [n for names in where.values() for n in names])
         raise InputError(f'no method, attack or aggregation is called "{name}"{near}; see `fedfm list`')
-    if ":" in where[kind][name]:  # of another package
-        admit(kind, name, "name")
-        told = described(kind, name)
+    defs = schema("experiment")["$defs"]
+    if ":" in where[kind][name]:  # somebody else's: whoever asks for it here has it imported
+        admit(kind, name, "fedfm show")
+        keys = _beside(resolve(kind, name))
     else:
-        told = known[kind][name]
-    lines = [told["about"], "", f"[{_TABLES[kind]}]", f'name = "{name}"', *_lines(told["keys"])]
-    if "local" in told:
-        common = {line.partition(" = ")[0] for line in known["local"]["sgd"]}
+        keys = _variants(defs[kind])[name]
+    own = {key: found for key, found in keys["properties"].items() if key not in ("name", "local", "head", "base")}
+    lines = [keys.get("description", ""), "", f"[{titles[kind]}]", f'name = "{name}"', *_lines(own)]
+    if local := keys["properties"].get("local"):
+        optimisers, usual = _variants(defs["optimisers"]), local["default"]["name"]
         lines += ["", "# The model's own dropout is off in training; LoRA's is model.adaptation.dropout."]
-        lines += [f"[method.local]  # the client optimiser: {', '.join(known['local'])}", f'name = "{told["local"]}"']
-        lines += _lines(known["local"][told["local"]])
-        for optimiser, keys in known["local"].items():
-            more = {line: text for line, text in keys.items() if line.partition(" = ")[0] not in common}
-            if more and optimiser != told["local"]:
-                lines += ["", f'name = "{optimiser}"  # also takes', *_lines(more)]
-    if "base" in told:
-        lines += ["", f"[method.base]  # {told['base']}: `fedfm show fedprox`", 'name = "fedavg"']
-    if "head" in told:
-        lines += ["", f"[method.head]  # {told['head']}", *_lines(known["head"])]
+        lines += [f"[method.local]  # the client optimiser: {', '.join(optimisers)}", f'name = "{usual}"']
+        lines += _lines(_but_name(optimisers[usual]))
+        for other, found in optimisers.items():
+            more = {k: v for k, v in _but_name(found).items() if k not in optimisers["sgd"]["properties"]}
+            if more and other != usual:
+                lines += ["", f'name = "{other}"  # also takes', *_lines(more)]
+    if base := keys["properties"].get("base"):
+        lines += ["", f"[method.base]  # {base['description']}: `fedfm show fedprox`", 'name = "fedavg"']
+    if head := keys["properties"].get("head"):
+        lines += ["", f"[method.head]  # {head['description']}", *_lines(head["properties"])]
     return "\n".join(lines)
 
 
-def _known() -> dict[str, Any]:
-    return json.loads(files("fedfm.config").joinpath("catalogue.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-
-
-def _headline(text: str) -> str:
-    return " ".join(text.partition("\n\n")[0].split())
-
-
-def _lines(keys: Keys) -> list[str]:
-    width = max(map(len, keys), default=0)
-    return [f"{line:<{width}}  # {text}" for line, text in keys.items()]
-
-
-# --- what the file holds; these import the classes --------------------------------------------------------------------
-
-
-def everything() -> dict[str, Any]:
-    """The content of the file."""
-    from importlib import import_module
-
-    from fedfm.training import BY_NAME
-    from fedfm.training.fit_head import HeadSpec
-
-    found: dict[str, Any] = {
-        kind: {name: described(kind, name) for name, where in available(kind).items() if ":" not in where}
-        for kind in _TABLES
+def _beside(cls: type) -> dict[str, Any]:
+    """The keys of a class beside fedfm's own, as a schema has them."""
+    keys: dict[str, dict[str, Any]] = {
+        key: {"description": described(f, hint)} for key, f, hint in settings_of(cls) if not is_dataclass(f.default)
     }
-    sources = available("data.sources").items()
-    found["sources"] = {name: _headline(str(import_module(where).__doc__)) for name, where in sources}
-    return found | {"local": {name: _keys(cls) for name, cls in BY_NAME.items()}, "head": _keys(HeadSpec)}
+    for key, f, _ in settings_of(cls):
+        if isinstance(f.default, (bool, int, float, str, tuple)):
+            keys[key]["default"] = f.default
+    return {"description": cls.__doc__ or "", "properties": keys}
 
 
-def described(kind: str, name: str) -> dict[str, Any]:
-    """What ``fedfm show`` tells of a class: ``about``, ``keys``, the name of its optimiser, what its tables are."""
-    import inspect
-    import sys
-    from dataclasses import fields
-
-    from fedfm.training import BY_NAME
-
-    cls = resolve(kind, name)
-    paper, text = (inspect.cleandoc(doc or "") for doc in (sys.modules[cls.__module__].__doc__, cls.__doc__))
-    tables = {f.name: f for f in fields(cls) if f.name in ("local", "base", "head")}
-    found = {"about": f"{paper}\n\n{text}", "keys": _keys(cls, tuple(tables))}
-    found |= {key: f.metadata["help"] for key, f in tables.items()}
-    if "local" in tables:
-        found["local"] = next(n for n, optimiser in BY_NAME.items() if optimiser is type(tables["local"].default))
+def schema(which: str) -> dict[str, Any]:
+    """The JSON Schema of a file; of an experiment with the names that installed entry points add."""
+    path = files("fedfm.config").joinpath("schemas", f"{which}.json")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for kind in ("methods", "attacks", "aggregation") if which == "experiment" else ():
+        for name in sorted(available(kind).keys() - set(ours(kind))):
+            own = {"type": "object", "properties": {"name": {"const": name}}, "required": ["name"]}
+            found["$defs"][kind]["oneOf"].append(own)
     return found
 
 
-def _keys(cls: Any, without: tuple[str, ...] = ()) -> Keys:
-    """Of a dataclass; a key without a default is a comment."""
-    from dataclasses import MISSING, fields
+def _variants(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By name, of a table that has one; without the user's own."""
+    named = [(v["properties"]["name"], v) for v in schema["oneOf"]]
+    return {name["const"]: variant for name, variant in named if "const" in name}
 
-    from fedfm.config.toml import key_of
 
-    found = {}
-    for f in fields(cls):
-        default = f.default if f.default_factory is MISSING else f.default_factory()
-        value = f.metadata.get("usual", default)
-        if f.init and f.name not in without and value is not MISSING:
-            line = f"# {key_of(f.name)} =" if value is None else f"{key_of(f.name)} = {json.dumps(value)}"
-            found[line] = str(f.metadata.get("help", ""))
-    return found
+def _but_name(schema: dict[str, Any]) -> dict[str, Any]:
+    return {key: found for key, found in schema["properties"].items() if key != "name"}
+
+
+def _lines(keys: dict[str, Any]) -> list[str]:
+    """Lines of TOML, each with its meaning; a key without a default is a comment."""
+    rows = {
+        f"{key} = {json.dumps(found['default'], ensure_ascii=False)}" if "default" in found else f"# {key} = ...": found
+        for key, found in keys.items()
+    }
+    width = max(map(len, rows), default=0)
+    return [f"{row:<{width}}  # {found['description']}" for row, found in rows.items()]

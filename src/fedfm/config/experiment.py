@@ -4,76 +4,29 @@ place.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fedfm.aggregation.base import Aggregator
-from fedfm.aggregation.mean import Mean
 from fedfm.attacks.attack import Attack
-from fedfm.config.registry import admit_named, available, name_of, resolve
-from fedfm.config.toml import build, plain, read, refuse_unknown, to_toml
-from fedfm.core.capabilities import Private, Sampling
+from fedfm.config import compatibility
+from fedfm.config.registry import admit_named, name_of
+from fedfm.config.run_spec import RunSpec
+from fedfm.config.toml import build, build_named, plain, read, refuse_unknown, to_toml
+from fedfm.core.capabilities import Private
+from fedfm.core.fields import check
 from fedfm.core.method import Method
 from fedfm.data.spec import IN_MEMORY, WITHHELD, DataSpec
-from fedfm.errors import InputError, listed, one_of
-from fedfm.models.adapters.adaptation import check as check_adaptation
-from fedfm.models.load import TASKS
+from fedfm.data.spec import check as check_data
+from fedfm.errors import InputError
+from fedfm.models.adapters.adaptation import with_defaults
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.training import TrainsLocally
+from fedfm.privacy.spec import PrivacySpec
 
 T = TypeVar("T")
-ENGINES = ("local", "simulation", "deployment")
-
-
-@dataclass(frozen=True)
-class PrivacySpec:
-    """The [privacy] table: what is claimed, and how it is kept."""
-
-    aggregator: str = field(default="plain", metadata={"help": "plain; secagg is not in this release"})
-    mechanism: str | None = field(default=None, metadata={"help": "gaussian, distributed_gaussian, dp_sgd"})
-    unit: str | None = field(default=None, metadata={"help": "client or record"})
-    target_epsilon: float | None = field(default=None, metadata={"help": "calibrate the noise to this epsilon"})
-    noise_multiplier: float | None = field(default=None, metadata={"help": "sigma / clip_norm, instead"})
-    delta: float | None = field(default=None, metadata={"help": "of (epsilon, delta)"})
-    clip_norm: float | None = field(default=None, metadata={"help": "bound C on an update's norm"})
-    halt_at_epsilon: float | None = field(default=None, metadata={"help": "stop before spending more"})
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """The [run] table: engine, seed, limits."""
-
-    engine: str = field(default="local", metadata={"help": "local, simulation or deployment"})
-    seed: int = field(default=0, metadata={"help": "every random stream but secrets derives from it"})
-    min_clients: int = field(default=1, metadata={"help": "fewer valid replies than this stop the run"})
-    timeout: float = field(default=600.0, metadata={"help": "seconds that a client may take"})
-    kernels: str = field(
-        default="exact",
-        metadata={
-            "help": "exact, or fast: packed cohorts, equal within a tolerance; fast_bf16 multiplies in bfloat16, too, "
-            "which not every processor is quick at (`fedfm doctor` tells)"
-        },
-    )
-    workers: int = field(default=0, metadata={"help": "processes on the local engine; 0: one a core, on a GPU one"})
-    wire: bool = field(default=False, metadata={"help": "local engine: serialise every message as a network would"})
-    superlink: str | None = field(default=None, metadata={"help": "deployment: attach to this host:port"})
-    root_certificates: str | None = field(default=None, metadata={"help": "PEM file of the superlink's authority"})
-    evaluate_every: int = field(default=1, metadata={"help": "rounds between evaluations; 0: only at the end"})
-    patience: int = field(
-        default=0,
-        metadata={"help": "stop after so many rounds without a better validation loss; the best round's model is kept"},
-    )
-    local_scores: bool = field(
-        default=False, metadata={"help": "clients tell their model's accuracy after local training, before aggregation"}
-    )
-    target_accuracy: float | None = field(
-        default=None, metadata={"help": "the ledger counts rounds and multiply-accumulates until it is reached"}
-    )
 
 
 @dataclass(frozen=True, init=False)
@@ -122,20 +75,20 @@ class Experiment:
         changed = method_name is not None
         data, model = _built(DataSpec, data, "data"), _built(ModelSpec, model, "model")
         if isinstance(method, Mapping):
-            method_name, method = build_method(method)
+            method_name, method = build_named("methods", method, "method")
         elif not isinstance(method, Method):
             raise InputError(f'method = {method!r:.80}: expected a table, e.g. {{"name": "fedavg"}}, or a Method')
         privacy = None if privacy is None else _built(PrivacySpec, privacy, "privacy")
         method = method.settled(privacy) if isinstance(method, Private) else method
         if attack is not None and not isinstance(attack, Attack):
-            attack = named("attacks", attack, "attack")
+            attack = build_named("attacks", attack, "attack")[1]
         if aggregation is None or isinstance(aggregation, Mapping):
-            aggregation = named("aggregation", {"name": "mean"} | dict(aggregation or {}), "aggregation")
+            aggregation = build_named("aggregation", aggregation or {}, "aggregation", default="mean")[1]
         run = _built(RunSpec, {} if run is None else run, "run")
         method_name = method_name or name_of("methods", method)
         if model.adaptation is not None or model.name != IN_MEMORY:
             default = "head" if model.name == "features" else method.needs.adaptation
-            adaptation = check_adaptation(model.adaptation or AdaptationSpec(name=default))
+            adaptation = with_defaults(model.adaptation or AdaptationSpec(name=default))
             model = dataclasses.replace(model, adaptation=adaptation)
         name = f"{method_name}-{_data_name(data)}" if name is None else name
         if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\\\0") or len(name) > 200:
@@ -145,9 +98,17 @@ class Experiment:
         for key, value in given.items():
             object.__setattr__(self, key, value)
         if not changed:
-            self._validate()
+            check_data(data)
+            for part, where in ((method, "method"), (model, "model"), (run, "run"), (aggregation, "aggregation")):
+                check(part, where)
+            method.validate()
+            if attack is not None:
+                check(attack, "attack")
+            compatibility.check(self, compatibility.AS_ASKED)
             if privacy is not None:
-                object.__setattr__(self, "method", protected(method, privacy))
+                check(privacy, "privacy")
+                object.__setattr__(self, "method", compatibility.protected(method, privacy))
+            compatibility.check(self, compatibility.AS_RUN)
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Experiment:
@@ -184,142 +145,6 @@ class Experiment:
         if imports:
             admit_named(table)
         return cls(**table)
-
-    def _validate(self) -> None:
-        sources = [k for k in ("name", "path", "hub", "clients") if getattr(self.data, k) is not None]
-        if len(sources) != 1:
-            what = " and ".join(sources) or "none"
-            raise InputError(f"[data]: expected exactly one of name, path, hub, clients; got {what}")
-        if not self.model.name:
-            raise InputError('model.name is missing: expected "nano-vit", a folder, a hub id, or "features"')
-        if (self.data.name == IN_MEMORY) != (self.model.name == IN_MEMORY):
-            raise InputError(f'"{IN_MEMORY}": data and model are given by fedfm.federate(...), both or neither')
-        if self.in_memory and self.run.engine != "local":
-            raise InputError(f'run.engine = "{self.run.engine}": data and model in memory run on engine = "local" only')
-        if self.model.task is not None:
-            one_of("model.task", self.model.task, TASKS)
-        one_of("model.weights", self.model.weights, ("pretrained", "random"))
-        one_of("model.dtype", self.model.dtype, ("float32", "bfloat16", "float16"))
-        one_of("model.device", self.model.device.partition(":")[0], ("auto", "cpu", "cuda", "mps"))
-        if self.model.max_length < 2:
-            raise InputError(f"model.max_length = {self.model.max_length}: expected a whole number of at least 2")
-        if self.model.answer_tokens is not None and self.model.answer_tokens < 0:
-            raise InputError(f"model.answer_tokens = {self.model.answer_tokens}: expected a whole number of at least 0")
-        self.method.validate()
-        self._validate_adaptation()
-        run = self.run
-        one_of("run.engine", run.engine, ENGINES)
-        one_of("run.kernels", run.kernels, ("exact", "fast", "fast_bf16"))
-        for key, low in (("min_clients", 1), ("workers", 0), ("evaluate_every", 0), ("patience", 0), ("seed", 0)):
-            if getattr(run, key) < low:
-                raise InputError(f"run.{key} = {getattr(run, key)}: expected a whole number of at least {low}")
-        if not run.timeout > 0:
-            raise InputError(f"run.timeout = {run.timeout}: expected seconds above 0")
-        if run.superlink is not None and run.engine != "deployment":
-            raise InputError(f'run.superlink: only engine = "deployment" attaches to one, not "{run.engine}"')
-        if run.wire and run.engine != "local":
-            raise InputError(f'run.wire: engine = "{run.engine}" always serialises; drop it')
-        if self.method.needs.pooled and run.engine != "local":
-            raise InputError(f'method "{self.method_name}" pools all rows in one place: expected run.engine = "local"')
-        if run.target_accuracy is not None and not 0 < run.target_accuracy <= 1:
-            raise InputError(f"run.target_accuracy = {run.target_accuracy}: expected a number in (0, 1]")
-        if run.local_scores and self.privacy is not None:
-            raise InputError("run.local_scores: accuracies of single clients are covered by no [privacy]; drop one")
-        if run.patience and not self.data.val_fraction:
-            raise InputError("run.patience: early stopping judges validation rows; set data.val_fraction, e.g. 0.1")
-        if run.patience and not run.evaluate_every:
-            raise InputError(
-                "run.patience: early stopping judges while the run goes on; run.evaluate_every = 0 never does"
-            )
-        if run.patience and self.privacy is not None:
-            raise InputError("run.patience: validation losses of single clients are covered by no [privacy]; drop one")
-        self.aggregation.validate()
-        method = self.method
-        if self.privacy is not None:
-            self._validate_privacy(self.privacy)
-            method = protected(method, self.privacy)  # it may call other client halves
-        if self.attack is not None:
-            if self.in_memory:
-                raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it")
-            self.attack.validate(method, self.method_name)
-        self._validate_aggregation(method)
-
-    def _validate_adaptation(self) -> None:
-        adaptation, needs = self.model.adaptation, self.method.needs
-        takers = {needs.because or f'method "{self.method_name}"': needs.adaptations}
-        if isinstance(self.method, TrainsLocally):
-            takers["this client optimiser"] = self.method.local.adaptations
-        for who, takes in takers.items():
-            if takes and adaptation is not None and adaptation.name not in takes:
-                raise InputError(f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only')
-        if adaptation is not None and max(ranks := needs.ranks, default=0) > adaptation.rank:
-            raise InputError(
-                f"method.ranks = {list(ranks)}: {max(ranks)} is above model.adaptation.rank = {adaptation.rank}, the "
-                "largest that the model has room for; raise that one, and set alpha"
-            )
-
-    def _validate_aggregation(self, method: Any) -> None:
-        if isinstance(self.aggregation, Mean):
-            return
-        name = name_of("aggregation", self.aggregation)
-        if not method.means:
-            raise InputError(f'aggregation.name = "{name}": method "{self.method_name}" takes no mean; drop it')
-        if self.privacy is not None:
-            raise InputError(f'aggregation.name = "{name}": [privacy] is accounted for the mean; drop one of the two')
-
-    def enough(self, clients: int) -> None:
-        """Refuse ``run.min_clients`` and an aggregation for which a federation of so many clients is too small.
-
-        Raises:
-            InputError: with the number of clients that it needs.
-        """
-        fraction = self.method.fraction if isinstance(self.method, Sampling) else 1.0
-        cohort, least = max(math.floor(fraction * clients + 1e-9), 1), self.aggregation.least()
-        if self.run.min_clients > cohort and not self.method.needs.pooled:
-            asks = f"a round asks {cohort} of {clients} clients" if cohort < clients else f"there are {clients} clients"
-            raise InputError(f"run.min_clients = {self.run.min_clients}: {asks}")
-        if cohort < least:
-            raise InputError(
-                f'aggregation.name = "{name_of("aggregation", self.aggregation)}": it needs {least} updates a round, '
-                f"and a round asks {cohort} of {clients} clients"
-            )
-
-    def _validate_privacy(self, privacy: PrivacySpec) -> None:
-        one_of("privacy.aggregator", privacy.aggregator, ("plain", "secagg"))
-        if privacy.aggregator == "secagg":
-            raise InputError(f'privacy.aggregator = "secagg": {self._why_not_hidden()}')
-        for key in ("target_epsilon", "noise_multiplier", "clip_norm", "halt_at_epsilon"):
-            value = getattr(privacy, key)
-            if value is not None and not value > 0:
-                raise InputError(f"privacy.{key} = {value}: expected a number above 0")
-        if privacy.delta is not None and not 0 < privacy.delta < 1:
-            raise InputError(f"privacy.delta = {privacy.delta}: expected a number in (0, 1)")
-        for key in ("noise_multiplier", "clip_norm", "halt_at_epsilon"):
-            if getattr(privacy, key) is not None:
-                raise InputError(f"privacy.{key}: no mechanism of this release takes it; drop it")
-        if privacy.target_epsilon is None:
-            raise InputError("privacy.target_epsilon is missing: expected a number above 0")
-        if privacy.delta is None:
-            raise InputError("privacy.delta is missing: expected a number in (0, 1), e.g. 1e-5")
-        if privacy.unit is None:
-            raise InputError('privacy.unit is missing: expected "record" or "client", what one protected unit is')
-        one_of("privacy.unit", privacy.unit, ("record", "client"))
-
-    def _why_not_hidden(self) -> str:
-        """What speaks against hiding updates in their sum."""
-        if not isinstance(self.aggregation, Mean):
-            name = name_of("aggregation", self.aggregation)
-            return f'a robust rule compares single updates, secure aggregation hides them; drop it or "{name}"'
-        method, privacy = self.method, self.privacy
-        if privacy is not None and None not in (privacy.target_epsilon, privacy.delta):
-            with contextlib.suppress(InputError):
-                method = protected(method, privacy)  # it may need only a mean
-        if method.asks:
-            seen = " and ".join(method.asks)
-            return f'the server of method "{self.method_name}" looks at single replies ({seen}); expected "plain"'
-        if not method.means:
-            return f'method "{self.method_name}" sends no update that could be hidden; drop [privacy]'
-        return 'secure aggregation is not in this release, the server sees each update; expected "plain"'
 
     def server_only(self) -> dict[str, Any]:
         """What of the method only the server may know, by key."""
@@ -377,35 +202,3 @@ def _data_name(data: DataSpec) -> str:
     if data.clients:
         return "silos"
     return Path(data.name or data.path or data.hub or "data").name.split(".")[0]
-
-
-def build_method(table: Mapping[str, Any]) -> tuple[str, Any]:
-    """(name, method) of the [method] table."""
-    table = dict(table)
-    name = table.pop("name", None)
-    if not isinstance(name, str):
-        raise InputError(f"method.name is missing: expected {listed(available('methods'))}")
-    cls = resolve("methods", name)
-    return name, build(cls, table, "method")
-
-
-def named(kind: str, table: Mapping[str, Any], section: str) -> Any:
-    """An attack or an aggregation from its table."""
-    if not isinstance(table, Mapping):
-        raise InputError(f"{section} = {table!r:.80}: expected a table, e.g. {{ name = ... }}")
-    table = dict(table)
-    name = table.pop("name", None)
-    if not isinstance(name, str):
-        raise InputError(f"{section}.name is missing: expected {listed(available(kind))}")
-    return build(resolve(kind, name), table, section)
-
-
-def protected(method: Method[Any], privacy: PrivacySpec) -> Method[Any]:
-    """The method under the [privacy] table.
-
-    Raises:
-        InputError: it has no mechanism of that kind.
-    """
-    if not isinstance(method, Private):
-        raise InputError("privacy: this method has no mechanism of its own; drop [privacy]")
-    return method.protected(privacy)

@@ -7,6 +7,7 @@ installed entry point, has to be admitted first, by who owns the process.
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -22,6 +23,7 @@ _BASES = {
     "attacks": "fedfm.attacks.attack:Attack",
     "aggregation": "fedfm.aggregation.base:Aggregator",
 }
+_HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds without a file for each name: a dict of classes
 _TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # of an experiment -> kind
 _admitted: dict[tuple[str, str], type] = {}  # (kind, name) -> class
 _BASES_ARE_IN = {"attacks": "attack", "aggregation": "base"}  # files that hold no named class
@@ -29,6 +31,8 @@ _BASES_ARE_IN = {"attacks": "attack", "aggregation": "base"}  # files that hold 
 
 def available(kind: str) -> dict[str, str]:
     """Name -> where it comes from, of everything of a kind ("methods"): our folder, then installed entry points."""
+    if kind in _HELD:
+        return {name: cls.__module__ for name, cls in _attribute(_HELD[kind]).items()}
     found = {}
     for entry in files(f"fedfm.{kind}").iterdir():
         name = entry.name.removesuffix(".py")
@@ -69,21 +73,28 @@ def ours(kind: str) -> list[str]:
     return [name for name, where in available(kind).items() if ":" not in where]
 
 
-def resolve(kind: str, name: str) -> Any:
+def resolve(kind: str, name: Any, where: str = "") -> Any:
     """``fedavg`` -> the class in fedfm/methods/fedavg.py; any other name -> the class that was admitted under it.
+
+    Args:
+        where: the key that names it, for the message ["method.name", by the kind].
 
     Raises:
         InputError: nothing has that name, and close ones are suggested; or it is code that nobody here has admitted.
     """
-    where, base = f"{kind.removesuffix('s')}.name", _attribute(_BASES[kind])
+    where = where or f"{kind.removesuffix('s')}.name"
+    names = available(kind)
+    if not isinstance(name, str):
+        raise InputError(f"{where} = {json.dumps(name, default=str)}: expected {listed(names)}")
     if (kind, name) in _admitted:
         return _admitted[kind, name]
-    names = available(kind)
     if ":" in names.get(name, name):  # an entry point's value, or a name that says where the class is
         raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed')
     if name not in names:
         raise InputError(f'{where} = "{name}": expected {listed(names)}{close(name, names)}')
-    module = import_module(names[name])
+    if kind in _HELD:
+        return _attribute(_HELD[kind])[name]
+    module, base = import_module(names[name]), _attribute(_BASES[kind])
     found = [
         c
         for c in vars(module).values()
@@ -156,9 +167,11 @@ def _names(table: Any, where: str) -> Iterator[tuple[str, str]]:
 
 def name_of(kind: str, value: Any) -> str:
     """The name by which :func:`resolve` finds the class of ``value``."""
-    module, cls = type(value).__module__, type(value)
+    if kind in _HELD:
+        return next((name for name, cls in _attribute(_HELD[kind]).items() if cls is type(value)), "")
+    module = type(value).__module__
     name = module.rpartition(".")[2]
-    return name if available(kind).get(name) == module else f"{module}:{cls.__qualname__}"
+    return name if available(kind).get(name) == module else f"{module}:{type(value).__qualname__}"
 
 
 def _attribute(path: str) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import tomllib
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from fedfm.config.registry import available, name_of, ours, resolve
+from fedfm.core.fields import key_of, plain_type
+from fedfm.core.method import Method
 from fedfm.errors import InputError, close, listed
+from fedfm.training import Local
 
 _DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  # formats that data.path takes
 
@@ -72,11 +74,6 @@ def build(cls: type, table: Any, path: str) -> Any:
     return cls(**found)
 
 
-def key_of(name: str) -> str:
-    """The key of a field: ``lambda_`` is ``lambda``, which Python keeps to itself."""
-    return name.removesuffix("_")
-
-
 def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
     """``value`` as ``hint`` says; whole numbers pass as floats, nothing else is coerced.
 
@@ -86,16 +83,11 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
     Raises:
         InputError: it is of another type.
     """
-    from fedfm.training import Local
-
+    hint = plain_type(hint)
     origin, args = get_origin(hint), get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        options = [a for a in args if a is not types.NoneType]
-        return convert(value, options[0], path, meaning)
-    if hint is Local:
-        return build_local(value, path)
-    if _is_method(hint):
-        return build_base(hint, value, path)
+    if kind := _kind(hint):
+        default = "sgd" if kind == "optimisers" else hint.__module__.rpartition(".")[2]
+        return build_named(kind, value, path, default=default, of=hint)[1]
     if is_dataclass(hint):
         return build(hint, value, path)  # type: ignore[arg-type]
     if hint is Any:
@@ -119,55 +111,41 @@ def _words(hint: Any) -> str:
     return names.get(hint) or {tuple: "a list", dict: "a table"}.get(get_origin(hint), str(hint))
 
 
-def build_local(table: Any, path: str) -> Any:
-    """A client optimiser from its table; ``name`` says which, sgd by default."""
-    from fedfm.training import BY_NAME
+def build_named(kind: str, table: Any, path: str, *, default: str = "", of: type = object) -> tuple[str, Any]:
+    """(name, instance) of what a table names: a method, a client optimiser, an attack, an aggregation.
 
+    Args:
+        default: the name where the table has none.
+        of: what its class has to be derived from.
+
+    Raises:
+        InputError: no such name, or as :func:`build`.
+    """
     if not isinstance(table, Mapping):
-        raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ learning_rate = 0.1 }}")
+        example = f'{{ name = "{default}" }}' if default else "{ name = ... }"
+        raise InputError(f"{path} = {table!r:.80}: expected a table, e.g. {example}")
     table = dict(table)
-    name = table.pop("name", "sgd")
-    if not isinstance(name, str) or name not in BY_NAME:
-        shown = json.dumps(name, default=str)
-        raise InputError(f"{path}.name = {shown}: expected {listed(BY_NAME)}{close(str(name), BY_NAME)}")
-    return build(BY_NAME[name], table, path)
-
-
-def _is_method(hint: Any) -> bool:
-    from fedfm.core.method import Method
-
-    return isinstance(hint, type) and issubclass(hint, Method)
-
-
-def build_base(kind: type, table: Any, path: str) -> Any:
-    """A method inside a method, from its table; ``name`` says which, by default the plainest of its kind."""
-    from fedfm.config.registry import ours, resolve
-
-    if not isinstance(table, Mapping):
-        raise InputError(f'{path} = {table!r}: expected a table, e.g. {{ name = "fedprox" }}')
-    table = dict(table)
-    name = table.pop("name", kind.__module__.rpartition(".")[2])
-    if not isinstance(name, str):
-        raise InputError(f"{path}.name = {name!r}: expected a text in quotes")
-    cls = resolve("methods", name)
-    if not issubclass(cls, kind):
-        fit = [n for n in ours("methods") if issubclass(resolve("methods", n), kind)]
+    name = table.pop("name", default)
+    if name == "":
+        raise InputError(f"{path}.name is missing: expected {listed(available(kind))}")
+    cls = resolve(kind, name, f"{path}.name")
+    if not issubclass(cls, of):
+        fit = [n for n in ours(kind) if issubclass(resolve(kind, n), of)]
         raise InputError(f'{path}.name = "{name}": expected {listed(fit)}')
-    return build(cls, table, path)
+    return name, build(cls, table, path)
+
+
+def _kind(cls: Any) -> str:
+    """Of what the registry has by name; "" of another type."""
+    kinds = {"optimisers": Local, "methods": Method}
+    return next((kind for kind, base in kinds.items() if isinstance(cls, type) and issubclass(cls, base)), "")
 
 
 def plain(value: Any) -> Any:
     """Dataclasses as nested tables; keys without a value are left out."""
     if is_dataclass(value) and not isinstance(value, type):
-        from fedfm.training import BY_NAME
-
-        table = {
-            key_of(f.name): {"name": name_of(inner)} | plain(inner) if _is_method(type(inner)) else plain(inner)
-            for f in fields(value)
-            for inner in [getattr(value, f.name)]
-        }
-        by_class: dict[type, str] = {c: n for n, c in BY_NAME.items()}
-        return ({"name": by_class[type(value)]} | table) if type(value) in by_class else _present(table)
+        table = {key_of(f.name): _named(getattr(value, f.name)) for f in fields(value)}
+        return {key: inner for key, inner in table.items() if inner is not None}
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, tuple):
@@ -175,15 +153,11 @@ def plain(value: Any) -> Any:
     return value
 
 
-def name_of(method: Any) -> str:
-    """The name under which a method is found again."""
-    module = type(method).__module__
-    package, _, name = module.rpartition(".")
-    return name if package == "fedfm.methods" else f"{module}:{type(method).__qualname__}"
-
-
-def _present(table: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in table.items() if v is not None}
+def _named(value: Any) -> Any:
+    """The same, with the name of what the registry has by name."""
+    kind = _kind(type(value))
+    name = name_of(kind, value) if kind else ""
+    return {"name": name} | plain(value) if name else plain(value)
 
 
 def put(table: dict[str, Any], key: str, value: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from fedfm.core.capabilities import Needs
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
-from fedfm.errors import InputError, one_of
 from fedfm.linalg.params import Params
 
 S = TypeVar("S")  # server state, carried from round to round: Params, numbers, dicts or dataclasses of them
@@ -52,18 +51,11 @@ class Method(ABC, Generic[S]):
         """The parameters that ``client`` would use if training ended here; "" asks for the server's own."""
 
     def validate(self) -> None:
-        """Refuse hyper-parameters that make no sense. Here: those that most methods have.
+        """Refuse hyper-parameters that do not go together; each alone is checked against its bounds before.
 
         Raises:
             InputError: with the key and what would be right.
         """
-        if self.rounds < 0:
-            raise InputError(f"method.rounds = {self.rounds}: expected a whole number of at least 0")
-        if not 0 < (fraction := getattr(self, "fraction", 1.0)) <= 1:
-            raise InputError(f"method.fraction = {fraction}: expected a number in (0, 1]")
-        one_of("method.weighting", getattr(self, "weighting", "size"), ("size", "uniform"))
-        if (local := getattr(self, "local", None)) is not None:
-            local.validate("method.local")
 
 
 def with_model(state: Any, old: Params, new: Params) -> Any:

@@ -11,16 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.data.partition import CLIENT
-from fedfm.data.partition import check as check_partition
 from fedfm.data.sources._files import FORMATS, close, content_of, existing, listing, str_array
 from fedfm.data.spec import DataSpec
 from fedfm.data.stratify import hold_out, thin
 from fedfm.data.table import Kind, Table
 from fedfm.errors import InputError
 from fedfm.seeds import generator
-
-BUILT_IN = ("digits",)
-SCALES = ("none", "row", "unit")
 
 _SUFFIXES = {
     ".csv": "csv",
@@ -68,9 +64,6 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
         >>> table.kind, len(table.rows("train")), len(table.rows("test"))
         ('image', 200, 359)
     """
-    check(spec)
-    if task is not None and task not in _TASKS:
-        raise InputError(f'model.task: there is no task "{task}"; known are {listing(_TASKS)}{close(task, _TASKS)}')
     if spec.clients:
         table = _of_clients(spec, seed, task)
     else:
@@ -102,47 +95,8 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: Kind) -> Table:
     return scaled(table, spec.scale)
 
 
-def check(spec: DataSpec) -> None:
-    """Refuse what is wrong with a [data] table before anything is read."""
-    given = [key for key in ("name", "path", "hub", "clients") if getattr(spec, key) is not None]
-    if len(given) != 1:
-        what = f"{' and '.join(given)} are given" if given else "none is given"
-        raise InputError(f"data: {what}; exactly one of name, path, hub, clients is needed")
-    places = {"path": spec.path, "hub": spec.hub} | {f"clients.{n}": path for n, path in (spec.clients or {}).items()}
-    for key, place in places.items():
-        if place is not None and not place.strip():
-            raise InputError(f'data.{key}: "{place}" names nothing; expected a file, a folder or an id')
-    if spec.name is not None and spec.name not in BUILT_IN:
-        file = Path(spec.name).suffix in _SUFFIXES or "/" in spec.name
-        hint = "; a file or folder is data.path" if file else close(spec.name, BUILT_IN)
-        raise InputError(f'data.name: there is no built-in set "{spec.name}"; built in: {listing(BUILT_IN)}{hint}')
-    if spec.path in BUILT_IN and not Path(spec.path).exists():
-        raise InputError(f'data.path: there is no "{spec.path}" here; the built-in set is data.name = "{spec.path}"')
-    if spec.where and spec.clients:
-        raise InputError("data.where does not go with data.clients: a client's file holds its own rows, and no others")
-    for column, values in (spec.where or {}).items():
-        if not values:
-            raise InputError(f"data.where.{column}: no values; expected a list of those to keep, or leave it out")
-    if spec.limit is not None and spec.limit < 1:
-        raise InputError(f"data.limit: {spec.limit} is too small; at least 1, or leave it out")
-    for key in ("test_fraction", "val_fraction"):
-        value = getattr(spec, key)
-        if not 0 <= value < 1:
-            raise InputError(f"data.{key}: {value} is not in [0, 1)")
-    if spec.scale not in SCALES:
-        raise InputError(f'data.scale: "{spec.scale}" is not one of none, row, unit{close(spec.scale, SCALES)}')
-    if spec.clients is not None and not spec.clients:
-        raise InputError('data.clients: no clients; expected { north = "north.csv", ... }')
-    for name in spec.clients or ():
-        # The name becomes that of a folder.
-        if not re.fullmatch(r"[^\W_][\w.-]*", name):
-            raise InputError(f'data.clients: "{name}" is no client name: letters, digits, "-", "_" and "." only')
-    check_partition(spec)
-
-
 def check_files(spec: DataSpec) -> None:
-    """Refuse what is wrong with a [data] table, and files that are not there; none is read."""
-    check(spec)
+    """Refuse files that are not there; none is read."""
     if spec.path is not None:
         existing(spec.path)
     for name, path in (spec.clients or {}).items():

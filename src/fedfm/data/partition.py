@@ -40,20 +40,6 @@ from fedfm.seeds import generator
 DEFAULT_CLIENTS = 10
 CLIENT = "client"  # the column that says whose row it is, where every client has its own file
 
-_KEYS = {
-    "iid": ("clients",),
-    "dirichlet": ("alpha", "clients"),
-    "by_class": ("classes_per_client", "clients"),
-    "by_column": ("column", "clients"),
-    "flower": ("partitioner", "clients", "options"),
-}
-_REQUIRED = {
-    "dirichlet": "alpha",
-    "by_class": "classes_per_client",
-    "by_column": "column",
-    "flower": "partitioner",
-}
-
 Owner = np.ndarray  # (n,) int64: the client of each of n rows
 
 
@@ -75,7 +61,6 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
         >>> {name: len(rows.train) for name, rows in data.clients.items()}
         {'client-00': 480, 'client-01': 479, 'client-02': 479}
     """
-    check(spec)
     train, val, test = table.rows("train"), table.rows("val"), table.rows("test")
     if not len(train):
         raise InputError(f"{table.source} has no training rows to deal")
@@ -109,36 +94,6 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
             f"{listing(empty)}"
         )
     return FederatedData(table, clients, test, (*table.notices, *notices))
-
-
-def check(spec: DataSpec) -> None:
-    """Refuse what is wrong with ``data.partition`` before any row is read."""
-    part, key = spec.partition, "data.partition"
-    if spec.clients is not None:
-        if part != PartitionSpec():
-            raise InputError(f"{key} does not go with data.clients: every file is a client; remove one of the two")
-        return
-    if part.name not in _KEYS:
-        raise InputError(
-            f'{key}.name: there is no partition "{part.name}"; known are {listing(_KEYS)}{close(part.name, _KEYS)}'
-        )
-    for other in ("alpha", "classes_per_client", "column", "partitioner", "options"):
-        if getattr(part, other) is not None and other not in _KEYS[part.name]:
-            home = next(name for name, keys in _KEYS.items() if other in keys)
-            raise InputError(
-                f'{key}.{other} belongs to "{home}", not to "{part.name}", which takes {listing(_KEYS[part.name])}'
-            )
-    needed = _REQUIRED.get(part.name)
-    if needed and getattr(part, needed) is None:
-        raise InputError(f'{key}.{needed} is required by "{part.name}"')
-    if part.alpha is not None and not 0 < part.alpha < float("inf"):
-        raise InputError(
-            f"{key}.alpha: {part.alpha} is not a finite number above 0, such as 0.1 (skewed) or 100 (even)"
-        )
-    for count in ("clients", "classes_per_client"):
-        value = getattr(part, count)
-        if value is not None and value < 1:
-            raise InputError(f"{key}.{count}: {value} is too small; at least 1")
 
 
 def summary(data: FederatedData) -> dict[str, Any]:

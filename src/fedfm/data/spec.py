@@ -2,53 +2,101 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fedfm.core import fields
+from fedfm.core.fields import setting
+from fedfm.errors import InputError
 
 WITHHELD = "(kept by the server)"  # in the place of what clients are not told
 IN_MEMORY = "(in memory)"  # the name of data and of a model that a Python program gave: see fedfm.api.federate
+BUILT_IN = ("digits",)
+PARTITIONS = ("iid", "dirichlet", "by_class", "by_column", "flower")
+CLIENT_NAME = r"[^\W_][\w.-]*"  # it becomes the name of a folder
+_TEXT = r"[\s\S]*\S[\s\S]*"  # not blank
+_FILES = '{ north = "north.csv", ... }, each name of letters, digits, "-", "_" and "." only'
 
 
 @dataclass(frozen=True)
 class PartitionSpec:
     """How training rows are dealt to clients."""
 
-    name: str = field(default="iid", metadata={"help": "iid, dirichlet, by_class, by_column or flower"})
-    clients: int | None = field(default=None, metadata={"help": "number of clients K [10; by_column: one a value]"})
-    alpha: float | None = field(default=None, metadata={"help": "dirichlet: concentration, > 0; small = skewed"})
-    classes_per_client: int | None = field(default=None, metadata={"help": "by_class: classes that a client holds"})
-    column: str | None = field(default=None, metadata={"help": "by_column: the column whose values name the clients"})
-    partitioner: str | None = field(
-        default=None, metadata={"help": 'flower: a class of flwr_datasets.partitioner, e.g. "ShardPartitioner"'}
+    name: str = setting("iid", "iid, dirichlet, by_class, by_column or flower", choices=PARTITIONS)
+    clients: int | None = setting(None, "number of clients K [10; by_column: one a value]", ge=1)
+    alpha: float | None = setting(
+        None, "dirichlet: concentration, > 0; small = skewed", gt=0, finite=True, required=True, of=("dirichlet",)
     )
-    options: dict[str, Any] | None = field(default=None, metadata={"help": "flower: the partitioner's own arguments"})
+    classes_per_client: int | None = setting(
+        None, "by_class: classes that a client holds", ge=1, required=True, of=("by_class",)
+    )
+    column: str | None = setting(
+        None, "by_column: the column whose values name the clients", required=True, of=("by_column",)
+    )
+    partitioner: str | None = setting(
+        None, 'flower: a class of flwr_datasets.partitioner, e.g. "ShardPartitioner"', required=True, of=("flower",)
+    )
+    options: dict[str, Any] | None = setting(None, "flower: the partitioner's own arguments", of=("flower",))
 
 
 @dataclass(frozen=True)
 class DataSpec:
     """Where the rows come from and how they are dealt."""
 
-    name: str | None = field(default=None, metadata={"help": 'a built-in set: "digits"'})
-    path: str | None = field(
-        default=None, metadata={"help": "csv, jsonl(.gz), parquet, npz, txt(.gz) or an image folder"}
+    one_of: ClassVar[tuple[str, ...]] = ("name", "path", "hub", "clients")  # of which a table has exactly one
+
+    name: str | None = setting(
+        None, 'a built-in set: "digits"', choices=BUILT_IN, words='"digits"; a file or folder is data.path'
     )
-    hub: str | None = field(default=None, metadata={"help": "a Hugging Face data set id or save_to_disk folder"})
-    clients: dict[str, str] | None = field(
-        default=None,
-        metadata={"help": "client name -> its own file or folder; how many share one table: partition.clients"},
+    path: str | None = setting(
+        None,
+        "csv, jsonl(.gz), parquet, npz, txt(.gz) or an image folder",
+        pattern=_TEXT,
+        words="a file or a folder",
     )
-    text: str = field(default="text", metadata={"help": "name of the text column"})
-    image: str = field(default="image", metadata={"help": "name of the image column"})
-    label: str = field(default="label", metadata={"help": "name of the label column"})
-    label_name: str = field(default="label_name", metadata={"help": "name of the column of class names"})
-    split: str = field(default="split", metadata={"help": "name of the column with train, val, test"})
-    instruction: str = field(default="instruction", metadata={"help": 'instruction column of task "instruction"'})
-    output: str = field(default="output", metadata={"help": 'output column of task "instruction"'})
-    partition: PartitionSpec = field(default=PartitionSpec(), metadata={"help": "how rows are dealt to clients"})
-    where: dict[str, tuple[str, ...]] | None = field(
-        default=None, metadata={"help": "column -> values: other rows, test rows too, are left out"}
+    hub: str | None = setting(
+        None, "a Hugging Face data set id or save_to_disk folder", pattern=_TEXT, words="an id or a folder"
     )
-    limit: int | None = field(default=None, metadata={"help": "at most so many training rows, stratified"})
-    test_fraction: float = field(default=0.2, metadata={"help": "where the source marks no test rows"})
-    val_fraction: float = field(default=0.0, metadata={"help": "of each client's training rows, kept for validation"})
-    scale: str = field(default="none", metadata={"help": "feature vectors: none, row or unit"})
+    clients: dict[str, str] | None = setting(
+        None,
+        "client name -> its own file or folder; how many share one table: partition.clients",
+        pattern=_TEXT,
+        keys=CLIENT_NAME,
+        least=1,
+        words=_FILES,
+    )
+    text: str = setting("text", "name of the text column")
+    image: str = setting("image", "name of the image column")
+    label: str = setting("label", "name of the label column")
+    label_name: str = setting("label_name", "name of the column of class names")
+    split: str = setting("split", "name of the column with train, val, test")
+    instruction: str = setting("instruction", 'instruction column of task "instruction"')
+    output: str = setting("output", 'output column of task "instruction"')
+    partition: PartitionSpec = setting(PartitionSpec(), "how rows are dealt to clients")
+    where: dict[str, tuple[str, ...]] | None = setting(
+        None, "column -> values: other rows, test rows too, are left out", least=1
+    )
+    limit: int | None = setting(None, "at most so many training rows, stratified", ge=1)
+    test_fraction: float = setting(0.2, "where the source marks no test rows", ge=0, lt=1)
+    val_fraction: float = setting(0.0, "of each client's training rows, kept for validation", ge=0, lt=1)
+    scale: str = setting("none", "feature vectors: none, row or unit", choices=("none", "row", "unit"))
+
+
+def check(spec: DataSpec) -> None:
+    """Refuse values of a [data] table that are out of bounds or do not go together; nothing is read.
+
+    Raises:
+        InputError: with the key, what it is, and what would be right.
+    """
+    given = [key for key in spec.one_of if getattr(spec, key) is not None]
+    if len(given) != 1:
+        what = " and ".join(given) or "none"
+        raise InputError(f"[data]: expected exactly one of {', '.join(spec.one_of)}; got {what}")
+    if spec.name == IN_MEMORY:
+        spec = dataclasses.replace(spec, name=BUILT_IN[0])
+    if spec.clients is not None and spec.partition != PartitionSpec():
+        raise InputError("data.partition does not go with data.clients: every file is a client; remove one of the two")
+    if spec.where and spec.clients:
+        raise InputError("data.where does not go with data.clients: a client's file holds its own rows, and no others")
+    fields.check(spec, "data")

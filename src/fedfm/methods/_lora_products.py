@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from fedfm.core.capabilities import Needs
 from fedfm.core.client import Client, ClientId, Update, each
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.method import Method, S
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
@@ -55,10 +56,10 @@ class ExactLora(Method[S]):
     asks: ClassVar[tuple[str, ...]] = ("train",)
     needs: ClassVar[Needs] = Needs(adaptations=("lora",))
 
-    rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
-    fraction: float = field(default=1.0, metadata={"help": "C, the fraction of clients that a round asks"})
-    weighting: str = field(default="size", metadata={"help": "p_k: size (n_k / n) or uniform"})
-    local: Local = field(default=SGD(), metadata={"help": "client optimiser: E, B, eta"})
+    rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
+    fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
+    weighting: str = setting("size", "p_k: size (n_k / n) or uniform", choices=("size", "uniform"))
+    local: Local = setting(SGD(), "client optimiser: E, B, eta")
 
     def weight(self, client: Client) -> float:
         """What p_k is proportional to."""
@@ -70,7 +71,6 @@ class ExactLora(Method[S]):
             yield rows
 
     def validate(self) -> None:
-        super().validate()
         if self.local.adaptations:
             raise InputError('method.local.name = "dual_adapter": two adapters of one rank; take a plain one, e.g. sgd')
 
@@ -79,11 +79,8 @@ class ExactLora(Method[S]):
 class AnyRanks(ExactLora[S]):
     """Clients of different ranks, in one model of the largest."""
 
-    ranks: tuple[int, ...] = field(
-        default=(),
-        metadata={
-            "help": "r_k, dealt over the clients in order of names, again from the first [model.adaptation.rank]"
-        },
+    ranks: tuple[int, ...] = setting(
+        (), "r_k, dealt over the clients in order of names, again from the first [model.adaptation.rank]", ge=1
     )
 
     @property
@@ -106,11 +103,6 @@ class AnyRanks(ExactLora[S]):
                 "the model has room for; raise that one, and set alpha"
             )
         return {c: dealt[i % len(dealt)] for i, c in enumerate(fed.clients)}
-
-    def validate(self) -> None:
-        super().validate()
-        if any(r < 1 for r in self.ranks):
-            raise InputError(f"method.ranks = {list(self.ranks)}: expected whole numbers of at least 1")
 
 
 def terms(fed: Federation, handler: Any, starts: Mapping[ClientId, Params], **payload: Any) -> list[Term]:

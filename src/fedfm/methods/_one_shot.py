@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from fedfm.core.capabilities import Needs
 from fedfm.core.checks import match
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
@@ -29,7 +30,7 @@ class OneShot(Method[Params]):
 
     needs: ClassVar[Needs] = Needs("head", ("head",))
 
-    rounds: int = field(default=1, metadata={"help": "1; 0 evaluates the start"})
+    rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")
 
     def init(self, fed: Federation) -> Params:
         need_head(fed.model)
@@ -38,16 +39,12 @@ class OneShot(Method[Params]):
     def params_for(self, w: Params, client: ClientId) -> Params:
         return w
 
-    def validate(self) -> None:
-        if self.rounds not in (0, 1):
-            raise InputError(f"method.rounds = {self.rounds}: {type(self).__name__} takes one round, expected 1")
-
 
 @dataclass(frozen=True)
 class OwnHeads(OneShot):
     """Every client trains a head of its own; subclasses say what becomes of them."""
 
-    head: HeadSpec = field(default=HeadSpec(), metadata={"help": "how heads are trained"})
+    head: HeadSpec = setting(HeadSpec(), "how heads are trained")
 
     @on_client
     def fit(self, client: Client) -> Update:
@@ -56,10 +53,6 @@ class OwnHeads(OneShot):
         missed = Missed()
         w, b = fit_rows(x, y, len(client.model.classes), self.head, client.seed, missed)
         return Update(head_of(client.model, w, b), len(y), missed.metrics)
-
-    def validate(self) -> None:
-        super().validate()
-        self.head.validate()
 
 
 def rows_of(client: Client) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,6 @@ class Keeping(FedAvg):
         return {"": self.params_for(state, "")}  # of clients that were never asked
 
     def validate(self) -> None:
-        super().validate()
         if self.local.personal:
             raise InputError(
                 "method.local.name: every client has a model of its own already; take a plain optimiser, e.g. sgd"

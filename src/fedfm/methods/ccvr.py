@@ -9,7 +9,7 @@ transform of the features, which needs them non-negative. The server sees what i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from fedfm import seeds
 from fedfm.core.capabilities import Needs
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
@@ -34,10 +35,10 @@ class CCVR(FedAvg):
 
     needs: ClassVar[Needs] = Needs("head")
 
-    rounds: int = field(default=1, metadata={"help": "the last one calibrates, those before it are FedAvg's"})
-    covariance: str = field(default="diag", metadata={"help": "of a class: diag or full"})
-    virtual: int = field(default=100, metadata={"help": "M_c, virtual features a class"})
-    head: HeadSpec = field(default=HeadSpec(), metadata={"help": "how the head is trained on them"})
+    rounds: int = setting(1, "the last one calibrates, those before it are FedAvg's", ge=0)
+    covariance: str = setting("diag", "of a class: diag or full", choices=("diag", "full"))
+    virtual: int = setting(100, "M_c, virtual features a class", ge=1)
+    head: HeadSpec = setting(HeadSpec(), "how the head is trained on them")
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -79,14 +80,6 @@ class CCVR(FedAvg):
             of = [x[y == c].double() for c in range(classes)]
             second = torch.stack([(z.T @ z)[rows, columns] for z in of])  # (C, d (d + 1) / 2)
         return class_sums(x, y, classes) | {"second": second}
-
-    def validate(self) -> None:
-        super().validate()
-        if self.covariance not in ("diag", "full"):
-            raise InputError(f'method.covariance = "{self.covariance}": expected "diag" or "full"')
-        if self.virtual < 1:
-            raise InputError(f"method.virtual = {self.virtual}: expected a whole number of at least 1")
-        self.head.validate()
 
 
 def _head_names(model: Model) -> list[str]:

@@ -5,12 +5,13 @@ The pooled comparison of McMahan et al., AISTATS 2017, arXiv:1602.05629; Algorit
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from fedfm.core.capabilities import Needs
 from fedfm.core.client import POOLED, Client, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 
@@ -23,7 +24,7 @@ class Centralised(FedAvg):
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ("train_pooled",)
 
-    weighting: str = field(default="size", metadata={"help": "unused: nothing is averaged"})
+    weighting: str = setting("size", "unused: nothing is averaged", choices=("size", "uniform"))
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         return fed.ask(self.train_pooled, of=[POOLED], least=1, w=w)[POOLED]  # type: ignore[no-any-return]

@@ -6,10 +6,11 @@ which other methods take as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from fedfm.core.client import ClientId
+from fedfm.core.fields import setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
@@ -25,10 +26,7 @@ class Ditto(FedAvg):
 
     own_models: ClassVar[bool] = True
 
-    local: Local = field(
-        default=DittoOptimiser(),
-        metadata={"help": "ditto, with its lambda; sgd, adam or adamw of both models, lambda 0.1"},
-    )
+    local: Local = setting(DittoOptimiser(), "ditto, with its lambda; sgd, adam or adamw of both models, lambda 0.1")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local", DittoOptimiser.of(self.local))
@@ -37,6 +35,5 @@ class Ditto(FedAvg):
         return {"": w}  # no v_k starts from it: it stands beside them, for comparison
 
     def validate(self) -> None:
-        super().validate()
         if not isinstance(self.local, DittoOptimiser):
             raise InputError('method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; a pull it has already')

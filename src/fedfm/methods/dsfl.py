@@ -13,7 +13,7 @@ them, and ``details`` says what values and positions alone would take.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedfm.core.capabilities import Judge, Needs
 from fedfm.core.client import Client, Update, on_client
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 
@@ -32,8 +32,8 @@ class DSFL(FedAvg):
 
     needs: ClassVar[Needs] = Needs("head", ("head",))
 
-    keep: float = field(default=0.5, metadata={"help": "the share of coordinates that is sent"})
-    feedback: bool = field(default=True, metadata={"help": "what is not sent is added to the client's next change"})
+    keep: float = setting(0.5, "the share of coordinates that is sent", gt=0, le=1)
+    feedback: bool = setting(True, "what is not sent is added to the client's next change")
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:
@@ -49,11 +49,6 @@ class DSFL(FedAvg):
     def details(self, w: Params, judge: Judge | None) -> dict[str, Any]:
         kept = sum(_count(size, self.keep) for dtype, size in w.layout.sizes.items() if dtype.is_floating_point)
         return {"sparse_bytes_per_update": 8 * kept}  # a float32 and an int32 position each
-
-    def validate(self) -> None:
-        super().validate()
-        if not 0 < self.keep <= 1:
-            raise InputError(f"method.keep = {self.keep}: expected a number in (0, 1]")
 
 
 def largest(flat: Tensor, keep: float) -> Tensor:

@@ -11,15 +11,15 @@ nothing of the row and would win every maximum: such heads have no say as long a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
-from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import tell
 from fedfm.methods._one_shot import OwnHeads, as_heads, combined, each_head, mean_probability, same_shape
@@ -33,7 +33,7 @@ class Ensemble(OwnHeads):
 
     asks: ClassVar[tuple[str, ...]] = ("fit",)
 
-    combine: str = field(default="max", metadata={"help": "the largest probability over the clients, or their mean"})
+    combine: str = setting("max", "the largest probability over the clients, or their mean", choices=("max", "mean"))
 
     def init(self, fed: Federation) -> Params:
         return as_heads(super().init(fed))
@@ -51,8 +51,3 @@ class Ensemble(OwnHeads):
         heads = list(each_head(w))
         told = [(w_k, b_k) for w_k, b_k in heads if int((b_k > NOBODY / 2).sum()) > 1]
         return combined(told or heads, model.features(rows), torch.maximum).float()
-
-    def validate(self) -> None:
-        super().validate()
-        if self.combine not in ("max", "mean"):
-            raise InputError(f'method.combine = "{self.combine}": expected "max" or "mean"')

@@ -5,15 +5,14 @@ Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan. ICLR 2021. arXiv
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 from fedfm.methods._statistics import averaged
 from fedfm.methods.fedavg import FedAvg
@@ -34,11 +33,11 @@ class FedAdam(FedAvg):
 
     state_type: ClassVar[Any] = Moments
 
-    server_learning_rate: float = field(default=0.01, metadata={"help": "eta"})
-    beta_1: float = field(default=0.9, metadata={"help": "decay of the first moment"})
-    beta_2: float = field(default=0.99, metadata={"help": "decay of the second moment"})
-    tau: float = field(default=0.001, metadata={"help": "adaptivity: added to the root of the second moment"})
-    v_0: float = field(default=0.0, metadata={"help": "start of the second moment; Algorithm 2 has tau^2"})
+    server_learning_rate: float = setting(0.01, "eta", gt=0)
+    beta_1: float = setting(0.9, "decay of the first moment", ge=0, lt=1)
+    beta_2: float = setting(0.99, "decay of the second moment", ge=0, lt=1)
+    tau: float = setting(0.001, "adaptivity: added to the root of the second moment", gt=0)
+    v_0: float = setting(0.0, "start of the second moment; Algorithm 2 has tau^2", ge=0, finite=True)
 
     def init(self, fed: Federation) -> Moments:  # type: ignore[override]
         x = fed.initial
@@ -58,14 +57,3 @@ class FedAdam(FedAvg):
 
     def params_for(self, state: Moments, client: ClientId) -> Params:  # type: ignore[override]
         return state.x
-
-    def validate(self) -> None:
-        super().validate()
-        for key, value in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
-            if not 0 <= value < 1:
-                raise InputError(f"method.{key} = {value}: expected a number in [0, 1)")
-        for key, value in (("server_learning_rate", self.server_learning_rate), ("tau", self.tau)):
-            if not value > 0:
-                raise InputError(f"method.{key} = {value}: expected a number above 0")
-        if not 0 <= self.v_0 < math.inf:
-            raise InputError(f"method.v_0 = {self.v_0}: expected a finite number of at least 0")

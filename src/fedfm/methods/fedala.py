@@ -6,7 +6,7 @@ Zhang, Hua, Wang, Song, Xue, Ma, Guan. AAAI 2023. arXiv:2212.01197, Algorithm 1,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from fedfm import seeds
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.update_metrics import PASSES
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -33,14 +34,10 @@ class FedALA(Keeping):
     passes the mixture took.
     """
 
-    p: int = field(
-        default=1, metadata={"help": "top layers that are mixed: a block, the final norm, the head; below is shared"}
-    )
-    eta: float = field(default=1.0, metadata={"help": "learning rate of the weights W"})
-    share: float = field(default=0.8, metadata={"help": "of a client's rows, from which W is learnt; drawn each round"})
-    threshold: float = field(
-        default=0.1, metadata={"help": "a client's second round learns W until 10 passes' losses deviate by less"}
-    )
+    p: int = setting(1, "top layers that are mixed: a block, the final norm, the head; below is shared", ge=1)
+    eta: float = setting(1.0, "learning rate of the weights W", gt=0)
+    share: float = setting(0.8, "of a client's rows, from which W is learnt; drawn each round", gt=0, le=1)
+    threshold: float = setting(0.1, "a client's second round learns W until 10 passes' losses deviate by less", gt=0)
 
     def init(self, fed: Federation) -> Params:
         if self.p > (count := len(layers(fed.model, "layer"))):
@@ -90,16 +87,6 @@ class FedALA(Keeping):
                 break
         memory["W"] = Params(dict(zip(top, W, strict=True)))
         return model.params(), len(losses) * len(rows) / n
-
-    def validate(self) -> None:
-        super().validate()
-        if self.p < 1:
-            raise InputError(f"method.p = {self.p}: expected a whole number of at least 1")
-        if not 0 < self.share <= 1:
-            raise InputError(f"method.share = {self.share}: expected a number in (0, 1]")
-        for key, value in (("eta", self.eta), ("threshold", self.threshold)):
-            if not value > 0:
-                raise InputError(f"method.{key} = {value}: expected a number above 0")
 
 
 def mix_into(live: Sequence[Tensor], own: Sequence[Tensor], apart: Sequence[Tensor], W: Sequence[Tensor]) -> None:

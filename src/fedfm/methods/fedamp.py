@@ -5,7 +5,7 @@ Huang, Chu, Zhou, Wang, Liu, Pei, Zhang. AAAI 2021. arXiv:2007.03797, Algorithm 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.linalg.out_of_core import Vectors
@@ -48,19 +49,12 @@ class FedAMP(Method[Clouds]):
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Clouds
 
-    rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
-    fraction: float = field(default=1.0, metadata={"help": "the fraction of clients that a round asks"})
-    local: Local = field(default=SGD(), metadata={"help": "client optimiser: E, B, eta"})
-    sigma: float | None = field(
-        default=None, metadata={"help": "scale of squared distances in A; absent: their median, anew each round"}
-    )
-    alpha: float | None = field(
-        default=None, metadata={"help": "step of the message passing, at most sigma/(K - 1); absent: sigma/K"}
-    )
-    mu: float = field(
-        default=0.1,
-        metadata={"help": "lambda/alpha: the local objective is f_i(w) + mu/2 ||w - u_i||^2, the norm squared"},
-    )
+    rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
+    fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)
+    local: Local = setting(SGD(), "client optimiser: E, B, eta")
+    sigma: float | None = setting(None, "scale of squared distances in A; absent: their median, anew each round", gt=0)
+    alpha: float | None = setting(None, "step of the message passing, at most sigma/(K - 1); absent: sigma/K", gt=0)
+    mu: float = setting(0.1, "lambda/alpha: the local objective is f_i(w) + mu/2 ||w - u_i||^2, the norm squared", ge=0)
 
     def init(self, fed: Federation) -> Clouds:
         K = len(fed.clients)
@@ -101,14 +95,8 @@ class FedAMP(Method[Clouds]):
         return {"weights": s.xi["xi"].numpy(), "layers": np.array(["model"])}
 
     def validate(self) -> None:
-        super().validate()
-        for key, value in (("sigma", self.sigma), ("alpha", self.alpha)):
-            if value is not None and not value > 0:
-                raise InputError(f"method.{key} = {value}: expected a number above 0")
         if self.alpha is not None and self.sigma is None:
             raise InputError("method.alpha: it is a step against sigma; give method.sigma as well, or neither")
-        if self.mu < 0:
-            raise InputError(f"method.mu = {self.mu}: expected a number of at least 0")
 
 
 def squared_distances(G: np.ndarray) -> np.ndarray:

@@ -5,11 +5,12 @@ McMahan, Moore, Ramage, Hampson, Aguera y Arcas. AISTATS 2017. arXiv:1602.05629,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.method import Method
 from fedfm.linalg.params import Params
 from fedfm.training import SGD, Local
@@ -21,10 +22,10 @@ class FedAvg(Method[Params]):
 
     means: ClassVar[tuple[str, ...]] = ("train",)
 
-    rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
-    fraction: float = field(default=1.0, metadata={"help": "C, the fraction of clients that a round asks"})
-    weighting: str = field(default="size", metadata={"help": "of the mean: size (n_k) or uniform"})
-    local: Local = field(default=SGD(), metadata={"help": "client optimiser: E, B, eta"})
+    rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
+    fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
+    weighting: str = setting("size", "of the mean: size (n_k) or uniform", choices=("size", "uniform"))
+    local: Local = setting(SGD(), "client optimiser: E, B, eta")
 
     def init(self, fed: Federation) -> Params:
         return fed.initial

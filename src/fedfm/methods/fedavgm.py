@@ -5,12 +5,12 @@ Hsu, Qi, Brown. 2019. arXiv:1909.06335, Section 4 (the server's momentum on top 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 from fedfm.methods._statistics import averaged
 from fedfm.methods.fedavg import FedAvg
@@ -30,8 +30,8 @@ class FedAvgM(FedAvg):
 
     state_type: ClassVar[Any] = Momentum
 
-    server_momentum: float = field(default=0.9, metadata={"help": "beta"})
-    server_learning_rate: float = field(default=1.0, metadata={"help": "eta"})
+    server_momentum: float = setting(0.9, "beta", ge=0, lt=1)
+    server_learning_rate: float = setting(1.0, "eta", gt=0)
 
     def init(self, fed: Federation) -> Momentum:  # type: ignore[override]
         w = fed.initial
@@ -45,10 +45,3 @@ class FedAvgM(FedAvg):
 
     def params_for(self, state: Momentum, client: ClientId) -> Params:  # type: ignore[override]
         return state.w
-
-    def validate(self) -> None:
-        super().validate()
-        if not 0 <= self.server_momentum < 1:
-            raise InputError(f"method.server_momentum = {self.server_momentum}: expected a number in [0, 1)")
-        if not self.server_learning_rate > 0:
-            raise InputError(f"method.server_learning_rate = {self.server_learning_rate}: expected a number above 0")

@@ -5,7 +5,7 @@ Shi, Zhao, Zhang, Zhou, Guo, Chang. CVPR 2025. arXiv:2503.15842, Algorithm 1, wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
@@ -38,7 +38,7 @@ class FedAWA(FedAvg):
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Weighted
 
-    server_learning_rate: float = field(default=0.001, metadata={"help": "of the Adam step on the weights' logits"})
+    server_learning_rate: float = setting(0.001, "of the Adam step on the weights' logits", gt=0)
 
     def init(self, fed: Federation) -> Weighted:  # type: ignore[override]
         return Weighted(fed.initial, {})
@@ -58,11 +58,6 @@ class FedAWA(FedAvg):
 
     def params_for(self, s: Weighted, client: ClientId) -> Params:  # type: ignore[override]
         return s.w
-
-    def validate(self) -> None:
-        super().validate()
-        if not self.server_learning_rate > 0:
-            raise InputError(f"method.server_learning_rate = {self.server_learning_rate}: expected a number above 0")
 
 
 def softmax(a: np.ndarray) -> np.ndarray:

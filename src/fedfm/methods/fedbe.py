@@ -11,7 +11,7 @@ leaves it the draws alone, as eq. (5) is printed. The server sees every client's
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -34,8 +35,8 @@ class FedBE(OwnHeads):
 
     asks: ClassVar[tuple[str, ...]] = ("fit",)
 
-    draws: int = field(default=15, metadata={"help": "M, heads sampled from the Gaussian"})
-    members: str = field(default="all", metadata={"help": "of the ensemble: all (clients, mean, draws) or sampled"})
+    draws: int = setting(15, "M, heads sampled from the Gaussian", ge=0)
+    members: str = setting("all", "of the ensemble: all (clients, mean, draws) or sampled", choices=("all", "sampled"))
 
     def init(self, fed: Federation) -> Params:
         return as_heads(super().init(fed))
@@ -54,11 +55,6 @@ class FedBE(OwnHeads):
         return mean_probability(model, w, rows)
 
     def validate(self) -> None:
-        super().validate()
-        if self.draws < 0:
-            raise InputError(f"method.draws = {self.draws}: expected a whole number of at least 0")
-        if self.members not in ("all", "sampled"):
-            raise InputError(f'method.members = "{self.members}": expected "all" or "sampled"')
         if self.members == "sampled" and not self.draws:
             raise InputError('method.draws = 0: members = "sampled" needs at least 1')
 

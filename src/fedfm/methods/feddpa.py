@@ -6,11 +6,12 @@ FedDPA-F. Its client half is the client optimiser ``dual_adapter``, which other 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from fedfm.core.capabilities import Needs
 from fedfm.core.client import ClientId
+from fedfm.core.fields import setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
@@ -28,10 +29,7 @@ class FedDPA(FedAvg):
     own_models: ClassVar[bool] = True
     needs: ClassVar[Needs] = Needs(adaptations=("lora",))
 
-    local: Local = field(
-        default=DualAdapter(),
-        metadata={"help": "dual_adapter; sgd, adam or adamw of both adapters, else as its defaults"},
-    )
+    local: Local = setting(DualAdapter(), "dual_adapter; sgd, adam or adamw of both adapters, else as its defaults")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local", DualAdapter.of(self.local))
@@ -40,6 +38,5 @@ class FedDPA(FedAvg):
         return {"": w}  # the global adapter alone, for comparison
 
     def validate(self) -> None:
-        super().validate()
         if not isinstance(self.local, DualAdapter):
             raise InputError('method.local.name: feddpa takes "dual_adapter", "sgd", "adam" or "adamw"')

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,8 +24,9 @@ from fedfm import seeds
 from fedfm.core.capabilities import Needs
 from fedfm.core.client import Client, ClientData, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
-from fedfm.errors import E_SHAPE, ClientFault, InputError
+from fedfm.errors import E_SHAPE, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import need_head, passes, rows_of
 from fedfm.methods.fedavg import FedAvg
@@ -56,11 +57,11 @@ class FedFed(FedAvg):
     asks: ClassVar[tuple[str, ...]] = ("share",)
     state_type: ClassVar[Any] = FedFedState
 
-    distillation_rounds: int = field(default=5, metadata={"help": "T_d, averages of the generator q, in round 1"})
-    distillation_epochs: int = field(default=5, metadata={"help": "of Adam on it before each of them"})
-    rank: int = field(default=16, metadata={"help": "of the generator q"})
-    penalty: float = field(default=1.0, metadata={"help": "on ||x_s||^2 / ||x||^2, for the constraint's rho"})
-    noise: float = field(default=0.15, metadata={"help": "sigma_s, in units of the root mean square of x_s"})
+    distillation_rounds: int = setting(5, "T_d, averages of the generator q, in round 1", ge=1)
+    distillation_epochs: int = setting(5, "of Adam on it before each of them", ge=1)
+    rank: int = setting(16, "of the generator q", ge=1)
+    penalty: float = setting(1.0, "on ||x_s||^2 / ||x||^2, for the constraint's rho", ge=0)
+    noise: float = setting(0.15, "sigma_s, in units of the root mean square of x_s", ge=0)
 
     def init(self, fed: Federation) -> FedFedState:  # type: ignore[override]
         need_head(fed.model)
@@ -122,15 +123,6 @@ class FedFed(FedAvg):
 
     def params_for(self, state: FedFedState, client: ClientId) -> Params:  # type: ignore[override]
         return state.w
-
-    def validate(self) -> None:
-        super().validate()
-        for key in ("distillation_rounds", "distillation_epochs", "rank"):
-            if getattr(self, key) < 1:
-                raise InputError(f"method.{key} = {getattr(self, key)}: expected a whole number of at least 1")
-        for key in ("penalty", "noise"):
-            if not getattr(self, key) >= 0:
-                raise InputError(f"method.{key} = {getattr(self, key)}: expected a number of at least 0")
 
 
 def sensitive(encode: Tensor, decode: Tensor, x: Tensor) -> Tensor:

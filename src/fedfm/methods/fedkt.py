@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,8 @@ from fedfm.core import update_metrics
 from fedfm.core.checks import match
 from fedfm.core.client import Client, on_client
 from fedfm.core.federation import Federation
-from fedfm.errors import E_FIELD, E_SHAPE, ClientFault, InputError
+from fedfm.core.fields import setting
+from fedfm.errors import E_FIELD, E_SHAPE, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import OwnHeads, head_of, rows_of, tensors_of
@@ -47,9 +48,9 @@ class FedKT(OwnHeads):
 
     asks: ClassVar[tuple[str, ...]] = ("publish", "students")
 
-    public: float = field(default=0.1, metadata={"help": "share of each client's features that everybody gets"})
-    partitions: int = field(default=2, metadata={"help": "s, of a client's rows: one student each"})
-    subsets: int = field(default=5, metadata={"help": "t, of a partition: one teacher each"})
+    public: float = setting(0.1, "share of each client's features that everybody gets", gt=0, le=1)
+    partitions: int = setting(2, "s, of a client's rows: one student each", ge=1)
+    subsets: int = setting(5, "t, of a partition: one teacher each", ge=1)
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         dim, classes = fed.model.feature_dim, len(fed.model.classes)
@@ -101,14 +102,6 @@ class FedKT(OwnHeads):
             student = fit_rows(d_aux, labels, classes, self.head, client.seed, missed)
             students.append(head_of(client.model, *student))
         return Students(students, missed.metrics)
-
-    def validate(self) -> None:
-        super().validate()
-        if not 0 < self.public <= 1:
-            raise InputError(f"method.public = {self.public}: expected a number in (0, 1]")
-        for key in ("partitions", "subsets"):
-            if getattr(self, key) < 1:
-                raise InputError(f"method.{key} = {getattr(self, key)}: expected a whole number of at least 1")
 
 
 def majority(said: Sequence[Tensor], classes: int) -> Tensor:

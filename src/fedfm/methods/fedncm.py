@@ -10,7 +10,7 @@ b = 0. Its softmax is no calibrated probability. The server sees what its aggreg
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, class_sums, head_of, rows_of
 from fedfm.training.fit_head import NOBODY
@@ -30,7 +30,7 @@ class FedNCM(OneShot):
 
     means: ClassVar[tuple[str, ...]] = ("sums",)
 
-    distance: str = field(default="euclidean", metadata={"help": "to the class means: euclidean or cosine"})
+    distance: str = setting("euclidean", "to the class means: euclidean or cosine", choices=("euclidean", "cosine"))
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         classes, dim = len(fed.model.classes), fed.model.feature_dim
@@ -42,11 +42,6 @@ class FedNCM(OneShot):
     def sums(self, client: Client) -> Update:
         found = class_sums(*rows_of(client), len(client.model.classes))
         return Update(Params({name: tensor.float() for name, tensor in found.items()}), 1.0)
-
-    def validate(self) -> None:
-        super().validate()
-        if self.distance not in ("euclidean", "cosine"):
-            raise InputError(f'method.distance = "{self.distance}": expected "euclidean" or "cosine"')
 
 
 def nearest_mean(count: Tensor, total: Tensor, distance: str) -> tuple[Tensor, Tensor]:

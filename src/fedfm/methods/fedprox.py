@@ -5,12 +5,12 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. MLSys 2020. arXiv:1812.06127, Algor
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
-from fedfm.errors import InputError, one_of
+from fedfm.core.fields import setting
+from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._statistics import averaged
 from fedfm.methods.fedavg import FedAvg
@@ -24,9 +24,11 @@ class FedProx(FedAvg):
     sum_k p_k w^k - mu (w^k - w_t) without brackets: read with the second term inside the sum or, literally, after it.
     """
 
-    mu: float = field(default=0.01, metadata={"help": "weight of the proximal term"})
-    server_term: str = field(
-        default="none", metadata={"help": "a pull at the server, too: none; inside, literal (FedBaF's line 8)"}
+    mu: float = setting(0.01, "weight of the proximal term", ge=0, finite=True)
+    server_term: str = setting(
+        "none",
+        "a pull at the server, too: none; inside, literal (FedBaF's line 8)",
+        choices=("none", "inside", "literal"),
     )
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
@@ -43,10 +45,6 @@ class FedProx(FedAvg):
         return Update(w_k - w, n_k, client.metrics)
 
     def validate(self) -> None:
-        super().validate()
-        if not 0 <= self.mu < math.inf:
-            raise InputError(f"method.mu = {self.mu}: expected a finite number of at least 0")
-        one_of("method.server_term", self.server_term, ("none", "inside", "literal"))
         if self.server_term == "literal" and self.weighting != "uniform":
             raise InputError(
                 'method.server_term = "literal": the server knows no sum of changes where their mean is weighted by '

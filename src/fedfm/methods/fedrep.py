@@ -5,11 +5,11 @@ Collins, Hassani, Mokhtari, Shakkottai. ICML 2021. arXiv:2102.07078, Algorithm 1
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fedfm.core.client import Client
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 from fedfm.methods.fedper import FedPer
 from fedfm.models.layers import halves
@@ -20,10 +20,10 @@ from fedfm.training import Local
 class FedRep(FedPer):
     """As FedPer, but one after the other: the head on the shared representation, then the representation below it."""
 
-    weighting: str = field(default="uniform", metadata={"help": "of the mean: uniform, as in the paper, or size (n_k)"})
-    head_epochs: int = field(
-        default=10, metadata={"help": "tau, epochs of the head with the body frozen; local.epochs are the body's"}
+    weighting: str = setting(
+        "uniform", "of the mean: uniform, as in the paper, or size (n_k)", choices=("size", "uniform")
     )
+    head_epochs: int = setting(10, "tau, epochs of the head with the body frozen; local.epochs are the body's", ge=1)
 
     def update(self, client: Client, start: Params) -> Params:
         body, head = halves(client.model)
@@ -39,8 +39,3 @@ class FedRep(FedPer):
     def passes(self) -> int:
         """Epochs that a round costs: of the head, whose body is run but not trained, and of the body."""
         return self.head_epochs + self.local.passes
-
-    def validate(self) -> None:
-        super().validate()
-        if self.head_epochs < 1:
-            raise InputError(f"method.head_epochs = {self.head_epochs}: expected a whole number of at least 1")

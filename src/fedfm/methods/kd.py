@@ -12,7 +12,7 @@ few rows hardly moves a head; the default here is larger.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from fedfm import seeds
 from fedfm.core.client import Client, each, on_client
 from fedfm.core.federation import Federation
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, head_of, passes, rows_of, tensors_of
 
@@ -35,12 +35,12 @@ class KD(OneShot):
 
     asks: ClassVar[tuple[str, ...]] = ("learn",)
 
-    temperatures: tuple[float, ...] = field(default=(1.0, 5.0, 10.0), metadata={"help": "T, to choose among"})
-    alpha: float = field(default=0.5, metadata={"help": "share of the teacher in the loss; the labels have the rest"})
-    local_epochs: int = field(default=100, metadata={"help": "on the labels alone"})
-    epochs: int = field(default=50, metadata={"help": "of distillation"})
-    learning_rate: float = field(default=0.001, metadata={"help": "Adam's; 0.0001 in FedPFT's comparison"})
-    batch_size: int = field(default=64, metadata={"help": "of both"})
+    temperatures: tuple[float, ...] = setting((1.0, 5.0, 10.0), "T, to choose among", gt=0, least=1)
+    alpha: float = setting(0.5, "share of the teacher in the loss; the labels have the rest", ge=0, le=1)
+    local_epochs: int = setting(100, "on the labels alone", ge=1)
+    epochs: int = setting(50, "of distillation", ge=1)
+    learning_rate: float = setting(0.001, "Adam's; 0.0001 in FedPFT's comparison", gt=0)
+    batch_size: int = setting(64, "of both", ge=1)
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         teacher: list[Params] = []
@@ -93,16 +93,6 @@ class KD(OneShot):
             torch.autograd.backward(loss)
             optimiser.step()
         return w.detach(), b.detach()
-
-    def validate(self) -> None:
-        super().validate()
-        if not self.temperatures or not min(self.temperatures) > 0:
-            raise InputError(f"method.temperatures = {list(self.temperatures)}: expected numbers above 0")
-        if not 0 <= self.alpha <= 1:
-            raise InputError(f"method.alpha = {self.alpha}: expected a number in [0, 1]")
-        for key in ("local_epochs", "epochs", "learning_rate", "batch_size"):
-            if not getattr(self, key) > 0:
-                raise InputError(f"method.{key} = {getattr(self, key)}: expected a number above 0")
 
 
 def distillation(z: Tensor, y: Tensor, target: Tensor, temperature: float, alpha: float) -> Tensor:

@@ -6,11 +6,12 @@ Rehman, Gao, Buarque de Gusmao, Alibeigi, Shen, Lane. ICCV 2023. arXiv:2307.0739
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from fedfm.core.client import Client, Update, on_client
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 
@@ -23,7 +24,9 @@ class LDAWA(FedAvg):
     mean alone.
     """
 
-    weighting: str = field(default="uniform", metadata={"help": "of the mean: uniform, as in the paper, or size (n_k)"})
+    weighting: str = setting(
+        "uniform", "of the mean: uniform, as in the paper, or size (n_k)", choices=("size", "uniform")
+    )
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:

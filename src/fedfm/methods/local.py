@@ -5,11 +5,12 @@ Named "local training" in McMahan et al., AISTATS 2017, arXiv:1602.05629; Algori
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 
@@ -23,7 +24,7 @@ class LocalOnly(FedAvg):
     asks: ClassVar[tuple[str, ...]] = ("train_alone",)
     state_type: ClassVar[Any] = dict[str, Params]
 
-    weighting: str = field(default="size", metadata={"help": "unused: nothing is averaged"})
+    weighting: str = setting("size", "unused: nothing is averaged", choices=("size", "uniform"))
 
     def init(self, fed: Federation) -> dict[ClientId, Params]:  # type: ignore[override]
         return dict.fromkeys(fed.clients, fed.initial)

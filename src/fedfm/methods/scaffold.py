@@ -5,11 +5,12 @@ Karimireddy, Kale, Mohri, Reddi, Stich, Suresh. ICML 2020. arXiv:1910.06378, Alg
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._statistics import averaged
@@ -31,8 +32,8 @@ class Scaffold(FedAvg):
 
     state_type: ClassVar[Any] = Controlled
 
-    weighting: str = field(default="uniform", metadata={"help": "of the mean: uniform, as in the paper"})
-    server_learning_rate: float = field(default=1.0, metadata={"help": "eta_g"})
+    weighting: str = setting("uniform", "of the mean: uniform, as in the paper", choices=("uniform",))
+    server_learning_rate: float = setting(1.0, "eta_g", gt=0)
 
     def init(self, fed: Federation) -> Controlled:  # type: ignore[override]
         x = fed.initial
@@ -61,11 +62,6 @@ class Scaffold(FedAvg):
         return state.x
 
     def validate(self) -> None:
-        super().validate()
-        if not self.server_learning_rate > 0:
-            raise InputError(f"method.server_learning_rate = {self.server_learning_rate}: expected a number above 0")
-        if self.weighting != "uniform":
-            raise InputError(f'method.weighting = "{self.weighting}": scaffold takes uniform means')
         plain = isinstance(self.local, SGD) and not isinstance(self.local, Proximal)
         if not plain or self.local.momentum or self.local.weight_decay:  # type: ignore[attr-defined]
             raise InputError(

@@ -6,10 +6,10 @@ arXiv:2103.00020, Section 3.1); for others it is the untrained head. No Algorith
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.methods.fedavg import FedAvg
 
 
@@ -19,9 +19,4 @@ class ZeroShot(FedAvg):
 
     means: ClassVar[tuple[str, ...]] = ()
 
-    rounds: int = field(default=0, metadata={"help": "0: nothing is trained"})
-
-    def validate(self) -> None:
-        super().validate()
-        if self.rounds:
-            raise InputError(f"method.rounds = {self.rounds}: zero_shot trains nothing, expected 0")
+    rounds: int = setting(0, "0: nothing is trained", ge=0, le=0, words="0, it trains nothing")

@@ -7,7 +7,6 @@ a CIFAR ResNet, a Hugging Face hub id. Weights are read from safetensors only, a
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +27,6 @@ from fedfm.models.model import Model, Tools
 from fedfm.models.names import DTYPES, locate
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
-TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
 _FITS = {
     "classification": ("image", "text", "features"),
     "zero_shot": ("image",),
@@ -81,15 +79,9 @@ def load_model(
         ('head.weight', 'head.bias')
     """
     task = _task(task or spec.task, kind, classes)
-    if spec.weights not in ("pretrained", "random"):
-        raise InputError(f"model.weights: {spec.weights!r}, expected pretrained or random")
-    if spec.dtype not in DTYPES:
-        raise InputError(f"model.dtype: {spec.dtype!r}, expected one of {', '.join(DTYPES)}")
-    if spec.max_length < 2:
-        raise InputError(f"model.max_length: {spec.max_length}, expected at least 2")
     if spec.options and spec.weights != "random":
         raise InputError('model.options: they change the architecture, so that no weights fit: set weights = "random"')
-    adapt = adaptation.check(spec.adaptation or AdaptationSpec("head" if spec.name == "features" else "lora"))
+    adapt = adaptation.with_defaults(spec.adaptation or AdaptationSpec("head" if spec.name == "features" else "lora"))
     spec = dataclasses.replace(spec, task=task, adaptation=adapt)
     device = _device(spec.device)
     loaded = _load(spec, tuple(classes), kind, task, seed, feature_dim)
@@ -133,11 +125,6 @@ def _stable(config: Any) -> Any:
 def _task(task: str | None, kind: str, classes: Sequence[str]) -> str:
     implied = {"instruction": "instruction", "passages": "language_modelling"}.get(kind, "classification")
     task = task or implied
-    if task not in TASKS:
-        close = difflib.get_close_matches(task, TASKS, 1)
-        raise InputError(
-            f"model.task: unknown {task!r}: " + (f"did you mean {close[0]!r}?" if close else ", ".join(TASKS))
-        )
     if kind not in _FITS[task]:
         raise InputError(
             f"model.task: {task!r} needs data of kind {' or '.join(_FITS[task])}, these are of kind {kind}"

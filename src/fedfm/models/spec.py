@@ -2,50 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from fedfm.core.fields import setting
+
+ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora")
+TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
+_NUMBERS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class AdaptationSpec:
     """What of the model is trainable."""
 
-    name: str = field(default="lora", metadata={"help": "full, head, top_layers, lora or ffa_lora"})
-    rank: int = field(default=8, metadata={"help": "lora: rank r"})
-    alpha: float | None = field(default=None, metadata={"help": "lora: scale is alpha / rank [2 rank]"})
-    dropout: float = field(
-        default=0.0, metadata={"help": "lora: on the adapter's input; the model's own dropout is off"}
-    )
-    targets: tuple[str, ...] | None = field(default=None, metadata={"help": "lora: module names [queries and values]"})
-    layers: int | None = field(default=None, metadata={"help": "top_layers: how many; lora: only in the last so many"})
+    name: str = setting("lora", "full, head, top_layers, lora or ffa_lora", choices=ADAPTATIONS)
+    rank: int = setting(8, "lora: rank r", ge=1, le=65_536)  # wider than any layer
+    alpha: float | None = setting(None, "lora: scale is alpha / rank [2 rank]", gt=0, finite=True)
+    dropout: float = setting(0.0, "lora: on the adapter's input; the model's own dropout is off", ge=0, lt=1)
+    targets: tuple[str, ...] | None = setting(None, "lora: module names [queries and values]")
+    layers: int | None = setting(None, "top_layers: how many; lora: only in the last so many", ge=1)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """Which foundation model, for which task, and what of it is trainable."""
 
-    name: str = field(
-        default="", metadata={"help": 'built in ("nano-vit"; `fedfm list models`), a folder, a hub id, or "features"'}
+    name: str = setting(
+        "",
+        'built in ("nano-vit"; `fedfm list models`), a folder, a hub id, or "features"',
+        required=True,
+        words='"nano-vit", a folder, a hub id, or "features"',
     )
-    weights: str = field(default="pretrained", metadata={"help": "pretrained or random"})
-    options: dict[str, Any] | None = field(
-        default=None, metadata={"help": "random weights: keys of config.json to change, e.g. { num_hidden_layers = 2 }"}
+    weights: str = setting("pretrained", "pretrained or random", choices=("pretrained", "random"))
+    options: dict[str, Any] | None = setting(
+        None, "random weights: keys of config.json to change, e.g. { num_hidden_layers = 2 }"
     )
-    task: str | None = field(
-        default=None,
-        metadata={"help": "classification, zero_shot, language_modelling, instruction [what the data imply]"},
+    task: str | None = setting(
+        None, "classification, zero_shot, language_modelling, instruction [what the data imply]", choices=TASKS
     )
-    adaptation: AdaptationSpec | None = field(
-        default=None,
-        metadata={"help": "what of it is trained; its own dropout is off in training [lora; head for features]"},
+    adaptation: AdaptationSpec | None = setting(
+        None, "what of it is trained; its own dropout is off in training [lora; head for features]"
     )
-    max_length: int = field(default=128, metadata={"help": "tokens"})
-    answer_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "instruction: most tokens of an answer [max_length, at most half of the model's positions]; "
-            "0: none is generated, test rows give the loss alone"
-        },
+    max_length: int = setting(128, "tokens", ge=2)
+    answer_tokens: int | None = setting(
+        None,
+        "instruction: most tokens of an answer [max_length, at most half of the model's positions]; "
+        "0: none is generated, test rows give the loss alone",
+        ge=0,
     )
-    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda, mps"})
-    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16, float16: of the frozen weights"})
+    device: str = setting(
+        "auto", "auto, cpu, cuda, mps", pattern="(auto|cpu|cuda|mps)(:.*)?", words='"auto", "cpu", "cuda" or "mps"'
+    )
+    dtype: str = setting("float32", "float32, bfloat16, float16: of the frozen weights", choices=_NUMBERS)

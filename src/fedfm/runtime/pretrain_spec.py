@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedfm.config.toml import build, plain, read, refuse_unknown
+from fedfm.core.fields import check, setting
 from fedfm.data.spec import IN_MEMORY, DataSpec, PartitionSpec
+from fedfm.data.spec import check as check_data
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, Local, Proximal
@@ -19,17 +21,15 @@ from fedfm.training import SGD, Local, Proximal
 class PretrainSpec:
     """The [pretrain] table."""
 
-    local: Local = field(default=SGD(), metadata={"help": "optimiser, as [method.local]: epochs, learning_rate, ..."})
-    milestones: tuple[int, ...] = field(
-        default=(), metadata={"help": "epochs after which the learning rate is multiplied by factor"}
+    local: Local = setting(SGD(), "optimiser, as [method.local]: epochs, learning_rate, ...")
+    milestones: tuple[int, ...] = setting((), "epochs after which the learning rate is multiplied by factor")
+    factor: float = setting(0.1, "of the learning rate at a milestone", gt=0, le=1)
+    vocabulary_size: int | None = setting(
+        None, "language models: make a vocabulary of so many tokens from the training text"
     )
-    factor: float = field(default=0.1, metadata={"help": "of the learning rate at a milestone"})
-    vocabulary_size: int | None = field(
-        default=None, metadata={"help": "language models: make a vocabulary of so many tokens from the training text"}
-    )
-    vocabulary: str = field(default="bpe", metadata={"help": "bpe (on bytes) or words (between blanks)"})
-    seed: int = field(default=0, metadata={"help": "of the first weights, the split and the order of rows"})
-    threads: int = field(default=0, metadata={"help": "0: one a core; another number may change the last bits"})
+    vocabulary: str = setting("bpe", "bpe (on bytes) or words (between blanks)")
+    seed: int = setting(0, "of the first weights, the split and the order of rows", ge=0)
+    threads: int = setting(0, "0: one a core; another number may change the last bits", ge=0)
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,14 @@ class Pretraining:
         return dataclasses.replace(made, model=dataclasses.replace(model, adaptation=AdaptationSpec("full")))
 
     def _validate(self) -> None:
+        check_data(self.data)
+        check(self.model, "model")
+        check(self.spec, "pretrain")
         for key, default in (("partition", PartitionSpec()), ("val_fraction", 0.0)):
             if getattr(self.data, key) != default:
                 raise InputError(f"data.{key}: pretraining has all rows in one place and chooses nothing; drop it")
-        if not self.model.name or IN_MEMORY in (self.model.name, self.data.name):
-            raise InputError(
-                "model.name is missing: expected a built-in name (`fedfm list models`), a folder, a hub id"
-            )
+        if IN_MEMORY in (self.model.name, self.data.name):
+            raise InputError(f'"{IN_MEMORY}": pretraining reads its rows and makes its model; expected names or paths')
         if self.model.adaptation is not None and self.model.adaptation.name != "full":
             raise InputError(
                 f'model.adaptation.name = "{self.model.adaptation.name}": pretraining trains all parameters; drop it'
@@ -94,7 +95,6 @@ class Pretraining:
         if self.model.task == "zero_shot":
             raise InputError('model.task = "zero_shot": expected classification, language_modelling or instruction')
         spec = self.spec
-        spec.local.validate("pretrain.local")
         if isinstance(spec.local, Proximal) or spec.local.absent != "keep":
             raise InputError('pretrain.local: expected name = "sgd", "adam" or "adamw", every class present')
         after = list(spec.milestones)
@@ -102,11 +102,6 @@ class Pretraining:
             raise InputError(
                 f"pretrain.milestones = {after}: expected ascending numbers of epochs between 0 and {spec.local.epochs}"
             )
-        if not 0 < spec.factor <= 1:
-            raise InputError(f"pretrain.factor = {spec.factor}: expected a number in (0, 1]")
-        for key in ("seed", "threads"):
-            if getattr(spec, key) < 0:
-                raise InputError(f"pretrain.{key} = {getattr(spec, key)}: expected a whole number of at least 0")
         if spec.vocabulary_size is not None and self.model.weights != "random":
             raise InputError('pretrain.vocabulary_size: a new vocabulary fits no weights: set model.weights = "random"')
 

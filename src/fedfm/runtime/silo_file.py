@@ -20,7 +20,6 @@ accuracy on its own test rows; with ``allow = []`` it takes part in nothing. See
 
 from __future__ import annotations
 
-import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -33,10 +32,12 @@ import numpy as np
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import admit_any, available
 from fedfm.config.toml import build
+from fedfm.core.fields import check as check_fields
+from fedfm.core.fields import setting
 from fedfm.data.sources._files import listing
-from fedfm.data.spec import WITHHELD, DataSpec
+from fedfm.data.spec import CLIENT_NAME, WITHHELD, DataSpec
 from fedfm.data.table import Table
-from fedfm.errors import InputError, one_of
+from fedfm.errors import InputError, close, listed
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
 from fedfm.privacy.policy import WORDS, Policy
@@ -60,29 +61,31 @@ def _column(name: str) -> Any:
 class Silo:
     """A silo's file."""
 
-    name: str = field(default="", metadata={"help": "the silo's name at the server"})
-    data: str = field(default="", metadata={"help": "its rows; relative to this file"})
-    allow: tuple[str, ...] = field(
-        default=WORDS,
-        metadata={
-            "help": "what requests may expose of it: mean (its update goes into one), reply (the server sees it by "
-            "itself), scores (metrics on its rows), reveal (its own final model)"
-        },
+    name: str = setting(
+        "",
+        "the silo's name at the server",
+        required=True,
+        pattern=CLIENT_NAME,
+        words='letters, digits, "-", "_" and "." only',
     )
-    allow_by_method: dict[str, tuple[str, ...]] = field(
-        default_factory=dict, metadata={"help": "the same for single methods, in place of allow"}
+    data: str = setting(
+        "", "its rows; relative to this file", required=True, words="the file or folder of this silo's rows"
     )
-    classes: tuple[str, ...] | None = field(
-        default=None,
-        metadata={"help": "class names that the federation agreed on, in order [those of the rows]"},
+    allow: tuple[str, ...] = setting(
+        WORDS,
+        "what requests may expose of it: mean (its update goes into one), reply (the server sees it by itself), "
+        "scores (metrics on its rows), reveal (its own final model)",
+        choices=WORDS,
     )
-    models: tuple[str, ...] = field(
-        default=(), metadata={"help": "folders and hub ids that experiments may name, beside the built-in models"}
+    allow_by_method: dict[str, tuple[str, ...]] = setting(
+        dict, "the same for single methods, in place of allow", choices=WORDS
     )
-    methods: tuple[str, ...] = field(
-        default=(), metadata={"help": 'methods and aggregations beside fedfm\'s own, e.g. "my_methods:Cautious"'}
+    classes: tuple[str, ...] | None = setting(
+        None, "class names that the federation agreed on, in order [those of the rows]"
     )
-    downloads: bool = field(default=False, metadata={"help": "whether models are downloaded from a hub"})
+    models: tuple[str, ...] = setting((), "folders and hub ids that experiments may name, beside the built-in models")
+    methods: tuple[str, ...] = setting((), 'methods and aggregations beside fedfm\'s own, e.g. "my_methods:Cautious"')
+    downloads: bool = setting(False, "whether models are downloaded from a hub")
     text: str = _column("text")
     image: str = _column("image")
     label: str = _column("label")
@@ -111,14 +114,11 @@ def load(path: Path) -> Silo:
         raise InputError(f"{path}: cannot be read: {error}") from None
     try:
         silo: Silo = build(Silo, table, "")
-        for name in silo.policy.allow_by_method.keys() - set(silo.methods):
-            one_of("allow_by_method: method", name, tuple(available("methods")))
+        for name in silo.policy.allow_by_method.keys() - set(silo.methods) - set(known := available("methods")):
+            raise InputError(f'allow_by_method: method = "{name}": expected {listed(known)}{close(name, known)}')
+        check_fields(silo, "")
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    if not re.fullmatch(r"[^\W_][\w.-]*", silo.name):
-        raise InputError(f'{path}: name = "{silo.name}": letters, digits, "-", "_" and "." only, and not none')
-    if not silo.data:
-        raise InputError(f"{path}: data is missing: the file or folder of this silo's rows")
     models = tuple(_absolute(path, model) if _is_path(path, model) else model for model in silo.models)
     return replace(silo, data=_absolute(path, silo.data), models=models)
 

@@ -8,16 +8,15 @@ means the same whatever the features' units.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedfm import seeds
-from fedfm.errors import InputError
+from fedfm.core.fields import setting
 from fedfm.training.newton import Blocks, Optimum, Problem, optimum
 
 Told = Callable[[Optimum], None]
@@ -30,24 +29,16 @@ NOBODY = -1e4  # the logit of a class that nobody has sent: finite, since messag
 class HeadSpec:
     """The [method.head] table: how a head is trained."""
 
-    optimizer: str = field(
-        default="newton", metadata={"help": "newton (to convergence; lbfgs means the same) or adam (the paper's)"}
+    optimizer: str = setting(
+        "newton",
+        "newton (to convergence; lbfgs means the same) or adam (the paper's)",
+        choices=("newton", "lbfgs", "adam"),
     )
-    l2: float = field(default=1e-4, metadata={"help": "weight of ||W||^2 / 2 on standardised features"})
-    iterations: int = field(default=200, metadata={"help": "of newton at most"})
-    learning_rate: float = field(default=1e-4, metadata={"help": "adam's"})
-    epochs: int = field(default=100, metadata={"help": "adam's"})
-    batch_size: int = field(default=64, metadata={"help": "adam's"})
-
-    def validate(self, where: str = "method.head") -> None:
-        """Refuse values that make no sense, naming the key."""
-        if self.optimizer not in ("newton", "lbfgs", "adam"):
-            raise InputError(f'{where}.optimizer = "{self.optimizer}": expected "newton" or "adam"')
-        if not 0 <= self.l2 < math.inf:
-            raise InputError(f"{where}.l2 = {self.l2}: expected a finite number of at least 0")
-        for key in ("iterations", "learning_rate", "epochs", "batch_size"):
-            if not 0 < getattr(self, key) < math.inf:
-                raise InputError(f"{where}.{key} = {getattr(self, key)}: expected a finite number above 0")
+    l2: float = setting(1e-4, "weight of ||W||^2 / 2 on standardised features", ge=0, finite=True)
+    iterations: int = setting(200, "of newton at most", ge=1)
+    learning_rate: float = setting(1e-4, "adam's", gt=0, finite=True)
+    epochs: int = setting(100, "adam's", ge=1)
+    batch_size: int = setting(64, "adam's", ge=1)
 
 
 def _nobody(found: Optimum) -> None:

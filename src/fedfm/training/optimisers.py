@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
 from fedfm.core.checks import match
 from fedfm.core.client import Client
+from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
-from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 
@@ -31,16 +31,15 @@ class Local:
 
     adaptations: ClassVar[tuple[str, ...]] = ()  # the only ones that it takes; empty: all
 
-    learning_rate: float = field(default=0.1, metadata={"help": "eta"})
-    epochs: int = field(default=1, metadata={"help": "E, passes over the client's rows a round"})
-    batch_size: int = field(default=32, metadata={"help": "B"})
-    weight_decay: float = field(default=0.0, metadata={"help": "L2 (sgd, adam) or decoupled (adamw)"})
-    absent: str = field(
-        default="keep",
-        metadata={
-            "help": "logits of classes without training rows at the client: keep, zero (set to 0 in the local loss, "
-            "FedBaF's Appendix A) or exclude (-infinity: left out of the softmax)"
-        },
+    learning_rate: float = setting(0.1, "eta", gt=0, finite=True)
+    epochs: int = setting(1, "E, passes over the client's rows a round", ge=1)
+    batch_size: int = setting(32, "B", ge=1)
+    weight_decay: float = setting(0.0, "L2 (sgd, adam) or decoupled (adamw)", ge=0, finite=True)
+    absent: str = setting(
+        "keep",
+        "logits of classes without training rows at the client: keep, zero (set to 0 in the local loss, "
+        "FedBaF's Appendix A) or exclude (-infinity: left out of the softmax)",
+        choices=tuple(ABSENT),
     )
 
     def __call__(
@@ -109,19 +108,6 @@ class Local:
         """Number of optimiser steps over n rows."""
         return self.epochs * -(-n // self.batch_size)
 
-    def validate(self, where: str) -> None:
-        """Refuse values that make no sense, naming the key."""
-        for key, ok, right in (
-            ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
-            ("epochs", self.epochs >= 1, "a whole number of at least 1"),
-            ("batch_size", self.batch_size >= 1, "a whole number of at least 1"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number of at least 0"),
-        ):
-            if not ok:
-                raise InputError(f"{where}.{key} = {getattr(self, key)}: expected {right}")
-        if self.absent not in ABSENT:
-            raise InputError(f'{where}.absent = "{self.absent}": expected "keep", "zero" or "exclude"')
-
 
 @runtime_checkable
 class TrainsLocally(Protocol):
@@ -136,34 +122,28 @@ class TrainsLocally(Protocol):
 class SGD(Local):
     """Stochastic gradient descent, optionally with (heavy-ball) momentum."""
 
-    momentum: float = field(default=0.0, metadata={"help": "of the local optimiser"})
-
-    def validate(self, where: str) -> None:
-        """Also 0 <= momentum < 1."""
-        super().validate(where)
-        if not 0 <= self.momentum < 1:
-            raise InputError(f"{where}.momentum = {self.momentum}: expected a number in [0, 1)")
+    momentum: float = setting(0.0, "of the local optimiser", ge=0, lt=1)
 
 
 @dataclass(frozen=True)
 class Adam(Local):
     """Adam with its usual constants (0.9, 0.999, 1e-8); weight decay enters the gradient."""
 
-    learning_rate: float = field(default=0.001, metadata={"help": "eta"})
+    learning_rate: float = setting(0.001, "eta", gt=0, finite=True)
 
 
 @dataclass(frozen=True)
 class AdamW(Local):
     """Adam with decoupled weight decay."""
 
-    learning_rate: float = field(default=0.001, metadata={"help": "eta"})
+    learning_rate: float = setting(0.001, "eta", gt=0, finite=True)
 
 
 @dataclass(frozen=True)
 class Proximal(SGD):
     """SGD on the local objective f_k(v) + mu/2 ||v - w||^2 (FedProx's), for any method that has a local optimiser."""
 
-    mu: float = field(default=0.01, metadata={"help": "weight of the squared distance to the start"})
+    mu: float = setting(0.01, "weight of the squared distance to the start", ge=0)
 
     def __call__(
         self,
@@ -176,9 +156,3 @@ class Proximal(SGD):
     ) -> Params:
         """As :class:`SGD`, with this mu added to the method's own."""
         return super().__call__(client, w, mu=mu + self.mu, correction=correction, only=only)
-
-    def validate(self, where: str) -> None:
-        """Also mu >= 0."""
-        super().validate(where)
-        if self.mu < 0:
-            raise InputError(f"{where}.mu = {self.mu}: expected a number of at least 0")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import ClassVar
 
 from fedfm import seeds
 from fedfm.core.checks import match
 from fedfm.core.client import Client
+from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
-from fedfm.errors import E_TENSORS, ClientFault, InputError, one_of
+from fedfm.errors import E_TENSORS, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters import experts
 from fedfm.models.adapters.experts import GLOBAL, LOCAL, MIX, Expert, is_pair, mean_direction, pair
@@ -26,8 +27,8 @@ _PLAIN: dict[str, type[Local]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
 class _Two(Local):
     """Beside w the client trains something of its own, by the same optimiser, and keeps it."""
 
-    optimiser: str = field(default="sgd", metadata={"help": "of both models: sgd, adam or adamw"})
-    momentum: float = field(default=0.0, metadata={"help": "of sgd"})
+    optimiser: str = setting("sgd", "of both models: sgd, adam or adamw", choices=tuple(_PLAIN))
+    momentum: float = setting(0.0, "of sgd", ge=0, lt=1)
 
     @property
     def passes(self) -> int:
@@ -51,14 +52,6 @@ class _Two(Local):
         same = {f.name: getattr(self, f.name) for f in fields(Local)}
         return SGD(**same, momentum=self.momentum) if self.optimiser == "sgd" else _PLAIN[self.optimiser](**same)
 
-    def validate(self, where: str) -> None:
-        """Also a known optimiser."""
-        super().validate(where)
-        one_of(f"{where}.optimiser", self.optimiser, ("sgd", "adam", "adamw"))
-        if self.momentum and self.optimiser != "sgd":
-            raise InputError(f'{where}.momentum: only optimiser = "sgd" has one')
-        self.plain.validate(where)
-
 
 @dataclass(frozen=True)
 class DittoOptimiser(_Two):
@@ -67,7 +60,7 @@ class DittoOptimiser(_Two):
     Ditto: Fair and Robust Federated Learning Through Personalization. Li, Hu, Beirami, Smith. ICML 2021, Algorithm 1.
     """
 
-    lambda_: float = field(default=0.1, metadata={"help": "pull of the client's own model to what the server sent"})
+    lambda_: float = setting(0.1, "pull of the client's own model to what the server sent", ge=0)
 
     def __call__(
         self,
@@ -90,12 +83,6 @@ class DittoOptimiser(_Two):
         v: Params = client.memory.get("v", w)
         return v
 
-    def validate(self, where: str) -> None:
-        """Also lambda >= 0."""
-        super().validate(where)
-        if self.lambda_ < 0:
-            raise InputError(f"{where}.lambda = {self.lambda_}: expected a number of at least 0")
-
 
 @dataclass(frozen=True)
 class DualAdapter(_Two):
@@ -113,18 +100,21 @@ class DualAdapter(_Two):
 
     adaptations: ClassVar[tuple[str, ...]] = ("lora",)
 
-    when: str = field(
-        default="during",
-        metadata={"help": "the own adapter is trained: during, in every round; after, once at the end"},
+    when: str = setting(
+        "during",
+        "the own adapter is trained: during, in every round; after, once at the end",
+        choices=("during", "after"),
     )
-    weight: str = field(
-        default="instance", metadata={"help": "a: instance, by the row's similarity to training rows; fixed, at lambda"}
+    weight: str = setting(
+        "instance",
+        "a: instance, by the row's similarity to training rows; fixed, at lambda",
+        choices=("instance", "fixed"),
     )
-    lambda_: float = field(default=0.5, metadata={"help": "the largest a; or a itself, fixed"})
-    to: str = field(
-        default="local", metadata={"help": "who gets a: local, the own adapter; global, as the authors' code"}
+    lambda_: float = setting(0.5, "the largest a; or a itself, fixed", ge=0, le=1)
+    to: str = setting(
+        "local", "who gets a: local, the own adapter; global, as the authors' code", choices=("local", "global")
     )
-    instances: int = field(default=5, metadata={"help": "S, training rows that a row is compared with"})
+    instances: int = setting(5, "S, training rows that a row is compared with", ge=1)
 
     def __call__(
         self,
@@ -192,14 +182,3 @@ class DualAdapter(_Two):
                 'method.local.weight = "instance": this model has no last linear layer before which rows could be '
                 'compared; expected "fixed"'
             )
-
-    def validate(self, where: str) -> None:
-        """Also known words, lambda from 0 to 1 and at least one instance."""
-        super().validate(where)
-        one_of(f"{where}.when", self.when, ("during", "after"))
-        one_of(f"{where}.weight", self.weight, ("instance", "fixed"))
-        one_of(f"{where}.to", self.to, ("local", "global"))
-        if not 0 <= self.lambda_ <= 1:
-            raise InputError(f"{where}.lambda = {self.lambda_}: expected a number from 0 to 1")
-        if self.instances < 1:
-            raise InputError(f"{where}.instances = {self.instances}: expected a whole number of at least 1")

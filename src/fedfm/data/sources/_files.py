@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedfm.data.spec import BUILT_IN
 from fedfm.errors import InputError
 
 At = Callable[[int], str]  # index of a data row -> "silo.csv, row 7", as a user counts
@@ -59,9 +60,10 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
         names = []
     # The first part of the path that is missing: a/b/c.csv where only a exists is a question about b.
     wanted = path.parts[len(parent.parts)] if len(path.parts) > len(parent.parts) else path.name
-    raise InputError(
-        f'{key}: there is no "{path}"; "{parent}" holds {listing(names) or "nothing"}{close(wanted, names)}'
-    )
+    beside = f'"{parent}" holds {listing(names) or "nothing"}{close(wanted, names)}'
+    if str(path) in BUILT_IN:
+        beside = f'the built-in set is data.name = "{path}"'
+    raise InputError(f'{key}: there is no "{path}"; {beside}')
 
 
 def read_bytes(path: Path, holds: str) -> bytes:

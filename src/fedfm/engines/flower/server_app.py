@@ -18,6 +18,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid
 
+from fedfm.config.compatibility import enough
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.federation import Federation
@@ -105,7 +106,7 @@ def host(
                 run.manifest["clients"] = list(link.clients)
                 tell(run, None, [])
                 run.write_manifest()
-            experiment.enough(len(link.clients))
+            enough(experiment, len(link.clients))
             fed = Federation(
                 link,
                 model=population.model,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fedfm.config.compatibility import enough
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
@@ -192,7 +193,7 @@ def start(
     with torch_threads(1):
         population = given() if given is not None else populate(experiment)
         describe(run, population, progress)
-        experiment.enough(len(population.clients))
+        enough(experiment, len(population.clients))
         silos = Judges(
             experiment.method,
             experiment.aggregation,

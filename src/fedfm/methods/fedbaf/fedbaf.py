@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.method import Method, with_model
-from fedfm.errors import InputError, RunError, one_of
+from fedfm.errors import RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbaf.pull import Piece, direction_distance, mix
 from fedfm.methods.fedbaf.server_foundation import Around
@@ -45,20 +46,20 @@ class FedBaF(Around):
     keeps_foundation: ClassVar[bool] = True
     secrets: ClassVar[tuple[str, ...]] = ("alpha",)
 
-    psi: float = field(default=1.0, metadata={"help": "strength of the pull; 0 is the base method"})
-    cap: str = field(
-        default="reference",
-        metadata={"help": "line 9's numerator is at most that of the first round (reference), or as printed (none)"},
+    psi: float = setting(1.0, "strength of the pull; 0 is the base method", ge=0, finite=True)
+    cap: str = setting(
+        "reference",
+        "line 9's numerator is at most that of the first round (reference), or as printed (none)",
+        choices=("reference", "none"),
     )
-    harden: str = field(
-        default="none",
-        metadata={
-            "help": "none, per_tensor, per_coordinate, log_uniform (of alpha), half (of the tensors a round), "
-            "first_round, noise_once, noise_afresh (on w_pre)"
-        },
+    harden: str = setting(
+        "none",
+        "none, per_tensor, per_coordinate, log_uniform (of alpha), half (of the tensors a round), "
+        "first_round, noise_once, noise_afresh (on w_pre)",
+        choices=HARDENED,
     )
-    noise: float = field(
-        default=1.0, metadata={"help": "noise_once, noise_afresh: standard deviation, in units of w_0's RMS"}
+    noise: float = setting(
+        1.0, "noise_once, noise_afresh: standard deviation, in units of w_0's RMS", gt=0, finite=True
     )
 
     def init(self, fed: Federation) -> Any:
@@ -153,15 +154,6 @@ class FedBaF(Around):
         """Without a foundation model, and with one that every client is given."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Around)}
         return {"no-foundation": self.base, "weight-initialisation": WeightInit(**given)}
-
-    def validate(self) -> None:
-        super().validate()
-        if not 0 <= self.psi < math.inf:
-            raise InputError(f"method.psi = {self.psi}: expected a finite number of at least 0")
-        if not 0 < self.noise < math.inf:
-            raise InputError(f"method.noise = {self.noise}: expected a finite number above 0")
-        one_of("method.cap", self.cap, ("reference", "none"))
-        one_of("method.harden", self.harden, HARDENED)
 
 
 def _uniform(key: bytes, t: int, name: str) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 from fedfm.core.capabilities import Detailed, Judge, Needs, Personal
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.methods.fedavg import FedAvg
@@ -25,16 +26,19 @@ class Around(Method[Any]):
 
     needs: ClassVar[Needs] = Needs("full")
 
-    rounds: int = field(default=10, metadata={"help": "communication rounds; 0 evaluates the start"})
-    fraction: float = field(default=1.0, metadata={"help": "C, the fraction of clients that a round asks"})
-    local: Local = field(default=SGD(), metadata={"help": "client optimiser: E, B, eta"})
-    base: FedAvg = field(default=FedAvg(), metadata={"help": "the averaging method and its own keys, by name"})
-    foundation: str = field(
-        default="",
-        metadata={"help": "built-in name, folder or hub id [required]; only the server reads it", "server_only": True},
+    rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
+    fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
+    local: Local = setting(SGD(), "client optimiser: E, B, eta")
+    base: FedAvg = setting(FedAvg(), "the averaging method and its own keys, by name")
+    foundation: str = setting(
+        "",
+        "built-in name, folder or hub id [required]; only the server reads it",
+        required=True,
+        words="a built-in name, a folder or a hub id; only the server reads it",
+        metadata={"server_only": True},
     )
-    identical: tuple[str, ...] = field(
-        default=(), metadata={"help": '"labels", "vocabulary": what both models number alike; else those stay out'}
+    identical: tuple[str, ...] = setting(
+        (), '"labels", "vocabulary": what both models number alike; else those stay out', choices=DECLARED
     )
 
     def __post_init__(self) -> None:
@@ -105,10 +109,3 @@ class Around(Method[Any]):
                 "method.base.name: its clients have a model each, and a foundation model is mixed into one for all; "
                 'expected e.g. "fedavg"'
             )
-        if not self.foundation:
-            raise InputError(
-                "method.foundation is missing: expected a built-in name, a folder or a hub id; only the server reads it"
-            )
-        for name in self.identical:
-            if name not in DECLARED:
-                raise InputError(f'method.identical = "{name}": expected "labels" or "vocabulary"')

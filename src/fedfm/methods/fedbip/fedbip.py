@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,9 +17,10 @@ import torch
 from fedfm.core.capabilities import Judge, Needs
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
-from fedfm.errors import E_DUPLICATE, InputError, RunError, one_of
+from fedfm.errors import E_DUPLICATE, InputError, RunError
 from fedfm.linalg.out_of_core import Vectors
 from fedfm.linalg.params import Layout, Params, in_dtype, to_bytes
 from fedfm.methods.fedavg import FedAvg
@@ -61,42 +62,47 @@ class FedBip(Method[Personal]):
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Personal
 
-    rounds: int = field(default=10, metadata={"help": "T, communication rounds; 0 evaluates the start"})
-    fraction: float = field(default=1.0, metadata={"help": "the fraction of clients that a round asks"})
-    local: Local = field(default=SGD(), metadata={"help": "client optimiser: E, B, eta"})
-    granularity: str = field(
-        default="model", metadata={"help": "model: FedBip; layer (a transformer block): FedBip-L; or module"}
+    rounds: int = setting(10, "T, communication rounds; 0 evaluates the start", ge=0)
+    fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)
+    local: Local = setting(SGD(), "client optimiser: E, B, eta")
+    granularity: str = setting(
+        "model", "model: FedBip; layer (a transformer block): FedBip-L; or module", choices=GRANULARITIES
     )
-    similarity: str = field(default="cosine", metadata={"help": "g: cosine, pearson, or l2: 1/(1 + d/median d)"})
-    negative: str = field(
-        default="clip",
-        metadata={"help": "what g becomes: clip, max(0, g); raw, as printed; softmax, exp(g/temperature)"},
+    similarity: str = setting(
+        "cosine", "g: cosine, pearson, or l2: 1/(1 + d/median d)", choices=("cosine", "pearson", "l2")
     )
-    temperature: float = field(default=0.3, metadata={"help": "of softmax"})
-    weights_from: str = field(default="task_vector", metadata={"help": "what g compares: task_vector or parameters"})
-    aggregate: str = field(default="task_vector", metadata={"help": "what is summed: task_vector or parameters"})
-    space: str = field(
-        default="factors", metadata={"help": "LoRA's A and B: factors, as they are, or product, what they add (B A)"}
+    negative: str = setting(
+        "clip",
+        "what g becomes: clip, max(0, g); raw, as printed; softmax, exp(g/temperature)",
+        choices=("clip", "raw", "softmax"),
     )
-    ranks: tuple[int, ...] = field(
-        default=(),
-        metadata={
-            "help": "of space = product: LoRA's rank by client, dealt in order of names, again from the first "
-            "[model.adaptation.rank]"
-        },
+    temperature: float = setting(0.3, "of softmax", gt=0)
+    weights_from: str = setting(
+        "task_vector", "what g compares: task_vector or parameters", choices=("task_vector", "parameters")
     )
-    absent: str = field(
-        default="cached",
-        metadata={
-            "help": "whose tau count: cached, also the last ones of clients that a round does not ask; or present"
-        },
+    aggregate: str = setting(
+        "task_vector", "what is summed: task_vector or parameters", choices=("task_vector", "parameters")
     )
-    transport: str = field(
-        default="float32", metadata={"help": "of task vectors: float32, or bfloat16 at half the bytes"}
+    space: str = setting(
+        "factors",
+        "LoRA's A and B: factors, as they are, or product, what they add (B A)",
+        choices=("factors", "product"),
     )
-    norm_cap: float | None = field(
-        default=None, metadata={"help": "no task vector counts with more than this many times the median norm"}
+    ranks: tuple[int, ...] = setting(
+        (),
+        "of space = product: LoRA's rank by client, dealt in order of names, again from the first "
+        "[model.adaptation.rank]",
+        ge=1,
     )
+    absent: str = setting(
+        "cached",
+        "whose tau count: cached, also the last ones of clients that a round does not ask; or present",
+        choices=("cached", "present"),
+    )
+    transport: str = setting(
+        "float32", "of task vectors: float32, or bfloat16 at half the bytes", choices=("float32", "bfloat16")
+    )
+    norm_cap: float | None = setting(None, "no task vector counts with more than this many times the median norm", ge=1)
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
@@ -234,23 +240,10 @@ class FedBip(Method[Personal]):
         return {"alone": LocalOnly(**plan), "one-for-all": FedAvg(**plan)}
 
     def validate(self) -> None:
-        super().validate()
-        one_of("method.granularity", self.granularity, GRANULARITIES)
-        one_of("method.similarity", self.similarity, ("cosine", "pearson", "l2"))
-        one_of("method.negative", self.negative, ("clip", "raw", "softmax"))
-        one_of("method.weights_from", self.weights_from, ("task_vector", "parameters"))
-        one_of("method.aggregate", self.aggregate, ("task_vector", "parameters"))
-        one_of("method.space", self.space, ("factors", "product"))
-        one_of("method.transport", self.transport, ("float32", "bfloat16"))
-        one_of("method.absent", self.absent, ("cached", "present"))
-        if self.ranks and (self.space != "product" or any(r < 1 for r in self.ranks)):
-            raise InputError(f'method.ranks = {list(self.ranks)}: expected ranks of at least 1, and space = "product"')
+        if self.ranks and self.space != "product":
+            raise InputError(f'method.ranks = {list(self.ranks)}: they go with method.space = "product"')
         if self.ranks and self.local.personal:
             raise InputError("method.ranks: a client optimiser that keeps a model of its own takes one rank for all")
-        if not self.temperature > 0:
-            raise InputError(f"method.temperature = {self.temperature}: expected a number above 0")
-        if self.norm_cap is not None and self.norm_cap < 1:
-            raise InputError(f"method.norm_cap = {self.norm_cap}: expected a number of at least 1, e.g. 3.0")
 
 
 def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:

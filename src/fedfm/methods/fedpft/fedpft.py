@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from fedfm import seeds
 from fedfm.core.capabilities import Judge, Needs
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import E_FIELD, ClientFault, InputError, RunError
@@ -30,8 +31,8 @@ from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import head_of, need_head, rows_of
 from fedfm.methods.fedpft import private
 from fedfm.methods.fedpft.account import bounded, communication, divergences, held_back, left_out
-from fedfm.methods.fedpft.encoding import nothing, pack, unpack
-from fedfm.methods.fedpft.mixtures import Mixture, capacity, fit_uncounted, fit_without_singles
+from fedfm.methods.fedpft.encoding import DTYPES, nothing, pack, unpack
+from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture, capacity, fit_uncounted, fit_without_singles
 from fedfm.methods.fedpft.noisy_moments import Plan
 from fedfm.methods.fedpft.private import Noised
 from fedfm.methods.fedpft.settings import plan_of, refuse
@@ -76,41 +77,45 @@ class FedPFT(Method[State]):
     state_type: ClassVar[Any] = State
     privacy: ClassVar[Plan | None] = None  # of an instance: see protected()
 
-    rounds: int = field(default=1, metadata={"help": "1; 0 evaluates the start"})
-    covariance: str | None = field(
-        default=None,
-        metadata={"usual": "diag", "help": "of a component: spherical, diag or full; under [privacy] spherical"},
+    rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")
+    covariance: str | None = setting(
+        None,
+        "of a component: spherical, diag or full; under [privacy] spherical",
+        choices=COVARIANCES,
+        metadata={"usual": "diag"},
     )
-    components: int | None = field(
-        default=None,
-        metadata={
-            "usual": 10,
-            "help": "K at most; a class carries one per ten examples, none of a single one; under [privacy] 1",
-        },
+    components: int | None = setting(
+        None,
+        "K at most; a class carries one per ten examples, none of a single one; under [privacy] 1",
+        ge=1,
+        metadata={"usual": 10},
     )
-    budgets: dict[str, int] = field(default_factory=dict, metadata={"help": "K of single clients by name"})
-    transport: str = field(default="float16", metadata={"help": "of the numbers sent: float16 or float32"})
-    topology: str = field(default="star", metadata={"help": "star (one server), or chain, ring (as chain), dag"})
-    edges: tuple[tuple[str, ...], ...] = field(default=(), metadata={"help": 'of a dag: [["a", "b"], ["b", "c"]]'})
-    min_count: int = field(
-        default=5, metadata={"help": "a class with fewer examples is withheld; under [privacy] noise decides"}
+    budgets: dict[str, int] = setting(dict, "K of single clients by name", ge=1)
+    transport: str = setting("float16", "of the numbers sent: float16 or float32", choices=tuple(DTYPES))
+    topology: str = setting(
+        "star", "star (one server), or chain, ring (as chain), dag", choices=("star", "chain", "ring", "dag")
     )
-    samples: int = field(default=0, metadata={"help": "drawn per mixture; 0: as many as the class has examples"})
-    shuffle: bool = field(default=False, metadata={"help": "forget who sent which mixture (Appendix A.3)"})
-    counts: str = field(
-        default="exact",
-        metadata={"help": "of classes: exact; withheld: not sent, yet not beyond estimates (give samples)"},
+    edges: tuple[tuple[str, ...], ...] = setting((), 'of a dag: [["a", "b"], ["b", "c"]]')
+    min_count: int = setting(5, "a class with fewer examples is withheld; under [privacy] noise decides", ge=1)
+    samples: int = setting(0, "drawn per mixture; 0: as many as the class has examples", ge=0, le=MOST)
+    shuffle: bool = setting(False, "forget who sent which mixture (Appendix A.3)")
+    counts: str = setting(
+        "exact",
+        "of classes: exact; withheld: not sent, yet not beyond estimates (give samples)",
+        choices=("exact", "withheld"),
     )
-    calibration: str = field(default="analytic", metadata={"help": "of private noise: analytic; paper, paper_client"})
-    relation: str = field(default="add_remove", metadata={"help": "neighbours: add_remove, replace, replace_any"})
-    bound: bool = field(
-        default=False, metadata={"help": "clients also send what Theorem 4.2 needs (the report shows it)"}
+    calibration: str = setting(
+        "analytic", "of private noise: analytic; paper, paper_client", choices=("analytic", "paper", "paper_client")
     )
-    smoothing: float = field(default=0.1, metadata={"help": "of features in the bound, times their standard deviation"})
-    iterations: int = field(default=5, metadata={"help": "of private EM, where components > 1 (not recommended)"})
-    pooled: bool = field(default=False, metadata={"help": "private: one noisy sum over the federation, by a mean"})
-    verify: bool = field(default=False, metadata={"help": "clients count the head's errors in a second message"})
-    head: HeadSpec = field(default=HeadSpec(), metadata={"help": "how heads are trained"})
+    relation: str = setting(
+        "add_remove", "neighbours: add_remove, replace, replace_any", choices=("add_remove", "replace", "replace_any")
+    )
+    bound: bool = setting(False, "clients also send what Theorem 4.2 needs (the report shows it)")
+    smoothing: float = setting(0.1, "of features in the bound, times their standard deviation", gt=0, finite=True)
+    iterations: int = setting(5, "of private EM, where components > 1 (not recommended)", ge=1)
+    pooled: bool = setting(False, "private: one noisy sum over the federation, by a mean")
+    verify: bool = setting(False, "clients count the head's errors in a second message")
+    head: HeadSpec = setting(HeadSpec(), "how heads are trained")
 
     # --- client half --------------------------------------------------------------------------------------------------
 

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from fedfm.errors import InputError
-from fedfm.methods.fedpft.encoding import DTYPES
-from fedfm.methods.fedpft.mixtures import COVARIANCES
 from fedfm.methods.fedpft.noisy_moments import Plan
-from fedfm.methods.fedpft.summary import MOST
 from fedfm.methods.fedpft.topology import topological
-
-OPTIONS = {
-    "covariance": COVARIANCES,
-    "topology": ("star", "chain", "ring", "dag"),
-    "transport": tuple(DTYPES),
-    "counts": ("exact", "withheld"),
-    "calibration": ("analytic", "paper", "paper_client"),
-    "relation": ("add_remove", "replace", "replace_any"),
-}
 
 
 def refuse(m: Any) -> None:
-    """Refuse settings of a FedPFT ``m`` that make no sense.
+    """Refuse settings of a FedPFT ``m`` that do not go together.
 
     Raises:
         InputError: with the key and what would be right.
     """
-    if m.rounds not in (0, 1):
-        raise InputError(f"method.rounds = {m.rounds}: fedpft takes one round, expected 1")
-    for key, options in OPTIONS.items():
-        if getattr(m, key) not in (*options, None):
-            raise InputError(f'method.{key} = "{getattr(m, key)}": expected one of {", ".join(options)}')
-    whole = {key: getattr(m, key) for key in ("components", "min_count", "iterations") if getattr(m, key) is not None}
-    for key, value in (whole | m.budgets).items():
-        if value < 1:
-            raise InputError(f"method.{key} = {value}: expected a whole number of at least 1")
-    if not 0 <= m.samples <= MOST:
-        raise InputError(f"method.samples = {m.samples}: expected a whole number from 0 to {MOST}")
     if m.counts == "withheld":
         _refuse_what_counts(m)
     if (m.topology == "dag") != bool(m.edges):
@@ -47,13 +23,10 @@ def refuse(m: Any) -> None:
         raise InputError('method.shuffle: only with topology = "star" and without bound')
     if m.bound and m.topology != "star":
         raise InputError(f'method.bound: only with topology = "star", not "{m.topology}"')
-    if not 0 < m.smoothing < math.inf:
-        raise InputError(f"method.smoothing = {m.smoothing}: expected a finite number above 0")
     if any(len(edge) != 2 for edge in m.edges):
         raise InputError('method.edges: expected pairs of names, e.g. [["a", "b"]]')
     names = {name for edge in m.edges for name in edge}
     topological({n: [a for a, b in m.edges if b == n] for n in names})
-    m.head.validate()
 
 
 def _refuse_what_counts(m: Any) -> None:

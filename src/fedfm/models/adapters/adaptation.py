@@ -7,8 +7,6 @@ FFA-LoRA: Improving LoRA in Privacy-preserving Federated Learning. Sun et al. IC
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 from typing import Any
 
 import torch
@@ -20,33 +18,15 @@ from fedfm.models.families import Parts, query_value_names, strides_are_read, un
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
 
-NAMES = ("full", "head", "top_layers", "lora", "ffa_lora")
 LORA = ("lora", "ffa_lora")
-MOST = 65_536  # a rank; wider than any layer
 
 
-def check(spec: AdaptationSpec) -> AdaptationSpec:
-    """The specification with its defaults filled in.
-
-    Raises:
-        InputError: an unknown name, or a number out of its range.
-    """
-    if spec.name not in NAMES:
-        close = difflib.get_close_matches(spec.name, NAMES, 1)
-        hint = f": did you mean {close[0]!r}?" if close else f": expected one of {', '.join(NAMES)}"
-        raise InputError(f"model.adaptation.name: unknown {spec.name!r}{hint}")
-    if spec.name in LORA:
-        if not 1 <= spec.rank <= MOST:
-            raise InputError(f"model.adaptation.rank: {spec.rank}, expected an integer, at least 1, at most {MOST}")
-        if spec.alpha is not None and not 0 < spec.alpha < math.inf:
-            raise InputError(f"model.adaptation.alpha: {spec.alpha}, expected a positive, finite number")
-        if not 0 <= spec.dropout < 1:
-            raise InputError(f"model.adaptation.dropout: {spec.dropout}, expected at least 0 and below 1")
-        spec = dataclasses.replace(spec, alpha=2.0 * spec.rank if spec.alpha is None else spec.alpha)
-    if spec.layers is not None and spec.layers < 1:
-        raise InputError(f"model.adaptation.layers: {spec.layers}, expected an integer of at least 1")
+def with_defaults(spec: AdaptationSpec) -> AdaptationSpec:
+    """The specification with its defaults filled in."""
+    if spec.name in LORA and spec.alpha is None:
+        return dataclasses.replace(spec, alpha=2.0 * spec.rank)
     if spec.name == "top_layers" and spec.layers is None:
-        spec = dataclasses.replace(spec, layers=1)
+        return dataclasses.replace(spec, layers=1)
     return spec
 
 
@@ -55,7 +35,7 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
 
     Args:
         module: the whole model; changed in place.
-        spec: checked by :func:`check`.
+        spec: from :func:`with_defaults`.
         parts: of the module.
         new: paths of the modules that were made for this task (the classification head).
         task: classification, zero_shot, language_modelling or instruction.

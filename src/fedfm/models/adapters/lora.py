@@ -19,7 +19,7 @@ from fedfm.errors import InputError
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Layout, Params, layout_of
-from fedfm.models.adapters.adaptation import check
+from fedfm.models.adapters.adaptation import with_defaults
 from fedfm.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def at_rank(spec: ModelSpec, rank: int | None) -> ModelSpec:
     """The [model] table with LoRA of this rank, and alpha as before."""
     if spec.adaptation is None or rank is None or rank == spec.adaptation.rank:
         return spec
-    alpha = check(spec.adaptation).alpha
+    alpha = with_defaults(spec.adaptation).alpha
     return dataclasses.replace(spec, adaptation=dataclasses.replace(spec.adaptation, rank=rank, alpha=alpha))
 
 

@@ -1,0 +1,149 @@
+"""JSON Schemas of the files that users write, made of the settings dataclasses; docs/generate.py writes them.
+
+They hold each rule on a value; rules that span tables (:mod:`fedfm.config.compatibility`) and what lies on the machine
+are for ``fedfm check``. A table with a ``name`` is a ``oneOf`` over the names: TOML plugins of editors complete keys
+from that, and pass over ``if``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, is_dataclass
+from typing import Any, get_args, get_origin
+
+from fedfm.config.registry import ours, resolve
+from fedfm.config.run_spec import RunSpec
+from fedfm.core.fields import bounds_of, described, is_required, owners_of, plain_type, settings_of
+from fedfm.core.method import Method
+from fedfm.data.spec import DataSpec
+from fedfm.methods.fedavg import FedAvg
+from fedfm.models.spec import ModelSpec
+from fedfm.privacy.spec import PrivacySpec
+from fedfm.training import BY_NAME, Local
+
+Schema = dict[str, Any]
+_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
+_ENDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+_NAME = {"type": "string", "description": "Name of the run.", "maxLength": 200, "pattern": r"^[^/\\]*[^/\\\s][^/\\]*$"}
+
+
+def experiment() -> Schema:
+    """Of an experiment, as :meth:`Experiment.from_dict` takes it."""
+    usual = {"methods": "", "attacks": "", "aggregation": "mean", "optimisers": "sgd"}
+    kinds = {kind: {name: resolve(kind, name) for name in ours(kind)} for kind in usual}
+    defs = {kind: named(classes, usual[kind], open=kind != "optimisers") for kind, classes in kinds.items()}
+    averaging = {name: cls for name, cls in kinds["methods"].items() if issubclass(cls, FedAvg)}
+    defs["base"] = named(averaging, "fedavg", open=True)
+    tables = {"name": _NAME, "data": table(DataSpec), "model": table(ModelSpec), "method": _ref("methods")}
+    tables |= {"attack": _ref("attacks"), "aggregation": _ref("aggregation"), "privacy": table(PrivacySpec)}
+    return document("an experiment of fedfm", tables | {"run": table(RunSpec)}, ("data", "model", "method"), defs)
+
+
+def pretraining(spec: type) -> Schema:
+    """Of a pretraining, whose [pretrain] table is ``spec``."""
+    whole = experiment()
+    tables = {key: whole["properties"][key] for key in ("data", "model")} | {"pretrain": table(spec)}
+    defs = {"optimisers": whole["$defs"]["optimisers"]}
+    return document("a pretraining of fedfm", tables, ("data", "model"), defs)
+
+
+def document(title: str, properties: Schema, required: Iterable[str], defs: Schema) -> Schema:
+    """A whole file."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
+    return head | _table(properties, required) | {"additionalProperties": False} | ({"$defs": defs} if defs else {})
+
+
+def table(cls: type) -> Schema:
+    """Of a settings dataclass."""
+    found = list(settings_of(cls))
+    if any(owners_of(f) for _, f, _ in found):  # some keys go with some names only
+        (name,) = (f for key, f, _ in found if key == "name")
+        variants = [_variant(other, found, other == name.default, "") for other in bounds_of(name).choices]
+        return {"description": _sentence(cls), "oneOf": variants}
+    required = [key for key, f, _ in found if is_required(f)]
+    made = _table({key: _property(f, hint) for key, f, hint in found}, required, _sentence(cls))
+    if one_of := getattr(cls, "one_of", ()):
+        made["oneOf"] = [{"required": [key]} for key in one_of]
+    return made | {"additionalProperties": False}
+
+
+def named(classes: dict[str, type], usual: str, *, open: bool) -> Schema:
+    """Of a table whose ``name`` is one of these classes' names.
+
+    Args:
+        usual: the name where the table has none.
+        open: ``module:Class`` is a name, too.
+    """
+    variants = [_variant(name, settings_of(cls), name == usual, _about(cls)) for name, cls in classes.items()]
+    if open:
+        variants.append(_table({"name": {"type": "string", "pattern": _CLASS}}, ["name"], "A class as module:Class."))
+    return {"oneOf": variants}
+
+
+def _variant(name: str, found: Iterable[tuple[str, Field[Any], Any]], usual: bool, about: str) -> Schema:
+    """Of a table under one name."""
+    mine = [(key, f, hint) for key, f, hint in found if name in (owners_of(f) or (name,)) and key != "name"]
+    required = ([] if usual else ["name"]) + [key for key, f, _ in mine if is_required(f)]
+    keys = {"name": {"const": name}} | {key: _property(f, hint) for key, f, hint in mine}
+    return _table(keys, required, about) | {"additionalProperties": False}
+
+
+def _about(cls: type) -> str:
+    """What the module says, and the class."""
+    return "\n\n".join(filter(None, [inspect.getdoc(sys.modules[cls.__module__]), inspect.getdoc(cls)]))
+
+
+def _property(f: Field[Any], hint: Any) -> Schema:
+    """Of one key."""
+    hint, default, bounds = plain_type(hint), f.metadata.get("usual", f.default), bounds_of(f)
+    told: Schema = {"description": described(f, hint)}
+    if isinstance(hint, type) and issubclass(hint, Local):
+        names = {cls: name for name, cls in BY_NAME.items()}
+        return told | {"default": {"name": names[type(default)]}} | _ref("optimisers")
+    if isinstance(hint, type) and issubclass(hint, Method):
+        return told | {"default": {"name": "fedavg"}} | _ref("base")
+    if is_dataclass(hint):
+        return table(hint) | told  # type: ignore[arg-type]
+    if default not in (None, "", MISSING) and not is_required(f):
+        told["default"] = list(default) if isinstance(default, tuple) else default
+    if hint is str and f.metadata.get("required"):
+        told["minLength"] = 1
+    return told | _value(hint, bounds)
+
+
+def _value(hint: Any, bounds: Any) -> Schema:
+    if get_origin(hint) is tuple:
+        least = {"minItems": bounds.least} if bounds.least else {}
+        return {"type": "array", "items": _value(get_args(hint)[0], bounds)} | least
+    if get_origin(hint) is dict:
+        names = {"propertyNames": {"pattern": f"^(?:{bounds.keys})$"}} if bounds.keys else {}
+        inside = {"additionalProperties": _value(get_args(hint)[1], bounds)}
+        least = {"minProperties": bounds.least} if bounds.least else {}
+        return {"type": "object"} | inside | names | least
+    made: Schema = {"type": _TYPES[hint]} if hint in _TYPES else {}  # Any: anything
+    made |= {word: getattr(bounds, end) for end, word in _ENDS.items() if getattr(bounds, end) is not None}
+    if bounds.finite:  # JSON has no infinity
+        made = {"minimum": -sys.float_info.max, "maximum": sys.float_info.max} | made
+    if bounds.but:
+        made["not"] = {"enum": list(bounds.but)}
+    if bounds.choices:
+        made["enum"] = list(bounds.choices)
+    if bounds.pattern:
+        made["pattern"] = f"^(?:{bounds.pattern})$"
+    return made
+
+
+def _table(properties: Schema, required: Iterable[str], about: str = "") -> Schema:
+    told = {"description": about} if about else {}
+    return told | {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _sentence(cls: type) -> str:
+    return (inspect.getdoc(cls) or "").partition("\n\n")[0]

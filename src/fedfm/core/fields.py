@@ -1,0 +1,230 @@
+"""Settings: a field's default, meaning and bounds in one place, and the check of every value against them.
+
+>>> from dataclasses import dataclass
+>>> @dataclass(frozen=True)
+... class Pull:
+...     mu: float = setting(0.01, "weight of the proximal term", ge=0)
+>>> check(Pull(mu=-1), "method")
+Traceback (most recent call last):
+    ...
+fedfm.errors.InputError: method.mu = -1: expected a number of at least 0
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from fedfm.errors import InputError, close, listed
+
+_KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a value may be. Of a list or a table each entry is meant; None always passes.
+
+    Attributes:
+        gt, ge, lt, le: a number is above, at least, below, at most this.
+        finite: infinity is refused.
+        but: single numbers that are refused.
+        choices: the only texts that pass.
+        pattern: what the whole text matches, as Python and JSON Schema read it alike.
+        keys: the same of a table's keys.
+        least: fewest entries of a list or a table.
+        words: what is expected, in place of the words that the bounds give.
+    """
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    finite: bool = False
+    but: tuple[float, ...] = ()
+    choices: tuple[str, ...] = ()
+    pattern: str = ""
+    keys: str = ""
+    least: int = 0
+    words: str = ""
+
+    def admit(self, value: Any) -> bool:
+        """Whether one value, no list or table, lies within."""
+        if self.choices or self.pattern:
+            known = isinstance(value, str) and (not self.choices or value in self.choices)
+            return known and (not self.pattern or re.fullmatch(self.pattern, value) is not None)
+        ends = (self.gt, self.ge, self.lt, self.le)
+        if not (self.finite or self.but or any(end is not None for end in ends)):
+            return True
+        if isinstance(value, (str, bool)) or not hasattr(value, "__float__") or math.isnan(value):
+            return False
+        return not (
+            (self.gt is not None and value <= self.gt)
+            or (self.ge is not None and value < self.ge)
+            or (self.lt is not None and value >= self.lt)
+            or (self.le is not None and value > self.le)
+            or (self.finite and math.isinf(value))
+            or value in self.but
+        )
+
+    def expected(self, hint: Any) -> str:
+        """What a value of this type may be, e.g. "a finite number of at least 0"."""
+        if self.words:
+            return self.words
+        if self.choices:
+            *rest, last = (f'"{choice}"' for choice in self.choices)
+            return f"{', '.join(rest)} or {last}" if rest else last
+        kind = _KINDS.get(leaf(hint), "a value")
+        if self.finite:
+            kind = kind.replace("a number", "a finite number")
+        low = self.gt if self.ge is None else self.ge
+        high = self.lt if self.le is None else self.le
+        if low is not None and high is not None:
+            if leaf(hint) is int:
+                kind += f" from {low} to {high}"
+            else:
+                kind += f" in {'(' if self.ge is None else '['}{low}, {high}{')' if self.le is None else ']'}"
+        elif low is not None:
+            kind += f" above {low}" if self.ge is None else f" of at least {low}"
+        elif high is not None:
+            kind += f" below {high}" if self.le is None else f" of at most {high}"
+        return kind + (f" other than {' and '.join(f'{number:g}' for number in self.but)}" if self.but else "")
+
+
+def setting(
+    default: Any,
+    help: str = "",
+    *,
+    required: bool = False,
+    of: tuple[str, ...] = (),
+    metadata: Mapping[str, Any] = types.MappingProxyType({}),
+    **bounds: Any,
+) -> Any:
+    """A field of a settings dataclass.
+
+    Args:
+        default: its value where the key is absent; a class is called for each instance.
+        help: one line on what it is.
+        required: it has to be given: None and "" are refused.
+        of: the values of the field ``name`` with which it goes; others refuse it.
+        metadata: further keys, such as ``server_only`` (clients are not told the value) and ``usual`` (the default
+            that ``None`` stands for).
+        bounds: of :class:`Bounds`.
+
+    Raises:
+        TypeError: an unknown bound.
+    """
+    told = {"help": help, "bounds": Bounds(**bounds), "required": required, "of": of} | dict(metadata)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=told)
+    return field(default=default, metadata=told)
+
+
+def key_of(name: str) -> str:
+    """The key of a field: ``lambda_`` is ``lambda``, which Python keeps to itself."""
+    return name.removesuffix("_")
+
+
+def settings_of(cls: Any) -> Iterator[tuple[str, Field[Any], Any]]:
+    """(key, field, type) of each field that a table may set."""
+    hints = get_type_hints(cls)
+    return ((key_of(f.name), f, hints[f.name]) for f in fields(cls) if f.init)
+
+
+def plain_type(hint: Any) -> Any:
+    """The type without "or None"."""
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        return next(a for a in get_args(hint) if a is not types.NoneType)
+    return hint
+
+
+def leaf(hint: Any) -> Any:
+    """The type of the entries of a list or of the values of a table; of anything else, its own."""
+    hint = plain_type(hint)
+    inside = {tuple: 0, dict: 1}.get(get_origin(hint))
+    return hint if inside is None else leaf(get_args(hint)[inside])
+
+
+def bounds_of(f: Field[Any]) -> Bounds:
+    """The bounds that a field declares; none where it is a plain one."""
+    return f.metadata.get("bounds", Bounds())  # type: ignore[no-any-return]
+
+
+def owners_of(f: Field[Any]) -> tuple[str, ...]:
+    """The values of ``name`` with which a key goes; all where there is none."""
+    return f.metadata.get("of", ())  # type: ignore[no-any-return]
+
+
+def is_required(f: Field[Any]) -> bool:
+    """Whether the key has to be given, though the dataclass has a default."""
+    outside = f.default is not MISSING and f.default is not None and any(_wrong(f.default, bounds_of(f), ""))
+    return bool(f.metadata.get("required")) or outside
+
+
+def described(f: Field[Any], hint: Any) -> str:
+    """The meaning of a key, and what it may be where that is not in it."""
+    text, bounds = str(f.metadata.get("help", "")), bounds_of(f)
+    told = bounds == Bounds() or bounds.words or (bounds.choices and all(choice in text for choice in bounds.choices))
+    return text if told else f"{text}; {bounds.expected(hint)}"
+
+
+def check(settings: Any, where: str) -> None:
+    """Refuse the first value of a settings dataclass, or of one in its fields, that is outside its bounds.
+
+    Args:
+        settings: the instance.
+        where: the place of its table, e.g. "method"; "" for a file of one table.
+
+    Raises:
+        InputError: with the key, the value and what is expected.
+    """
+    at, missing = f"{where}." if where else "", ""
+    for f in fields(settings):
+        key, value, bounds, owners = at + key_of(f.name), getattr(settings, f.name), bounds_of(f), owners_of(f)
+        if is_dataclass(value) and f.init:
+            check(value, key)
+        for place, wrong in _wrong(value, bounds, key):
+            near = close(wrong, bounds.choices) if isinstance(wrong, str) else ""
+            raise InputError(f"{place} = {shown(wrong)}: expected {_expected(settings, f)}{near}")
+        mine = not owners or settings.name in owners
+        if value is not None and not mine:
+            theirs = listed(key_of(other.name) for other in fields(settings) if settings.name in owners_of(other))
+            raise InputError(f'{key} belongs to {listed(owners)}, not to "{settings.name}", which takes {theirs}')
+        if value in (None, "") and mine and f.metadata.get("required") and not missing:
+            by = f'required by "{settings.name}"' if owners else "missing"
+            missing = f"{key} is {by}: expected {_expected(settings, f)}"
+    if missing:
+        raise InputError(missing)
+
+
+def _expected(settings: Any, f: Field[Any]) -> str:
+    return bounds_of(f).expected(get_type_hints(type(settings))[f.name])
+
+
+def _wrong(value: Any, bounds: Bounds, key: str) -> Iterator[tuple[str, Any]]:
+    """(place, value) of what is outside the bounds."""
+    if isinstance(value, (tuple, list, Mapping)):
+        if len(value) < bounds.least or (isinstance(value, Mapping) and not _named(value, bounds)):
+            yield key, value
+        entries = value.items() if isinstance(value, Mapping) else ((i, v) for i, v in enumerate(value))
+        for at, entry in entries:
+            yield from _wrong(entry, bounds, f"{key}.{at}" if isinstance(value, Mapping) else f"{key}[{at}]")
+    elif value is not None and not is_dataclass(value) and not bounds.admit(value):
+        yield key, value
+
+
+def _named(table: Mapping[str, Any], bounds: Bounds) -> bool:
+    return not bounds.keys or all(re.fullmatch(bounds.keys, name) for name in table)
+
+
+def shown(value: Any) -> str:
+    """A value in a message, as TOML writes it, in few characters."""
+    if isinstance(value, str):
+        return f'"{value:.80}"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{list(value) if isinstance(value, tuple) else value!s:.80}"
