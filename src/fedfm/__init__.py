@@ -17,6 +17,7 @@ __all__ = [
     "Experiment",
     "Federation",
     "Method",
+    "Needs",
     "Params",
     "Progress",
     "Run",
@@ -28,14 +29,17 @@ __all__ = [
     "on_client",
     "resume",
     "run",
+    "setting",
 ]
 
 if TYPE_CHECKING:
     from fedfm.api.execute import load_run, resume, run
     from fedfm.api.federate import federate
     from fedfm.config.experiment import Experiment
+    from fedfm.core.capabilities import Needs
     from fedfm.core.client import Client, ClientId, Update, each, on_client
     from fedfm.core.federation import Federation
+    from fedfm.core.fields import setting
     from fedfm.core.method import Method
     from fedfm.linalg.params import Params
     from fedfm.runtime.progress import Progress
@@ -47,6 +51,7 @@ _WHERE = {
     "Experiment": "fedfm.config.experiment",
     "Federation": "fedfm.core.federation",
     "Method": "fedfm.core.method",
+    "Needs": "fedfm.core.capabilities",
     "Params": "fedfm.linalg.params",
     "Progress": "fedfm.runtime.progress",
     "Run": "fedfm.runtime.run_directory",
@@ -57,6 +62,7 @@ _WHERE = {
     "on_client": "fedfm.core.client",
     "resume": "fedfm.api.execute",
     "run": "fedfm.api.execute",
+    "setting": "fedfm.core.fields",
 }
 
 

@@ -64,6 +64,15 @@ def test_only_methods_and_the_audits_of_them_know_a_method():
                 assert not node.module.startswith("fedfm.methods"), f"{path}: {node.module}"
 
 
+def test_one_word_one_meaning():
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
 @dataclass(frozen=True)
 class Votes(Method[dict[ClientId, Params]]):
     """The server keeps a head for each client, and a head says the same of every row."""

@@ -20,7 +20,7 @@ from fedfm.errors import InputError, RunError
 from fedfm.linalg.out_of_core import shelved, stored
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params
-from fedfm.methods.fedbip.fedbip import FedBip, Personal, capped, copies, shares, similarities
+from fedfm.methods.fedbip.fedbip import BipState, FedBip, capped, copies, shares, similarities
 from fedfm.methods.fedbip.task_vectors import Change, Entries, Products
 from fedfm.models.adapters import lora
 from fedfm.runtime import predictions
@@ -194,11 +194,11 @@ def test_a_newcomer_by_hand():
     w = lambda x: Params({"w": torch.tensor([x])})  # noqa: E731
 
     bars = {"a": w(2.0), "b": w(-2.0)}
-    state = Personal(bars, bars, {}, w(0.0), ("model",))
+    state = BipState(bars, bars, {}, w(0.0), ("model",))
     found, weights = method.newcomer(Quadratic(), state, w(0.0), "new", lambda start: start + w(1.0))
     assert float(found["w"]) == pytest.approx(1.5)
     assert weights == {"new": 0.5, "a": 0.5, "b": 0}
-    opposed = Personal({"b": w(-2.0)}, {"b": w(-2.0)}, {}, w(0.0), ("model",))
+    opposed = BipState({"b": w(-2.0)}, {"b": w(-2.0)}, {}, w(0.0), ("model",))
     with pytest.raises(InputError, match="raw"):
         FedBip(negative="raw").newcomer(Quadratic(), opposed, w(0.0), "new", lambda start: start + w(1.0))
 
@@ -324,7 +324,7 @@ def test_a_newcomer_hears_of_clients_of_every_rank():
     w_0 = model.w.replace({n: 0 * t for n, t in model.w.items() if "lora_B" in n})
     bars = {k: lora.first(w_0, r) + 0.3 * draw(60 + r, r) for k, r in (("a", 1), ("b", 3), ("c", 2))}
     own = 0.3 * draw(70, 3)
-    found, weights = method.newcomer(model, Personal(bars, bars, {}, w_0, ("model",)), w_0, "new", lambda w: w + own)
+    found, weights = method.newcomer(model, BipState(bars, bars, {}, w_0, ("model",)), w_0, "new", lambda w: w + own)
     v = np.stack([dense(w) - dense(w_0) for w in (w_0 + own, *bars.values())])
     g = np.maximum(v @ v[0] / np.linalg.norm(v, axis=1) / np.linalg.norm(v[0]), 0)
     np.testing.assert_allclose([weights[k] for k in ("new", "a", "b", "c")], g / g.sum(), atol=1e-6)

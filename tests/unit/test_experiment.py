@@ -58,6 +58,10 @@ def test_the_adaptations_defaults_are_filled_in():
         ({"attack": "sign_flip"}, "attack = 'sign_flip': expected a table"),
         ({"run": {"engine": "spark"}}, "run.engine"),
         ({"name": "a/b"}, "without slashes"),
+        (
+            {"method": {"name": "ditto", "local": {"name": "ditto", "optimiser": "adam", "momentum": 0.5}}},
+            'method.local.momentum: only optimiser = "sgd" has one, not "adam"',
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(change, said):

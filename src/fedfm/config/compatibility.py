@@ -19,6 +19,7 @@ from fedfm.core.client import Update
 from fedfm.data.spec import IN_MEMORY
 from fedfm.errors import InputError, listed
 from fedfm.training import TrainsLocally
+from fedfm.training.personal import TwoModels
 
 Rule = tuple[Callable[[Any], Any], Callable[[Any], str]]  # of an experiment: whether it is refused, and the message
 
@@ -117,7 +118,14 @@ def _not_released(key: str) -> Rule:
     )
 
 
+def _momentum_of(e: Any) -> str:
+    """The optimiser of a pair of models that is given a momentum which it has not; empty where all is well."""
+    pairs = [local for local in locals_of(e.method) if isinstance(local, TwoModels)]
+    return next((p.optimiser for p in pairs if p.momentum and p.optimiser != "sgd"), "")
+
+
 AS_ASKED: tuple[Rule, ...] = (  # of the method as the experiment names it
+    (_momentum_of, lambda e: f'method.local.momentum: only optimiser = "sgd" has one, not "{_momentum_of(e)}"'),
     (
         lambda e: (e.data.name == IN_MEMORY) != (e.model.name == IN_MEMORY),
         lambda e: f'"{IN_MEMORY}": data and model are given by fedfm.federate(...), both or neither',

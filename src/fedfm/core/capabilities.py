@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from fedfm.core.client import Client, ClientId
 from fedfm.core.rows import Rows
@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
     from fedfm.privacy.accountant import Accountant
 
+C = TypeVar("C")
+_KNOWN: dict[tuple[type, type], bool] = {}
 Judge = Callable[[Params], dict[str, Any]]  # metrics of parameters on the global test rows
+
+
+def has(method: object, capability: type[C]) -> TypeGuard[C]:
+    """``isinstance``, remembered by class: it takes ten microseconds, and evaluation asks five times a client."""
+    key = type(method), capability
+    if key not in _KNOWN:
+        _KNOWN[key] = isinstance(method, capability)
+    return _KNOWN[key]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fedfm.methods.fedavg import FedAvg
 
 
 @dataclass(frozen=True)
-class Keeping(FedAvg):
+class KeepingFedAvg(FedAvg):
     """Client i keeps theta_i, what its last local pass ended with, and what that pass started from."""
 
     own_models: ClassVar[bool] = True

@@ -19,7 +19,7 @@ from fedfm.core.fields import setting
 from fedfm.core.update_metrics import PASSES
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.methods._personal import Keeping
+from fedfm.methods._personal import KeepingFedAvg
 from fedfm.models.layers import layers
 
 LOSSES = 10  # whose standard deviation says that W is learnt
@@ -27,7 +27,7 @@ MOST = 100  # passes: under clipping W may swing for ever
 
 
 @dataclass(frozen=True)
-class FedALA(Keeping):
+class FedALA(KeepingFedAvg):
     """FedAvg whose clients start not from the shared model but from a mixture of it and their own, entry by entry.
 
     A client's first round skips that: it has no model of its own yet. The server sees what FedAvg's does, and how many

@@ -14,7 +14,7 @@ from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.methods._personal import Keeping
+from fedfm.methods._personal import KeepingFedAvg
 from fedfm.models.layers import halves
 
 
@@ -32,7 +32,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class FedPer(Keeping):
+class FedPer(KeepingFedAvg):
     """FedAvg of the body; every client trains body and head together and never sends its head."""
 
     state_type: ClassVar[Any] = Base

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.capabilities import Applying, HidingCounts, Judge, Keeping, Predicting, Starting
+from fedfm.core.capabilities import Applying, HidingCounts, Judge, Keeping, Predicting, Starting, has
 from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.method import Method
@@ -40,7 +40,7 @@ class Evaluation:
     @on_client(kind="scores")
     def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
         """As :meth:`evaluate`, of what the client's last local pass started from."""
-        start = self.method.start_of(client, w) if isinstance(self.method, Keeping) else w
+        start = self.method.start_of(client, w) if has(self.method, Keeping) else w
         return scores(self.method, client.model, start, _rows(client, part))
 
     @on_client(kind="reveal")
@@ -111,7 +111,7 @@ class Evaluator:
             for key in ("attack_success", *ANSWERS):
                 if any(key in m for m in judged):
                     line[key] = _mean(m.get(key) for m in judged)
-        if thorough and isinstance(self._method, Starting):
+        if thorough and has(self._method, Starting):
             found = self._own(self._method.start_models(state), "test", self._clients.evaluate_start)
             before = {c: m.get("accuracy") for c, m in found.items()}
             line |= {"server_accuracy": _mean(before.values()), "server_client_accuracy": before}
@@ -138,7 +138,7 @@ class Evaluator:
         rows a client has, and under [privacy], where exact scores and numbers of rows would leave beside what the
         ledger accounts for.
         """
-        hidden = isinstance(self._method, HidingCounts) and self._method.hides_counts
+        hidden = has(self._method, HidingCounts) and self._method.hides_counts
         unable = self._method.needs.model == "server"
         if self._run.experiment.privacy is not None or hidden or unable:
             return {client: {} for client in self._fed.clients}
@@ -203,6 +203,6 @@ def judge(
 
 def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
     """Whether :func:`judge` asks piece by piece: the model keeps logits, and they are all that the method judges by."""
-    plain = not isinstance(method, (Predicting, Applying))
+    plain = not (has(method, Predicting) or has(method, Applying))
     plain = plain and population.client_model is not None
     return plain and population.federated.table.labels is not None and packed.applies(population.model, "exact")

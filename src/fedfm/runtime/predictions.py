@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedfm.core.capabilities import Applying, Keeping, Personal, Predicting, Transforming
+from fedfm.core.capabilities import Applying, Keeping, Personal, Predicting, Transforming, has
 from fedfm.core.checks import match
 from fedfm.core.client import Client
 from fedfm.core.method import Method
@@ -22,23 +22,23 @@ from fedfm.training import TrainsLocally
 
 def personal(method: Method[Any]) -> bool:
     """Every client ends with a model of its own, by the method or by its client optimiser."""
-    return isinstance(method, Personal) or _optimiser_keeps(method)
+    return has(method, Personal) or _optimiser_keeps(method)
 
 
 def kept(method: Method[Any]) -> bool:
     """Clients keep of their own models what ``params_for`` does not know."""
-    return isinstance(method, Keeping) or _optimiser_keeps(method)
+    return has(method, Keeping) or _optimiser_keeps(method)
 
 
 def _optimiser_keeps(method: Method[Any]) -> bool:
-    return isinstance(method, TrainsLocally) and method.local.personal
+    return has(method, TrainsLocally) and method.local.personal
 
 
 def own(method: Method[Any], client: Client, w: Params) -> Params:
     """Client half: the client's own model, where ``w`` is what ``params_for`` gives for it."""
-    if isinstance(method, Keeping):
+    if has(method, Keeping):
         return method.own(client, w)
-    return method.local.own(client, w) if isinstance(method, TrainsLocally) else w
+    return method.local.own(client, w) if has(method, TrainsLocally) else w
 
 
 def check_own(method: Method[Any], w: Params, model: Model) -> None:
@@ -47,7 +47,7 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
     Raises:
         ClientFault: with the first tensor that differs.
     """
-    if isinstance(method, TrainsLocally):
+    if has(method, TrainsLocally):
         method.local.check_own(w, model)
     else:
         match(w, model.layout, "model")
@@ -59,10 +59,10 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
 @contextmanager
 def applied(method: Method[Any], model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
     """Context manager: install w in the model; yields the rows to score."""
-    if isinstance(method, Applying):
+    if has(method, Applying):
         with method.applied(model, w, rows) as judged:
             yield judged
-    elif isinstance(method, TrainsLocally):
+    elif has(method, TrainsLocally):
         with method.local.applied(model, w, rows) as judged:
             yield judged
     else:
@@ -72,7 +72,7 @@ def applied(method: Method[Any], model: Model, w: Params, rows: Rows) -> Iterato
 
 def logits(method: Method[Any], model: Model, w: Params, rows: Rows) -> Tensor:
     """(n, C): what w says about rows."""
-    if isinstance(method, Predicting):
+    if has(method, Predicting):
         return method.logits(model, w, rows)
     with applied(method, model, w, rows) as judged:
         return model.predict(judged)
@@ -80,7 +80,7 @@ def logits(method: Method[Any], model: Model, w: Params, rows: Rows) -> Tensor:
 
 def scores(method: Method[Any], model: Model, w: Params, rows: Rows) -> dict[str, Any]:
     """How good w is on these rows (see ``models.metrics.evaluate``)."""
-    if isinstance(method, Predicting):
+    if has(method, Predicting):
         return model.evaluate(rows, method.logits(model, w, rows))
     with applied(method, model, w, rows) as judged:
         return model.evaluate(judged)
@@ -88,4 +88,4 @@ def scores(method: Method[Any], model: Model, w: Params, rows: Rows) -> dict[str
 
 def feature_transform(method: Method[Any]) -> str | None:
     """Transform applied to features before the head, or None."""
-    return method.feature_transform if isinstance(method, Transforming) else None
+    return method.feature_transform if has(method, Transforming) else None

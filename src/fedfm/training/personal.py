@@ -24,7 +24,7 @@ _PLAIN: dict[str, type[Local]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
 
 
 @dataclass(frozen=True)
-class _Two(Local):
+class TwoModels(Local):
     """Beside w the client trains something of its own, by the same optimiser, and keeps it."""
 
     optimiser: str = setting("sgd", "of both models: sgd, adam or adamw", choices=tuple(_PLAIN))
@@ -54,7 +54,7 @@ class _Two(Local):
 
 
 @dataclass(frozen=True)
-class DittoOptimiser(_Two):
+class DittoOptimiser(TwoModels):
     """Beside w, as the optimiser below trains it, the client trains v_k on f_k(v) + lambda/2 ||v - w||^2 and keeps it.
 
     Ditto: Fair and Robust Federated Learning Through Personalization. Li, Hu, Beirami, Smith. ICML 2021, Algorithm 1.
@@ -85,7 +85,7 @@ class DittoOptimiser(_Two):
 
 
 @dataclass(frozen=True)
-class DualAdapter(_Two):
+class DualAdapter(TwoModels):
     """Beside the LoRA w that it sends the client keeps a second one, its own; their weighted sum is its model.
 
     Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.

@@ -35,7 +35,7 @@ LEAST = 0.1  # a smaller sum of raw similarities is no denominator
 
 
 @dataclass(frozen=True)
-class Personal:
+class BipState:
     """Server state, a vector a client each.
 
     Attributes:
@@ -55,12 +55,12 @@ class Personal:
 
 
 @dataclass(frozen=True)
-class FedBip(Method[Personal]):
+class FedBip(Method[BipState]):
     """Every client its own aggregate: the sum of all task vectors, weighted by how similar they are to its own."""
 
     own_models: ClassVar[bool] = True
     asks: ClassVar[tuple[str, ...]] = ("train",)
-    state_type: ClassVar[Any] = Personal
+    state_type: ClassVar[Any] = BipState
 
     rounds: int = setting(10, "T, communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)
@@ -111,12 +111,12 @@ class FedBip(Method[Personal]):
             return Needs()
         return Needs(adaptations=("lora",), ranks=self.ranks, because='method.space = "product"')
 
-    def init(self, fed: Federation) -> Personal:
+    def init(self, fed: Federation) -> BipState:
         theta_pre = self.starting(fed)  # the same for all, LoRA's A included
         names, K = self.space_of(fed.model).layers, len(fed.clients)
-        return Personal(theta_pre, theta_pre, {}, Params({"p": torch.zeros(len(names), K, K)}), tuple(names))
+        return BipState(theta_pre, theta_pre, {}, Params({"p": torch.zeros(len(names), K, K)}), tuple(names))
 
-    def step(self, fed: Federation, s: Personal, t: int) -> Personal:
+    def step(self, fed: Federation, s: BipState, t: int) -> BipState:
         theta_bar, space = Vectors(s.theta_bar), self.space_of(fed.model)
         like = each({i: self.sent(w.layout) for i, w in theta_bar.items()})
         replies = fed.ask(self.train, of=fed.sample(self.fraction), like=like, theta_bar=each(theta_bar))  # lines 3-7
@@ -129,7 +129,7 @@ class FedBip(Method[Personal]):
         start, whole = [theta_bar[i] for i in now], self.aggregate == "parameters"
         found, cut = space.aggregates(p * self.factors(space, x, G), x, start, whole)  # lines 11 and 17
         mixed = s.theta_bar | dict(zip(now, found, strict=True))
-        return Personal(theta, mixed, tau, spread(p, fed.clients, list(now), pool), s.layers, cut)
+        return BipState(theta, mixed, tau, spread(p, fed.clients, list(now), pool), s.layers, cut)
 
     @on_client
     def train(self, client: Client, theta_bar: Params) -> Update:
@@ -203,20 +203,20 @@ class FedBip(Method[Personal]):
             with self.local.applied(model, w, rows) as judged:
                 yield judged
 
-    def params_for(self, s: Personal, client: ClientId) -> Params:
+    def params_for(self, s: BipState, client: ClientId) -> Params:
         return s.theta[client]  # line 21
 
-    def start_models(self, s: Personal) -> dict[ClientId, Params]:
+    def start_models(self, s: BipState) -> dict[ClientId, Params]:
         return s.theta_bar | (Vectors(s.theta) - s.tau)
 
-    def details(self, s: Personal, judge: Judge | None) -> dict[str, Any]:
+    def details(self, s: BipState, judge: Judge | None) -> dict[str, Any]:
         return {"cut": s.cut} if self.space == "product" else {}
 
-    def arrays(self, s: Personal) -> dict[str, np.ndarray]:
+    def arrays(self, s: BipState) -> dict[str, np.ndarray]:
         return {"weights": s.p["p"].numpy(), "layers": np.array(s.layers)}
 
     def newcomer(
-        self, model: Model, s: Personal, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
+        self, model: Model, s: BipState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
         """Equation 4 over its own vector and what every other client has got so far: vectors of one round fail."""
         theta = adapt(w_0)
