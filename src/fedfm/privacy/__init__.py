@@ -1,1 +1,1 @@
-"""What a release tells of one record: noise from a secret key, its calibration, and what was spent."""
+"""What a release tells of one record (noise, its calibration, what was spent), and what a silo's policy lets out."""
