@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 from importlib.resources import files
 from typing import Any
 
-from fedfm.config.registry import admit, available, ours, resolve
+from fedfm.config.registry import admit, admit_any, available, ours, resolve
 from fedfm.core.fields import described, settings_of
 from fedfm.errors import InputError, close
 
@@ -75,11 +75,13 @@ def method(name: str) -> str:
     titles = {"methods": "method", "attacks": "attack", "aggregation": "aggregation"}
     where = {kind: available(kind) for kind in titles}
     kind = next((kind for kind, names in where.items() if name in names), "")
+    if ":" in name:
+        kind = admit_any(name, "fedfm show")
     if not kind:
         near = close(name, [n for names in where.values() for n in names])
         raise InputError(f'no method, attack or aggregation is called "{name}"{near}; see `fedfm list`')
     defs = schema("experiment")["$defs"]
-    if ":" in where[kind][name]:  # somebody else's: whoever asks for it here has it imported
+    if ":" in where[kind].get(name, name):  # somebody else's: whoever asks for it here has it imported
         admit(kind, name, "fedfm show")
         keys = _beside(resolve(kind, name))
     else:

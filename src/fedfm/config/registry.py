@@ -127,8 +127,8 @@ def admit(kind: str, name: str, where: str) -> None:
     _admitted[kind, name] = cls
 
 
-def admit_any(name: str, where: str) -> None:
-    """Admit a class as what it is, a method or an aggregation.
+def admit_any(name: str, where: str) -> str:
+    """Admit a class as what it is, a method or an aggregation; returns its kind.
 
     Raises:
         InputError: as :func:`admit`.
@@ -136,7 +136,7 @@ def admit_any(name: str, where: str) -> None:
     for kind in ("methods", "aggregation"):
         try:
             admit(kind, name, where)
-            return
+            return kind
         except InputError as error:
             wrong = error
     raise wrong
