@@ -22,7 +22,7 @@ import numpy as np
 
 from fedfm.linalg.pairwise import gram
 from fedfm.linalg.params import Params
-from fedfm.methods.fedbip.fedbip import Personal, similarities
+from fedfm.methods.fedbip.fedbip import BipState, similarities
 from fedfm.runtime.population import populate
 from fedfm.runtime.run_directory import Run
 
@@ -54,7 +54,7 @@ def summary(c: np.ndarray, kinds: Sequence[str]) -> tuple[float | None, float | 
 def lines(out: Path) -> list[str]:
     """Rows of the table, of a finished run."""
     run = Run.open(out)
-    s: Personal = run.state(Personal)
+    s: BipState = run.state(BipState)
     clients = sorted(s.tau)
     kinds = [re.sub(r"-\d+$", "", c) for c in clients]
     start = initial(run)

@@ -96,7 +96,7 @@ def test_too_few_updates_in_a_round_stop_the_run(tmp_path):
         ({"aggregation": {"name": "geometric_median", "epsilon": 0.0}}, "aggregation.epsilon"),
         ({"aggregation": {"name": "geometric_median", "iterations": 0}}, "aggregation.iterations"),
         ({"aggregation": "median"}, r"expected a table \[aggregation\]"),
-        ({"aggregation": {"name": 3}}, "aggregation.name is missing"),
+        ({"aggregation": {"name": 3}}, "aggregation.name = 3: expected"),
         ({"aggregation": {"name": "median"}, "method": {"name": "local"}}, "takes no mean"),
         ({"aggregation": {"name": "median"}, "method": {"name": "fedpft"}}, "takes no mean"),
         (

@@ -226,7 +226,7 @@ class Lora:
     """Two adapted maps, 5 to 6 and 6 to 4, and a head, of rank 3 and alpha 6."""
 
     adaptation = "lora"
-    spec = SimpleNamespace(adaptation=SimpleNamespace(rank=3, alpha=6.0))
+    adaptation_spec = SimpleNamespace(rank=3, alpha=6.0)
 
     def __init__(self):
         self.w = draw(0, 3)

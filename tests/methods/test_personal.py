@@ -528,7 +528,7 @@ def test_a_client_whose_own_model_is_of_another_kind_stops_nobody(tmp_path, monk
     def lie(self, client, w):
         return Params({"other": torch.zeros(2)}) if client.id == "client-01" else honest(self, client, w)
 
-    lie.on_client, lie.__name__ = True, half
+    lie.on_client, lie.kind, lie.__name__ = True, honest.kind, half
     lie.__annotations__ = honest.__annotations__ | {"return": Params}
     monkeypatch.setattr(cls, half, lie)
     tables = experiment(tmp_path)

@@ -91,7 +91,7 @@ def matching(clip=None, **changes):
     module = Matching(clip or tiny_clip()).requires_grad_(False)
     plain = copy.deepcopy(module).eval()
     keys = {"rank": 2, "alpha": ALPHA, "targets": ("fc1", "fc2"), **changes}
-    spec = adaptation.check(AdaptationSpec("lora", **keys))
+    spec = adaptation.with_defaults(AdaptationSpec("lora", **keys))
     parts = families.find(module, "clip")
     adapted = adaptation.apply(module, spec, parts, new=[], task="classification", seed=0)
     model = Model(

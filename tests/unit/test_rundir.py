@@ -273,7 +273,7 @@ def test_one_client_of_finite_numbers_does_not_end_a_run(tmp_path, monkeypatch):
             return replace(update, delta=update.delta.map(lambda x: torch.full_like(x, 3e38)), weight=1e9)
         return update
 
-    absurd.on_client = True
+    absurd.on_client, absurd.kind, absurd.__name__ = True, "", "train"
     monkeypatch.setattr(FedAvg, "train", absurd)
     result = fedfm.run(experiment(tmp_path, method={"fraction": 1.0}), tmp_path / "run")
     assert {(e["client"], e["code"]) for e in result["excluded"]} == {(bad, "E_NORM")}
@@ -289,7 +289,7 @@ def test_metrics_that_overflow_are_null_in_strict_json_and_cost_no_checkpoint(tm
         update = train(self, client, w)
         return replace(update, metrics=update.metrics | {"loss": 1e308})
 
-    loud.on_client = True
+    loud.on_client, loud.kind, loud.__name__ = True, "", "train"
     monkeypatch.setattr(FedAvg, "train", loud)
     with pytest.raises(KeyboardInterrupt):
         fedfm.run(experiment(tmp_path), tmp_path / "run", progress=_Stop(2))

@@ -158,7 +158,8 @@ class Experiment:
             method = dataclasses.replace(method, **withheld)
         if method.needs.model == "server":
             model = dataclasses.replace(model, name=WITHHELD)
-        return dataclasses.replace(self, method=method, model=model)
+        unchanged = method is self.method and model is self.model
+        return self if unchanged else dataclasses.replace(self, method=method, model=model)
 
     def for_server(self, known: Mapping[str, Any]) -> Experiment:
         """The experiment again, of what clients are told and what the server knows.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fedfm import seeds
+from fedfm.core.fields import check
 from fedfm.errors import InputError
 from fedfm.models.families import Parts, query_value_names, strides_are_read, unwrapped
 from fedfm.models.quiet import quiet
@@ -44,6 +45,7 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     Raises:
         InputError: the specification does not fit the architecture.
     """
+    check(spec, "model.adaptation")
     module.requires_grad_(spec.name == "full")
     if spec.name == "full":
         return module
