@@ -29,6 +29,9 @@ from fedfm.privacy.spec import PrivacySpec
 T = TypeVar("T")
 
 
+_MODEL = "model.name"  # among server-only values, which else are fields of the method
+
+
 @dataclass(frozen=True, init=False)
 class Experiment:
     """Everything that defines a run, with every default filled in and checked.
@@ -149,17 +152,12 @@ class Experiment:
     def server_only(self) -> dict[str, Any]:
         """What of the method only the server may know, by key."""
         marked = [f.name for f in dataclasses.fields(self.method) if f.metadata.get("server_only")]
-        return {key: getattr(self.method, key) for key in marked}
+        model = {_MODEL: self.model.name} if self.method.needs.model == "server" else {}
+        return {key: getattr(self.method, key) for key in marked} | model
 
     def for_clients(self) -> Experiment:
         """What clients are told of this experiment: server-only values are withheld."""
-        method, model = self.method, self.model
-        if withheld := dict.fromkeys(self.server_only(), WITHHELD):
-            method = dataclasses.replace(method, **withheld)
-        if method.needs.model == "server":
-            model = dataclasses.replace(model, name=WITHHELD)
-        unchanged = method is self.method and model is self.model
-        return self if unchanged else dataclasses.replace(self, method=method, model=model)
+        return self._with(dict.fromkeys(self.server_only(), WITHHELD))
 
     def for_server(self, known: Mapping[str, Any]) -> Experiment:
         """The experiment again, of what clients are told and what the server knows.
@@ -169,9 +167,17 @@ class Experiment:
         """
         missing = [key for key, value in self.server_only().items() if value == WITHHELD and key not in known]
         if missing:
-            raise InputError(f"method.{missing[0]}: withheld from clients, and the server has no value for it")
-        values = {key: known[key] for key in self.server_only() if key in known}
-        return dataclasses.replace(self, method=dataclasses.replace(self.method, **values)) if values else self
+            where = missing[0] if missing[0] == _MODEL else f"method.{missing[0]}"
+            raise InputError(f"{where}: withheld from clients, and the server has no value for it")
+        return self._with({key: known[key] for key in self.server_only() if key in known})
+
+    def _with(self, values: Mapping[str, Any]) -> Experiment:
+        """With other values of what :meth:`server_only` names."""
+        if not values:
+            return self
+        fields = {key: value for key, value in values.items() if key != _MODEL}
+        model = dataclasses.replace(self.model, name=values.get(_MODEL, self.model.name))
+        return dataclasses.replace(self, method=dataclasses.replace(self.method, **fields), model=model)
 
     @property
     def in_memory(self) -> bool:
