@@ -42,7 +42,7 @@ class Tap:
             yield reply
 
 
-def listen(method, folder, rounds=3, **keys):
+def listen(method, folder, rounds=2, **keys):
     """(method, tap) after a run of the small experiment with the shipped model as its secret."""
     experiment = Experiment.from_dict(
         {

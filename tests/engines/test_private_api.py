@@ -323,10 +323,10 @@ def test_a_change_of_it_names_the_function_that_needs_work(check, monkeypatch):
     getattr(private_api, check.function.partition(".")[0])
     for path in check.paths:
         home, _, name = path.rpartition(".")
-        module = importlib.import_module(home)  # whole, before a part of it goes
+        found(path)  # imported as a whole, before a part of it goes
         with monkeypatch.context() as changed:
             changed.setitem(sys.modules, path, None)
-            changed.delattr(module, name)
+            changed.delattr(importlib.import_module(home), name)
             with pytest.raises(pytest.fail.Exception) as told:
                 check.run()
         assert str(told.value).startswith(check.told)
