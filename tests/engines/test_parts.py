@@ -72,6 +72,15 @@ def test_an_app_holds_the_experiment_and_builds_the_same_bundle_twice(tmp_path, 
         app_writer.write(tmp_path / "app", exp)
 
 
+def test_an_app_of_a_long_name_is_one_that_flower_takes(tmp_path):
+    tables = {"data": {"name": "digits"}, "model": {"name": "nano-vit"}, "method": {"name": "fedavg"}}
+    experiment = Experiment(**tables, name="a name of more than thirty-two letters in all")
+    app_writer.write_app(tmp_path, experiment, out=tmp_path)
+    name = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["name"]
+    assert re.fullmatch(r"fedfm-[a-z0-9-]*[a-z0-9]", name)
+    assert len(name) <= 32
+
+
 def test_a_method_that_pools_rows_has_no_app(tmp_path):
     exp = tmp_path / "exp.toml"
     exp.write_text(Experiment.from_dict(table("x.npz", method={"name": "centralised"})).to_toml())

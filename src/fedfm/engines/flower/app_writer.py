@@ -53,6 +53,7 @@ def write_app(folder: Path, experiment: Experiment, *, out: Path, run: str = "",
         key: names this run's folder at the sites.
     """
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
+    app = f"fedfm-{name}"[:32].strip("-")  # Flower takes no longer name
     values = {"experiment": told(experiment), "out": str(out), "run": run, "key": key}
     lines = "\n".join(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
     (folder / "pyproject.toml").write_text(
@@ -61,7 +62,7 @@ requires = ["hatchling"]
 build-backend = "hatchling.build"
 
 [project]
-name = "fedfm-{name}"
+name = "{app}"
 version = "1.0.0"
 description = "The experiment {name}, run by fedfm."
 license = "Apache-2.0"
