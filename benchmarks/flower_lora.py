@@ -55,6 +55,7 @@ class People:
 
     def __init__(self, clients: int, rows: int) -> None:
         self.model, deal = lora.minilm(None)
+        self.client_model = self.model
         parts: Any = deal(clients)
         if rows:
             parts = [part.take(np.arange(min(len(part), rows))) for part in parts]

@@ -50,7 +50,7 @@ class Nobody:
 
     def __init__(self, count: int) -> None:
         self.clients = [f"c{i:05d}" for i in range(count)]
-        self.model = self
+        self.model = self.client_model = self
         self._data = ClientData(Rows, Rows, Rows)
 
     def params(self) -> Params:
