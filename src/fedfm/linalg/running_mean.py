@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from fedfm.linalg.params import Params
 
 _PIECE = 1 << 15  # entries that torch adds on one thread: the last of a thread's share round in another way
@@ -38,10 +36,10 @@ class RunningMean:
             x.check_like(self._sum.layout)
             for dtype, total in self._sum.flats.items():
                 if dtype.is_floating_point:
-                    for piece, term in zip(
-                        torch.split(total, _PIECE), torch.split(x.flats[dtype], _PIECE), strict=True
-                    ):
-                        piece.add_(term, alpha=weight)
+                    term = x.flats[dtype]
+                    for start in range(0, len(total), _PIECE):
+                        piece = slice(start, start + _PIECE)
+                        total[piece].add_(term[piece], alpha=weight)
         self.weight += weight
         self.count += 1
 
