@@ -1,4 +1,4 @@
-"""What `fedfm pretrain` is asked for: the tables of its file."""
+"""Settings of `fedfm pretrain`: the tables of its file."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class PretrainSpec:
 
     local: Local = setting(SGD(), "optimiser, as [method.local]: epochs, learning_rate, ...")
     milestones: tuple[int, ...] = setting((), "epochs after which the learning rate is multiplied by factor")
-    factor: float = setting(0.1, "of the learning rate at a milestone", gt=0, le=1)
+    factor: float = setting(0.1, "factor of the learning rate at a milestone", gt=0, le=1)
     vocabulary_size: int | None = setting(
-        None, "language models: make a vocabulary of so many tokens from the training text"
+        None, "language models: train a vocabulary of this many tokens on the training text"
     )
     vocabulary: str = setting("bpe", "bpe (on bytes) or words (between blanks)")
-    seed: int = setting(0, "of the first weights, the split and the order of rows", ge=0)
-    threads: int = setting(0, "0: one a core; another number may change the last bits", ge=0)
+    seed: int = setting(0, "seed of the initial weights, the split and the order of rows", ge=0)
+    threads: int = setting(0, "CPU threads; 0: one per core; another number may change the last bits", ge=0)
 
 
 @dataclass(frozen=True)
 class Pretraining:
-    """What a pretraining is, with every default filled in: [data], [model], [pretrain].
+    """Everything that defines a pretraining, with every default filled in: [data], [model], [pretrain].
 
     Example:
         >>> p = Pretraining.from_dict({
@@ -111,5 +111,5 @@ class Pretraining:
         return local.learning_rate * self.spec.factor ** sum(epoch > after for after in self.spec.milestones)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested tables; ``from_dict`` takes them back."""
+        """Nested tables; ``from_dict`` is the inverse."""
         return {"data": plain(self.data), "model": plain(self.model), "pretrain": plain(self.spec)}
