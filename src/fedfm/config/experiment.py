@@ -13,7 +13,7 @@ from fedfm.attacks.attack import Attack
 from fedfm.config import compatibility
 from fedfm.config.registry import admit_named, name_of
 from fedfm.config.run_spec import RunSpec
-from fedfm.config.toml import build, build_named, plain, read, refuse_unknown, to_toml
+from fedfm.config.toml import build, build_named, named, plain, read, refuse_unknown, to_toml
 from fedfm.core.capabilities import Private
 from fedfm.core.fields import check
 from fedfm.core.method import Method
@@ -185,12 +185,8 @@ class Experiment:
         """Nested tables with every default filled in; ``from_dict`` is the inverse."""
         method = {"name": self.method_name} | plain(self.method)
         tables = {"name": self.name, "data": plain(self.data), "model": plain(self.model), "method": method}
-        if self.privacy is not None:
-            tables["privacy"] = plain(self.privacy)
-        if self.attack is not None:
-            tables["attack"] = {"name": name_of("attacks", self.attack)} | plain(self.attack)
-        tables["aggregation"] = {"name": name_of("aggregation", self.aggregation)} | plain(self.aggregation)
-        return tables | {"run": plain(self.run)}
+        others = {"privacy": self.privacy, "attack": self.attack, "aggregation": self.aggregation, "run": self.run}
+        return tables | {key: named(value) for key, value in others.items() if value is not None}
 
     def to_toml(self) -> str:
         """The experiment as a TOML file with every default filled in; keys without a value are left out."""

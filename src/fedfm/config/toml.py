@@ -9,6 +9,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from fedfm.aggregation.base import Aggregator
+from fedfm.attacks.attack import Attack
 from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, key_of, plain_type
 from fedfm.core.method import Method
@@ -137,14 +139,14 @@ def build_named(kind: str, table: Any, path: str, *, default: str = "", of: type
 
 def _kind(cls: Any) -> str:
     """Registry kind of a class; "" if it has none."""
-    kinds = {"optimisers": Local, "methods": Method}
+    kinds = {"optimisers": Local, "methods": Method, "attacks": Attack, "aggregation": Aggregator}
     return next((kind for kind, base in kinds.items() if isinstance(cls, type) and issubclass(cls, base)), "")
 
 
 def plain(value: Any) -> Any:
     """Dataclasses as nested tables; keys without a value are left out."""
     if is_dataclass(value) and not isinstance(value, type):
-        table = {key_of(f.name): _named(getattr(value, f.name)) for f in fields(value)}
+        table = {key_of(f.name): named(getattr(value, f.name)) for f in fields(value)}
         return {key: inner for key, inner in table.items() if inner is not None}
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
@@ -153,7 +155,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _named(value: Any) -> Any:
+def named(value: Any) -> Any:
     """As :func:`plain`, with the name of a value that the registry knows."""
     kind = _kind(type(value))
     name = name_of(kind, value) if kind else ""

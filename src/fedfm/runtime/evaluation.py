@@ -135,13 +135,10 @@ class Evaluator:
     def _own(
         self, models: Mapping[ClientId, Params], part: str, handler: Callable[..., Any] | None = None
     ) -> dict[ClientId, dict[str, Any]]:
-        """Metrics of each client's model on its own rows; {} for a client that did not answer.
-
-        No client is asked if the method hides numbers of rows or clients have no model, nor under [privacy]: the ledger
-        does not account for exact scores.
-        """
+        """Metrics of each client's model on its own rows; {} for a client that was not asked or did not answer."""
         hidden = has(self._method, HidingCounts) and self._method.hides_counts
         unable = self._method.needs.model == "server"
+        # Under [privacy] no client is asked: the ledger does not account for exact scores.
         if self._run.experiment.privacy is not None or hidden or unable:
             return {client: {} for client in self._fed.clients}
         first = next(iter(models.values()))

@@ -97,15 +97,12 @@ def cut(folder: Path, record: Mapping[str, Any] | None) -> list[str]:
 
 
 def _cut_messages(path: Path, length: int, last: int, evaluated: bool) -> None:
-    """Keep the committed bytes, and the last round's evaluation messages if its metrics exist.
-
-    If no line ends at the commit, the file was changed since; then the lines up to the last round stay.
-    """
+    """Keep the committed bytes, and the last round's evaluation messages if its metrics exist."""
     if not path.exists():
         return
     with open(path, "rb") as file:
         file.seek(max(length - 1, 0))
-        if length and file.read(1) != b"\n":
+        if length and file.read(1) != b"\n":  # the file was changed since: keep the lines up to the last round
             file.seek(0)
             kept = [line for line in file if (found := _object(line)) is None or found["round"] <= last]
             storage.write_atomic(path, b"".join(line.removesuffix(b"\n") + b"\n" for line in kept))

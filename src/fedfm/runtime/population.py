@@ -147,7 +147,6 @@ def populate(experiment: Experiment) -> Partitioned:
     """
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal
-    from fedfm.models.load import load_model
 
     if experiment.in_memory:
         raise InputError(
@@ -158,20 +157,27 @@ def populate(experiment: Experiment) -> Partitioned:
     federated = deal(table, experiment.data, seed=seed)
     if experiment.model.name == WITHHELD:  # at a site: only the server has the model
         return Partitioned(federated, None)
-    model = load_model(
-        experiment.model,
-        classes=table.classes,
-        kind=table.kind,
-        task=experiment.model.task,
-        seed=seed,
-        feature_dim=table.inputs.shape[1] if table.kind == "features" else None,
-    )
-    model.kernels = experiment.run.kernels
+    model = model_of(experiment, table)
     clients, attack, attackers = sorted(federated.clients), experiment.attack, None
     if attack is not None:
         attack.fits(table.kind, model.task, model, table.classes)
         attackers = Attackers(attack, clients, seed, model.task)
     return Partitioned(federated, model, attackers, shared=experiment.method.needs.model == "everybody")
+
+
+def model_of(experiment: Experiment, table: Table) -> Model:
+    """The experiment's model for the rows of a table."""
+    from fedfm.models.load import load_model
+
+    spec, dim = experiment.model, _feature_dim(table)
+    seed, classes, kind = experiment.run.seed, table.classes, table.kind
+    model = load_model(spec, classes=classes, kind=kind, task=spec.task, seed=seed, feature_dim=dim)
+    model.kernels = experiment.run.kernels
+    return model
+
+
+def _feature_dim(table: Table) -> int | None:
+    return table.inputs.shape[1] if table.kind == "features" else None
 
 
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:
@@ -194,7 +200,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
         "model": {
             "classes": list(table.classes),
             "kind": table.kind,
-            "feature_dim": table.inputs.shape[1] if table.kind == "features" else None,
+            "feature_dim": _feature_dim(table),
             "trainable": sum(population.model.layout.sizes.values()),
         },
     }

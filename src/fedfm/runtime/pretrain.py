@@ -75,7 +75,7 @@ def pretrain(
             return work.go(watcher)
         except InputError:
             if fresh and not work.checkpoints():
-                work.discard()
+                storage.discard(work.folder, _OURS)
             raise
         finally:
             watcher.finished()
@@ -267,9 +267,6 @@ class _Work:
         for name in ("checkpoint", "start", "export"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         return result
-
-    def discard(self) -> None:
-        storage.discard(self.folder, _OURS)
 
 
 def _buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:

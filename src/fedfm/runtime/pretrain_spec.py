@@ -75,26 +75,21 @@ class Pretraining:
                 raise InputError(f"[{section}] is missing; a pretraining has [data], [model] and [pretrain]")
         data = build(DataSpec, table["data"], "data")
         model = build(ModelSpec, table["model"], "model")
-        made = cls(data, model, build(PretrainSpec, table.get("pretrain", {}), "pretrain"))
-        made._validate()
-        return dataclasses.replace(made, model=dataclasses.replace(model, adaptation=AdaptationSpec("full")))
-
-    def _validate(self) -> None:
-        check_data(self.data)
-        check(self.model, "model")
-        check(self.spec, "pretrain")
+        spec = build(PretrainSpec, table.get("pretrain", {}), "pretrain")
+        check_data(data)
+        check(model, "model")
+        check(spec, "pretrain")
         for key, default in (("partition", PartitionSpec()), ("val_fraction", 0.0)):
-            if getattr(self.data, key) != default:
+            if getattr(data, key) != default:
                 raise InputError(f"data.{key}: pretraining has all rows in one place and chooses nothing; drop it")
-        if IN_MEMORY in (self.model.name, self.data.name):
+        if IN_MEMORY in (model.name, data.name):
             raise InputError(f'"{IN_MEMORY}": pretraining reads its rows and makes its model; expected names or paths')
-        if self.model.adaptation is not None and self.model.adaptation.name != "full":
+        if model.adaptation is not None and model.adaptation.name != "full":
             raise InputError(
-                f'model.adaptation.name = "{self.model.adaptation.name}": pretraining trains all parameters; drop it'
+                f'model.adaptation.name = "{model.adaptation.name}": pretraining trains all parameters; drop it'
             )
-        if self.model.task == "zero_shot":
+        if model.task == "zero_shot":
             raise InputError('model.task = "zero_shot": expected classification, language_modelling or instruction')
-        spec = self.spec
         if isinstance(spec.local, Proximal) or spec.local.absent != "keep":
             raise InputError('pretrain.local: expected name = "sgd", "adam" or "adamw", every class present')
         after = list(spec.milestones)
@@ -102,8 +97,9 @@ class Pretraining:
             raise InputError(
                 f"pretrain.milestones = {after}: expected ascending numbers of epochs between 0 and {spec.local.epochs}"
             )
-        if spec.vocabulary_size is not None and self.model.weights != "random":
+        if spec.vocabulary_size is not None and model.weights != "random":
             raise InputError('pretrain.vocabulary_size: a new vocabulary fits no weights: set model.weights = "random"')
+        return cls(data, dataclasses.replace(model, adaptation=AdaptationSpec("full")), spec)
 
     def rate(self, epoch: int) -> float:
         """The learning rate of an epoch (1, 2, ...)."""

@@ -94,11 +94,7 @@ class Server:
             self.run.write_manifest()
 
     def _commit(self, t: int, state: Any) -> Any:
-        """Complete round t; returns the state for the next round. A large state is memory-mapped from the checkpoint.
-
-        Raises:
-            RunError: the state has NaN or infinity; the last commit stays.
-        """
+        """Complete round t; returns the state for the next round. A large state is mapped from the checkpoint."""
         if (where := nonfinite(state, "state")) is not None:
             last = f"round {t - 1} stands as it was committed" if t else "nothing is committed"
             raise RunError(f"round {t}: the server's {where} has NaN or infinity; {last}")
@@ -140,10 +136,7 @@ class Server:
         return total / judged if judged and total is not None else None
 
     def _best(self, t: int, state: Any) -> tuple[Any, int]:
-        """Final state and its round: under ``run.patience`` the best round, if the server has all of its state.
-
-        The final state becomes the last checkpoint, which is the state of the run for all readers.
-        """
+        """Final state, which becomes the last checkpoint, and its round: the best one under ``run.patience``."""
         best = early_stopping.best_round(self.run)
         if best is None or best == t or kept(self.method):
             return state, t

@@ -41,7 +41,7 @@ from fedfm.errors import InputError, close, listed
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
 from fedfm.privacy.policy import WORDS, Policy
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.population import Partitioned, model_of
 
 _EXPOSED = {
     "mean": "its update, in a mean",
@@ -184,31 +184,16 @@ def populate(silo: Silo, experiment: Experiment, classes: Sequence[str]) -> Part
     Raises:
         InputError: the experiment's model, classes or task do not fit the silo.
     """
-    from fedfm.models.load import load_model
-
-    seed, task = experiment.run.seed, experiment.model.task
-    federated = deal(silo, experiment.data, seed=seed, task=task)
+    federated = deal(silo, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
     table = _with_classes(silo, federated.table, tuple(classes))
-    if experiment.model.name == WITHHELD:
-        return Partitioned(replace(federated, table=table), None)
-    model = load_model(
-        listed_model(silo, experiment.model),
-        classes=table.classes,
-        kind=table.kind,
-        task=task,
-        seed=seed,
-        feature_dim=table.inputs.shape[1] if table.kind == "features" else None,
-    )
-    model.kernels = experiment.run.kernels
+    model = None
+    if experiment.model.name != WITHHELD:
+        model = model_of(replace(experiment, model=listed_model(silo, experiment.model)), table)
     return Partitioned(replace(federated, table=table), model)
 
 
 def _with_classes(silo: Silo, table: Table, classes: tuple[str, ...]) -> Table:
-    """The rows with labels that index the federation's classes.
-
-    Raises:
-        InputError: these are not the classes that the silo agreed to.
-    """
+    """The rows with labels that index the federation's classes, if the silo agreed to these classes."""
     agreed = _agreed(silo, table)
     if classes != agreed:
         raise InputError(

@@ -86,21 +86,16 @@ clientapp = "fedfm.apps:client"
 
 
 def told(experiment: Experiment) -> str:
-    """The text of an experiment that the ServerApp and the sites of a deployment receive."""
-    spec = replace(experiment.run, engine="deployment", wire=False, workers=0, superlink=None, root_certificates=None)
-    return absolute(replace(experiment, run=spec)).for_clients().to_toml()
-
-
-def absolute(experiment: Experiment) -> Experiment:
-    """The experiment with absolute paths, for processes in other working directories."""
+    """The text of an experiment that the ServerApp and the sites of a deployment receive, with absolute paths."""
 
     def path(text: str | None) -> str | None:
         return str(Path(text).resolve()) if text and Path(text).exists() else text
 
-    data = experiment.data
+    data, model = experiment.data, replace(experiment.model, name=path(experiment.model.name) or "")
     clients = {name: path(file) or file for name, file in data.clients.items()} if data.clients else data.clients
     data = replace(data, path=path(data.path), hub=path(data.hub), clients=clients)
-    return replace(experiment, data=data, model=replace(experiment.model, name=path(experiment.model.name) or ""))
+    spec = replace(experiment.run, engine="deployment", wire=False, workers=0, superlink=None, root_certificates=None)
+    return replace(experiment, data=data, model=model, run=spec).for_clients().to_toml()
 
 
 def _how_to(folder: Path, experiment: Experiment) -> str:

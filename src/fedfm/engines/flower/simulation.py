@@ -155,13 +155,7 @@ def _end_with(end: Path) -> None:
 
 @contextlib.contextmanager
 def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
-    """Run Ray and Flower without output, with all files in a temporary folder and with our signal handlers.
-
-    Yields a function that kills Ray's processes.
-
-    Raises:
-        MissingExtra: Ray is not installed.
-    """
+    """Run Ray and Flower without output, in a temporary folder, with our signal handlers; yields how to kill Ray."""
     _sweep()
     folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # a short path: Ray makes sockets in it
     settings = {

@@ -151,11 +151,7 @@ class Site:
         }
 
     def _agree(self, name: ClientId, own: Own, classes: Sequence[str]) -> None:
-        """Agree to the run or refuse it; only the silo's log says why the experiment does not fit.
-
-        Raises:
-            ClientFault: E_REFUSED by the policy, or after too many misfits; E_EXPERIMENT if it does not fit.
-        """
+        """Agree to the run or refuse it; only the silo's log says why the experiment does not fit."""
         own.asked(classes)
         if own.classes is not None:
             if own.classes != tuple(classes):
