@@ -29,17 +29,9 @@ class Crossing(NamedTuple):
     counted: bool
 
     def line(self) -> str:
-        return json.dumps(
-            {
-                "round": self.round,
-                "from": self.sender,
-                "to": self.receiver,
-                "handler": self.handler,
-                "bytes": self.nbytes,
-                "form": self.form,
-                "counted": self.counted,
-            }
-        )
+        """A line of ``messages.jsonl``."""
+        keys = ("round", "from", "to", "handler", "bytes", "form", "counted")
+        return json.dumps(dict(zip(keys, self, strict=True)))
 
 
 @dataclass

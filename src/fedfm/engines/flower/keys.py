@@ -48,14 +48,10 @@ def write_node_key(path: Path) -> bytes:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(ec.SECP384R1())
-    write_private(
-        path,
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
-        ),
-    )
-    return key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    key, pem = ec.generate_private_key(ec.SECP384R1()), serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    write_private(path, private)
+    return key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def write_secret(path: Path) -> Path:
