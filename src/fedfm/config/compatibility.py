@@ -89,7 +89,7 @@ def check_as_asked(e: Any) -> None:
     if run.patience and not e.data.val_fraction:
         raise InputError("run.patience: early stopping needs validation rows; set data.val_fraction, e.g. 0.1")
     if run.patience and not run.evaluate_every:
-        raise InputError("run.patience: early stopping needs evaluations during the run; run.evaluate_every is 0")
+        raise InputError("run.patience: early stopping evaluates during the run, and run.evaluate_every = 0 does not")
     if run.patience and e.privacy is not None:
         raise InputError("run.patience: validation losses of single clients are covered by no [privacy]; drop one")
     if e.privacy is not None:
