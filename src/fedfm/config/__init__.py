@@ -1,1 +1,1 @@
-"""The experiment: TOML into checked dataclasses, and the registry of what has a name."""
+"""The experiment: TOML to checked dataclasses, and the registry of methods, attacks and aggregations."""

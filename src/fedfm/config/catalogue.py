@@ -1,4 +1,4 @@
-"""What is there, read from sources and from the shipped schema: `fedfm list` and `fedfm show` answer at once."""
+"""`fedfm list` and `fedfm show`, from sources and from the shipped schema, without an import of torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ from fedfm.config.registry import admit, admit_any, available, ours, resolve
 from fedfm.core.fields import described, settings_of
 from fedfm.errors import InputError, close
 
-_KINDS = {
-    "methods": "methods",
-    "sources": "data.sources",
-    "attacks": "attacks",
-    "aggregation": "aggregation",
-}
-SCHEMAS = ("experiment", "pretrain", "silo")  # files of which there is one
+SCHEMAS = ("experiment", "pretrain", "silo")  # files that have a JSON Schema
 _PARTITIONS = {
-    "iid": "rows dealt evenly at random",
+    "iid": "rows assigned evenly at random",
     "dirichlet": "each class's shares over clients drawn from Dir(alpha); small alpha = skewed",
     "by_class": "every client holds classes_per_client classes",
-    "by_column": "a client per value of a column; with clients = N each value's rows are dealt evenly",
+    "by_column": "a client per value of a column; with clients = N each value's rows are split evenly",
     "flower": "a partitioner of flwr-datasets by its class, with its options",
 }
 _MODELS = {
@@ -37,11 +31,12 @@ _MODELS = {
 
 
 def listing(kind: str | None = None) -> str:
-    """Names with one line each, of one kind or all."""
+    """Names with one line each, of one kind or of all kinds."""
     blocks = []
     for name in [kind] if kind else ["methods", "models", "partitions", "sources", "attacks", "aggregation"]:
         rows = {"models": _MODELS, "partitions": _PARTITIONS}.get(name) or {
-            entry: _headline(module) for entry, module in available(_KINDS[name]).items()
+            entry: _headline(module)
+            for entry, module in available("data.sources" if name == "sources" else name).items()
         }
         width = max(map(len, rows))
         blocks.append("\n".join([f"{name}:", *(f"  {entry:<{width}}  {text}" for entry, text in rows.items())]))
@@ -49,7 +44,7 @@ def listing(kind: str | None = None) -> str:
 
 
 def _source(module: str) -> str:
-    root, *parts = module.split(".")  # what lies between would be imported, and torch with it
+    root, *parts = module.split(".")  # only the root is imported: packages below it may import torch
     for path in ((*parts[:-1], f"{parts[-1]}.py"), (*parts, "__init__.py")) if parts else ():
         try:
             return files(root).joinpath(*path).read_text(encoding="utf-8")
@@ -59,7 +54,7 @@ def _source(module: str) -> str:
 
 
 def _headline(module: str) -> str:
-    """The first paragraph of what a file says of itself."""
+    """The first paragraph of a module's docstring."""
     begun, quotes, rest = _source(module.partition(":")[0]).partition('"""')
     if begun or not quotes:
         return module
@@ -67,7 +62,7 @@ def _headline(module: str) -> str:
 
 
 def method(name: str) -> str:
-    """The paper, description, and keys with types, defaults and meaning of a method, an attack or an aggregation.
+    """Paper, description, and keys with defaults and meaning of a method, an attack or an aggregation.
 
     Raises:
         InputError: none has that name.
@@ -81,9 +76,9 @@ def method(name: str) -> str:
         near = close(name, [n for names in where.values() for n in names])
         raise InputError(f'no method, attack or aggregation is called "{name}"{near}; see `fedfm list`')
     defs = schema("experiment")["$defs"]
-    if ":" in where[kind].get(name, name):  # somebody else's: whoever asks for it here has it imported
+    if ":" in where[kind].get(name, name):  # code from outside fedfm, which the caller has imported by naming it here
         admit(kind, name, "fedfm show")
-        keys = _beside(resolve(kind, name))
+        keys = _foreign(resolve(kind, name))
     else:
         keys = _variants(defs[kind])[name]
     own = {key: found for key, found in keys["properties"].items() if key not in ("name", "local", "head", "base")}
@@ -104,19 +99,19 @@ def method(name: str) -> str:
     return "\n".join(lines)
 
 
-def _beside(cls: type) -> dict[str, Any]:
-    """The keys of a class beside fedfm's own, as a schema has them."""
-    keys: dict[str, dict[str, Any]] = {
-        key: {"description": described(f, hint)} for key, f, hint in settings_of(cls) if not is_dataclass(f.default)
-    }
-    for key, f, _ in settings_of(cls):
+def _foreign(cls: type) -> dict[str, Any]:
+    """Schema of a class from outside fedfm."""
+    keys: dict[str, dict[str, Any]] = {}
+    for key, f, hint in settings_of(cls):
+        if not is_dataclass(f.default):
+            keys[key] = {"description": described(f, hint)}
         if isinstance(f.default, (bool, int, float, str, tuple)):
             keys[key]["default"] = f.default
     return {"description": cls.__doc__ or "", "properties": keys}
 
 
 def schema(which: str) -> dict[str, Any]:
-    """The JSON Schema of a file; of an experiment with the names that installed entry points add."""
+    """The JSON Schema of a file; for an experiment including the names of installed entry points."""
     path = files("fedfm.config").joinpath("schemas", f"{which}.json")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for kind in ("methods", "attacks", "aggregation") if which == "experiment" else ():
@@ -127,7 +122,7 @@ def schema(which: str) -> dict[str, Any]:
 
 
 def _variants(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By name, of a table that has one; without the user's own."""
+    """Variants of a table by their names, without those from outside fedfm."""
     named = [(v["properties"]["name"], v) for v in schema["oneOf"]]
     return {name["const"]: variant for name, variant in named if "const" in name}
 
@@ -137,7 +132,7 @@ def _but_name(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(keys: dict[str, Any]) -> list[str]:
-    """Lines of TOML, each with its meaning; a key without a default is a comment."""
+    """TOML lines, each with its meaning; a key without a default is a comment."""
     rows = {
         f"{key} = {json.dumps(found['default'], ensure_ascii=False)}" if "default" in found else f"# {key} = ...": found
         for key, found in keys.items()

@@ -1,6 +1,4 @@
-"""Experiment: one TOML file -> frozen dataclasses. Strict: what is not known, or makes no sense, is refused with its
-place.
-"""
+"""Experiment: one TOML file -> frozen dataclasses. Strict: an unknown key or wrong value is refused with its place."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from fedfm.attacks.attack import Attack
 from fedfm.config import compatibility
 from fedfm.config.registry import admit_named, name_of
 from fedfm.config.run_spec import RunSpec
-from fedfm.config.toml import build, build_named, plain, read, refuse_unknown, to_toml
+from fedfm.config.toml import build, build_named, named, plain, read, refuse_unknown, to_toml
 from fedfm.core.capabilities import Private
 from fedfm.core.fields import check
 from fedfm.core.method import Method
@@ -27,16 +25,14 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
 
 T = TypeVar("T")
-
-
-_MODEL = "model.name"  # among server-only values, which else are fields of the method
+_MODEL = "model.name"  # the one server-only value that is not a field of the method
 
 
 @dataclass(frozen=True, init=False)
 class Experiment:
     """Everything that defines a run, with every default filled in and checked.
 
-    Its arguments are named as the tables of the file; each is a table, or the object that it stands for, e.g.
+    The arguments have the names of the file's tables; each is a table or the object itself, e.g.
     ``method=FedAvg(rounds=3)``.
 
     Example:
@@ -54,7 +50,7 @@ class Experiment:
     attack: Attack | None
     run: RunSpec
     aggregation: Aggregator
-    tuning: tuple[dict[str, Any], ...]  # what a search before this run tried, and what it cost
+    tuning: tuple[dict[str, Any], ...]  # trials of a search before this run, and their costs
 
     def __init__(
         self,
@@ -70,7 +66,7 @@ class Experiment:
         method_name: str | None = None,
         tuning: tuple[dict[str, Any], ...] = (),
     ) -> None:
-        """Build and check; ``dataclasses.replace`` alone gives ``method_name``, and changes what was checked before.
+        """Build and check; only ``dataclasses.replace`` passes ``method_name``, for values that were checked before.
 
         Raises:
             InputError: with the key, what it is, and what would be right.
@@ -93,7 +89,9 @@ class Experiment:
             default = "head" if model.name == "features" else method.needs.adaptation
             adaptation = with_defaults(model.adaptation or AdaptationSpec(name=default))
             model = dataclasses.replace(model, adaptation=adaptation)
-        name = f"{method_name}-{_data_name(data)}" if name is None else name
+        if name is None:
+            source = "silos" if data.clients else Path(data.name or data.path or data.hub or "data").name.split(".")[0]
+            name = f"{method_name}-{source}"
         if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\\\0") or len(name) > 200:
             raise InputError(f"name = {name!r:.80}: expected a text of at most 200 characters, without slashes")
         given = {"name": name, "data": data, "model": model, "method": method, "method_name": method_name}
@@ -107,15 +105,15 @@ class Experiment:
             method.validate()
             if attack is not None:
                 check(attack, "attack")
-            compatibility.check(self, compatibility.AS_ASKED)
+            compatibility.check_as_asked(self)
             if privacy is not None:
                 check(privacy, "privacy")
                 object.__setattr__(self, "method", compatibility.protected(method, privacy))
-            compatibility.check(self, compatibility.AS_RUN)
+            compatibility.check_as_run(self)
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Experiment:
-        """Read a TOML file; relative data and model paths in it are relative to where the command runs.
+        """Read a TOML file; its relative paths are relative to the working directory.
 
         Raises:
             InputError: the file is absent, not TOML, or not a valid experiment.
@@ -131,8 +129,8 @@ class Experiment:
         """Build from nested tables as TOML gives them.
 
         Args:
-            imports: also import the classes that it names as ``module:Class`` or by an entry point. Only for tables
-                that this process's owner wrote: importing a module runs it.
+            imports: also import classes named as ``module:Class`` or by an entry point. Only for tables written by
+                this process's owner: importing a module runs its code.
 
         Raises:
             InputError: with the key, what it is, and what would be right.
@@ -150,20 +148,20 @@ class Experiment:
         return cls(**table)
 
     def server_only(self) -> dict[str, Any]:
-        """What of the method only the server may know, by key."""
+        """Values that only the server may know, by key."""
         marked = [f.name for f in dataclasses.fields(self.method) if f.metadata.get("server_only")]
         model = {_MODEL: self.model.name} if self.method.needs.model == "server" else {}
         return {key: getattr(self.method, key) for key in marked} | model
 
     def for_clients(self) -> Experiment:
-        """What clients are told of this experiment: server-only values are withheld."""
+        """The experiment that clients receive: server-only values are withheld."""
         return self._with(dict.fromkeys(self.server_only(), WITHHELD))
 
     def for_server(self, known: Mapping[str, Any]) -> Experiment:
-        """The experiment again, of what clients are told and what the server knows.
+        """The inverse of :meth:`for_clients`, with the server's values.
 
         Raises:
-            InputError: something that only the server knows is missing.
+            InputError: one of these values is missing.
         """
         missing = [key for key, value in self.server_only().items() if value == WITHHELD and key not in known]
         if missing:
@@ -172,7 +170,6 @@ class Experiment:
         return self._with({key: known[key] for key in self.server_only() if key in known})
 
     def _with(self, values: Mapping[str, Any]) -> Experiment:
-        """With other values of what :meth:`server_only` names."""
         if not values:
             return self
         fields = {key: value for key, value in values.items() if key != _MODEL}
@@ -181,19 +178,15 @@ class Experiment:
 
     @property
     def in_memory(self) -> bool:
-        """Data and model came from a Python program, :func:`fedfm.federate`."""
+        """Whether data and model come from a Python program, :func:`fedfm.federate`."""
         return self.data.name == IN_MEMORY
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested tables with every default filled in; ``from_dict`` takes them back."""
+        """Nested tables with every default filled in; ``from_dict`` is the inverse."""
         method = {"name": self.method_name} | plain(self.method)
         tables = {"name": self.name, "data": plain(self.data), "model": plain(self.model), "method": method}
-        if self.privacy is not None:
-            tables["privacy"] = plain(self.privacy)
-        if self.attack is not None:
-            tables["attack"] = {"name": name_of("attacks", self.attack)} | plain(self.attack)
-        tables["aggregation"] = {"name": name_of("aggregation", self.aggregation)} | plain(self.aggregation)
-        return tables | {"run": plain(self.run)}
+        others = {"privacy": self.privacy, "attack": self.attack, "aggregation": self.aggregation, "run": self.run}
+        return tables | {key: named(value) for key, value in others.items() if value is not None}
 
     def to_toml(self) -> str:
         """The experiment as a TOML file with every default filled in; keys without a value are left out."""
@@ -201,11 +194,4 @@ class Experiment:
 
 
 def _built(cls: type[T], value: T | Mapping[str, Any], section: str) -> T:
-    """An instance of a table's dataclass, from the table or as it is."""
     return value if isinstance(value, cls) else build(cls, value, section)
-
-
-def _data_name(data: DataSpec) -> str:
-    if data.clients:
-        return "silos"
-    return Path(data.name or data.path or data.hub or "data").name.split(".")[0]

@@ -1,7 +1,7 @@
-"""Registry: the file's name is the name. What is there, and the class behind a name.
+"""Registry: names of methods, attacks, aggregations and optimisers, and their classes. A file's name is its name.
 
-A name in an experiment never makes Python import anything but fedfm: a class of somebody else's, ``module:Class`` or an
-installed entry point, has to be admitted first, by who owns the process.
+A name in an experiment never makes Python import anything but fedfm. The owner of the process must first admit a class
+from elsewhere (``module:Class`` or an installed entry point).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _BASES = {
     "attacks": "fedfm.attacks.attack:Attack",
     "aggregation": "fedfm.aggregation.base:Aggregator",
 }
-_HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds without a file for each name: a dict of classes
-_TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # of an experiment -> kind
+_HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds that are a dict of classes, not a folder
+_TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # table of an experiment -> kind
 _admitted: dict[tuple[str, str], type] = {}  # (kind, name) -> class
-_BASES_ARE_IN = {"attacks": "attack", "aggregation": "base"}  # files that hold no named class
+_BASES_ARE_IN = {"attacks": "attack", "aggregation": "base"}  # files with no named class
 
 
 def available(kind: str) -> dict[str, str]:
-    """Name -> where it comes from, of everything of a kind ("methods"): our folder, then installed entry points."""
+    """Name -> module or entry point, for everything of a kind ("methods"): fedfm's own, then installed entry points."""
     if kind in _HELD:
         return {name: cls.__module__ for name, cls in _attribute(_HELD[kind]).items()}
     found = {}
@@ -40,7 +40,7 @@ def available(kind: str) -> dict[str, str]:
             continue
         if entry.name.endswith(".py"):
             found[name] = f"fedfm.{kind}.{name}"
-        elif entry.joinpath(f"{name}.py").is_file():  # a folder, for an algorithm that owns numerics
+        elif entry.joinpath(f"{name}.py").is_file():  # an algorithm in a folder of its own
             found[name] = f"fedfm.{kind}.{name}.{name}"
     return dict(sorted(found.items())) | {point.name: point.value for point in _points(kind)}
 
@@ -49,38 +49,37 @@ def _points(kind: str) -> Sequence[Any]:
     """Installed entry points of this kind."""
     if not _any_installed(tuple(sys.path)):
         return ()
-    from importlib.metadata import entry_points  # which takes longer to load than to find out that there are none
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
 
     return tuple(entry_points(group=f"fedfm.{kind}"))
 
 
 @functools.lru_cache(maxsize=4)
 def _any_installed(folders: tuple[str, ...]) -> bool:
-    return any(_mentions_us(Path(folder)) for folder in folders)
-
-
-def _mentions_us(folder: Path) -> bool:
-    if folder.is_file():  # an archive: not ours to read
-        return True
-    try:
-        return any(b"[fedfm." in path.read_bytes() for path in folder.glob("*.*-info/entry_points.txt"))
-    except OSError:
-        return True
+    """Whether a folder of sys.path may hold an entry point of fedfm; an archive or an unreadable folder may."""
+    for folder in map(Path, folders):
+        try:
+            found = (b"[fedfm." in path.read_bytes() for path in folder.glob("*.*-info/entry_points.txt"))
+            if folder.is_file() or any(found):
+                return True
+        except OSError:
+            return True
+    return False
 
 
 def ours(kind: str) -> list[str]:
-    """Names of those that come with fedfm."""
+    """Names that come with fedfm."""
     return [name for name, where in available(kind).items() if ":" not in where]
 
 
 def resolve(kind: str, name: Any, where: str = "") -> Any:
-    """``fedavg`` -> the class in fedfm/methods/fedavg.py; any other name -> the class that was admitted under it.
+    """``fedavg`` -> the class in fedfm/methods/fedavg.py; another name -> the class that was admitted under it.
 
     Args:
-        where: the key that names it, for the message ["method.name", by the kind].
+        where: the key, for the message; default e.g. "method.name".
 
     Raises:
-        InputError: nothing has that name, and close ones are suggested; or it is code that nobody here has admitted.
+        InputError: the name is unknown (close ones are suggested), or names code that was not admitted.
     """
     where = where or f"{kind.removesuffix('s')}.name"
     names = available(kind)
@@ -88,7 +87,7 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
         raise InputError(f"{where} = {json.dumps(name, default=str)}: expected {listed(names)}")
     if (kind, name) in _admitted:
         return _admitted[kind, name]
-    if ":" in names.get(name, name):  # an entry point's value, or a name that says where the class is
+    if ":" in names.get(name, name):  # an entry point, or module:Class
         raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed')
     if name not in names:
         raise InputError(f'{where} = "{name}": expected {listed(names)}{close(name, names)}')
@@ -106,12 +105,12 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
 
 
 def admit(kind: str, name: str, where: str) -> None:
-    """Import ``package.module:Class``, or what an installed entry point names, so that experiments may name it.
+    """Import ``package.module:Class``, or the class of an installed entry point, so that experiments may name it.
 
-    Importing runs the module: only for names that this process's owner wrote.
+    Importing runs the module: call it only for names that this process's owner wrote.
 
     Args:
-        where: the place that names it, for the message.
+        where: the key or file, for the message.
 
     Raises:
         InputError: it cannot be imported, or is no class of this kind.
@@ -128,7 +127,7 @@ def admit(kind: str, name: str, where: str) -> None:
 
 
 def admit_any(name: str, where: str) -> str:
-    """Admit a class as what it is, a method or an aggregation; returns its kind.
+    """Admit a method or an aggregation; returns its kind.
 
     Raises:
         InputError: as :func:`admit`.
@@ -143,7 +142,7 @@ def admit_any(name: str, where: str) -> str:
 
 
 def admit_named(experiment: Mapping[str, Any]) -> None:
-    """Admit every class that an experiment's tables name: for an experiment that this process's owner wrote.
+    """Admit every class that an experiment names; only for an experiment that this process's owner wrote.
 
     Raises:
         InputError: as :func:`admit`.
@@ -156,7 +155,7 @@ def admit_named(experiment: Mapping[str, Any]) -> None:
 
 
 def _names(table: Any, where: str) -> Iterator[tuple[str, str]]:
-    """(key, name) of a table and of the tables in it: a method may hold another, as FedBaF's base."""
+    """(key, name) of a table and of its inner tables: a method may hold another, e.g. FedBaF's base."""
     if isinstance(table, Mapping):
         for key, value in table.items():
             if key == "name" and isinstance(value, str):

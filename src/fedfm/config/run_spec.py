@@ -11,27 +11,27 @@ ENGINES = ("local", "simulation", "deployment")
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The [run] table: engine, seed, limits."""
+    """The [run] table."""
 
     engine: str = setting("local", "local, simulation or deployment", choices=ENGINES)
-    seed: int = setting(0, "every random stream but secrets derives from it", ge=0)
-    min_clients: int = setting(1, "fewer valid replies than this stop the run", ge=1)
+    seed: int = setting(0, "seed of all random streams except secrets", ge=0)
+    min_clients: int = setting(1, "the run stops if fewer clients give a valid reply", ge=1)
     timeout: float = setting(600.0, "seconds that a client may take", gt=0)
     kernels: str = setting(
         "exact",
-        "exact, or fast: packed cohorts, equal within a tolerance; fast_bf16 multiplies in bfloat16, too, "
-        "which not every processor is quick at (`fedfm doctor` tells)",
+        "exact, or fast: packed cohorts, equal within a tolerance; fast_bf16 also multiplies in bfloat16, which is "
+        "fast on some processors only (see `fedfm doctor`)",
         choices=("exact", "fast", "fast_bf16"),
     )
-    workers: int = setting(0, "processes on the local engine; 0: one a core, on a GPU one", ge=0)
+    workers: int = setting(0, "processes on the local engine; 0: one per core, or one on a GPU", ge=0)
     wire: bool = setting(False, "local engine: serialise every message as a network would")
     superlink: str | None = setting(None, "deployment: attach to this host:port")
     root_certificates: str | None = setting(None, "PEM file of the superlink's authority")
     evaluate_every: int = setting(1, "rounds between evaluations; 0: only at the end", ge=0)
     patience: int = setting(
-        0, "stop after so many rounds without a better validation loss; the best round's model is kept", ge=0
+        0, "stop after this many rounds without a better validation loss; the best round's model is kept", ge=0
     )
-    local_scores: bool = setting(False, "clients tell their model's accuracy after local training, before aggregation")
+    local_scores: bool = setting(False, "clients send their model's accuracy after local training, before aggregation")
     target_accuracy: float | None = setting(
         None, "the ledger counts rounds and multiply-accumulates until it is reached", gt=0, le=1
     )

@@ -1,4 +1,4 @@
-"""Tables of a TOML file <-> frozen dataclasses: strict, with the place of what is wrong and what would be right."""
+"""Tables of a TOML file <-> frozen dataclasses: strict; an error names the key and what would be right."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from fedfm.aggregation.base import Aggregator
+from fedfm.attacks.attack import Attack
 from fedfm.config.registry import available, name_of, ours, resolve
-from fedfm.core.fields import key_of, plain_type
+from fedfm.core.fields import KINDS, key_of, plain_type
 from fedfm.core.method import Method
 from fedfm.errors import InputError, close, listed
 from fedfm.training import Local
@@ -19,10 +21,11 @@ _DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  
 
 
 def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str, Any]:
-    """The nested tables of a TOML file, with keys ``a.b.c`` set anew.
+    """The nested tables of a TOML file.
 
     Args:
-        takes: what the command takes, for the message where there is no file.
+        overrides: values by key ``a.b.c``.
+        takes: what the command expects, for the message if the file is absent or data.
 
     Raises:
         InputError: the file is absent, cannot be read, or is not TOML.
@@ -46,7 +49,7 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
 
 
 def refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
-    """Refuse the first key that is not known; ``path`` is the table's own name, "" for the file."""
+    """Refuse the first unknown key; ``path`` is the table's name, "" for the file."""
     for key in table:
         if key not in known:
             where = f"{path}.{key}" if path else f"{key}"
@@ -75,13 +78,13 @@ def build(cls: type, table: Any, path: str) -> Any:
 
 
 def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
-    """``value`` as ``hint`` says; whole numbers pass as floats, nothing else is coerced.
+    """``value`` as the type ``hint``; an integer may stand for a float, nothing else is converted.
 
     Args:
-        meaning: of a table, for the message where there is none.
+        meaning: meaning of a table, for the message if the value is none.
 
     Raises:
-        InputError: it is of another type.
+        InputError: the value has another type.
     """
     hint = plain_type(hint)
     origin, args = get_origin(hint), get_args(hint)
@@ -107,16 +110,15 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
 
 
 def _words(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
-    return names.get(hint) or {tuple: "a list", dict: "a table"}.get(get_origin(hint), str(hint))
+    return KINDS.get(hint) or {tuple: "a list", dict: "a table"}.get(get_origin(hint), str(hint))
 
 
 def build_named(kind: str, table: Any, path: str, *, default: str = "", of: type = object) -> tuple[str, Any]:
-    """(name, instance) of what a table names: a method, a client optimiser, an attack, an aggregation.
+    """(name, instance) of a method, a client optimiser, an attack or an aggregation that a table names.
 
     Args:
-        default: the name where the table has none.
-        of: what its class has to be derived from.
+        default: the name if the table has none.
+        of: base class that the named class must have.
 
     Raises:
         InputError: no such name, or as :func:`build`.
@@ -136,15 +138,15 @@ def build_named(kind: str, table: Any, path: str, *, default: str = "", of: type
 
 
 def _kind(cls: Any) -> str:
-    """Of what the registry has by name; "" of another type."""
-    kinds = {"optimisers": Local, "methods": Method}
+    """Registry kind of a class; "" if it has none."""
+    kinds = {"optimisers": Local, "methods": Method, "attacks": Attack, "aggregation": Aggregator}
     return next((kind for kind, base in kinds.items() if isinstance(cls, type) and issubclass(cls, base)), "")
 
 
 def plain(value: Any) -> Any:
     """Dataclasses as nested tables; keys without a value are left out."""
     if is_dataclass(value) and not isinstance(value, type):
-        table = {key_of(f.name): _named(getattr(value, f.name)) for f in fields(value)}
+        table = {key_of(f.name): named(getattr(value, f.name)) for f in fields(value)}
         return {key: inner for key, inner in table.items() if inner is not None}
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
@@ -153,8 +155,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _named(value: Any) -> Any:
-    """The same, with the name of what the registry has by name."""
+def named(value: Any) -> Any:
+    """As :func:`plain`, with the name of a value that the registry knows."""
     kind = _kind(type(value))
     name = name_of(kind, value) if kind else ""
     return {"name": name} | plain(value) if name else plain(value)

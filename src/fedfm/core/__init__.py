@@ -1,1 +1,1 @@
-"""What both halves of a method touch: clients, federation, method, checks of replies, the transcript."""
+"""Types that both halves of a method use: clients, federation, method, checks of replies, the transcript."""

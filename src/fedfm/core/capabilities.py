@@ -1,7 +1,7 @@
-"""What a method may have beyond its rounds: protocols of one purpose each, checked by ``isinstance``, and its needs.
+"""Optional capabilities of a method: protocols of one purpose each, checked by ``isinstance``, and its needs.
 
-A method has a capability by having its members; nothing is registered and nothing inherited. Each protocol names its
-one caller. :class:`Needs` is data.
+A method has a capability if it has the protocol's members; it neither registers nor inherits anything. Each protocol
+names its one caller. :class:`Needs` is data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Judge = Callable[[Params], dict[str, Any]]  # metrics of parameters on the globa
 
 
 def has(method: object, capability: type[C]) -> TypeGuard[C]:
-    """``isinstance``, remembered by class: it takes ten microseconds, and evaluation asks five times a client."""
+    """``isinstance``, cached by class: it takes ten microseconds, and evaluation calls it five times a client."""
     key = type(method), capability
     if key not in _KNOWN:
         _KNOWN[key] = isinstance(method, capability)
@@ -37,16 +37,16 @@ def has(method: object, capability: type[C]) -> TypeGuard[C]:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method asks of the experiment around it.
+    """What a method requires of the experiment.
 
     Attributes:
-        adaptation: what is trainable when the experiment does not say.
-        adaptations: the only ones that it takes; empty: all.
-        ranks: LoRA's ranks that it deals out; the model's own has to reach the largest.
-        pooled: it trains on all rows in one place, which the local engine alone has.
-        model: who has the experiment's model: everybody, or the server alone. A client without one gets its rows as
-            they were read, and is asked for no scores.
-        because: the setting that asks for it, for messages; empty: the method.
+        adaptation: the default adaptation.
+        adaptations: the adaptations that it supports; empty: all.
+        ranks: LoRA ranks that it assigns to clients; the model's own rank must be at least the largest.
+        pooled: it trains on all rows in one place; only the local engine supports this.
+        model: who has the experiment's model. With "server" a client gets its rows as they were read, and the server
+            requests no scores.
+        because: the setting that causes these needs, for messages; empty: the method.
     """
 
     adaptation: str = "lora"
@@ -59,7 +59,7 @@ class Needs:
 
 @runtime_checkable
 class Sampling(Protocol):
-    """Rounds ask a fraction of the clients. Caller: the check of ``run.min_clients``."""
+    """Rounds select a fraction of the clients. Caller: the check of ``run.min_clients``."""
 
     @property
     def fraction(self) -> float:
@@ -68,11 +68,11 @@ class Sampling(Protocol):
 
 @runtime_checkable
 class Costing(Protocol):
-    """A round costs other passes over the clients' rows than its client optimiser says. Caller: the ledger."""
+    """The number of passes over the clients' rows differs from the client optimiser's. Caller: the ledger."""
 
     @property
     def passes(self) -> int:
-        """Epochs a round, of all that is trained."""
+        """Epochs a round, summed over everything that is trained."""
 
 
 # --- models of clients' own -------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class Costing(Protocol):
 
 @runtime_checkable
 class Personal(Protocol):
-    """Every client ends with a model of its own. Caller: evaluation, which then judges one model a client."""
+    """Every client ends with a model of its own. Caller: evaluation, which then scores one model per client."""
 
     @property
     def own_models(self) -> bool:
@@ -89,26 +89,26 @@ class Personal(Protocol):
 
 @runtime_checkable
 class Keeping(Protocol):
-    """A client keeps its own model, or a part of it, which ``params_for`` does not know. Caller: evaluation."""
+    """A client keeps its own model, or a part of it, that ``params_for`` does not return. Caller: evaluation."""
 
     def own(self, client: Client, w: Params) -> Params:
-        """Client half: the client's own model, where ``w`` is what ``params_for`` gives for it."""
+        """Client half: the client's own model; ``w`` is the value of ``params_for`` for this client."""
 
     def start_of(self, client: Client, w: Params) -> Params:
-        """Client half: what the client's last local pass started from; before the first one, ``w``."""
+        """Client half: the start of the client's last local pass; before the first pass, ``w``."""
 
 
 @runtime_checkable
 class Starting(Protocol):
-    """Clients with models of their own start each pass from something worth judging. Caller: the last evaluation."""
+    """The start models of the last local pass are worth scoring. Caller: the last evaluation."""
 
     def start_models(self, state: Any) -> dict[ClientId, Params]:
-        """What each client's last local pass started from; under "" what all of them share."""
+        """Start model of each client's last local pass; under "" the one that all clients share."""
 
 
 @runtime_checkable
 class Joining(Protocol):
-    """A client that comes after training gets a start of its own. Caller: ``fedfm join``."""
+    """A client that joins after training gets its own start. Caller: ``fedfm join``."""
 
     def newcomer(
         self, model: Model, state: Any, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
@@ -121,7 +121,7 @@ class Joining(Protocol):
             adapt: its local pass.
 
         Raises:
-            InputError: the method has nothing to give it.
+            InputError: the method has no start for it.
         """
 
 
@@ -130,15 +130,15 @@ class Joining(Protocol):
 
 @runtime_checkable
 class Predicting(Protocol):
-    """The result is not a model's parameters: an ensemble, say. Caller: evaluation, and ``fedfm predict``."""
+    """Predictions do not come from one model, e.g. an ensemble. Caller: evaluation, and ``fedfm predict``."""
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
-        """(n, C): what w says about rows."""
+        """Logits (n, C) of rows under w."""
 
 
 @runtime_checkable
 class Applying(Protocol):
-    """w is installed in the model in a way of its own. Caller: evaluation, and ``fedfm predict``."""
+    """The method has its own way to install w in the model. Caller: evaluation, and ``fedfm predict``."""
 
     def applied(self, model: Model, w: Params, rows: Rows) -> AbstractContextManager[Rows]:
         """Install w in the model; yield the rows to score."""
@@ -146,11 +146,11 @@ class Applying(Protocol):
 
 @runtime_checkable
 class Transforming(Protocol):
-    """Features are transformed before the head. Caller: the export, whose reader has to know."""
+    """Features are transformed before the head. Caller: the export, which documents the transform."""
 
     @property
     def feature_transform(self) -> str | None:
-        """In words, or None."""
+        """The transform in words, or None."""
 
 
 # --- privacy ----------------------------------------------------------------------------------------------------------
@@ -158,10 +158,10 @@ class Transforming(Protocol):
 
 @runtime_checkable
 class Private(Protocol):
-    """The method has a mechanism of its own for ``[privacy]``. Caller: the experiment, and the run's ledger."""
+    """The method has its own mechanism for ``[privacy]``. Caller: the experiment, and the run's ledger."""
 
     def settled(self, privacy: Any) -> Method[Any]:
-        """This method with every default filled in that depends on whether there is a [privacy] table."""
+        """This method with the defaults filled in that depend on whether there is a [privacy] table."""
 
     def protected(self, privacy: Any) -> Method[Any]:
         """This method under the [privacy] table.
@@ -171,23 +171,23 @@ class Private(Protocol):
         """
 
     def spend(self, accountant: Accountant) -> None:
-        """Compose what a finished run has spent of privacy; nothing where nothing is claimed."""
+        """Compose what a finished run has spent of privacy; nothing if nothing is claimed."""
 
 
 @runtime_checkable
 class HidingCounts(Protocol):
-    """Clients may hide how many rows they have. Caller: evaluation, which then asks for no scores."""
+    """Clients may hide their number of rows. Caller: evaluation, which then requests no scores."""
 
     @property
     def hides_counts(self) -> bool:
-        """As the settings say."""
+        """Whether the settings hide it."""
 
 
 @runtime_checkable
 class ServerSecrets(Protocol):
-    """The server draws secrets. Caller: the run, which draws them first and refuses to go on without one.
+    """The server draws secrets. Caller: the run, which draws them first and does not resume without them.
 
-    Another draw would be a second release. A contract test compares ``secrets`` with what is asked of ``fed.secret``.
+    A second draw would be a second release. A contract test compares ``secrets`` with the calls of ``fed.secret``.
     """
 
     @property
@@ -196,7 +196,7 @@ class ServerSecrets(Protocol):
 
 
 def secrets_of(method: Method[Any]) -> tuple[str, ...]:
-    """Names of what the server draws; empty where it draws nothing."""
+    """Names of the secrets that the server draws."""
     return method.secrets if isinstance(method, ServerSecrets) else ()
 
 
@@ -204,7 +204,7 @@ def secrets_of(method: Method[Any]) -> tuple[str, ...]:
 class ServerFoundation(Protocol):
     """A foundation model never leaves the server. Caller: the run directory, which keeps moments under ``private/``.
 
-    A contract test listens: no message carries it.
+    A contract test checks that no message carries it.
     """
 
     @property
@@ -214,17 +214,17 @@ class ServerFoundation(Protocol):
 
 @runtime_checkable
 class Founded(Protocol):
-    """The server has a foundation model of its own, beside the federation's. Caller: ``fedfm check``."""
+    """The server has a foundation model of its own besides the federation's model. Caller: ``fedfm check``."""
 
     def check_foundation(self) -> None:
-        """Refuse one that is not there.
+        """Check that the foundation model exists.
 
         Raises:
-            InputError: with the place that was looked at.
+            InputError: with the path where it was expected.
         """
 
     def match_with(self, model: Model) -> Any:
-        """What of it mixes with the federation's model: ``table``, a dataclass a tensor; its text is for reading."""
+        """The tensors that it shares with the federation's model: ``table``, one dataclass per tensor, for printing."""
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -232,15 +232,15 @@ class Founded(Protocol):
 
 @runtime_checkable
 class Detailed(Protocol):
-    """There is more to tell than metrics. Caller: the result line."""
+    """The method reports more than metrics. Caller: the result line."""
 
     def details(self, state: Any, judge: Judge | None) -> dict[str, Any]:
-        """For ``details`` of the result line; ``judge`` is None where the server has no test rows."""
+        """Entries of ``details`` in the result line; ``judge`` is None if the server has no test rows."""
 
 
 @runtime_checkable
 class Noticing(Protocol):
-    """A finished run has something that its owner should know. Caller: the result."""
+    """A finished run has something to tell its owner. Caller: the result."""
 
     def notices(self, state: Any) -> list[str]:
         """One line each."""
@@ -256,7 +256,7 @@ class Charting(Protocol):
 
 @runtime_checkable
 class Compared(Protocol):
-    """There are runs to set beside one of this method. Caller: ``fedfm run --baselines``."""
+    """The method has baselines. Caller: ``fedfm run --baselines``."""
 
     def baselines(self) -> dict[str, Method[Any]]:
-        """By name."""
+        """The baselines by name."""

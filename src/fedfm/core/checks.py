@@ -1,4 +1,4 @@
-"""What a payload must be: values against annotations, parameters against the layout that was asked for."""
+"""Checks of payloads: values against annotations, parameters against the expected layout."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fedfm.linalg.params import Layout, Params, squared
 
 
 def conform(value: Any, hint: Any, path: str = "reply", most: float = math.inf) -> Any:
-    """``value`` as ``hint`` says: mappings become the dataclasses that ``hint`` names, everything is checked.
+    """Check ``value`` against ``hint``, and convert mappings to the dataclasses that ``hint`` names.
 
-    A value that is passed by reference goes through the same checks as a decoded one. Floats and floating-point
-    tensors must be finite.
+    The same checks apply to a value passed by reference and to a decoded one. Floats and floating-point tensors must be
+    finite.
 
     Args:
-        most: the largest L2 norm of parameters, and of a floating-point tensor; below 1e19, or any.
+        most: the largest L2 norm of parameters and of a floating-point tensor; below 1e19, or infinity.
 
     Raises:
         ClientFault: with the path of the first field that does not fit.
@@ -52,22 +52,22 @@ def _checker(hint: Any, most: float) -> Check:
     if hint in (int, str, bool):
         return _exactly(hint)
     if origin in (typing.Union, types.UnionType):
-        return _union([_checker(a, most) for a in args], optional=types.NoneType in args)
+        return _union([_checker(a, most) for a in args])
     if origin in (list, tuple):
         return _sequence(origin, args, most)
-    if origin in (dict, Mapping, typing.Mapping) or hint is dict:
+    if origin in (dict, Mapping) or hint is dict:
         return _mapping(args[1] if args else Any, most)
     if dataclasses.is_dataclass(hint):
         return _dataclass(hint, most)
     raise TypeError(f"a handler's annotation {hint!r} cannot be checked")
 
 
-_MANY = 8  # values that are worth looking at together
+_MANY = 8  # from this number of values on, one check of all is faster
 _SCALARS = (int, float, str, bool)
 
 
 def _alike(values: Collection[Any], *kinds: Any) -> bool:
-    """Whether all are of one of these types (none: any scalar), and finite: one by one, each would need a path."""
+    """Whether all values have one of these types (none given: any scalar) and are finite; no paths are built."""
     found = set(map(type, values))
     if len(found) != 1 or not found <= set(kinds or _SCALARS):
         return False
@@ -148,16 +148,14 @@ def _exactly(kind: type) -> Check:
     return check
 
 
-def _union(checks: list[Check], optional: bool) -> Check:
+def _union(checks: list[Check]) -> Check:
     def check(value: Any, path: str) -> Any:
-        if value is None and optional:
-            return None
         fault = None
         for option in checks:
             try:
                 return option(value, path)
             except ClientFault as error:
-                # What was a tensor, but a bad one, tells more than "not None".
+                # A fault in a tensor is more specific than a wrong type.
                 fault = error if fault is None or error.code != E_FIELD else fault
         raise fault or ClientFault(E_FIELD, path)
 
@@ -206,7 +204,7 @@ def _dataclass(cls: Any, most: float) -> Check:
     checks: dict[str, Check] = {}
 
     def check(value: Any, path: str) -> Any:
-        if not checks:  # not before the first use: a module's annotations may name each other
+        if not checks:  # resolved on first use: annotations of a module may refer to each other
             hints = get_type_hints(cls)
             checks.update({name: _checker(hints[name], most) for name in fields})
         if isinstance(value, cls):
@@ -230,7 +228,7 @@ def _dataclass(cls: Any, most: float) -> Check:
 
 
 def nonfinite(value: Any, path: str = "") -> str | None:
-    """Where in a value that can be stored NaN or infinity is: the path of the first; None if nowhere."""
+    """Path of the first NaN or infinity in a value that can be stored; None if all is finite."""
     match value:
         case Params():
             finite = value.is_finite()
@@ -257,7 +255,7 @@ def _first(paths: Iterable[str | None]) -> str | None:
 
 
 def match(value: Params, like: Layout, path: str = "reply") -> None:
-    """Names, dtypes and shapes are exactly those of ``like``.
+    """Check that names, dtypes and shapes are those of ``like``.
 
     Raises:
         ClientFault: E_TENSORS, E_DTYPE or E_SHAPE with the first tensor that differs, expected and got.

@@ -1,4 +1,4 @@
-"""What the client half of a method can touch, and what it gives back."""
+"""Input and output of the client half of a method."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 ClientId = str  # the name a silo gives itself, e.g. "hospital-a"
-POOLED = "(pooled)"  # the client that holds everybody's training rows; it exists on the local engine only
+POOLED = "(pooled)"  # the client that holds all clients' training rows; only on the local engine
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-MAX_WEIGHT = 1e9  # nobody has more rows: a larger weight would let one client replace the mean
+MAX_WEIGHT = 1e9  # no client has more rows; with a larger weight one client could replace the mean
 
 
 class ClientData:
-    """One client's rows, ready for the model: ``train``, ``val`` and ``test``, each made when it is first asked for."""
+    """One client's rows, ready for the model: ``train``, ``val`` and ``test``, each prepared on first use."""
 
     def __init__(self, train: Callable[[], Rows], val: Callable[[], Rows], test: Callable[[], Rows]) -> None:
         self._make = {"train": train, "val": val, "test": test}
@@ -34,18 +34,18 @@ class ClientData:
 
     @functools.cached_property
     def val(self) -> Rows:
-        """Rows that decide (early stopping, tuning); never test rows."""
+        """Rows for model selection (early stopping, tuning); never test rows."""
         return self._make["val"]()
 
     @functools.cached_property
     def test(self) -> Rows:
-        """Rows that judge."""
+        """Rows for evaluation."""
         return self._make["test"]()
 
 
 def no_secret(name: str) -> bytes:
-    """Of a party that was given none."""
-    raise RuntimeError(f"no secret {name}: whoever made this party gave it none")
+    """The default of a party without secrets."""
+    raise RuntimeError(f"this party has no secrets, so none called {name}")
 
 
 @dataclass
@@ -53,12 +53,12 @@ class Client:
     """Everything the client half may use. Nothing here leaves the silo unless a handler returns it.
 
     Attributes:
-        model: what the experiment gives to this party; None where only the server has one.
-        memory: survives between messages and rounds; never sent.
-        seed: of this client in this round; derive from it what is random.
-        metrics: what the client optimiser noted about its last pass, e.g. ``loss``.
-        secret: 32 bytes under a name, from the operating system's entropy, the same for the whole run; never sent.
-        trained: what the client optimiser returned last: the client's model before any aggregation.
+        model: the model of this party; None if only the server has one.
+        memory: kept between messages and rounds; never sent.
+        seed: seed of this client in this round, from which all random streams derive.
+        metrics: metrics of the client optimiser's last pass, e.g. ``loss``.
+        secret: 32 bytes by name, from the operating system's entropy, the same for the whole run; never sent.
+        trained: last result of the client optimiser: the client's model before aggregation.
     """
 
     id: ClientId
@@ -76,8 +76,7 @@ class Update:
     """The usual reply: a change of parameters and its weight in the mean (n_k unless the method says otherwise).
 
     Attributes:
-        metrics: what the client notes, as :mod:`fedfm.core.update_metrics` allows: at most 100, none named as the
-        server's own.
+        metrics: at most 100 figures, none with a name that :mod:`fedfm.core.update_metrics` reserves for the server.
     """
 
     delta: Params
@@ -92,7 +91,7 @@ class Update:
 
 
 class each(dict[ClientId, Any]):
-    """A payload that differs by client."""
+    """A payload with one value per client."""
 
 
 @overload
@@ -100,11 +99,11 @@ def on_client(handler: Handler) -> Handler: ...
 @overload
 def on_client(*, kind: str) -> Callable[[Handler], Handler]: ...
 def on_client(handler: Handler | None = None, *, kind: str = "") -> Any:
-    """Mark the client half: it runs in a silo, called by message.
+    """Mark a function of the client half: a message calls it in the silo.
 
     Args:
-        kind: of the message, if not the server half's verb decides (``train`` for ``mean``, ``query`` for ``ask``):
-            ``aggregate`` of an aggregation's own handlers, ``scores`` or ``reveal`` of the run's.
+        kind: kind of the message. By default the server half decides: ``train`` for ``mean``, ``query`` for ``ask``.
+            An aggregation's own handlers have ``aggregate``, the run's have ``scores`` or ``reveal``.
     """
 
     def mark(handler: Handler) -> Handler:
@@ -115,5 +114,5 @@ def on_client(handler: Handler | None = None, *, kind: str = "") -> Any:
 
 
 def action(handler: Callable[..., Any]) -> str:
-    """The wire name of a handler: its class and its name."""
+    """Wire name of a handler, from its class and its name."""
     return f"{type(handler.__self__).__name__}_{handler.__name__}"  # type: ignore[attr-defined]

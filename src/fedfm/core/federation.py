@@ -1,11 +1,11 @@
-"""What the server half of a method can touch: its clients, two verbs, and the transcript of what they exposed."""
+"""Input of the server half of a method: the clients, two verbs, and the transcript of what clients exposed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from fedfm import seeds
 from fedfm.core import update_metrics
@@ -18,44 +18,31 @@ from fedfm.linalg.out_of_core import Shelf
 from fedfm.linalg.params import Layout, Params
 
 if TYPE_CHECKING:
+    from fedfm.aggregation.base import Aggregator
     from fedfm.models.model import Model
 
-# Of a reply's parameters, and of any floating-point tensor in it. Honest updates have norms of some thousands, and sums
-# of squares over 10^9 rows of norm 1,000 just reach it. Below it nothing overflows float32: 10^14 terms of this norm
-# and MAX_WEIGHT add up to 1e38, and a square, as of a server's Adam, is 1e30.
+# Largest L2 norm of a reply's parameters and of each floating-point tensor in it. Honest updates have norms of some
+# thousands; sums of squares over 10^9 rows of norm 1,000 just reach it. Below it nothing overflows float32: 10^14 terms
+# of this norm and MAX_WEIGHT add up to 1e38, and a square, e.g. in a server's Adam, is 1e30.
 MAX_NORM = 1e15
 _REASON = 400  # characters of a reason that are kept
 
 
-class Aggregates(Protocol):
-    """How a mean is made (see :class:`fedfm.aggregation.base.Aggregator`)."""
-
-    def mean(
-        self,
-        fed: Federation,
-        handler: Callable[..., Any],
-        of: Iterable[ClientId] | None,
-        payload: Mapping[str, Any],
-        like: Layout,
-    ) -> Params:
-        """Ask the clients; their weighted mean."""
-
-
 class Federation:
-    """The server half's view: the clients, two verbs, and the transcript of what they exposed.
+    """The server half's view: the clients, two verbs, and the transcript of what clients exposed.
 
     Attributes:
         clients: names, sorted: the same order on every engine.
         model: the server's copy of the model.
         initial: w_0, the trainable parameters before the first round.
-        round: 1, 2, ... while a round runs; 0 before the first.
-        call: number of the round's last call, from 1; a client's memory is that of the calls before.
-        excluded: who was left out so far, with the reason.
-        notices: what the user should know of this round.
-        heard: how many clients of the method's last call gave a valid reply: after :meth:`mean`, those in it.
-        metrics: what the clients' updates of this round noted, as means weighted like the updates.
-        secret: the server's own: 32 bytes under a name, from the operating system's entropy, the same all run long.
-        memory: the server's own, of what belongs to no file that anybody else sees; as of the last committed round.
+        round: 1, 2, ... during a round; 0 before the first.
+        call: number of the round's last call, from 1; a client reads the memory that earlier calls left.
+        excluded: clients left out so far, each with the reason.
+        notices: messages of this round for the user.
+        heard: number of clients with a valid reply to the method's last call; after :meth:`mean`, those in the mean.
+        metrics: means of the metrics in this round's updates, weighted like the updates.
+        secret: the server's 32 bytes by name, from the operating system's entropy, the same for the whole run.
+        memory: the server's private memory, as of the last committed round.
     """
 
     def __init__(
@@ -63,7 +50,7 @@ class Federation:
         link: Link,
         *,
         model: Model,
-        aggregator: Aggregates,
+        aggregator: Aggregator,
         seed: int = 0,
         min_clients: int = 1,
         on_excluded: Callable[[Excluded], None] = lambda excluded: None,
@@ -95,7 +82,7 @@ class Federation:
         self.memory = self._memory(t)
 
     def commit(self) -> None:
-        """Keep what the server's half has put into its memory."""
+        """Write the server's memory."""
         if hasattr(self.memory, "commit"):
             self.memory.commit()
 
@@ -124,19 +111,19 @@ class Federation:
     ) -> dict[ClientId, Any]:
         """Run a client handler in each silo. The server SEES each client's reply.
 
-        The message is of the handler's kind (see :func:`fedfm.core.client.on_client`), ``query`` if it has none.
+        The message has the handler's kind (see :func:`fedfm.core.client.on_client`), or ``query`` if it has none.
 
-        Replies that are updates note their metrics, as those of :meth:`mean` do. Vectors that do not fit into memory
-        together lie in files (see ``fedfm.linalg.out_of_core``).
+        Metrics of updates are recorded as in :meth:`mean`. Vectors that exceed memory together are kept in files (see
+        ``fedfm.linalg.out_of_core``).
 
         Args:
-            like: what parameters, or an update's delta, must look like; may differ by client.
+            like: layout of parameters or of an update's delta; may differ by client.
             check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
-            least: valid replies that the call needs; by default ``min_clients``.
-            form: what the server sees of a reply, for the transcript: plain, masked or encrypted.
+            least: number of valid replies that the call needs; by default ``min_clients``.
+            form: form in which the server sees a reply, for the transcript: plain, masked or encrypted.
 
         Raises:
-            RunError: fewer than that gave a valid reply.
+            RunError: too few clients gave a valid reply.
         """
         kind = getattr(handler, "kind", "") or "query"
         hint = get_type_hints(handler)["return"]
@@ -158,11 +145,11 @@ class Federation:
         return replies
 
     def notice(self, text: str) -> None:
-        """Tell the user: the run shows it and keeps it in its manifest."""
+        """Tell the user: the run shows the text and keeps it in its manifest."""
         self.notices.append(text)
 
     def exclude(self, client: ClientId, code: str, reason: str) -> None:
-        """Leave a client out of this round for what the method found in its reply."""
+        """Leave a client out of this round because of its reply."""
         self._exclude(client, ClientFault(code, reason))
 
     def mean(
@@ -176,7 +163,7 @@ class Federation:
         """Weighted mean of the replies' deltas. The server sees only what the aggregator shows it.
 
         Args:
-            like: what a delta must look like; by default the model's own parameters.
+            like: layout of a delta; by default the layout of the model's parameters.
 
         Raises:
             RunError: fewer than ``min_clients`` gave a valid reply.
@@ -198,7 +185,7 @@ class Federation:
     ) -> Iterator[tuple[ClientId, Any]]:
         """Deliver, validate, record; yield (client, value) in order of names, so that sums do not depend on timing.
 
-        A client whose reply is absent or not valid is excluded from this round with a line that says why.
+        A client without a valid reply is excluded from this round, with the reason.
         """
         cohort = sorted(self.clients if of is None else of)
         name = f"{kind}.{action(handler)}"
@@ -206,23 +193,18 @@ class Federation:
         if counted and not self.cohort:
             self.cohort = tuple(cohort)
         varying = [k for k, v in payload.items() if isinstance(v, each)]
-        requests = [
-            Request(
-                c,
-                name,
-                {**payload, **{k: payload[k][c] for k in varying}} if varying else payload,
-                self.round,
-                self.call,
-            )
-            for c in cohort
-        ]
+
+        def request(client: ClientId) -> Request:
+            own = {**payload, **{k: payload[k][client] for k in varying}} if varying else payload
+            return Request(client, name, own, self.round, self.call)
+
         pending = set(cohort)
-        early: dict[ClientId, Any] = {}  # valid, but another's turn
+        early: dict[ClientId, Any] = {}  # valid replies that wait for a client before them
         turns, good, before = list(reversed(cohort)), 0, len(self.excluded)
-        for reply in self._link.exchange(requests):
+        for reply in self._link.exchange([request(client) for client in cohort]):
             try:
                 self._expected(reply, pending, cohort)
-            except ClientFault as fault:  # says nothing about the reply that is still to come, if any
+            except ClientFault as fault:  # the expected reply may still come
                 self._exclude(reply.client, fault)
                 continue
             pending.remove(reply.client)
@@ -233,7 +215,7 @@ class Federation:
                 value = conform(reply.value, hint, most=MAX_NORM)
                 check(reply.client, value)
             except ClientFault as fault:
-                if fault.code == E_READONLY:  # later clients, and the server, may have seen the changed tensor
+                if fault.code == E_READONLY:  # later clients and the server may have read the changed tensor
                     raise RunError(f"round {self.round}: {fault.reason}") from None
                 self._exclude(reply.client, fault)
             else:
@@ -255,7 +237,7 @@ class Federation:
             )
 
     def _expected(self, reply: Reply, pending: set[ClientId], cohort: Sequence[ClientId]) -> None:
-        """It answers this call, and is the first that does."""
+        """Check that this is the client's first reply to this call."""
         if reply.client not in pending:
             code, why = (E_DUPLICATE, "a second reply to one request"), (E_CLIENT, "was not asked in this call")
             raise ClientFault(*(code if reply.client in cohort else why))
@@ -263,7 +245,7 @@ class Federation:
             raise ClientFault(E_ROUND, f"a reply to round {reply.round}, call {reply.call}")
 
     def _exclude(self, client: ClientId, fault: ClientFault) -> None:
-        excluded = Excluded(self.round, client, fault.code, fault.reason[:_REASON])  # a name in it may be the client's
+        excluded = Excluded(self.round, client, fault.code, fault.reason[:_REASON])  # the client may have written it
         self.excluded.append(excluded)
         self._on_excluded(excluded)
 

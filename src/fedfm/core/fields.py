@@ -22,22 +22,22 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.errors import InputError, close, listed
 
-_KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
+KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a value may be. Of a list or a table each entry is meant; None always passes.
+    """Allowed values. Bounds of a list or a table apply to each entry; None always passes.
 
     Attributes:
-        gt, ge, lt, le: a number is above, at least, below, at most this.
+        gt, ge, lt, le: bounds of a number: above, at least, below, at most.
         finite: infinity is refused.
         but: single numbers that are refused.
-        choices: the only texts that pass.
-        pattern: what the whole text matches, as Python and JSON Schema read it alike.
-        keys: the same of a table's keys.
-        least: fewest entries of a list or a table.
-        words: what is expected, in place of the words that the bounds give.
+        choices: the allowed texts.
+        pattern: regular expression for the whole text, in syntax common to Python and JSON Schema.
+        keys: the same for a table's keys.
+        least: smallest number of entries of a list or a table.
+        words: the expected value in words, for messages; by default derived from the bounds.
     """
 
     gt: float | None = None
@@ -53,7 +53,7 @@ class Bounds:
     words: str = ""
 
     def admit(self, value: Any) -> bool:
-        """Whether one value, no list or table, lies within."""
+        """Whether one value (no list or table) is within the bounds."""
         if self.choices or self.pattern:
             known = isinstance(value, str) and (not self.choices or value in self.choices)
             return known and (not self.pattern or re.fullmatch(self.pattern, value) is not None)
@@ -72,13 +72,13 @@ class Bounds:
         )
 
     def expected(self, hint: Any) -> str:
-        """What a value of this type may be, e.g. "a finite number of at least 0"."""
+        """The allowed values of this type in words, e.g. "a finite number of at least 0"."""
         if self.words:
             return self.words
         if self.choices:
             *rest, last = (f'"{choice}"' for choice in self.choices)
             return f"{', '.join(rest)} or {last}" if rest else last
-        kind = _KINDS.get(leaf(hint), "a value")
+        kind = KINDS.get(leaf(hint), "a value")
         if self.finite:
             kind = kind.replace("a number", "a finite number")
         low = self.gt if self.ge is None else self.ge
@@ -107,13 +107,13 @@ def setting(
     """A field of a settings dataclass.
 
     Args:
-        default: its value where the key is absent; a class is called for each instance.
-        help: one line on what it is.
-        required: it has to be given: None and "" are refused.
-        of: the values of the field ``name`` with which it goes; others refuse it.
-        metadata: further keys, such as ``server_only`` (clients are not told the value) and ``usual`` (the default
-            that ``None`` stands for).
-        bounds: of :class:`Bounds`.
+        default: value if the key is absent; a class is called for each instance.
+        help: its meaning in one line.
+        required: None and "" are refused.
+        of: values of the field ``name`` that take this key; others refuse it.
+        metadata: further keys, such as ``server_only`` (withheld from clients) and ``usual`` (the default that ``None``
+            stands for).
+        bounds: arguments of :class:`Bounds`.
 
     Raises:
         TypeError: an unknown bound.
@@ -125,7 +125,7 @@ def setting(
 
 
 def key_of(name: str) -> str:
-    """The key of a field: ``lambda_`` is ``lambda``, which Python keeps to itself."""
+    """The key of a field: ``lambda_`` has the key ``lambda``, a reserved word in Python."""
     return name.removesuffix("_")
 
 
@@ -143,41 +143,41 @@ def plain_type(hint: Any) -> Any:
 
 
 def leaf(hint: Any) -> Any:
-    """The type of the entries of a list or of the values of a table; of anything else, its own."""
+    """The type of the entries of a list or a table; any other type itself."""
     hint = plain_type(hint)
     inside = {tuple: 0, dict: 1}.get(get_origin(hint))
     return hint if inside is None else leaf(get_args(hint)[inside])
 
 
 def bounds_of(f: Field[Any]) -> Bounds:
-    """The bounds that a field declares; none where it is a plain one."""
+    """The bounds that a field declares; a plain field has none."""
     return f.metadata.get("bounds", Bounds())  # type: ignore[no-any-return]
 
 
 def owners_of(f: Field[Any]) -> tuple[str, ...]:
-    """The values of ``name`` with which a key goes; all where there is none."""
+    """The values of ``name`` that take this key; empty: all."""
     return f.metadata.get("of", ())  # type: ignore[no-any-return]
 
 
 def is_required(f: Field[Any]) -> bool:
-    """Whether the key has to be given, though the dataclass has a default."""
+    """Whether the key is required although the dataclass has a default."""
     outside = f.default is not MISSING and f.default is not None and any(_wrong(f.default, bounds_of(f), ""))
     return bool(f.metadata.get("required")) or outside
 
 
 def described(f: Field[Any], hint: Any) -> str:
-    """The meaning of a key, and what it may be where that is not in it."""
+    """The meaning of a key, followed by its allowed values unless the meaning names them."""
     text, bounds = str(f.metadata.get("help", "")), bounds_of(f)
     told = bounds == Bounds() or bounds.words or (bounds.choices and all(choice in text for choice in bounds.choices))
     return text if told else f"{text}; {bounds.expected(hint)}"
 
 
 def check(settings: Any, where: str) -> None:
-    """Refuse the first value of a settings dataclass, or of one in its fields, that is outside its bounds.
+    """Refuse the first value outside its bounds, in a settings dataclass and in the dataclasses of its fields.
 
     Args:
         settings: the instance.
-        where: the place of its table, e.g. "method"; "" for a file of one table.
+        where: name of its table, e.g. "method"; "" for a file of one table.
 
     Raises:
         InputError: with the key, the value and what is expected.
@@ -206,7 +206,7 @@ def _expected(settings: Any, f: Field[Any]) -> str:
 
 
 def _wrong(value: Any, bounds: Bounds, key: str) -> Iterator[tuple[str, Any]]:
-    """(place, value) of what is outside the bounds."""
+    """(place, value) of each value outside the bounds."""
     if isinstance(value, (tuple, list, Mapping)):
         if len(value) < bounds.least or (isinstance(value, Mapping) and not _named(value, bounds)):
             yield key, value
@@ -222,7 +222,7 @@ def _named(table: Mapping[str, Any], bounds: Bounds) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, as TOML writes it, in few characters."""
+    """A value as TOML writes it, shortened for messages."""
     if isinstance(value, str):
         return f'"{value:.80}"'
     if isinstance(value, bool):

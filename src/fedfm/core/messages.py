@@ -1,4 +1,4 @@
-"""What passes between the server and its clients, as an engine sees it."""
+"""Messages between the server and its clients, as an engine sees them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedfm.errors import ClientFault
 class Request(NamedTuple):
     """One message to one client: call ``handler``, a kind and a wire name (``train.FedAvg_train``), with ``payload``.
 
-    (round, call) names the request: a reply carries both back, and a client's memory is versioned by them.
+    (round, call) identifies the request: the reply repeats it, and it versions the client's memory.
     """
 
     client: ClientId
@@ -24,10 +24,10 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What came back: a value, or the fault that took its place.
+    """A client's reply: a value, or a fault instead.
 
     Attributes:
-        nbytes_down, nbytes_up: of request and reply as Flower serialises their records.
+        nbytes_down, nbytes_up: size of request and reply as Flower serialises their records.
     """
 
     client: ClientId
@@ -40,19 +40,19 @@ class Reply(NamedTuple):
 
 
 class Link(Protocol):
-    """An engine, as the server sees it: deliver requests, yield replies as they come."""
+    """An engine, as the server sees it: it delivers requests and yields replies in the order of their arrival."""
 
     @property
     def clients(self) -> Sequence[ClientId]:
         """Names of the clients, sorted."""
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        """Deliver; yield at most one reply a request, in any order; what has not come in time is not yielded."""
+        """Deliver; yield at most one reply per request, in any order; late replies are not yielded."""
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """A client left out of a round, and why."""
+    """A client left out of a round, and the reason."""
 
     round: int
     client: ClientId

@@ -1,4 +1,4 @@
-"""Method: a federated algorithm, client half and server half in one class."""
+"""Method: a federated algorithm, with its client half and its server half in one class."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ S = TypeVar("S")  # server state, carried from round to round: Params, numbers, 
 
 
 class Method(ABC, Generic[S]):
-    """Subclass as a frozen dataclass: its fields are the hyper-parameters, and nothing else.
+    """Subclass as a frozen dataclass whose fields are the hyper-parameters, and nothing else.
 
     ``init`` and ``step`` are the server half; functions marked ``@on_client`` are the client half. The halves share
-    only ``self``'s hyper-parameters: all else travels by message. State is a value: what ``step`` returns is written to
-    disk after every round, and a resumed run continues from it. What a method may have beside these members stands in
-    :mod:`fedfm.core.capabilities`.
+    only ``self``'s hyper-parameters; everything else travels by message. State is a value: the run writes the result of
+    ``step`` to disk after every round, and a resumed run continues from it. :mod:`fedfm.core.capabilities` lists
+    optional members.
 
     Attributes:
         rounds: number of communication rounds; 0 evaluates the start.
-        needs: what it asks of the experiment around it.
-        means, asks: names of the client halves that its rounds call, by ``fed.mean`` and by ``fed.ask``. Robust
-            aggregation needs a mean, an [attack] something that is called, secure aggregation that nothing is asked.
-            A contract test compares them with what crosses.
-        state_type: the class of S, by which a checkpoint is read back.
+        needs: requirements on the experiment.
+        means, asks: names of the client halves that its rounds call by ``fed.mean`` and by ``fed.ask``. Robust
+            aggregation requires a mean, an [attack] requires any call, secure aggregation forbids ``fed.ask``. A
+            contract test compares the names with the messages.
+        state_type: the class of S, by which a checkpoint is decoded.
     """
 
     rounds: int
@@ -48,10 +48,10 @@ class Method(ABC, Generic[S]):
 
     @abstractmethod
     def params_for(self, state: S, client: ClientId) -> Params:
-        """The parameters that ``client`` would use if training ended here; "" asks for the server's own."""
+        """The parameters that ``client`` would use if training ended here; "" is the server."""
 
     def validate(self) -> None:
-        """Refuse hyper-parameters that do not go together; each alone is checked against its bounds before.
+        """Refuse incompatible hyper-parameters; their single values have been checked against their bounds.
 
         Raises:
             InputError: with the key and what would be right.
@@ -59,11 +59,10 @@ class Method(ABC, Generic[S]):
 
 
 def with_model(state: Any, old: Params, new: Params) -> Any:
-    """The server state of an averaging method with ``new`` in the place of its model ``old``; moments, control variates
-    and whatever else it holds stay.
+    """The server state of an averaging method with its model ``old`` replaced by ``new``; all else stays.
 
     Args:
-        old: the very object that the method's ``params_for(state, "")`` gave.
+        old: the very object that the method's ``params_for(state, "")`` returned.
 
     Raises:
         TypeError: the state is neither that model nor a dataclass that holds it.

@@ -1,4 +1,4 @@
-"""Rows: what a model takes of one client's data, ready as tensors."""
+"""Rows: one client's data as tensors, ready for a model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Rows:
 
     Attributes:
         tensors: argument name -> (n, ...), e.g. ``pixel_values`` (n, 3, H, W), ``features`` (n, d), or ``input_ids``
-            (n, L) where all rows have one length.
+            (n, L) if all rows have the same length.
         tokens: n token-id vectors of unequal length, or None; batches pad them to the longest of the batch.
-        labels: int64 (n,); for language models the labels are the tokens themselves and this is None.
-        pad: the token id that pads.
-        pairs: of instruction rows the n (instruction, output) as they were read, of which ``tokens`` hold what fits.
+        labels: int64 (n,); None for language models, whose labels are the tokens.
+        pad: the padding token's id.
+        pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Rows:
 
     @functools.cached_property
     def labelled(self) -> tuple[np.ndarray, np.ndarray, int, int]:
-        """Features (n, d) and labels (n,) as compiled loops take them, and the least and the largest label.
+        """Features (n, d) and labels (n,) for compiled loops, and the smallest and largest label.
 
         Raises:
             ValueError: there are no labels.
@@ -61,7 +61,7 @@ class Rows:
         )
 
     def batch(self, index: Sequence[int] | np.ndarray | Tensor) -> Batch:
-        """The model's arguments for these rows; ``attention_mask`` (b, L) marks what is not padding."""
+        """The model's arguments for these rows; ``attention_mask`` (b, L) is 0 at padding."""
         part = self.take(index)
         batch = dict(part.tensors)
         if part.tokens is not None:

@@ -1,7 +1,7 @@
-"""Any value that can travel, on disk: one safetensors file, written atomically, whole or not at all.
+"""Files: values of the wire format in one safetensors file each, atomic writes, logs of bounded length.
 
-The file holds one uint8 tensor, the packed data of :mod:`fedfm.core.wire.payload`, and in its metadata the head and a
-SHA-256 over both. A truncated or changed file is recognised and never half read.
+A safetensors file holds one uint8 tensor, the packed data of :mod:`fedfm.core.wire.payload`. Its metadata hold the head
+and a SHA-256 over both, so that a truncated or changed file is detected before anything is decoded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
@@ -23,28 +22,17 @@ from fedfm.core.wire import payload
 from fedfm.errors import ClientFault, RunError
 from fedfm.linalg.out_of_core import limit, open_again, remember
 
-LONGEST = 8 << 20  # of a log
-_LONGEST = 255  # bytes of a file's name
+LONGEST = 8 << 20  # bytes of a log
 _SEAL = b"fedfm-sealed-1\n"
 
 
-def safe_name(client: str) -> str:
-    """A file name for a client's name, which is untrusted: no separators, no dots alone, one name a client.
-
-    Of one that is too long for a file system its beginning stays, and "+", which no other holds, with a hash.
-    """
-    name = quote(client, safe="", errors="surrogatepass")
-    name = name if client.strip(".") else name.replace(".", "%2E")
-    return name if len(name) <= _LONGEST else f"{name[:160]}+{hashlib.sha256(name.encode()).hexdigest()}"
-
-
 def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666, sync: bool = True) -> None:
-    """Replace ``path`` by ``data``: readers see the old file or the new one, whatever is killed when.
+    """Replace ``path`` by ``data``: readers see the old file or the new one, even if this process is killed.
 
     Args:
-        data: as one piece or as several, one after the other.
-        mode: the user's umask takes from it, as from every new file's.
-        sync: also survive a power cut, not only a killed process.
+        data: one piece, or several to concatenate.
+        mode: permissions before the user's umask.
+        sync: survive a power cut too, not only a killed process.
 
     Raises:
         RunError: the disk is full or not writable; the old file is untouched.
@@ -64,10 +52,7 @@ def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: i
 
 
 def append(path: Path, text: str) -> None:
-    """Add to a log that only its owner reads and that does not grow past :data:`LONGEST` bytes.
-
-    Others cause its lines, as fast as they send messages.
-    """
+    """Append to a log that only its owner reads, up to :data:`LONGEST` bytes, because others cause its lines."""
     with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=private) as file:
         size = os.fstat(file.fileno()).st_size
         if size < LONGEST:
@@ -77,7 +62,7 @@ def append(path: Path, text: str) -> None:
 
 
 def discard(folder: Path, names: Iterable[str]) -> None:
-    """What was refused leaves nothing behind: these files and folders go, and the folder if nothing else is in it."""
+    """Remove these files and folders, and then the folder if it is empty."""
     import shutil
 
     for name in names:
@@ -86,22 +71,22 @@ def discard(folder: Path, names: Iterable[str]) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty: somebody else's files
+    with contextlib.suppress(OSError):  # it holds other files
         folder.rmdir()
 
 
 def sweep(folder: Path, name: str) -> None:
-    """Remove what killed processes have left half-written of this file; nobody else may be writing it."""
+    """Remove temporary files that killed processes left of this file; no other process may be writing it."""
     for path in folder.glob(f".{name}.*"):
         path.unlink(missing_ok=True)
 
 
 def free(folder: Path, first: str, folders: Iterable[str] = ()) -> bool:
-    """Whether a folder is absent or empty, or holds only what a process left that was killed as it began.
+    """Whether a folder is absent or empty, or holds only what a process left that was killed at its start.
 
     Args:
-        first: the file that is written first of all.
-        folders: those that are made before.
+        first: the first file that such a process writes.
+        folders: the folders that it makes before.
     """
     if not folder.exists():
         return True
@@ -114,24 +99,24 @@ def free(folder: Path, first: str, folders: Iterable[str] = ()) -> bool:
 
 
 def private(path: str, flags: int) -> int:
-    """An opener: the file is its owner's alone."""
+    """Opener of a file that only its owner can read."""
     return os.open(path, flags, 0o600)
 
 
 def full(error: Exception) -> bool:
-    """Whether this, of the system or of a library that hides its number, says that a disk has no space left."""
+    """Whether an error of the system, or of a library that hides its number, means that the disk is full."""
     codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes)
 
 
 def not_written(path: Path, error: Exception) -> RunError:
-    """What to say when a file of a run could not be written."""
+    """The error for a file of a run that could not be written."""
     what = "the disk is full" if full(error) else getattr(error, "strerror", None) or str(error)
     return RunError(f"cannot write {path}: {what}; what was committed before is kept")
 
 
 def save(path: Path, value: Any, mode: int = 0o666, sync: bool = True) -> None:
-    """Write ``value`` (Params, tensors, numbers, text, lists, dicts, dataclasses of them), from where it lies."""
+    """Write ``value`` (Params, tensors, numbers, text, lists, dicts, dataclasses of them) without copying it."""
     head, pieces = payload.encode(value)
     digest, size = hashlib.sha256(head.encode()), 0
     for piece in pieces:
@@ -145,12 +130,12 @@ def save(path: Path, value: Any, mode: int = 0o666, sync: bool = True) -> None:
 
 
 def seal(data: bytes) -> bytes:
-    """A small file's content with its SHA-256 before it; :func:`unseal` has it back."""
+    """The content of a small file, preceded by its SHA-256; :func:`unseal` is the inverse."""
     return _SEAL + hashlib.sha256(data).digest() + data
 
 
 def unseal(sealed: bytes) -> bytes | None:
-    """What was sealed; None where it was cut or altered.
+    """The sealed content; None if it is truncated or altered.
 
     Example:
         >>> unseal(seal(b"key")), unseal(seal(b"key")[:-1])
@@ -161,11 +146,11 @@ def unseal(sealed: bytes) -> bytes | None:
 
 
 def load(path: Path, hint: Any = Any) -> Any | None:
-    """The value, checked against ``hint`` (Any: all numbers are finite; None: not at all); None if the file is absent,
+    """The value, checked against ``hint`` (Any: all numbers are finite; None: no check); None if the file is absent,
     truncated or altered.
 
-    Of more bytes than :func:`fedfm.linalg.out_of_core.limit` vectors and tensors stay in the file, mapped: the system
-    reads them when they are used. Writing to them changes nothing on the disk.
+    If it has more bytes than :func:`fedfm.linalg.out_of_core.limit`, its tensors are memory-mapped. Writing to them
+    does not change the file.
     """
     try:
         if (found := _checked(path)) is None:
@@ -177,31 +162,26 @@ def load(path: Path, hint: Any = Any) -> Any | None:
 
 
 def whole(path: Path) -> bool:
-    """Whether the file is there as :func:`save` wrote it; its content is not decoded."""
+    """Whether the file is as :func:`save` wrote it; its content is not decoded."""
     return _checked(path) is not None
 
 
 def _checked(path: Path) -> tuple[str, Any] | None:
-    """Head and data (n,) uint8 of a file, mapped, if their digest is the one that it names."""
+    """Head and data (n,) uint8 of a file, memory-mapped; None unless their digest matches."""
     from safetensors import SafetensorError, safe_open
 
+    # A private mapping keeps writes out of the file; it needs no swap space, since writes are not intended.
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     try:
-        with safe_open(path, framework="numpy") as file:  # its header is whole, and fits the file's length
+        with safe_open(path, framework="numpy") as file:  # checks the header, and the file's length against it
             metadata = file.metadata() or {}
-        data, head = _data(path), metadata["head"]
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        block, head = np.frombuffer(mapped, np.uint8), metadata["head"]
+        remember(block, open_again(path, os.O_RDONLY))
     except (OSError, KeyError, SafetensorError):
         return None
+    data: Any = block[8 + int.from_bytes(mapped[:8], "little") :]
     digest = hashlib.sha256(head.encode())
     digest.update(data)
     return (head, data) if digest.hexdigest() == metadata.get("sha256") else None
-
-
-def _data(path: Path) -> Any:
-    """The one tensor of a safetensors file (n,) uint8, mapped."""
-    with open(path, "rb") as file:
-        # Private: what is written to a tensor stays out of the file. Not reserved: nobody means to write.
-        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-        mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    data = np.frombuffer(mapped, np.uint8)
-    remember(data, open_again(path, os.O_RDONLY))
-    return data[8 + int.from_bytes(mapped[:8], "little") :]

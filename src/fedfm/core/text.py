@@ -1,23 +1,25 @@
-"""What is written for others to read: JSON that every reader takes, and text in which nothing acts unseen."""
+"""Text from values and from other parties: strictly valid JSON, visible characters, safe file names."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import unicodedata
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 
 def to_json(value: Any, *, indent: int | None = None, ascii: bool = False) -> str:
     """``value`` as JSON by RFC 8259, which has no NaN and no infinity: they become null.
 
     Args:
-        value: of mappings, lists, tuples, text, numbers and NumPy's and torch's scalars.
-        ascii: write other characters as escapes.
+        value: made of mappings, lists, tuples, text, numbers, and scalars of NumPy and torch.
+        ascii: escape all other characters.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: it holds another type.
 
     Example:
         >>> to_json({"loss": float("inf"), "rounds": 3})
@@ -25,12 +27,12 @@ def to_json(value: Any, *, indent: int | None = None, ascii: bool = False) -> st
     """
     try:
         return json.dumps(value, indent=indent, ensure_ascii=ascii, default=_scalar, allow_nan=False)
-    except ValueError:  # seldom: only then a copy
+    except ValueError:  # NaN or infinity is rare; only then the value is copied
         return json.dumps(finite(value), indent=indent, ensure_ascii=ascii, allow_nan=False)
 
 
 def finite(value: Any) -> Any:
-    """A copy in which NaN and infinity are None, scalars Python's and tuples lists."""
+    """A copy in which NaN and infinity are None, scalars are Python's, and tuples are lists."""
     if isinstance(value, Mapping):
         return {key: finite(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -47,15 +49,28 @@ def _scalar(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-_UNSEEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")  # control, bidirectional, surrogate, unassigned, separators of lines
-_BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"  # by category letters, marks or symbols, and yet nothing
+_UNSEEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")  # control, bidirectional, surrogate, unassigned, line separators
+_BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"  # blank, though their category is letter, mark or symbol
 
 
 def visible(text: object) -> str:
-    """The text with every character that could act unseen, or shows nothing though no space, written as its code."""
+    """The text with invisible and control characters, but not spaces, written as their codes."""
     return "".join(f"\\u{ord(c):04x}" if c in _BLANK or unicodedata.category(c) in _UNSEEN else c for c in str(text))
 
 
 def visible_lines(text: object) -> str:
-    """As :func:`visible`, of a text of several lines or columns: line feeds and tabs stay."""
+    """As :func:`visible`, but line feeds and tabs stay."""
     return "".join(c if c in "\n\t" else visible(c) for c in str(text))
+
+
+_LONGEST = 255  # bytes of a file name
+
+
+def safe_name(text: str) -> str:
+    """A file name for an untrusted text, e.g. a client's name: without separators, not only dots, unique for each text.
+
+    A name that is too long for a file system is cut, and ends with "+" and a hash; no other file name contains "+".
+    """
+    name = quote(text, safe="", errors="surrogatepass")
+    name = name if text.strip(".") else name.replace(".", "%2E")
+    return name if len(name) <= _LONGEST else f"{name[:160]}+{hashlib.sha256(name.encode()).hexdigest()}"

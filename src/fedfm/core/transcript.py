@@ -1,4 +1,4 @@
-"""Transcript: who sent what to whom, in what form, and how many bytes it took."""
+"""Transcript: sender, receiver, form and size of every message."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Crossing(NamedTuple):
     Attributes:
         round: 1, 2, ... for training rounds, 0 before the first.
         sender, receiver: "server" or a client's name.
-        handler: ``kind.Class_function``. The server sees ``train`` replies as the aggregation shows them, ``query``
-            replies one by one; ``aggregate`` is the aggregation's own, ``scores`` and ``reveal`` are evaluation.
-        nbytes: as Flower serialises the message's records, the same on every engine.
-        form: what the receiver sees: plain, masked or encrypted.
-        counted: part of the method (hello and evaluation are listed and not counted).
+        handler: ``kind.Class_function``. The server sees ``train`` replies as the aggregation shows them, and each
+            ``query`` reply; ``aggregate`` belongs to the aggregation, ``scores`` and ``reveal`` to evaluation.
+        nbytes: size of the message's records as Flower serialises them, the same on every engine.
+        form: form in which the receiver sees it: plain, masked or encrypted.
+        counted: part of the method; hello and evaluation are listed but not counted.
     """
 
     round: int
@@ -29,33 +29,20 @@ class Crossing(NamedTuple):
     counted: bool
 
     def line(self) -> str:
-        """One JSON line."""
-        return json.dumps(
-            {
-                "round": self.round,
-                "from": self.sender,
-                "to": self.receiver,
-                "handler": self.handler,
-                "bytes": self.nbytes,
-                "form": self.form,
-                "counted": self.counted,
-            }
-        )
+        """A line of ``messages.jsonl``."""
+        keys = ("round", "from", "to", "handler", "bytes", "form", "counted")
+        return json.dumps(dict(zip(keys, self, strict=True)))
 
 
 @dataclass
 class Transcript:
-    """Crossings since the last commit, and running totals since the start.
-
-    Only totals and the current round stay in memory; a run appends each round's lines to ``messages.jsonl``.
-    """
+    """Crossings since the last commit, and totals since the start; a run appends them to ``messages.jsonl``."""
 
     pending: list[Crossing] = field(default_factory=list)
     bytes_up: int = 0
     bytes_down: int = 0
 
     def add(self, crossing: Crossing) -> None:
-        """Note one crossing."""
         self.pending.append(crossing)
         if crossing.counted:
             if crossing.receiver == "server":
@@ -64,6 +51,5 @@ class Transcript:
                 self.bytes_down += crossing.nbytes
 
     def drain(self) -> list[Crossing]:
-        """The crossings since the last call."""
         pending, self.pending = self.pending, []
         return pending

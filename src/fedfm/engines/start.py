@@ -27,7 +27,7 @@ def start(
     Args:
         population: gives rows and model where they are in memory (local engine only).
     """
-    # The client libraries are told before they are imported: nothing here calls home.
+    # Set before the libraries are imported: no telemetry, no update checks.
     for name in ("HF_HUB_DISABLE_TELEMETRY", "FLWR_DISABLE_UPDATE_CHECK"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")

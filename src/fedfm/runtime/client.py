@@ -1,7 +1,7 @@
-"""The client side of a run: turns a request into a call of a method's client half, in the silo that was asked.
+"""The client side of a run: each request calls a method's client half in one silo.
 
-The same code answers on every engine: the local engine calls :meth:`Silos.answer` directly, a Flower ClientApp
-decodes a message, calls it, and encodes what it returns.
+All engines share this code: the local engine calls :meth:`Silos.answer` directly; a Flower ClientApp decodes a message,
+calls it, and encodes the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedfm.training import scheduler
 
 
 class Population(Protocol):
-    """Where clients' data come from: one experiment's partition, or a silo's own file."""
+    """Source of the clients' data: one experiment's partition, or a silo's own file."""
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -39,7 +39,7 @@ class Population(Protocol):
 
     @property
     def client_model(self) -> Any:
-        """The model that clients train; None where they have none."""
+        """The model that clients train; None if they have none."""
 
     def data(self, client: ClientId) -> ClientData:
         """The client's rows, ready for the model."""
@@ -50,13 +50,13 @@ class Silos:
 
     Args:
         memory: folder of clients' memories, one subfolder each.
-        attack: what runs a client half instead, given it, the client and the payload (see
-            :class:`fedfm.attacks.attack.Attackers`; None: all are honest).
+        attack: runs a client half in place of the client, given the half, the client and the payload (see
+            :class:`fedfm.attacks.attack.Attackers`); None: all clients are honest.
         allow: the silo's policy, words of :mod:`fedfm.privacy.policy`; ``("mean",)`` shows the server no single reply.
-        on_error: told of a handler's exception with its traceback; it stays at the client.
-        local_scores: an update of the server's mean also tells how accurate the client's model was before it, on the
-            client's own test rows.
-        reveal: the server is told an exception's text, which may hold paths and values, and not only its kind.
+        on_error: receives the traceback of a handler's exception, which stays at the client.
+        local_scores: an update for a mean also carries the accuracy of the client's model on the client's own test
+            rows before aggregation.
+        reveal: the server receives an exception's text, which may hold paths and values, and not only its type.
     """
 
     def __init__(
@@ -75,46 +75,44 @@ class Silos:
     ) -> None:
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
-        self._reveal = reveal
-        self._method, self._local_scores = method, local_scores
+        self._method, self._reveal, self._local_scores = method, reveal, local_scores
         parts = (method, Evaluation(method), *aggregator.parts)
         self._handlers = {f"{kind}.{action(fn)}": fn for fn in handlers(*parts) for kind in _kinds(fn)}
         self._hints = {name: get_type_hints(fn) for name, fn in self._handlers.items()}
 
     @property
     def width(self) -> int:
-        """How many clients to hand to one :meth:`answer`."""
+        """Largest number of clients for one call of :meth:`answer`."""
         return scheduler.width(self.population.client_model)
 
     @property
     def least(self) -> int:
-        """How many clients to hand to one :meth:`answer` where fewer would cost more."""
+        """Smallest efficient number of clients for one call of :meth:`answer`."""
         return scheduler.least(self.population.client_model)
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Load what answering them needs, before processes are forked that share it."""
+        """Load shared resources before processes are forked."""
         if any(request.handler.startswith(("train.", "aggregate.")) for request in requests[:1]):
             scheduler.prepare(self.population.client_model)
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
-        """Run the requests side by side; each result is the reply's value, or a ClientFault."""
+        """Run the requests together; each result is the reply's value, or a ClientFault."""
         calls = [partial(self._answer, request) for request in requests]
-        results = scheduler.run_chunk(
-            calls, together=len(calls) > 1 and scheduler.batched(self.population.client_model)
-        )
+        together = len(calls) > 1 and scheduler.batched(self.population.client_model)
+        results = scheduler.run_chunk(calls, together=together)
         return [
             r if isinstance(r, ClientFault) else self._fault(request.client, r) if isinstance(r, BaseException) else r
             for request, r in zip(requests, results, strict=True)
         ]
 
     def conform(self, handler: str, payload: Any) -> Any:
-        """A payload that came over a wire, as the handler's annotations say.
+        """Check a decoded payload against the handler's annotations.
 
         Raises:
-            ClientFault: it is not what the handler takes.
+            ClientFault: the handler does not take this payload.
         """
         if not isinstance(payload, Mapping) or handler not in self._hints:
-            return payload  # answer() says what is wrong
+            return payload  # answer() reports the error
         hints = self._hints[handler]
         if unknown := payload.keys() - (hints.keys() - {"client", "return"}):
             raise ClientFault(E_FIELD, f"{handler} takes no {sorted(unknown)}")
@@ -134,7 +132,7 @@ class Silos:
         fn, payload = self._handlers[request.handler], request.payload
         client = self.client(request)
         versions = _versions(payload)
-        honest = self.attack is None or kind == "aggregate"  # an attacker poisons its update, and takes part in the sum
+        honest = self.attack is None or kind == "aggregate"  # an attacker poisons its update but follows the protocol
         reply = fn(client, **payload) if honest else self.attack(fn, client, payload)  # type: ignore[misc]
         if _versions(payload) != versions:
             raise ClientFault(E_READONLY, f"{name} changed a tensor that it was sent; payloads are read-only")
@@ -146,7 +144,7 @@ class Silos:
         return reply
 
     def _why_refused(self, kind: str, name: str) -> str | None:
-        """Why a request is not answered: the silo looks up what a handler exposes, and believes no server's word."""
+        """Reason to refuse a request, or None. The silo itself looks up what a handler exposes."""
         if f"{kind}.{name}" not in self._handlers:
             own = [k for k in EXPOSES if f"{k}.{name}" in self._handlers]
             none = f"{name} is no handler of this run, or its method declares it in neither means nor asks"
@@ -156,18 +154,16 @@ class Silos:
         return None
 
     def _before_aggregation(self, client: Client) -> dict[str, float]:
-        """Accuracy and loss of what the client has just trained; the share of clients that were judged makes means of
-        them right where some have no test rows.
-        """
+        """Accuracy and loss of the client's trained model, and 1, whose mean is the share of clients with test rows."""
         if client.trained is None or not len(client.data.test):
             return {}
         found = scores(self._method, client.model, client.trained, client.data.test)
-        told = {BEFORE: found.get("accuracy"), LOSS_BEFORE: found.get("loss")}
-        known = {key: value for key, value in told.items() if value is not None}
+        metrics = {BEFORE: found.get("accuracy"), LOSS_BEFORE: found.get("loss")}
+        known = {key: value for key, value in metrics.items() if value is not None}
         return known | {JUDGED: 1.0} if known else {}
 
     def client(self, request: Request) -> Client:
-        """The client as it stands at this request."""
+        """The client in its state at this request."""
         return Client(
             id=request.client,
             data=self.population.data(request.client),
@@ -179,7 +175,7 @@ class Silos:
 
 
 def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The kinds of message that a client half answers: its mark's, else those that its method declares."""
+    """The kinds of message that a client half answers: that of its mark, else those that its method declares."""
     of: Any = fn.__self__  # type: ignore[attr-defined]
     if fn.kind or not isinstance(of, Method):  # type: ignore[attr-defined]
         return (fn.kind or "query",)  # type: ignore[attr-defined]
@@ -189,17 +185,13 @@ def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _versions(payload: Mapping[str, Any]) -> int:
-    """A number that grows when somebody writes into a Params of the payload."""
-    total = 0
-    for value in payload.values():
-        if isinstance(value, Params):
-            for flat in value.flats.values():
-                total += flat._version
-    return total
+    """A number that grows with every write into a Params of the payload."""
+    params = (value for value in payload.values() if isinstance(value, Params))
+    return sum(flat._version for value in params for flat in value.flats.values())
 
 
 def handlers(*parts: Any) -> Iterator[Callable[..., Any]]:
-    """The @on_client functions of the parts, and of the methods nested in their fields."""
+    """The @on_client functions of the parts and of the methods in their fields."""
     for part in parts:
         for name in dir(type(part)):
             if getattr(inspect.getattr_static(type(part), name, None), "on_client", False):

@@ -1,7 +1,7 @@
-"""A client's memory between messages, on the client's own disk; the server's between rounds is kept in the same way.
+"""Memory of a client between messages, on the client's own disk, and of the server between rounds.
 
-Every (round, call) that writes makes a version of its own, and reads see the newest version before it. A server that
-was killed and asks the same round again therefore finds each client exactly as it was: nothing has to be rolled back.
+Each (round, call) that writes makes a version of its own, and reads see the newest version before it. A server that was
+killed and repeats a round therefore finds each client in its earlier state, without any rollback.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core import storage
+from fedfm.core.text import safe_name
 from fedfm.runtime import kept_files
 from fedfm.runtime.kept_files import SECRET, version_name, version_of
 
-ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # the largest of each that a version's name has room for
-BACK = 2  # rounds: the newest checkpoint is of the round before, and if it is damaged the one before is gone on from
+ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # the largest of each that fits into a version's name
+BACK = 2  # rounds that a resume may go back: to the newest checkpoint, or to the one before if it is damaged
 
-
-entropy = os.urandom  # tests put something else here
+entropy = os.urandom  # tests replace it
 
 
 def secret(root: Path, client: str, name: str) -> bytes:
-    """32 bytes, drawn once and kept beside the client's memory.
+    """32 bytes, drawn once and kept with the client's memory.
 
-    Not versioned: a round that is asked again after a crash must release the same noise, not a second sample of it.
+    They have no versions: a round that is repeated after a crash must release the same noise, not a second sample.
 
     Raises:
-        Lost: they were drawn before, and their file is damaged or missing: another draw would be a second release.
+        Lost: their file is damaged or missing; a second draw would be a second release.
     """
     path, names = secret_file(root, client, name), kept_files.list_of(root, client)
     try:
@@ -48,24 +48,24 @@ def secret(root: Path, client: str, name: str) -> bytes:
 
 
 def secret_file(root: Path, client: str, name: str) -> Path:
-    """Where :func:`secret` keeps it."""
-    return root / storage.safe_name(client) / f"{name}.secret"
+    """File of a :func:`secret`."""
+    return root / safe_name(client) / f"{name}.secret"
 
 
 def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:
-    """The server's own memory by round, in the run's private folder."""
+    """The server's memory by round, in the run's private folder."""
     return lambda t: DiskMemory(private, "server", (t, 0))
 
 
 class DiskMemory(MutableMapping[str, Any]):
-    """Loaded on first use, written by :meth:`commit` if it changed. A failed handler never commits.
+    """A memory that is loaded on first use and written by :meth:`commit` if it changed. A failed handler never commits.
 
-    Reading raises :class:`~fedfm.errors.Lost` where the version that it needs is damaged or missing: with an older one
-    the party would go on from another state, and nobody would know.
+    Reading raises :class:`~fedfm.errors.Lost` if the required version is damaged or missing: an older version would
+    silently continue from another state.
 
     Args:
-        root: of all clients' memories; each has a folder of its own, made when something is written.
-        version: (round, call) of the message that is being handled.
+        root: folder of all memories; each party has a subfolder, made on the first write.
+        version: (round, call) of the current message.
     """
 
     def __init__(self, root: Path, client: str, version: tuple[int, int]) -> None:
@@ -75,7 +75,7 @@ class DiskMemory(MutableMapping[str, Any]):
 
     @functools.cached_property
     def _folder(self) -> Path:
-        return self._root / storage.safe_name(self._client)
+        return self._root / safe_name(self._client)
 
     @functools.cached_property
     def _list(self) -> Path:
@@ -102,7 +102,7 @@ class DiskMemory(MutableMapping[str, Any]):
         return found
 
     def commit(self) -> None:
-        """Write this version if anything changed, and drop versions that no resume can need."""
+        """Write this version if anything changed, and remove versions that no resume can need."""
         if not self._changed:
             return
         if not os.path.isdir(self._folder):
@@ -116,9 +116,7 @@ class DiskMemory(MutableMapping[str, Any]):
             self._path(version).unlink(missing_ok=True)
 
     def _needed(self, versions: list[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Versions that a request may read again: those of this round, since one of it may be repeated, and what the
-        first request after each of the last rounds finds.
-        """
+        """Versions that a repeated request may read: all of this round, and the last one of each round before."""
         t = self._version[0]
         past = [v for v in versions if v <= self._version]
         found = {version for version in past if version[0] == t}

@@ -1,8 +1,8 @@
-"""What a run directory tells about the rows, and where: in its manifest or, under [privacy], in its private folder.
+"""What a run directory discloses about the rows: in its manifest or, under [privacy], in its private folder.
 
-An epsilon says what a release tells of one row. A hash of the rows, or their exact numbers by client and class, beside
-the release would decide between two candidate data sets at any epsilon. So a run with [privacy] keys the hash by a
-secret, and keeps the counts and the notices on the rows in ``private/data.json``.
+An epsilon bounds what a release discloses about one row. A published hash of the rows, or their exact numbers by client
+and class, would distinguish two candidate data sets at any epsilon. So a run with [privacy] keys the hash with a
+secret, and keeps the counts and the notices about the rows in ``private/data.json``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fedfm.runtime.run_directory import Run
 
 FILE = "private/data.json"
-_KEY = ("data", "fingerprint")  # of the secret under private/
-_PUBLIC = ("kind", "source", "classes")  # of a split: what no single row decides
+_KEY = ("data", "fingerprint")  # party and name of the secret under private/
+_PUBLIC = ("kind", "source", "classes")  # keys of a split that no single row determines
 _WITHOUT_PRIVACY = (
     "private/ holds clients' memories and keys: never share it.",
     "clients/ holds one model per client: each was fitted to that client's rows and tells about them.",
@@ -47,39 +47,39 @@ _UNDER_PRIVACY = (
 
 
 def do_not_share(privacy: object | None) -> list[str]:
-    """The manifest's sentences on what must stay where the run is."""
+    """The manifest's sentences on what must not be shared."""
     return list(_WITHOUT_PRIVACY if privacy is None else _UNDER_PRIVACY)
 
 
 def fingerprints(run: Run, table: Table, model: str) -> dict[str, str]:
-    """Of the rows and of the model, as the run's manifest has them: 64 hex digits each.
+    """Fingerprints of the rows and of the model for the run's manifest, 64 hex digits each.
 
-    Under [privacy] that of the rows is HMAC-SHA-256 of the SHA-256, under a key that is drawn once a run.
+    Under [privacy] the fingerprint of the rows is the HMAC-SHA-256 of their SHA-256, with a key drawn once per run.
 
     Raises:
-        InputError: the run has begun with such a key, and it is missing.
+        InputError: the run began with such a key, and the key is missing.
     """
     data = fingerprint(table)
     if run.experiment.privacy is not None:
         private, began = run.path / "private", run.manifest["fingerprints"]
         if began and not (path := secret_file(private, *_KEY)).is_file():
-            if began.get("data") == data:  # a run of an earlier release, whose fingerprint has no key
+            if began.get("data") == data:  # an earlier release wrote this fingerprint, without a key
                 return {"data": data, "model": model}
             if str(path.relative_to(run.path)) not in {mark["file"] for mark in run.manifest.get("lost", ())}:
                 raise InputError(
                     f"{path} is missing: it keys the fingerprint of the data, and without it nobody can tell whether "
                     "they are those that this run began with; put the file back"
                 )
-            began.pop("data", None)  # the run goes on without, and is marked
+            began.pop("data", None)  # the run continues without the key, and is marked
         data = hmac.new(secret(private, *_KEY), data.encode(), hashlib.sha256).hexdigest()
     return {"data": data, "model": model}
 
 
 def tell(run: Run, split: Mapping[str, Any] | None, notices: Sequence[str]) -> None:
-    """Put the numbers of rows by client and class, and what a reader should know of them, where they belong.
+    """Write the numbers of rows by client and class, and the notices about the rows, into the manifest or private/.
 
     Args:
-        split: None where the server does not know the rows.
+        split: None if the server does not know the rows.
     """
     if run.experiment.privacy is None:
         others = [n for n in run.manifest["notices"] if n not in notices]
@@ -91,7 +91,7 @@ def tell(run: Run, split: Mapping[str, Any] | None, notices: Sequence[str]) -> N
 
 
 def private_notices(run: Run) -> list[str]:
-    """Those on the rows of a run with [privacy]; none where the file is not there or cannot be read."""
+    """Notices about the rows of a run with [privacy]; none if the file is absent or damaged."""
     try:
         return list(map(str, json.loads((run.path / FILE).read_text(encoding="utf-8"))["notices"]))
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Early stopping: rounds without a better validation loss end a run, and its model is that of the best round."""
+"""Early stopping: a run ends after ``run.patience`` rounds without a better validation loss, with the best model."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from fedfm.runtime.run_directory import Run
 
 
 def best_round(run: Run) -> int | None:
-    """The best round so far; None where nobody asks for it, or there is none."""
+    """The best round so far; None without ``run.patience`` or before the first validation loss."""
     return logs.best_round(run.metrics()) if run.experiment.run.patience else None
 
 
 def patience_over(run: Run) -> bool:
-    """No validation loss has been lower than that of the best round for ``run.patience`` rounds."""
+    """Whether the best round is ``run.patience`` rounds ago."""
     patience = run.experiment.run.patience
     losses = logs.val_losses(run.metrics()) if patience else []
     return bool(losses) and losses[-1][1] - min(losses)[1] >= patience
 
 
 def told(run: Run, t: int, of: int) -> tuple[dict[str, object], list[str]]:
-    """(for the result's ``details``, notices) of a run of t rounds whose model is that of round ``of``."""
+    """(entries of the result's ``details``, notices) of a run of t rounds whose model is that of round ``of``."""
     patience, planned = run.experiment.run.patience, run.experiment.method.rounds
     details: dict[str, object] = {}
-    notices = []
+    notices: list[str] = []
     if t < planned:
         best = best_round(run)
         details["stopped_early"] = {"best_round": best, "planned_rounds": planned}

@@ -1,8 +1,8 @@
-"""How good the models of a run are: what clients are asked beside the method's own messages, and what is made of it."""
+"""Evaluation of a run's models: its messages to clients, and the metrics made from the replies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,11 @@ from fedfm.runtime.predictions import check_own, kept, logits, own, personal, sc
 from fedfm.runtime.run_directory import Run
 from fedfm.training import packed
 
-ANSWERS = ("rouge_1", "answers_cut")  # what an instruction model's scores tell beside the others'
+ANSWERS = ("rouge_1", "answers_cut")  # metrics of instruction models only
 
 
 class Evaluation:
-    """What the run asks of clients beside the method's own messages; a silo's policy may refuse each."""
+    """Client half of the evaluation; a silo's policy may refuse each of its messages."""
 
     def __init__(self, method: Method[Any]) -> None:
         self.method = method
@@ -39,13 +39,13 @@ class Evaluation:
 
     @on_client(kind="scores")
     def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
-        """As :meth:`evaluate`, of what the client's last local pass started from."""
+        """As :meth:`evaluate`, for the start model of the client's last local pass."""
         start = self.method.start_of(client, w) if has(self.method, Keeping) else w
         return scores(self.method, client.model, start, _rows(client, part))
 
     @on_client(kind="reveal")
     def reveal(self, client: Client, w: Params) -> Params:
-        """The client's own model, for the run's directory."""
+        """The client's own model, for the run directory."""
         return own(self.method, client, w)
 
 
@@ -54,11 +54,11 @@ def _rows(client: Client, part: str) -> Rows:
 
 
 class Evaluator:
-    """The server's half: asks clients, judges on its own rows, and says both as one line of metrics.
+    """Server half of the evaluation: metrics from the clients and from the global test rows, as one line.
 
     Args:
-        judge: metrics of one model on the global test rows (see ``models.metrics.evaluate``); None where the server
-            has no test rows.
+        judge: metrics of one model on the global test rows (see ``models.metrics.evaluate``); None if the server has no
+            test rows.
     """
 
     def __init__(self, run: Run, fed: Federation, judge: Judge | None) -> None:
@@ -68,13 +68,13 @@ class Evaluator:
         self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 
     def models(self, state: Any) -> dict[ClientId, Params]:
-        """What the server has of the final models: one by client name for personal methods, else one under ""."""
+        """The final models that the server knows: one per client name for personal methods, else one under ""."""
         if personal(self._method):
             return {client: self._method.params_for(state, client) for client in self._fed.clients}
         return {"": self._method.params_for(state, "")}
 
     def revealed(self, state: Any) -> dict[ClientId, Params]:
-        """The final models themselves. What clients keep of theirs is asked for; who refuses is left out."""
+        """The final models, with the parts that clients keep; a client that refuses is left out."""
         models = self.models(state)
         if not kept(self._method):
             return models
@@ -84,38 +84,39 @@ class Evaluator:
         return self._revealed[1]
 
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
-        """Metrics of the state: every client on its own test rows, the server's model (or models) on the global
-        ones.
+        """Metrics of the state: each client on its own test rows, the server's models on the global test rows.
+
+        Args:
+            thorough: also the costly metrics of the last round.
         """
         models = self.models(state)
         by_client = {client: models.get(client) or models[""] for client in self._fed.clients}
-        judged_own = self._own(by_client, "test")
-        own = {c: m.get("accuracy") for c, m in judged_own.items()}
-        local = _mean(own.values())
-        line: dict[str, Any] = {"client_accuracy": own, "local_accuracy": local}
-        line["local_loss"] = _mean(m.get("loss") for m in judged_own.values())
-        if local is None and line["local_loss"] is not None:  # of language models nothing else tells clients apart
-            line["client_loss"] = {c: m.get("loss") for c, m in judged_own.items()}
+        tested = self._own(by_client, "test")
+        own = {c: m.get("accuracy") for c, m in tested.items()}
+        local, loss = _mean("accuracy", tested.values()), _mean("loss", tested.values())
+        line: dict[str, Any] = {"client_accuracy": own, "local_accuracy": local, "local_loss": loss}
+        if local is None and loss is not None:  # for language models the loss is the only metric of a client
+            line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
         for key in ANSWERS:
-            if any(key in m for m in judged_own.values()):
-                line[f"local_{key}"] = _mean(m.get(key) for m in judged_own.values())
+            if any(key in m for m in tested.values()):
+                line[f"local_{key}"] = _mean(key, tested.values())
         if self._validates:
-            judged = [m for m in self._own(by_client, "val").values() if m.get("loss") is not None]
-            rows = sum(m["n"] for m in judged)
-            line["val_loss"] = sum(m["n"] * m["loss"] for m in judged) / rows if rows else None
+            validated = [m for m in self._own(by_client, "val").values() if m.get("loss") is not None]
+            rows = sum(m["n"] for m in validated)
+            line["val_loss"] = sum(m["n"] * m["loss"] for m in validated) / rows if rows else None
         if self.judge is not None and (thorough or not personal(self._method)):
             judged = [self.judge(w) for w in self.revealed(state).values()]
-            line["global_accuracy"] = _mean(m["accuracy"] for m in judged)
+            line["global_accuracy"] = _mean("accuracy", judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
-                line[key] = _mean(m.get(key) for m in judged)
+                line[key] = _mean(key, judged)
             for key in ("attack_success", *ANSWERS):
                 if any(key in m for m in judged):
-                    line[key] = _mean(m.get(key) for m in judged)
+                    line[key] = _mean(key, judged)
         if thorough and has(self._method, Starting):
             found = self._own(self._method.start_models(state), "test", self._clients.evaluate_start)
-            before = {c: m.get("accuracy") for c, m in found.items()}
-            line |= {"server_accuracy": _mean(before.values()), "server_client_accuracy": before}
-            line["server_loss"] = _mean(m.get("loss") for m in found.values())
+            line["server_accuracy"] = _mean("accuracy", found.values())
+            line["server_client_accuracy"] = {c: m.get("accuracy") for c, m in found.items()}
+            line["server_loss"] = _mean("loss", found.values())
             if "client_loss" in line:
                 line["server_client_loss"] = {c: m.get("loss") for c, m in found.items()}
         line["accuracy"] = local if personal(self._method) else line.get("global_accuracy", local)
@@ -123,23 +124,21 @@ class Evaluator:
 
     @property
     def _validates(self) -> bool:
-        """Clients hold validation rows, and may be asked for scores."""
+        """Whether clients have validation rows and may be asked for scores."""
         if self._run.experiment.privacy is not None:
             return False
         split = self._run.manifest["split"]
-        if split is None:  # silos with files of their own: only they know, and who has none says so
+        if split is None:  # silos with their own files: the server does not know their numbers of rows
             return self._run.experiment.data.val_fraction > 0
         return any(counts["val"]["rows"] for counts in split["clients"].values())
 
     def _own(
         self, models: Mapping[ClientId, Params], part: str, handler: Callable[..., Any] | None = None
     ) -> dict[ClientId, dict[str, Any]]:
-        """Metrics of each client's model on its own rows; {} where it did not answer, where the method hides how many
-        rows a client has, and under [privacy], where exact scores and numbers of rows would leave beside what the
-        ledger accounts for.
-        """
+        """Metrics of each client's model on its own rows; {} for a client that was not asked or did not answer."""
         hidden = has(self._method, HidingCounts) and self._method.hides_counts
         unable = self._method.needs.model == "server"
+        # Under [privacy] no client is asked: the ledger does not account for exact scores.
         if self._run.experiment.privacy is not None or hidden or unable:
             return {client: {} for client in self._fed.clients}
         first = next(iter(models.values()))
@@ -148,31 +147,31 @@ class Evaluator:
         return {client: replies.get(client, {}) for client in self._fed.clients}
 
     def _aside(self, handler: Callable[..., Any], **payload: Any) -> dict[ClientId, Any]:
-        """Ask what is no part of the method: not counted, and nobody is left out for it."""
+        """Ask outside of the method: not counted, and no client is excluded for its reply."""
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
         try:
             replies = self._fed.ask(handler, counted=False, **payload)
-        except RunError:  # nobody answered; the training goes on
+        except RunError:  # no client answered; training continues
             replies = {}
         self._fed.excluded, self._fed.cohort = excluded, cohort
         return replies
 
 
-def _mean(values: Any) -> float | None:
-    known = [v for v in values if v is not None]
+def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:
+    known = [m[key] for m in scores if m.get(key) is not None]
     return sum(known) / len(known) if known else None
 
 
 def judge(
     population: Partitioned, method: Method[Any], ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None
 ) -> Judge | None:
-    """Metrics of a method's parameters on the global test rows; None where there are none.
+    """Metrics of a method's parameters on the global test rows; None if there are no such rows.
 
-    Where logits are kept (see :mod:`fedfm.training.packed.predictor`) the rows are judged in the clients' pieces: a
-    process that has judged its clients with the same parameters has the logits already, with the same bits.
+    If logits are cached (see :mod:`fedfm.training.packed.predictor`), the rows are evaluated in the clients' pieces: a
+    process that has evaluated its clients with the same parameters has the logits already, with the same bits.
 
     Args:
-        ask: gives logits of pieces from where they are; a piece that it leaves out is computed here.
+        ask: returns cached logits of pieces; pieces that it leaves out are computed here.
     """
     if not len(population.federated.test):
         return None
@@ -202,7 +201,6 @@ def judge(
 
 
 def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
-    """Whether :func:`judge` asks piece by piece: the model keeps logits, and they are all that the method judges by."""
-    plain = not (has(method, Predicting) or has(method, Applying))
-    plain = plain and population.client_model is not None
+    """Whether :func:`judge` works piece by piece: the model caches logits, and the method predicts from them alone."""
+    plain = not (has(method, Predicting) or has(method, Applying)) and population.client_model is not None
     return plain and population.federated.table.labels is not None and packed.applies(population.model, "exact")

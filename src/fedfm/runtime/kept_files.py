@@ -1,9 +1,9 @@
-"""What a party keeps and cannot make again, its secrets and its memory: a list of the files, and whether each is whole.
+"""Integrity of files that a party cannot make again: its secrets and its memory.
 
-A party's files lie in its folder, ``ROOT/<party>/``. Each carries a checksum, which says that it is damaged, and the
-list, ``ROOT/+kept/<party>/list``, names it, which says that it is missing. The list is written after the files that it
-names and before those go that it leaves out: a process that is killed in between leaves a file too many, never one too
-few. Folders that an earlier release wrote have no list, and their secrets no checksum: they are taken as they are.
+The files of a party are in ``ROOT/<party>/``. Each has a checksum, which detects damage, and an entry in the list
+``ROOT/+kept/<party>/list``, which detects its loss. The list is written after a new file and before the removal of an
+old one: a process that is killed in between leaves a file too many, never one too few. Folders of earlier releases have
+no list and their secrets no checksum; they are accepted as they are.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedfm.core import storage
+from fedfm.core.text import safe_name
 from fedfm.errors import Lost
 
 DAMAGED, MISSING = "is damaged", "is missing"
-LISTS = "+kept"  # no party's folder: a shortened name alone has a "+", and letters before it
+LISTS = "+kept"  # never a party's folder: only shortened names have a "+", and it is not their first character
 SECRET = 32  # bytes
-_ROOM, _PAGE = 448, 4096  # bytes of a list's names, padded; and what the system writes at once
+_ROOM, _PAGE = 448, 4096  # bytes: padded length of a list's names; a page, which the system writes at once
 _VERSION = re.compile(r"r(\d{7})c(\d{5})\.safetensors")
 
 
 def version_name(version: tuple[int, int]) -> str:
-    """The file of a memory as (round, call) left it."""
+    """File name of a memory after (round, call)."""
     return f"r{version[0]:07d}c{version[1]:05d}.safetensors"
 
 
 def version_of(name: str) -> tuple[int, int] | None:
-    """(round, call) of a memory's file; None of another.
+    """(round, call) of a memory's file; None for any other file.
 
     Example:
         >>> version_of(version_name((3, 1))), version_of("noise.secret")
@@ -41,12 +42,12 @@ def version_of(name: str) -> tuple[int, int] | None:
 
 
 def list_of(root: Path, party: str) -> Path:
-    """Where a party's list is."""
-    return root / LISTS / storage.safe_name(party) / "list"
+    """File of a party's list."""
+    return root / LISTS / safe_name(party) / "list"
 
 
 def listed(path: Path) -> set[str] | None:
-    """Names of files that a list says are there; None where there is no list.
+    """Names of the files in a list; None if there is no list.
 
     Raises:
         Lost: the list is damaged.
@@ -61,10 +62,10 @@ def listed(path: Path) -> set[str] | None:
 
 
 def write_list(path: Path, names: Iterable[str], sync: bool = False) -> None:
-    """Replace a list, whole or not at all, whoever is killed when.
+    """Replace a list atomically.
 
-    A list that is there is overwritten in its place, by one write within one page: to replace a file by a renamed one
-    costs a few milliseconds on common file systems, which write the new one to the disk first.
+    An existing list is overwritten in place by one write within one page: to replace a file by a renamed one takes a
+    few milliseconds on common file systems, which write the new file to the disk first.
     """
     sealed = storage.seal("\n".join(sorted(names)).encode().ljust(_ROOM, b"\n"))
     try:
@@ -90,27 +91,19 @@ def files(folder: Path) -> set[str]:
 
 
 def read_secret(path: Path) -> bytes | None:
-    """A secret; None where its file was cut or altered.
+    """A secret; None if its file is truncated or altered.
 
     Raises:
         FileNotFoundError: there is none.
     """
     found = path.read_bytes()
-    return found if old_secret(found) else storage.unseal(found)
-
-
-def old_secret(found: bytes) -> bool:
-    """Whether an earlier release wrote this: 32 bytes without a checksum."""
-    return len(found) == SECRET and not found.startswith(storage.seal(b"")[:8])
-
-
-def whole(path: Path) -> bool:
-    """Whether a memory's or a secret's file is as it was written, as far as it can tell."""
-    return storage.whole(path) if version_of(path.name) else read_secret(path) is not None
+    # An earlier release wrote 32 bytes without a checksum.
+    old = len(found) == SECRET and not found.startswith(storage.seal(b"")[:8])
+    return found if old else storage.unseal(found)
 
 
 def lost(path: Path, how: str, list_file: Path) -> Lost:
-    """What to say to whom the files belong."""
+    """The error for the owner of a damaged or missing file."""
     remove = f"remove {path} and {list_file}" if path != list_file else "remove it"
     return Lost(f"{path} {how}: put back a copy of it; to go on without what it held, {remove}")
 
@@ -120,11 +113,11 @@ def lost(path: Path, how: str, list_file: Path) -> Lost:
 
 @dataclass(frozen=True)
 class Loss:
-    """A file that is not what it was.
+    """A damaged or missing file.
 
     Attributes:
-        how: what is wrong with it, a predicate.
-        root, party: whose it is, by the names of the folders; None where it is no party's.
+        how: the predicate of a sentence about it, e.g. :data:`DAMAGED`.
+        root, party: folders of its owner; None if it belongs to no party.
     """
 
     path: Path
@@ -133,7 +126,7 @@ class Loss:
     party: str = ""
 
     def forget(self) -> None:
-        """Go on without it: a damaged file goes, and the list says what is there."""
+        """Remove a damaged file, and bring the list up to date."""
         if self.root is None:
             return
         folder, list_file = self.root / self.party, self.root / LISTS / self.party / "list"
@@ -143,33 +136,26 @@ class Loss:
 
 
 def roots(private: Path) -> list[Path]:
-    """Folders below a run's ``private/`` that hold parties' folders: of the server, of the clients, and of the sites
-    of a rehearsal on this machine.
-    """
+    """Parents of the parties' folders below a run's ``private/``: of server, clients, and sites on loopback."""
     return [private, private / "memory", *sorted(private.glob("deployment/sites/*/*/memory"))]
 
 
 def parties(private: Path) -> list[str]:
-    """Folders of lists below ``private/``, relative to it: what must be there when the run goes on."""
-    found = []
-    for root in roots(private):
-        lists = root / LISTS
-        if lists.is_dir():
-            place = lists.relative_to(private)
-            found += [f"{place}/{name}" for name in os.listdir(lists)]
-    return sorted(found)
+    """Folders of lists below ``private/``, relative to it; a resumed run must find all of them."""
+    places = [root / LISTS for root in roots(private)]
+    names = {place: os.listdir(place) for place in places if place.is_dir()}
+    return sorted(f"{place.relative_to(private)}/{name}" for place, found in names.items() for name in found)
 
 
 def losses(private: Path, until: int, wanted: Iterable[str]) -> Iterator[Loss]:
-    """What is damaged or missing below a run's ``private/``.
+    """Damaged and missing files below a run's ``private/``.
 
     Args:
-        until: the round after which the run goes on: what later ones have left is written again.
-        wanted: what :func:`parties` said then.
+        until: the round after which the run continues; files of later rounds will be written again.
+        wanted: the value of :func:`parties` at that round.
     """
-    for name in wanted:
-        if not (private / name / "list").is_file():
-            place = private / name
+    for place in (private / name for name in wanted):
+        if not (place / "list").is_file():
             yield Loss(place / "list", MISSING, place.parent.parent, place.name)
     for root in roots(private):
         for party in _folders(root):
@@ -184,7 +170,7 @@ def secrets(private: Path) -> Iterator[Path]:
 
 
 def unlisted(private: Path) -> bool:
-    """Whether somebody has files here and no list of them."""
+    """Whether a party has files but no list."""
     return any(
         files(root / party) and not (root / LISTS / party / "list").exists()
         for root in roots(private)
@@ -212,5 +198,5 @@ def _losses_of(root: Path, party: str, until: int) -> Iterator[Loss]:
         path = folder / name
         if not path.exists():
             yield Loss(path, MISSING, root, party)
-        elif not whole(path):
+        elif not (storage.whole(path) if version else read_secret(path) is not None):
             yield Loss(path, DAMAGED, root, party)

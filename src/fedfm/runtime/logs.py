@@ -1,8 +1,8 @@
-"""The two logs of a run directory: JSON Lines, appended, cut back to the last commit when a run goes on.
+"""The two logs of a run directory: JSON Lines, appended, and cut back to the last commit when a run is resumed.
 
 ``metrics.jsonl`` gets a line when a committed round has been evaluated, ``messages.jsonl`` the round's crossings just
-before its commit. A record that was damaged on the disk is shown as far as it goes, and :func:`gaps` says what is
-missing of it: nothing that a run computes depends on the logs, but for ``run.patience``, which reads validation losses.
+before its commit. The readable lines of a damaged log are used, and :func:`gaps` lists the missing ones. Only
+``run.patience``, which reads validation losses, depends on a log.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fedfm.core import storage
 from fedfm.errors import InputError
 
 METRICS, MESSAGES = "metrics.jsonl", "messages.jsonl"
-_NAMED = 5  # lines, or spans of rounds, that are named one by one
+_NAMED = 5  # lines, or spans of rounds, that a message lists
 
 
 def append(path: Path, text: str) -> int:
@@ -35,12 +35,12 @@ def append(path: Path, text: str) -> int:
 
 
 def to_bytes(text: str) -> bytes:
-    """UTF-8. What has no place in it, as in names of files that were none, stands as JSON's escape."""
+    """UTF-8; lone surrogates, e.g. from undecodable file names, are written as JSON escapes."""
     return text.encode("utf-8", "backslashreplace")
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, bool]]:
-    """(number from 1, its object or None where it is damaged, whether it has an end) of the lines that are not empty.
+    """(number from 1, object or None if damaged, whether it ends with a line feed) of each line that is not empty.
 
     Raises:
         InputError: the file cannot be read.
@@ -65,69 +65,56 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def rounds(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of ``metrics.jsonl``: without damaged ones, and without a torn last one."""
+    """The undamaged and complete lines of ``metrics.jsonl``."""
     return [found for _, found, ended in lines(path) if found is not None and ended]
 
 
 def best_round(found: Sequence[Mapping[str, Any]]) -> int | None:
-    """The first round with the lowest validation loss; None where there is none."""
+    """The first round with the lowest validation loss; None if no round has one."""
     return min(losses)[1] if (losses := val_losses(found)) else None
 
 
 def val_losses(found: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-    """(validation loss, round) of the trained rounds that have one.
+    """(validation loss, round) of the rounds that have one, without round 0.
 
-    The start is left out: its even guesses may lose less than an accurate model that is too sure of itself.
+    The loss of its uniform predictions may be below that of an accurate but overconfident model.
     """
     return [(m["val_loss"], m["round"]) for m in found if m["round"] and m.get("val_loss") is not None]
 
 
 def cut(folder: Path, record: Mapping[str, Any] | None) -> list[str]:
-    """Bring the logs back to a commit, or to none; returns what is missing of them up to there.
-
-    Damaged lines stay where they are: somebody may know what stood there.
-    """
+    """Cut the logs back to a commit, or to the start; returns what they have lost before it. Damaged lines stay."""
     last, length = (-1, 0) if record is None else (record["round"], record["messages"])
     found = gaps(folder, last - 1)
-    if record is not None:
-        size = _size(folder / MESSAGES)
-        if size < length:
-            found.append(f"{MESSAGES} has lost {length - size} of {length} bytes that were committed")
-    judged = any(line["round"] == last for line in rounds(folder / METRICS))
-    _cut_messages(folder / MESSAGES, length, last, judged)
+    messages = folder / MESSAGES
+    size = messages.stat().st_size if messages.exists() else 0
+    if size < length:
+        found.append(f"{MESSAGES} has lost {length - size} of {length} bytes that were committed")
+    evaluated = any(line["round"] == last for line in rounds(folder / METRICS))
+    _cut_messages(messages, length, last, evaluated)
     _cut_metrics(folder / METRICS, last)
     return found
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _cut_messages(path: Path, length: int, last: int, judged: bool) -> None:
-    """What judged the last round's models stays, if its metrics are there. A file that does not end a line where the
-    commit was has been changed since: of it the lines up to the last round stay.
-    """
+def _cut_messages(path: Path, length: int, last: int, evaluated: bool) -> None:
+    """Keep the committed bytes, and the last round's evaluation messages if its metrics exist."""
     if not path.exists():
         return
     with open(path, "rb") as file:
-        if not _ends_line(file, length):
+        file.seek(max(length - 1, 0))
+        if length and file.read(1) != b"\n":  # the file was changed since: keep the lines up to the last round
             file.seek(0)
             kept = [line for line in file if (found := _object(line)) is None or found["round"] <= last]
             storage.write_atomic(path, b"".join(line.removesuffix(b"\n") + b"\n" for line in kept))
             return
         file.seek(length)
-        for line in file if judged else ():
+        for line in file if evaluated else ():
             found = _object(line)
             if not line.endswith(b"\n") or found is None or found["round"] != last:
                 break
             length += len(line)
     if path.stat().st_size > length:
         os.truncate(path, length)
-
-
-def _ends_line(file: BinaryIO, length: int) -> bool:
-    file.seek(max(length - 1, 0))
-    return not length or file.read(1) == b"\n"
 
 
 def _cut_metrics(path: Path, last: int) -> None:
@@ -141,17 +128,17 @@ def _cut_metrics(path: Path, last: int) -> None:
 
 
 def gaps(folder: Path, last: int, finished: Mapping[str, Any] | None = None) -> list[str]:
-    """What is missing of the logs, a sentence each.
+    """Sentences on what the logs have lost.
 
     Args:
-        last: the last round of which a line must be there; -1: none.
-        finished: the result of a run that has come to its end: all it sent must be there, too.
+        last: the last round that must have a line; -1: none.
+        finished: the result of a finished run, whose messages must all be listed.
     """
     return [*gaps_of_metrics(folder / METRICS, last, finished), *_gaps_of_messages(folder / MESSAGES, finished)]
 
 
 def gaps_of_metrics(path: Path, last: int, finished: Mapping[str, Any] | None = None) -> list[str]:
-    """The same of ``metrics.jsonl`` alone."""
+    """As :func:`gaps`, for ``metrics.jsonl`` alone."""
     found = list(lines(path))
     damaged = [number for number, line, ended in found if line is None and (ended or finished)]
     known = {line["round"] for _, line, ended in found if line is not None and (ended or finished)}
@@ -188,15 +175,15 @@ def _damaged(name: str, numbers: Sequence[int]) -> list[str]:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """Rounds in order, as spans: round 3; rounds 1 to 4 and 6."""
+    """Ascending rounds as spans, e.g. "round 3" or "rounds 1 to 4 and 6"."""
     spans: list[list[int]] = []
     for n in numbers:
         if spans and n == spans[-1][1] + 1:
             spans[-1][1] = n
         else:
             spans.append([n, n])
-    said = [str(a) if a == b else f"{a} to {b}" for a, b in spans[:_NAMED]]
+    words = [str(a) if a == b else f"{a} to {b}" for a, b in spans[:_NAMED]]
     more = sum(b - a + 1 for a, b in spans[_NAMED:])
-    said += [f"{more} more"] if more else []
-    text = " and ".join([", ".join(said[:-1]), said[-1]]) if len(said) > 1 else said[0]
+    words += [f"{more} more"] if more else []
+    text = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
     return f"round{'s' if len(numbers) > 1 else ''} {text}"

@@ -1,4 +1,4 @@
-"""Before a run goes on: whether all is there that it goes on from, and what it means to go on without."""
+"""Check before a resume: whether all files that the run needs are intact, and how to continue without them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _UNLISTED = (
 
 
 def settle(run: Run, accept: bool = False) -> list[str]:
-    """Refuse a run whose kept files are not whole; returns what to tell whoever watches.
+    """Refuse a run with damaged or missing files; returns new notices.
 
     Args:
-        accept: go on without what is damaged or missing instead: that is marked in the manifest, for good.
+        accept: continue without these files instead, and mark that permanently in the manifest.
 
     Raises:
-        Lost: a file is damaged or missing; the run is as it was.
+        Lost: a file is damaged or missing; the run is unchanged.
     """
     record, _ = run.newest()
     known = len(run.manifest["notices"])
@@ -71,7 +71,7 @@ def _meaning(loss: Loss) -> str:
 
 
 def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
-    """What the run would go on without after the checkpoint that it takes."""
+    """Files that the run needs after this checkpoint and that are damaged or missing."""
     private = run.path / "private"
     if record is None:
         yield from _no_checkpoint(run)
@@ -86,7 +86,7 @@ def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
 
 
 def _no_checkpoint(run: Run) -> Iterator[Loss]:
-    """Of a run that has had one: a line of metrics is written after a commit."""
+    """Checkpoints of a run that had one: a line of metrics is written after a commit."""
     _, damaged = run.newest()
     if damaged:
         yield from (Loss(path, kept_files.DAMAGED) for path in damaged)
@@ -95,7 +95,7 @@ def _no_checkpoint(run: Run) -> Iterator[Loss]:
 
 
 def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
-    """Of early stopping: the rounds' validation losses, and the checkpoint of the best one, which is the model."""
+    """Files of early stopping: the validation losses, and the checkpoint of the best round."""
     log, t = run.path / logs.METRICS, record["round"]
     yield from (Loss(log, gap.removeprefix(f"{logs.METRICS} ")) for gap in logs.gaps_of_metrics(log, t - 1))
     best = logs.best_round([line for line in run.metrics() if line["round"] < t])

@@ -1,4 +1,4 @@
-"""Population: an experiment's rows and its model, and what each client holds of them."""
+"""Population: an experiment's rows and model, and each client's share of the rows."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from fedfm.runtime.run_directory import Run
 
 LORA_ALONE = ("lora",)
-_LOOK = 64  # training rows among which one stands for all where operations are counted
-REST = ""  # the piece of the global test rows that no client holds
-_TIDY = 50  # preparations of rows between two looks at the heap
+_LOOK = 64  # training rows prepared to count the operations per row
+REST = ""  # name of the piece of global test rows that no client holds
+_TIDY = 50  # preparations of rows between two trims of the heap
 
 
 class Partitioned:
-    """All clients of an experiment in one place; each one's rows are prepared when they are first used, and kept.
+    """All clients of an experiment in one place; a client's rows are prepared on first use, and kept.
 
     Attributes:
-        federated: the table and who holds which rows, as they were read.
+        federated: the table as read, and each client's rows of it.
         model: the experiment's model; None at a site of clients that have none.
-        attackers: who of the clients attacks, and how; None where all are honest.
-        client_model: what clients have of it: the model itself, or None where it stays at the server.
+        attackers: the clients that attack, and their attack; None if all are honest.
+        client_model: the clients' model; None if it stays at the server.
     """
 
     def __init__(
@@ -61,11 +61,10 @@ class Partitioned:
 
     @property
     def clients(self) -> Sequence[ClientId]:
-        """Names, sorted."""
         return sorted(self.federated.clients)
 
     def data(self, client: ClientId) -> ClientData:
-        """The client's rows, ready for the model; with a frozen backbone these are its features, computed once."""
+        """The client's rows, ready for the model; with a frozen backbone, their features, computed once."""
         if client not in self._data:
             rows = self._pooled() if client == POOLED else self.federated.clients[client]
             make = self.rows if self.client_model is not None else functools.partial(inputs.bare, self.federated.table)
@@ -97,12 +96,11 @@ class Partitioned:
 
     @functools.cached_property
     def test(self) -> Rows:
-        """The global test rows."""
         return self.rows(self.federated.test)
 
     @functools.cached_property
     def triggered(self) -> Rows | None:
-        """The global test rows that are not of a backdoor's target class, with its trigger; None without a backdoor."""
+        """The global test rows outside of a backdoor's target class, with its trigger; None without a backdoor."""
         table, test = self.federated.table, self.federated.test
         if self.attackers is None or table.labels is None:
             return None
@@ -112,7 +110,7 @@ class Partitioned:
 
     @functools.cached_property
     def pieces(self) -> dict[ClientId, np.ndarray]:
-        """The global test rows, each once: those of clients in the order of names, then those of nobody under ""."""
+        """Partition of the global test rows: those of clients in order of names, then the others under ""."""
         left = set(self.federated.test.tolist())
         found = {}
         for client in self.clients:
@@ -123,7 +121,7 @@ class Partitioned:
         return found | ({REST: np.array(sorted(left))} if left else {})
 
     def piece(self, name: ClientId) -> Rows:
-        """The rows of a piece; those of a client are the very object that the client judges."""
+        """The rows of a piece; a client's piece is the very object that the client evaluates."""
         return self._rest if name == REST else self.data(name).test
 
     @functools.cached_property
@@ -136,20 +134,19 @@ class Partitioned:
 
 
 def _trim_heap() -> None:
-    """Give back the pages between what is kept: glibc keeps what large intermediate results leave behind."""
+    """Return free pages to the system: glibc keeps those of large intermediate results."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
 
 def populate(experiment: Experiment) -> Partitioned:
-    """Read the data, deal them, load the model.
+    """Read the data, partition them, load the model.
 
     Raises:
-        InputError: with the place in the experiment or the file.
+        InputError: with the key of the experiment or the place in the file.
     """
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal
-    from fedfm.models.load import load_model
 
     if experiment.in_memory:
         raise InputError(
@@ -158,17 +155,9 @@ def populate(experiment: Experiment) -> Partitioned:
     seed = experiment.run.seed
     table = load_table(experiment.data, seed=seed, task=experiment.model.task)
     federated = deal(table, experiment.data, seed=seed)
-    if experiment.model.name == WITHHELD:  # these are clients' sites: the server has the model
+    if experiment.model.name == WITHHELD:  # at a site: only the server has the model
         return Partitioned(federated, None)
-    model = load_model(
-        experiment.model,
-        classes=table.classes,
-        kind=table.kind,
-        task=experiment.model.task,
-        seed=seed,
-        feature_dim=table.inputs.shape[1] if table.kind == "features" else None,
-    )
-    model.kernels = experiment.run.kernels
+    model = model_of(experiment, table)
     clients, attack, attackers = sorted(federated.clients), experiment.attack, None
     if attack is not None:
         attack.fits(table.kind, model.task, model, table.classes)
@@ -176,8 +165,23 @@ def populate(experiment: Experiment) -> Partitioned:
     return Partitioned(federated, model, attackers, shared=experiment.method.needs.model == "everybody")
 
 
+def model_of(experiment: Experiment, table: Table) -> Model:
+    """The experiment's model for the rows of a table."""
+    from fedfm.models.load import load_model
+
+    spec, dim = experiment.model, _feature_dim(table)
+    seed, classes, kind = experiment.run.seed, table.classes, table.kind
+    model = load_model(spec, classes=classes, kind=kind, task=spec.task, seed=seed, feature_dim=dim)
+    model.kernels = experiment.run.kernels
+    return model
+
+
+def _feature_dim(table: Table) -> int | None:
+    return table.inputs.shape[1] if table.kind == "features" else None
+
+
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:
-    """Write into the run what was read: clients, split, fingerprints, notices; refuse a resume on other data."""
+    """Write clients, split, fingerprints and notices into the manifest; refuse to resume on other data."""
     from fedfm.data.partition import summary
 
     table = population.federated.table
@@ -196,20 +200,20 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
         "model": {
             "classes": list(table.classes),
             "kind": table.kind,
-            "feature_dim": table.inputs.shape[1] if table.kind == "features" else None,
+            "feature_dim": _feature_dim(table),
             "trainable": sum(population.model.layout.sizes.values()),
         },
     }
     tell(run, summary(population.federated), notices)
     _check_optimiser(run.experiment.method, population.model)
-    # Under [privacy] no ledger of operations: they are counted from the exact numbers of rows.
+    # No ledger of operations under [privacy]: it would disclose the exact numbers of rows.
     if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:
         run.manifest["ledger"]["operations"] = costs
     run.write_manifest()
 
 
 def _no_task(population: Partitioned) -> list[str]:
-    """A notice where all that is trained on has one label; a single client's rows may well."""
+    """A notice if all training rows of all clients have the same label."""
     table, clients = population.federated.table, population.federated.clients.values()
     if table.labels is None:
         return []
@@ -221,7 +225,7 @@ def _no_task(population: Partitioned) -> list[str]:
 
 
 def _check_optimiser(method: Method[Any], model: Model) -> None:
-    """Refuse a client optimiser that the model's loss, or what is trainable of it, has no place for."""
+    """Refuse a client optimiser that does not fit the model's loss or its trainable parameters."""
     for value in vars(method).values():
         if isinstance(value, Local):
             over_classes(model, value)
@@ -235,7 +239,7 @@ def _check_optimiser(method: Method[Any], model: Model) -> None:
 def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] | None:
     """The ledger's multiply-accumulates before the first round (see ``models.operations``).
 
-    None for a method without a client optimiser, and for rows that only a Python user's own module understands.
+    None for a method without a client optimiser, and for rows that only the user's own Python module can read.
     """
     from fedfm.models.costs import Costs, per_sample
 
@@ -243,7 +247,7 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
     if not isinstance(method, TrainsLocally) or method.needs.pooled or table.kind == "own":
         return None
     model, clients = population.model, [population.federated.clients[c] for c in population.clients]
-    # Of running text it takes the tokenizer to know how many blocks a client trains on; other rows are samples.
+    # The number of blocks in running text depends on the tokenizer; all other rows are samples.
     blocks = table.kind == "passages" or (table.kind == "text" and model.is_language_model)
     samples = [
         len(population.data(c).train) if blocks else len(rows.train)
@@ -258,5 +262,5 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
 
 
 def record_error(folder: Path, client: ClientId, text: str) -> None:
-    """A client's traceback, kept where only its owner looks."""
+    """Keep a client's traceback in a file that only its owner reads."""
     storage.append(folder / "private" / "errors.log", f"--- {client}\n{text}\n")

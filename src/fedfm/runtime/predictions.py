@@ -1,4 +1,4 @@
-"""Who has which model at the end, and what it says about rows: by a method's capabilities, with defaults for all."""
+"""Final models and their predictions, by a method's capabilities or their defaults."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fedfm.training import TrainsLocally
 
 
 def personal(method: Method[Any]) -> bool:
-    """Every client ends with a model of its own, by the method or by its client optimiser."""
+    """Whether every client ends with its own model, by the method or by its client optimiser."""
     return has(method, Personal) or _optimiser_keeps(method)
 
 
 def kept(method: Method[Any]) -> bool:
-    """Clients keep of their own models what ``params_for`` does not know."""
+    """Whether clients keep parts of their models that ``params_for`` does not return."""
     return has(method, Keeping) or _optimiser_keeps(method)
 
 
@@ -35,14 +35,14 @@ def _optimiser_keeps(method: Method[Any]) -> bool:
 
 
 def own(method: Method[Any], client: Client, w: Params) -> Params:
-    """Client half: the client's own model, where ``w`` is what ``params_for`` gives for it."""
+    """Client half: the client's own model; ``w`` is the value of ``params_for`` for this client."""
     if has(method, Keeping):
         return method.own(client, w)
     return method.local.own(client, w) if has(method, TrainsLocally) else w
 
 
 def check_own(method: Method[Any], w: Params, model: Model) -> None:
-    """Refuse what a client gave as its own model where it is none.
+    """Check the layout of a client's own model.
 
     Raises:
         ClientFault: with the first tensor that differs.
@@ -53,7 +53,7 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
         match(w, model.layout, "model")
 
 
-# --- what it says -----------------------------------------------------------------------------------------------------
+# --- predictions ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def applied(method: Method[Any], model: Model, w: Params, rows: Rows) -> Iterato
 
 
 def logits(method: Method[Any], model: Model, w: Params, rows: Rows) -> Tensor:
-    """(n, C): what w says about rows."""
+    """Logits (n, C) of rows under w."""
     if has(method, Predicting):
         return method.logits(model, w, rows)
     with applied(method, model, w, rows) as judged:
@@ -79,7 +79,7 @@ def logits(method: Method[Any], model: Model, w: Params, rows: Rows) -> Tensor:
 
 
 def scores(method: Method[Any], model: Model, w: Params, rows: Rows) -> dict[str, Any]:
-    """How good w is on these rows (see ``models.metrics.evaluate``)."""
+    """Metrics of w on these rows (see ``models.metrics.evaluate``)."""
     if has(method, Predicting):
         return model.evaluate(rows, method.logits(model, w, rows))
     with applied(method, model, w, rows) as judged:

@@ -1,10 +1,10 @@
-"""Pretraining: a foundation model made centrally from one data set, as a folder that experiments name.
+"""Pretraining: central training of a foundation model on one data set, into a folder that experiments can name.
 
-Plain mini-batch training of all parameters, with the client optimisers of runs: no augmentation of pictures, and the
-model's own dropout stays off, as everywhere in fedfm. The folder is one of transformers': ``config.json``,
-``model.safetensors``, the image processor or the tokenizer, the names of the classes; ``pretrain.json`` says how it
-was made. While it is being made it holds a checkpoint an epoch and no ``config.json``: a killed pretraining goes on
-with the same bits, and nobody takes half a model for a whole one.
+Mini-batch training of all parameters with the client optimisers of runs, without augmentation of pictures and with the
+model's own dropout off, as everywhere in fedfm. The folder has transformers' format: ``config.json``,
+``model.safetensors``, the image processor or the tokenizer, the class names; ``pretrain.json`` records how the model
+was made. Until the end it holds checkpoints of epochs and no ``config.json``: a killed pretraining resumes with the
+same bits, and no program can load an unfinished model.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from fedfm.training.update_rules import Rule
 from fedfm.version import __version__
 
 ABOUT = "pretrain.json"
-KEEP = 2  # checkpoints: the newest, and one to fall back on
-IN_ADVANCE = 4 << 30  # bytes of rows that are prepared once; more are prepared batch by batch, every epoch again
+KEEP = 2  # checkpoints: the newest, and a fallback
+IN_ADVANCE = 4 << 30  # largest number of bytes of rows that are prepared once; else each epoch prepares its batches
 _OURS = (ABOUT, "checkpoint", "start", "export")
 
 
 def pretrain(
     what: str | Path | Mapping[str, Any] | Pretraining, out: str | Path, *, watcher: EpochProgress | None = None
 ) -> dict[str, Any]:
-    """Train a model and write its folder; go on where a killed pretraining of the same tables stopped.
+    """Train a model and write its folder; resume if a killed pretraining with the same tables began it.
 
     Args:
         what: a TOML file, nested tables, or a :class:`Pretraining`.
-        out: the folder; absent, empty, or one that this pretraining began.
+        out: the folder: absent, empty, or begun by this pretraining.
 
     Returns:
         ``folder``, ``epochs``, ``parameters``, ``train_loss``, ``seconds``, ``params_sha256``; ``accuracy``, ``loss``,
-        ``perplexity`` on the held-out rows (val rows where the source marks some, else test rows), of the last epoch:
-        nothing is chosen by them.
+        ``perplexity`` of the last epoch on the held-out rows (the source's val rows if it has some, else test rows),
+        which select nothing.
 
     Raises:
         InputError: tables, data or model are wrong, or the folder holds something else.
-        RunError: the loss is no longer a number.
+        RunError: the loss is NaN or infinite.
     """
     if not isinstance(what, Pretraining):
         what = Pretraining.from_dict(what) if isinstance(what, Mapping) else Pretraining.load(what)
@@ -75,7 +75,7 @@ def pretrain(
             return work.go(watcher)
         except InputError:
             if fresh and not work.checkpoints():
-                work.discard()
+                storage.discard(work.folder, _OURS)
             raise
         finally:
             watcher.finished()
@@ -83,7 +83,7 @@ def pretrain(
 
 @contextlib.contextmanager
 def _claim(folder: Path, what: Pretraining) -> Iterator[_Work]:
-    """The folder, ours alone while this lasts."""
+    """Lock the folder for this process, and read or begin its state."""
     about = folder / ABOUT
     if about.exists():
         try:
@@ -128,11 +128,11 @@ class _Work:
         self.folder, self.what, self.state = folder, what, state
 
     def go(self, watcher: EpochProgress) -> dict[str, Any]:
-        """To the end, from the newest whole checkpoint."""
+        """Train from the newest undamaged checkpoint to the end."""
         if self.state["result"] is not None:
             return dict(self.state["result"])
         began = time.perf_counter()
-        with torch_threads(self.state["threads"]):  # one model trains, and nothing runs beside it
+        with torch_threads(self.state["threads"]):  # one model trains, so all cores are its own
             table = load_table(self.what.data, seed=self.what.spec.seed, task=self.what.model.task)
             model = self._model(table)
             self._same("data", fingerprint(table))
@@ -145,7 +145,7 @@ class _Work:
             return self._finish(model)
 
     def _model(self, table: Table) -> Model:
-        """The model at its start; with ``vocabulary_size`` of a folder that has its configuration and new tokens."""
+        """The model before training; with ``vocabulary_size``, of the same configuration with a new tokenizer."""
         from fedfm.models.hub import architecture
         from fedfm.models.load import load_model
 
@@ -158,9 +158,11 @@ class _Work:
                 pieces = [table.inputs[i] for i in table.rows("train")]
                 texts = (t for piece in pieces for t in ((piece,) if isinstance(piece, str) else piece))
                 made = tokenizer.train(texts, spec.vocabulary_size, spec.vocabulary)
-                with _all_or_nothing(start) as half:
-                    architecture(model, made).save_pretrained(half)
-                    made.save_pretrained(half)
+                half = self.folder / ".start"
+                shutil.rmtree(half, ignore_errors=True)
+                architecture(model, made).save_pretrained(half)
+                made.save_pretrained(half)
+                os.replace(half, start)
             model = dataclasses.replace(model, name=str(start), options=None)
         dim = table.inputs.shape[1] if table.kind == "features" else None
         loaded = load_model(model, classes=table.classes, kind=table.kind, seed=spec.seed, feature_dim=dim)
@@ -171,7 +173,7 @@ class _Work:
         return loaded
 
     def _same(self, name: str, value: str) -> None:
-        """A resumed pretraining needs what it started with."""
+        """Refuse to resume on other data or with another model."""
         if self.state["fingerprints"].setdefault(name, value) != value:
             raise InputError(f"{self.folder}: the {name} changed since this pretraining began")
         _write(self.folder / ABOUT, self.state)
@@ -222,13 +224,13 @@ class _Work:
         return sorted((self.folder / "checkpoint").glob("epoch-*.safetensors"))
 
     def _restore(self, model: Model) -> tuple[int, Rule, Flat]:
-        """(epochs that are done, the optimiser, the vectors that it steps on)."""
+        """(number of finished epochs, the optimiser, the vectors that it updates)."""
         flat = flat_of(model)
         rule = Rule(self.what.spec.local, flat.p)
         for path in reversed(self.checkpoints()):
             record = storage.load(path)
             if record is None or record["epoch"] > len(self.state["history"]):
-                path.unlink(missing_ok=True)  # torn, or its line was not written: the epoch is trained again
+                path.unlink(missing_ok=True)  # damaged, or its line was not written: the epoch is repeated
                 continue
             model.load(record["w"])
             for name, buffer in _buffers(model):
@@ -243,7 +245,7 @@ class _Work:
         return 0, rule, flat
 
     def _finish(self, model: Model) -> dict[str, Any]:
-        """Write the model's files, ``config.json`` last, and the result; drop what was needed on the way."""
+        """Write the model's files, ``config.json`` last, and the result; remove temporary files."""
         from fedfm.models.export import export
 
         w: Params = model.params()
@@ -266,19 +268,15 @@ class _Work:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         return result
 
-    def discard(self) -> None:
-        """What was refused leaves nothing behind."""
-        storage.discard(self.folder, _OURS)
-
 
 def _buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the model's folder holds beside its parameters, e.g. batch norm's counters of batches."""
+    """Buffers that are no parameters, e.g. batch norm's counters of batches."""
     return ((name, b) for name, b in model.module.named_buffers() if name not in model.layout.slots)
 
 
 @dataclass(frozen=True)
 class _Lazy:
-    """Rows that are prepared when a batch asks for them."""
+    """Rows that are prepared batch by batch."""
 
     model: Model
     table: Table
@@ -288,24 +286,13 @@ class _Lazy:
         return len(self.index)
 
     def batch(self, index: np.ndarray) -> Batch:
-        """The model's arguments for these rows."""
         return self.model.prepare(self.table, self.index[index]).batch(range(len(index)))
 
 
 def _prepared(model: Model, table: Table, index: np.ndarray) -> Rows | _Lazy:
-    """All rows at once where they fit, else batch by batch."""
+    """All rows at once if they fit, else batch by batch."""
     if table.kind == "image" and len(index):
         row = sum(x.numel() * x.element_size() for x in model.prepare(table, index[:1]).tensors.values())
         if row * len(index) > IN_ADVANCE:
             return _Lazy(model, table, index)
     return model.prepare(table, index)
-
-
-@contextlib.contextmanager
-def _all_or_nothing(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name when it is full."""
-    half = folder.with_name(f".{folder.name}")
-    shutil.rmtree(half, ignore_errors=True)
-    half.mkdir()
-    yield half
-    os.replace(half, folder)

@@ -1,4 +1,4 @@
-"""What `fedfm pretrain` is asked for: the tables of its file."""
+"""Settings of `fedfm pretrain`: the tables of its file."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class PretrainSpec:
 
     local: Local = setting(SGD(), "optimiser, as [method.local]: epochs, learning_rate, ...")
     milestones: tuple[int, ...] = setting((), "epochs after which the learning rate is multiplied by factor")
-    factor: float = setting(0.1, "of the learning rate at a milestone", gt=0, le=1)
+    factor: float = setting(0.1, "factor of the learning rate at a milestone", gt=0, le=1)
     vocabulary_size: int | None = setting(
-        None, "language models: make a vocabulary of so many tokens from the training text"
+        None, "language models: train a vocabulary of this many tokens on the training text"
     )
     vocabulary: str = setting("bpe", "bpe (on bytes) or words (between blanks)")
-    seed: int = setting(0, "of the first weights, the split and the order of rows", ge=0)
-    threads: int = setting(0, "0: one a core; another number may change the last bits", ge=0)
+    seed: int = setting(0, "seed of the initial weights, the split and the order of rows", ge=0)
+    threads: int = setting(0, "CPU threads; 0: one per core; another number may change the last bits", ge=0)
 
 
 @dataclass(frozen=True)
 class Pretraining:
-    """What a pretraining is, with every default filled in: [data], [model], [pretrain].
+    """Everything that defines a pretraining, with every default filled in: [data], [model], [pretrain].
 
     Example:
         >>> p = Pretraining.from_dict({
@@ -75,26 +75,21 @@ class Pretraining:
                 raise InputError(f"[{section}] is missing; a pretraining has [data], [model] and [pretrain]")
         data = build(DataSpec, table["data"], "data")
         model = build(ModelSpec, table["model"], "model")
-        made = cls(data, model, build(PretrainSpec, table.get("pretrain", {}), "pretrain"))
-        made._validate()
-        return dataclasses.replace(made, model=dataclasses.replace(model, adaptation=AdaptationSpec("full")))
-
-    def _validate(self) -> None:
-        check_data(self.data)
-        check(self.model, "model")
-        check(self.spec, "pretrain")
+        spec = build(PretrainSpec, table.get("pretrain", {}), "pretrain")
+        check_data(data)
+        check(model, "model")
+        check(spec, "pretrain")
         for key, default in (("partition", PartitionSpec()), ("val_fraction", 0.0)):
-            if getattr(self.data, key) != default:
+            if getattr(data, key) != default:
                 raise InputError(f"data.{key}: pretraining has all rows in one place and chooses nothing; drop it")
-        if IN_MEMORY in (self.model.name, self.data.name):
+        if IN_MEMORY in (model.name, data.name):
             raise InputError(f'"{IN_MEMORY}": pretraining reads its rows and makes its model; expected names or paths')
-        if self.model.adaptation is not None and self.model.adaptation.name != "full":
+        if model.adaptation is not None and model.adaptation.name != "full":
             raise InputError(
-                f'model.adaptation.name = "{self.model.adaptation.name}": pretraining trains all parameters; drop it'
+                f'model.adaptation.name = "{model.adaptation.name}": pretraining trains all parameters; drop it'
             )
-        if self.model.task == "zero_shot":
+        if model.task == "zero_shot":
             raise InputError('model.task = "zero_shot": expected classification, language_modelling or instruction')
-        spec = self.spec
         if isinstance(spec.local, Proximal) or spec.local.absent != "keep":
             raise InputError('pretrain.local: expected name = "sgd", "adam" or "adamw", every class present')
         after = list(spec.milestones)
@@ -102,8 +97,9 @@ class Pretraining:
             raise InputError(
                 f"pretrain.milestones = {after}: expected ascending numbers of epochs between 0 and {spec.local.epochs}"
             )
-        if spec.vocabulary_size is not None and self.model.weights != "random":
+        if spec.vocabulary_size is not None and model.weights != "random":
             raise InputError('pretrain.vocabulary_size: a new vocabulary fits no weights: set model.weights = "random"')
+        return cls(data, dataclasses.replace(model, adaptation=AdaptationSpec("full")), spec)
 
     def rate(self, epoch: int) -> float:
         """The learning rate of an epoch (1, 2, ...)."""
@@ -111,5 +107,5 @@ class Pretraining:
         return local.learning_rate * self.spec.factor ** sum(epoch > after for after in self.spec.milestones)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested tables; ``from_dict`` takes them back."""
+        """Nested tables; ``from_dict`` is the inverse."""
         return {"data": plain(self.data), "model": plain(self.model), "pretrain": plain(self.spec)}

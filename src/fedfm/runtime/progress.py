@@ -1,4 +1,4 @@
-"""Progress: what a run tells whoever watches it."""
+"""Progress: callbacks of a run and of a pretraining."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fedfm.runtime.run_directory import Run
 
 
 class Progress:
-    """What a watcher is told; this one is told and says nothing."""
+    """Callbacks of a run. Here they do nothing."""
 
     def started(self, run: Run, rounds: int, done: int) -> None:
-        """The run begins, or goes on after ``done`` rounds."""
+        """The run begins, or continues after ``done`` rounds."""
 
     def client(self) -> None:
         """A client has finished."""
@@ -25,23 +25,23 @@ class Progress:
         """A client was left out of a round."""
 
     def notice(self, text: str) -> None:
-        """Something that the user should know."""
+        """A message for the user."""
 
     def finished(self) -> None:
-        """No more of this run."""
+        """The run has ended."""
 
 
 class EpochProgress:
-    """What the watcher of a pretraining is told; this one is told and says nothing."""
+    """Callbacks of a pretraining. Here they do nothing."""
 
     def started(self, epochs: int, done: int, steps: int) -> None:
-        """So many epochs of so many steps; ``done`` of them were committed before."""
+        """Training begins: the numbers of epochs, of epochs committed before, and of steps per epoch."""
 
     def step(self) -> None:
         """A batch is done."""
 
     def epoch(self, line: Mapping[str, Any]) -> None:
-        """An epoch is committed; ``line`` has its figures."""
+        """An epoch is committed; ``line`` has its metrics."""
 
     def finished(self) -> None:
-        """No more."""
+        """The pretraining has ended."""

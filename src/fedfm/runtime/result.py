@@ -1,4 +1,4 @@
-"""The end of a run: the result line, the ledger's last entries, the models."""
+"""The end of a run: the result line, the last entries of the ledger, the models."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ from fedfm.runtime.evaluation import ANSWERS, Evaluator
 from fedfm.runtime.predictions import feature_transform, kept
 from fedfm.runtime.run_directory import Run
 
+# Metrics of the last evaluation, in the order of the result line.
+_METRICS = ["accuracy", "global_accuracy", "local_accuracy", "client_accuracy", "local_loss", "balanced_accuracy"]
+_METRICS += ["macro_f1", "loss", "perplexity"]
+
 
 def finish(
     run: Run,
@@ -34,14 +38,13 @@ def finish(
     """Write the result, the ledger and the models; returns the result line.
 
     Args:
-        rounds: (t, of): how many were run, and the one whose model this is.
+        rounds: (t, of): the number of rounds, and the round whose model this is.
     """
     t, of = rounds
     method: Method[Any] = run.experiment.method
     models, spent = evaluator.revealed(state), accounted(run)
     last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
-    early = t < method.rounds
-    if not last or last["round"] != of or early:  # nobody knew that round ``of`` would be the last
+    if not last or last["round"] != of or t < method.rounds:  # round ``of`` was not evaluated as the last one
         last = evaluator.scores(state, thorough=True)
     result: dict[str, Any] = {
         "run": str(run.path),
@@ -50,20 +53,7 @@ def finish(
         "seed": run.experiment.run.seed,
         "rounds": t,
         "seconds": round(seconds, 3),
-        **{
-            name: last.get(name)
-            for name in (
-                "accuracy",
-                "global_accuracy",
-                "local_accuracy",
-                "client_accuracy",
-                "local_loss",
-                "balanced_accuracy",
-                "macro_f1",
-                "loss",
-                "perplexity",
-            )
-        },
+        **{name: last.get(name) for name in _METRICS},
         "bytes_up": fed.transcript.bytes_up,
         "bytes_down": fed.transcript.bytes_down,
         "epsilon": spent.epsilon,
@@ -76,13 +66,13 @@ def finish(
     }
     if kept(method):
         result["server_sha256"] = sha256_of(evaluator.models(state))
-    beside = ["server_accuracy", "server_client_accuracy", "server_loss"]
-    beside += [*ANSWERS, *(f"local_{key}" for key in ANSWERS), "client_loss", "server_client_loss", "val_loss"]
-    result["details"] |= {key: last[key] for key in beside if key in last}
+    more = ["server_accuracy", "server_client_accuracy", "server_loss"]
+    more += [*ANSWERS, *(f"local_{key}" for key in ANSWERS), "client_loss", "server_client_loss", "val_loss"]
+    result["details"] |= {key: last[key] for key in more if key in last}
     if cut := max(last.get(key) or 0.0 for key in ("answers_cut", "local_answers_cut")):
         notice(
-            f"{cut:.0%} of the answers to test rows stop at the limit of tokens, without an end of their own; a "
-            "larger model.answer_tokens lets them go on"
+            f"{cut:.0%} of the answers to test rows are cut at the limit of tokens; a larger model.answer_tokens "
+            "makes room for them"
         )
     details, notices = early_stopping.told(run, t, of)
     result["details"] |= details
@@ -96,9 +86,9 @@ def finish(
     _count(run, lines)
     enter(run, spent)
     _write_models(run, fed.model, models)
-    run.note_messages(fed)  # of asking for the final models
+    run.note_messages(fed)  # the messages that asked for the final models
     for text in method.notices(state) if isinstance(method, Noticing) else ():
-        if text not in run.manifest["notices"]:  # a resumed run may have said it
+        if text not in run.manifest["notices"]:  # a resumed run may have it already
             run.manifest["notices"].append(text)
             notice(text)
     run.manifest["result"] = result
@@ -108,7 +98,7 @@ def finish(
 
 
 def accounted(run: Run) -> Accountant:
-    """What the run's releases spend: those of its method, and those of its aggregation's mechanism."""
+    """The privacy that the run spends, by its method and by its aggregation's mechanism."""
     accountant, method = Accountant(), run.experiment.method
     if isinstance(method, Private):
         method.spend(accountant)
@@ -117,7 +107,7 @@ def accounted(run: Run) -> Accountant:
 
 
 def enter(run: Run, spent: Accountant) -> None:
-    """What the rounds spend of privacy, on the ledger before they are asked: a run that ends early has spent it."""
+    """Enter the privacy of all rounds into the ledger before the first one; a run that ends early has spent it too."""
     ledger = run.manifest["ledger"]
     missing = [entry for entry in spent.entries() if entry not in ledger["entries"]]
     if missing:
@@ -127,17 +117,17 @@ def enter(run: Run, spent: Accountant) -> None:
 
 
 def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Complete the ledger's multiply-accumulates: what training has cost, and until the target was reached."""
+    """Complete the ledger's multiply-accumulates: those of all rounds, and those until the target was reached."""
     from fedfm.models.costs import Costs, rounds_to
 
     found = run.manifest["ledger"].get("operations")
     if found is None:
         return
-    if run.manifest["split"] is None:  # silos with files of their own: the server does not know their rows
+    if run.manifest["split"] is None:  # silos with their own files: the server does not know their numbers of rows
         found |= {"samples": None, "macs_per_client_round": None}
         return
     if logs.gaps_of_metrics(run.path / logs.METRICS, max((line["round"] for line in lines), default=0)):
-        found["macs"] = None  # of rounds without a line nobody knows who trained
+        found["macs"] = None  # the cohort of a round without a line is unknown
         return
     costs = Costs(*(found[key] for key in ("macs_per_sample", "macs_once_per_sample", "epochs", "samples")))
     cohorts, beside = ([line.get(key, 0.0) for line in lines if line["round"]] for key in ("cohort", PASSES))

@@ -1,8 +1,8 @@
-"""A run directory: what a run was, what it did, and everything that is needed to go on.
+"""A run directory: the experiment, the logs and results of a run, and everything that a resume needs.
 
-``manifest.json`` is there before the first round. After every round ``commit`` writes a checkpoint atomically; only
-then is the round done. The logs, see :mod:`fedfm.runtime.logs`, get their lines around it. A run that was killed at any
-moment is opened again at its last commit, and lines that belong to nothing committed are cut off.
+``manifest.json`` exists before the first round. ``commit`` writes a checkpoint atomically after every round, which
+completes the round. :mod:`fedfm.runtime.logs` writes its lines before and after that. A run that was killed at any time
+resumes at its last commit, and later lines of the logs are cut off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedfm.core.capabilities import ServerFoundation
 from fedfm.core.checks import conform
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Excluded
-from fedfm.core.text import to_json
+from fedfm.core.text import safe_name, to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.runtime import kept_files, logs
@@ -37,21 +37,11 @@ from fedfm.version import __version__
 
 SCHEMA = 1
 _NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices", "result", "split"}  # of a manifest
-# Files that a killed process may leave half-written.
-_PARTS = (
-    ".manifest.json.*",
-    ".metrics.jsonl.*",
-    ".messages.jsonl.*",
-    ".*.npz.*",
-    "checkpoint/.*",
-    "private/checkpoint/.*",
-    "arrays/.*",
-    "private/server/.*",
-    "private/memory/*/.*",
-    "private/+kept/*/.*",
-    "private/memory/+kept/*/.*",
-)
-KEEP = 2  # checkpoints: the newest, and one to fall back on
+# Temporary files that a killed process may leave.
+_PARTS = [".manifest.json.*", ".metrics.jsonl.*", ".messages.jsonl.*", ".*.npz.*", "arrays/.*", "checkpoint/.*"]
+_PARTS += ["private/checkpoint/.*", "private/server/.*", "private/memory/*/.*", "private/+kept/*/.*"]
+_PARTS += ["private/memory/+kept/*/.*"]
+KEEP = 2  # checkpoints: the newest, and a fallback
 
 
 class Run:
@@ -59,14 +49,14 @@ class Run:
 
     Attributes:
         path: the folder.
-        experiment: what runs.
+        experiment: the experiment of the run.
         manifest: contents of ``manifest.json``.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path, self.manifest = path, manifest
         self.experiment = Experiment.from_dict(manifest["experiment"], imports=True)
-        self.seconds = 0.0  # spent before this process
+        self.seconds = 0.0  # duration before this process
 
     def __repr__(self) -> str:
         state = "not finished" if self.manifest["result"] is None else "finished"
@@ -98,10 +88,10 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
-        """A run that is there.
+        """Open an existing run.
 
         Raises:
-            InputError: no run, or one written by a later release.
+            InputError: there is no run, it is damaged, or another release wrote it.
         """
         path = Path(path)
         try:
@@ -119,11 +109,11 @@ class Run:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Two processes never write one run. The lock goes with the process, however that ends.
+        """Lock the run for this process. The lock ends with the process, even if that is killed.
 
         Raises:
-            InputError: another process has it, an unfinished run has lost what its clients and it keep, or one of
-                its files is a link to elsewhere.
+            InputError: another process has the lock, an unfinished run has lost its ``private/``, or one of its files
+                is a link.
         """
         self.refuse_links()
         private = self.path / "private"
@@ -138,12 +128,12 @@ class Run:
             yield
 
     def refuse_links(self) -> None:
-        """A run directory that comes from elsewhere does not say which of our other files are written.
+        """Refuse links, so that a run directory from elsewhere cannot make this process write to other files.
 
-        Its own folders may lie on another disk, ``checkpoint`` for example.
+        Its top folders, e.g. ``checkpoint``, may be links to another disk.
 
         Raises:
-            InputError: what is in it is a link.
+            InputError: a file, or a folder at a lower level, is a link.
         """
         for folder, folders, files in os.walk(self.path):
             here = Path(folder)
@@ -155,8 +145,8 @@ class Run:
                     )
 
     def adapter(self, client: str = "") -> Path:
-        """Where the trained model is: a client's own, or the one for all under ""."""
-        return self.path / (f"clients/{storage.safe_name(client)}/adapter" if client else "adapter")
+        """Folder of the trained model: a client's own, or under "" the one for all clients."""
+        return self.path / (f"clients/{safe_name(client)}/adapter" if client else "adapter")
 
     def write_manifest(self) -> None:
         """Replace ``manifest.json``."""
@@ -174,10 +164,11 @@ class Run:
         extra: Mapping[str, Any] | None = None,
         spared: int | None = None,
     ) -> None:
-        """Round t is done: from here on a resumed run continues after it.
+        """Complete round t: a resumed run continues after it.
 
         Args:
-            spared: a round whose checkpoint stays beside the newest ones.
+            extra: further entries of the checkpoint.
+            spared: a round whose checkpoint is kept besides the newest ones.
         """
         length = self.note_messages(fed)
         record = {
@@ -206,9 +197,7 @@ class Run:
         return logs.append(self.path / logs.MESSAGES, text)
 
     def newest(self) -> tuple[dict[str, Any] | None, list[Path]]:
-        """The newest checkpoint that is whole, its state not looked at, and the files of those after it, which are not;
-        nothing is changed.
-        """
+        """The newest undamaged checkpoint, its state unchecked, and the damaged files of later ones. Reads only."""
         damaged: list[Path] = []
         for path in reversed(self._checkpoints()):
             record = storage.load(path)
@@ -218,10 +207,10 @@ class Run:
         return None, damaged
 
     def restore(self, state_type: Any) -> dict[str, Any] | None:
-        """The newest checkpoint that is whole; None before the first commit. Later lines of the logs are cut off.
+        """The newest undamaged checkpoint; None before the first commit. Cuts later lines of the logs off.
 
-        A damaged checkpoint is passed over for the one before, and the manifest says where the run goes on, and what
-        the logs have lost. What a killed process has left half-written goes.
+        It removes damaged checkpoints and temporary files of killed processes. The manifest gets notices on the round
+        after which the run continues, and on what the logs have lost.
         """
         for path in (path for pattern in _PARTS for path in self.path.glob(pattern)):
             path.unlink(missing_ok=True)
@@ -245,15 +234,15 @@ class Run:
         self.note(f"{what}: the run {f'goes on after round {t}' if t >= 0 else 'starts over'}")
 
     def note(self, notice: str) -> None:
-        """Something that whoever reads this run should know: once in the manifest."""
+        """Add a notice to the manifest, once."""
         if notice not in self.manifest["notices"]:
             self.manifest["notices"].append(notice)
 
     def state(self, state_type: Any) -> Any:
-        """The server's state after the last committed round, of a finished run after its end; nothing is changed.
+        """The server's state after the last committed round; for a finished run, after its end. Reads only.
 
         Raises:
-            InputError: its checkpoint cannot be read.
+            InputError: its checkpoint is damaged or missing.
         """
         record, damaged = self.newest()
         result = self.manifest["result"]
@@ -266,21 +255,21 @@ class Run:
         return conform(record["state"], state_type, "state")
 
     def state_of(self, t: int, state_type: Any) -> Any | None:
-        """The server's state after round t; None where its checkpoint is gone or damaged."""
+        """The server's state after round t; None if its checkpoint is missing or damaged."""
         record = storage.load(self.checkpoint(t))
         return None if record is None else conform(record["state"], state_type, "state")
 
     def into(self, fed: Federation, record: Mapping[str, Any]) -> None:
-        """Give a federation the counts of a restored checkpoint."""
+        """Set a federation to a restored checkpoint."""
         fed.begin(record["round"])
-        fed.call = record.get("call", 0)  # what is asked next finds the memories that the round has left
+        fed.call = record.get("call", 0)  # the next requests read the memories that the round has left
         fed.transcript.bytes_up, fed.transcript.bytes_down = record["bytes_up"], record["bytes_down"]
         fed.excluded = [Excluded(**e) for e in record["excluded"]]
         fed.cohort, fed.metrics = tuple(record["cohort"]), dict(record["metrics"])
         self.seconds = record["seconds"]
 
     def keep_arrays(self, t: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """What a method has to show of round t; written before the round is committed, and again if it is repeated."""
+        """Write a method's arrays of round t, before the round is committed."""
         if arrays:
             (self.path / "arrays").mkdir(exist_ok=True)
             data = io.BytesIO()
@@ -288,7 +277,7 @@ class Run:
             storage.write_atomic(self.path / "arrays" / f"round-{t:06d}.npz", data.getvalue())
 
     def join_arrays(self, clients: Sequence[str]) -> dict[str, str]:
-        """A file a name: the rounds' arrays stacked, with ``rounds``, ``clients`` and the arrays of text."""
+        """Stack the rounds' arrays into one file per name, with ``rounds``, ``clients`` and the arrays of text."""
         by_round = {int(path.stem.rpartition("-")[2]): path for path in sorted(self.path.glob("arrays/round-*.npz"))}
         if not by_round:
             return {}
@@ -310,7 +299,7 @@ class Run:
         logs.append(self.path / logs.METRICS, to_json(line) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl`` that are whole: what is missing, ``fedfm.runtime.logs.gaps`` says.
+        """The undamaged lines of ``metrics.jsonl``; ``fedfm.runtime.logs.gaps`` lists the missing ones.
 
         Raises:
             InputError: the file cannot be read.
@@ -319,19 +308,19 @@ class Run:
 
     @property
     def _folder(self) -> Path:
-        """Of the checkpoints. Moments and control variates give the aggregate away, and with it a foundation model that
-        the server mixes in and keeps: such a state is as secret as the key.
+        """Folder of the checkpoints. Moments and control variates reveal the aggregate, and thereby a foundation model
+        that the server mixes in and keeps: such a state is as secret as the key.
         """
         method = self.experiment.method
         more_than_the_model = method.state_type is not Params and isinstance(method, ServerFoundation)
         return self.path / ("private/checkpoint" if more_than_the_model else "checkpoint")
 
     def checkpoint(self, t: int) -> Path:
-        """Where the checkpoint of round t is, or would be."""
+        """File of the checkpoint of round t."""
         return self._folder / f"round-{t:06d}.safetensors"
 
     def _checkpoints(self) -> list[Path]:
-        """In order of rounds; earlier releases had all of them in ``checkpoint/``."""
+        """Files in order of rounds; earlier releases wrote all of them to ``checkpoint/``."""
         folders = {self.path / "checkpoint", self._folder}
         return sorted((path for folder in folders for path in folder.glob("round-*.safetensors")), key=lambda p: p.name)
 
@@ -360,7 +349,7 @@ def _manifest(experiment: Experiment) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the libraries that decide about bits."""
+    """Versions of Python and of the libraries that determine the result's bits."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": sys.version.split()[0]}

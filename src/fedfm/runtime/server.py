@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedfm.core.capabilities import Charting, Judge, secrets_of
 from fedfm.core.checks import nonfinite
 from fedfm.core.federation import Federation
+from fedfm.core.messages import Link
 from fedfm.core.method import Method
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE, PASSES
 from fedfm.core.wire import payload
 from fedfm.errors import RunError
 from fedfm.linalg.out_of_core import limit
+from fedfm.models.model import Model
 from fedfm.runtime import early_stopping
+from fedfm.runtime.client_memory import of_server, secret
 from fedfm.runtime.evaluation import Evaluator
 from fedfm.runtime.predictions import kept
 from fedfm.runtime.result import accounted, enter, finish
@@ -25,28 +29,32 @@ if TYPE_CHECKING:
 
 
 class Server:
-    """Drives one method over one federation and writes the run.
+    """Runs one method over the clients of a link, and writes the run.
 
     Args:
-        judge: metrics of one model on the global test rows; None where the server has none.
-        progress: told of the start and of every line of metrics.
+        model: the server's copy of the model.
+        judge: metrics of one model on the global test rows; None if the server has no test rows.
+        progress: callbacks of the run.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        fed: Federation,
-        *,
-        judge: Judge | None,
-        progress: Progress,
-    ) -> None:
-        self.run, self.fed, self._progress = run, fed, progress
+    def __init__(self, run: Run, link: Link, model: Model, *, judge: Judge | None, progress: Progress) -> None:
+        self.run, self._progress = run, progress
         self.method: Method[Any] = run.experiment.method
         self._start = time.perf_counter()
-        self._evaluator = Evaluator(run, fed, judge)
+        self.fed = Federation(
+            link,
+            model=model,
+            aggregator=run.experiment.aggregation,
+            seed=run.experiment.run.seed,
+            min_clients=run.experiment.run.min_clients,
+            on_excluded=progress.excluded,
+            secret=partial(secret, run.path / "private", "server"),
+            memory=of_server(run.path / "private"),
+        )
+        self._evaluator = Evaluator(run, self.fed, judge)
 
     def go(self) -> dict[str, Any]:
-        """From the last commit to the result line."""
+        """Run from the last commit to the end; returns the result line."""
         run, fed, method = self.run, self.fed, self.method
         known = len(run.manifest["notices"])
         record = run.restore(method.state_type)
@@ -55,7 +63,7 @@ class Server:
         if record is None:
             fed.begin(0)
             for name in secrets_of(method):
-                fed.secret(name)  # from the start: a run that goes on without it is seen
+                fed.secret(name)  # drawn first, so that a resume without it is noticed
             state, t, of = self._commit(0, method.init(fed)), 0, None
         else:
             run.into(fed, record)
@@ -77,23 +85,19 @@ class Server:
         return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), self._progress.notice)
 
     def _tell(self, notices: Sequence[str]) -> None:
-        """Show them, and keep them in the manifest; a round that is done again says nothing twice."""
+        """Show notices, and add new ones to the manifest."""
         for notice in notices:
             self._progress.notice(notice)
-        kept = self.run.manifest["notices"]
-        if new := [notice for notice in notices if notice not in kept]:
-            kept += new
+        known = self.run.manifest["notices"]
+        if new := [notice for notice in notices if notice not in known]:
+            known += new
             self.run.write_manifest()
 
     def _commit(self, t: int, state: Any) -> Any:
-        """Round t is done; the state to go on with. A large one is that of the checkpoint, mapped from its file.
-
-        Raises:
-            RunError: the state holds NaN or infinity, from which no run goes on; the last commit stands.
-        """
+        """Complete round t; returns the state for the next round. A large state is mapped from the checkpoint."""
         if (where := nonfinite(state, "state")) is not None:
-            kept = f"round {t - 1} stands as it was committed" if t else "nothing is committed"
-            raise RunError(f"round {t}: the server's {where} has NaN or infinity; {kept}")
+            last = f"round {t - 1} stands as it was committed" if t else "nothing is committed"
+            raise RunError(f"round {t}: the server's {where} has NaN or infinity; {last}")
         self.fed.commit()
         if t and isinstance(self.method, Charting):
             self.run.keep_arrays(t, self.method.arrays(state))
@@ -104,7 +108,7 @@ class Server:
         return self.run.seconds + time.perf_counter() - self._start
 
     def _evaluate(self, t: int, state: Any, last: bool) -> None:
-        """Write round t's line; the round itself is committed already."""
+        """Write the metrics of round t, which is committed already."""
         every = self.run.experiment.run.evaluate_every
         line: dict[str, Any] = {"round": t, "seconds": round(self._seconds(), 3)}
         if last or (every and t % every == 0):
@@ -132,9 +136,7 @@ class Server:
         return total / judged if judged and total is not None else None
 
     def _best(self, t: int, state: Any) -> tuple[Any, int]:
-        """The state to end with, and the round that it is of: under ``run.patience`` the best one's, if the server has
-        all of it. The last checkpoint gets it, which is where everybody looks who needs the state of a run.
-        """
+        """Final state, which becomes the last checkpoint, and its round: the best one under ``run.patience``."""
         best = early_stopping.best_round(self.run)
         if best is None or best == t or kept(self.method):
             return state, t

@@ -1,21 +1,21 @@
-"""A silo's own file: who it is, which rows it has and what they hold, what it loads and what it answers.
+"""A silo's own file: its name, its rows, the models and code it loads, and the requests it answers.
 
     name = "hospital-a"
     data = "/srv/fedfm/train.csv"           # csv, jsonl(.gz), parquet, npz, txt or an image folder
     label = "diagnosis"                     # columns, as in [data]; shown: text, image, label, label_name, split, ...
-    classes = ["benign", "malignant"]       # as the federation agreed; absent: those of the rows, no more and no fewer
-    models = ["/srv/models/bert-small"]     # folders and hub ids that experiments may name, beside the built-in ones
-    methods = ["my_methods:Cautious"]       # code beside fedfm's own that experiments may name
-    downloads = false                       # true: what a hub id in models names is downloaded
-    allow = ["mean", "scores"]              # what requests may expose of it: mean, reply, scores, reveal
+    classes = ["benign", "malignant"]       # as the federation agreed; absent: exactly those of the rows
+    models = ["/srv/models/bert-small"]     # folders and hub ids that experiments may name, besides the built-in models
+    methods = ["my_methods:Cautious"]       # code from outside fedfm that experiments may name
+    downloads = false                       # true: hub ids in models are downloaded
+    allow = ["mean", "scores"]              # what requests may expose: mean, reply, scores, reveal
 
-    [allow_by_method]                       # in place of allow, for single methods
+    [allow_by_method]                       # replaces allow for single methods
     fedpft = ["reply"]
 
-The server never sees this file, and nothing that it sends changes what the file says: an experiment that names another
-model, class or method is refused, its columns and its paths are not read. With ``allow = ["mean"]`` the silo takes part
-in means (of which the server sees what the aggregation shows it), and the server gets no single replies, nor the silo's
-accuracy on its own test rows; with ``allow = []`` it takes part in nothing. See :mod:`fedfm.privacy.policy`.
+The server never sees this file, and its messages cannot override it: the silo refuses an experiment that names another
+model, class or method, and ignores the experiment's columns and paths. With ``allow = ["mean"]`` the silo takes part in
+means (the server sees what the aggregation shows), but the server gets neither single replies nor the silo's accuracy
+on its own test rows; with ``allow = []`` it takes part in nothing. See :mod:`fedfm.privacy.policy`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fedfm.errors import InputError, close, listed
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
 from fedfm.privacy.policy import WORDS, Policy
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.population import Partitioned, model_of
 
 _EXPOSED = {
     "mean": "its update, in a mean",
@@ -49,7 +49,7 @@ _EXPOSED = {
     "scores": "scores on its own rows",
     "reveal": "its own final model",
 }
-_MOST = 0.5  # share of the rows that an experiment may keep from training, for tests and for validation
+_MOST = 0.5  # largest share of the rows that an experiment may hold out for tests, and for validation
 COLUMNS = ("text", "image", "label", "label_name", "split", "instruction", "output")
 
 
@@ -73,18 +73,16 @@ class Silo:
     )
     allow: tuple[str, ...] = setting(
         WORDS,
-        "what requests may expose of it: mean (its update goes into one), reply (the server sees it by itself), "
+        "what requests may expose: mean (its update, in a mean), reply (single replies, which the server sees), "
         "scores (metrics on its rows), reveal (its own final model)",
         choices=WORDS,
     )
-    allow_by_method: dict[str, tuple[str, ...]] = setting(
-        dict, "the same for single methods, in place of allow", choices=WORDS
-    )
+    allow_by_method: dict[str, tuple[str, ...]] = setting(dict, "replaces allow for single methods", choices=WORDS)
     classes: tuple[str, ...] | None = setting(
         None, "class names that the federation agreed on, in order [those of the rows]"
     )
-    models: tuple[str, ...] = setting((), "folders and hub ids that experiments may name, beside the built-in models")
-    methods: tuple[str, ...] = setting((), 'methods and aggregations beside fedfm\'s own, e.g. "my_methods:Cautious"')
+    models: tuple[str, ...] = setting((), "folders and hub ids that experiments may name, besides the built-in models")
+    methods: tuple[str, ...] = setting((), 'methods and aggregations from outside fedfm, e.g. "my_methods:Cautious"')
     downloads: bool = setting(False, "whether models are downloaded from a hub")
     text: str = _column("text")
     image: str = _column("image")
@@ -96,7 +94,6 @@ class Silo:
 
     @property
     def policy(self) -> Policy:
-        """What it lets out."""
         return Policy(self.allow, self.allow_by_method)
 
 
@@ -104,7 +101,7 @@ def load(path: Path) -> Silo:
     """Read a silo's file.
 
     Raises:
-        InputError: the file is absent, not TOML, or says something that makes no sense.
+        InputError: the file is absent, not TOML, or has a wrong key or value.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -119,23 +116,19 @@ def load(path: Path) -> Silo:
         check_fields(silo, "")
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    models = tuple(_absolute(path, model) if _is_path(path, model) else model for model in silo.models)
-    return replace(silo, data=_absolute(path, silo.data), models=models)
 
+    def absolute(text: str) -> str:
+        return str((path.parent / Path(text).expanduser()).resolve())
 
-def _absolute(path: Path, text: str) -> str:
-    return str((path.parent / Path(text).expanduser()).resolve())
-
-
-def _is_path(path: Path, model: str) -> bool:
-    return model.startswith((".", "~", "/")) or Path(_absolute(path, model)).exists()
+    models = (absolute(m) if m.startswith((".", "~", "/")) or Path(absolute(m)).exists() else m for m in silo.models)
+    return replace(silo, data=absolute(silo.data), models=tuple(models))
 
 
 def admit_methods(silo: Silo, path: Path) -> None:
-    """Import what the silo lists, so that experiments may name it; modules may lie beside the silo's file.
+    """Import the code that the silo lists, so that experiments may name it; modules may be in the silo file's folder.
 
     Raises:
-        InputError: something cannot be imported, or is neither a method nor an aggregation.
+        InputError: a name cannot be imported, or is neither a method nor an aggregation.
     """
     if silo.methods:
         sys.path.append(str(path.parent))
@@ -144,7 +137,7 @@ def admit_methods(silo: Silo, path: Path) -> None:
 
 
 def deal(silo: Silo, spec: DataSpec, *, seed: int, task: str | None) -> Any:
-    """The silo's rows, as the one client of a federation: of the experiment's [data] scale and splits alone count."""
+    """The silo's rows as a federation of one client; of the experiment's [data] only scale and splits apply."""
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal as dealt
 
@@ -155,11 +148,11 @@ def deal(silo: Silo, spec: DataSpec, *, seed: int, task: str | None) -> Any:
 
 
 def check(silo: Silo, experiment: Experiment) -> None:
-    """Refuse settings of an experiment that would show more than the silo's policy lets out.
+    """Refuse settings of an experiment that would expose more than the silo's policy allows.
 
     Raises:
-        InputError: few rows would be left to train on, and an update of few rows tells them; or the silo's accuracy
-            would travel beside its updates.
+        InputError: too few rows would be left for training, so that an update would reveal them; or updates would carry
+            the silo's accuracy.
     """
     for key in ("test_fraction", "val_fraction"):
         if not getattr(experiment.data, key) <= _MOST:
@@ -169,10 +162,9 @@ def check(silo: Silo, experiment: Experiment) -> None:
 
 
 def listed_model(silo: Silo, spec: ModelSpec) -> ModelSpec:
-    """The model that an experiment names, as the silo has it: a built-in one, or one that the silo lists.
+    """The silo's copy of the model that an experiment names: a built-in model, or one that the silo lists.
 
-    A folder is found by its last part, too: at the server it lies somewhere else. That it is the same model, the server
-    sees from its fingerprint.
+    The last part of a folder's path suffices, since paths differ at the server. The server compares the fingerprints.
 
     Raises:
         InputError: the silo lists no such model.
@@ -190,33 +182,18 @@ def populate(silo: Silo, experiment: Experiment, classes: Sequence[str]) -> Part
     """The silo's rows and a model that it lists, for the classes that the server names.
 
     Raises:
-        InputError: the experiment does not fit the silo: its model, its classes, its task.
+        InputError: the experiment's model, classes or task do not fit the silo.
     """
-    from fedfm.models.load import load_model
-
-    seed, task = experiment.run.seed, experiment.model.task
-    federated = deal(silo, experiment.data, seed=seed, task=task)
+    federated = deal(silo, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
     table = _with_classes(silo, federated.table, tuple(classes))
-    if experiment.model.name == WITHHELD:
-        return Partitioned(replace(federated, table=table), None)
-    model = load_model(
-        listed_model(silo, experiment.model),
-        classes=table.classes,
-        kind=table.kind,
-        task=task,
-        seed=seed,
-        feature_dim=table.inputs.shape[1] if table.kind == "features" else None,
-    )
-    model.kernels = experiment.run.kernels
+    model = None
+    if experiment.model.name != WITHHELD:
+        model = model_of(replace(experiment, model=listed_model(silo, experiment.model)), table)
     return Partitioned(replace(federated, table=table), model)
 
 
 def _with_classes(silo: Silo, table: Table, classes: tuple[str, ...]) -> Table:
-    """The rows with their labels counted in the federation's classes.
-
-    Raises:
-        InputError: those are not the classes that the silo agreed to.
-    """
+    """The rows with labels that index the federation's classes, if the silo agreed to these classes."""
     agreed = _agreed(silo, table)
     if classes != agreed:
         raise InputError(
@@ -231,7 +208,7 @@ def _with_classes(silo: Silo, table: Table, classes: tuple[str, ...]) -> Table:
 
 
 def _agreed(silo: Silo, table: Table) -> tuple[str, ...]:
-    """The federation's classes as the silo's file has them, else those of its rows."""
+    """The federation's classes in the silo's file, else those of its rows."""
     agreed = table.classes if silo.classes is None or table.labels is None else silo.classes
     if unknown := [name for name in table.classes if name not in agreed]:
         raise InputError(f"{silo.data}: rows of class {listing(unknown, 8)}, which classes does not list")
@@ -239,7 +216,7 @@ def _agreed(silo: Silo, table: Table) -> tuple[str, ...]:
 
 
 def report(path: Path) -> dict[str, Any]:
-    """What ``fedfm silo`` prints: name, rows, classes, and what the policy lets out."""
+    """Output of ``fedfm silo``: name, rows, classes, and what the policy allows."""
     silo = load(path)
     admit_methods(silo, path)
     federated = deal(silo, DataSpec(), seed=0, task=None)
@@ -261,7 +238,7 @@ def report(path: Path) -> dict[str, Any]:
 
 
 def described(found: Mapping[str, Any]) -> str:
-    """What :func:`report` found, in lines."""
+    """The result of :func:`report` as text."""
     rows = found["rows"]
     policies = {"": found["allow"], **{f" of method {m}": words for m, words in found["allow_by_method"].items()}}
     lines = [

@@ -1,4 +1,4 @@
-"""Requests and replies as Flower messages' records, and what they weigh."""
+"""Requests and replies as records of Flower messages, and their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,24 @@ def from_record(record: Any, hint: Any = Any) -> Any:
     """The value of a RecordDict made by :func:`to_record`.
 
     Raises:
-        ClientFault: it is not one, or the value is not what ``hint`` says.
+        ClientFault: the record has another form, or the value does not fit ``hint``.
     """
     head, data = flower_records.unpack(record)
     return payload.decode(head, data, hint)
 
 
-def nbytes(value: Any) -> int:
-    """Bytes of ``to_record(value)`` as Flower serialises it, computed from structure and shapes.
+def envelope(round: int, call: int, body: Any) -> Mapping[str, Any]:
+    """A message in either direction: the request's identity, and the payload or the reply's value."""
+    return {"round": round, "call": call, "body": body}
 
-    Flower stores equal chunks of one array once; this counts every chunk, so that the figure does not depend on values.
+
+def weigh(body: Any) -> int:
+    """Bytes of a message with this body as Flower serialises its records, computed from structure and shapes.
+
+    Flower stores equal chunks of one array once; this counts every chunk, so that the size does not depend on values.
+    It is the same for every round and call.
     """
-    head, data = payload.size(value)
-    return _record_nbytes(head, data)
+    return enveloped(*payload.size(body))
 
 
 def _varint(n: int) -> int:
@@ -42,15 +47,15 @@ def _varint(n: int) -> int:
 
 
 def _object(kind: str, children: int, body: int) -> int:
-    """An object on Flower's wire: "<kind> <child ids of 64 digits, comma-separated> <body length>", a zero byte, the
-    body.
-    """
+    """Bytes of one object: "<kind> <child ids of 64 digits, comma-separated> <body length>", a zero byte, the body."""
     ids = children * 64 + max(children - 1, 0)
     return len(kind) + 1 + ids + 1 + len(str(body)) + 1 + body
 
 
 @functools.lru_cache(maxsize=4096)
-def _record_nbytes(head: int, data: int) -> int:
+def enveloped(head: int, data: int) -> int:
+    """As :func:`weigh`, for a body whose head and data have these lengths."""
+    head, data = len('{"m":{"round":"i","call":"i","body":}}') + head, 16 + data
     chunks = -(-data // CHUNK)
     # {"dtype": "uint8", "shape": [N], "stype": "fedfm.packed", "arraychunk_ids": [0, 1, ...]}
     indexes = sum(len(str(i)) for i in range(chunks)) + 2 * max(chunks - 1, 0)
@@ -68,18 +73,3 @@ def _record_nbytes(head: int, data: int) -> int:
     item = 6 + 1 + _varint(text) + text
     total += _object("ConfigRecord", 0, 1 + _varint(item) + item)
     return total + _object("RecordDict", 2, len('{"data": "", "head": ""}') + 128)
-
-
-def envelope(round: int, call: int, body: Any) -> Mapping[str, Any]:
-    """What travels in both directions: the request's name and the payload or the reply's value."""
-    return {"round": round, "call": call, "body": body}
-
-
-def weigh(body: Any) -> int:
-    """``nbytes(envelope(round, call, body))``, which is the same for every round and call."""
-    return enveloped(*payload.size(body))
-
-
-def enveloped(head: int, data: int) -> int:
-    """As :func:`weigh`, of a body whose head and data have these lengths."""
-    return _record_nbytes(len('{"m":{"round":"i","call":"i","body":}}') + head, 16 + data)

@@ -1,7 +1,7 @@
-"""A payload's two halves, head and data, as Flower's records and back. Imports neither torch nor the rest of fedfm.
+"""Conversion between a payload (head and data) and Flower's records. Imports no torch.
 
 A message is one ArrayRecord with one Array (the packed data) and one ConfigRecord (the head): five objects on Flower's
-wire, whatever the number of tensors.
+wire for any number of tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from fedfm.errors import E_FORMAT, ClientFault
 
-WIRE = 1  # version of the wire format; two sides that differ do not talk
+WIRE = 1  # version of the wire format; both sides must have the same
 STYPE = "fedfm.packed"
 
 
@@ -23,10 +23,10 @@ def pack(head: str, data: bytes) -> Any:
 
 
 def unpack(record: Any) -> tuple[str, bytes]:
-    """Head and data of a RecordDict made by :func:`pack`; neither has been looked into.
+    """Head and data of a RecordDict made by :func:`pack`, not decoded.
 
     Raises:
-        ClientFault: it is not one.
+        ClientFault: the record has another form.
     """
     try:
         array, head = record["data"]["packed"], record["head"]["json"]
@@ -39,7 +39,7 @@ def unpack(record: Any) -> tuple[str, bytes]:
 
 
 def message_type(handler: str) -> str:
-    """A request's handler as Flower's message type, whose categories it fixes: train, query and evaluate.
+    """A request's handler as Flower's message type, whose categories are train, query and evaluate.
 
     Example:
         >>> message_type("train.FedAvg_train"), message_type("scores.Evaluation_evaluate")
@@ -50,7 +50,7 @@ def message_type(handler: str) -> str:
 
 
 def handler_of(message_type: str) -> str:
-    """The handler that a Flower message asks for: the inverse of :func:`message_type`.
+    """The handler of a Flower message: the inverse of :func:`message_type`.
 
     Example:
         >>> handler_of("query.scores__Evaluation_evaluate"), handler_of("query.FedPFT_summarise")

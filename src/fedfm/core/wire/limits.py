@@ -1,7 +1,6 @@
-"""What the head of a message may hold: looked at before anything is built of it.
+"""Limits of a message, checked before anything is built from it.
 
-A head that nobody would send costs a scan of its characters and no more. What passes is understood in less than 50 ms,
-whatever it holds.
+A head beyond the limits costs one scan of its characters. Any other head is parsed in less than 50 ms.
 """
 
 from __future__ import annotations
@@ -11,22 +10,22 @@ import numpy as np
 from fedfm.errors import E_FORMAT, E_SIZE, ClientFault
 
 MAX_BYTES = 4 << 30  # of one payload's data
-MAX_HEAD = 2 << 20  # characters of its head: names and shapes of 16,384 tensors take no more
-MAX_VALUES = 1 << 16  # JSON values in a head: 16,384 matrices, or numbers and texts of 65,536 classes
-MAX_NODES = 1 << 12  # values that are built one by one: all but the numbers, or the texts, of one list or mapping
+MAX_HEAD = 2 << 20  # characters of its head: enough for names and shapes of 16,384 tensors
+MAX_VALUES = 1 << 16  # JSON values in a head: enough for 16,384 matrices, or numbers and texts of 65,536 classes
+MAX_NODES = 1 << 12  # values that are built one by one: all but the numbers or the texts of one list or mapping
 MAX_ARRAYS = 1 << 10  # tensors and Params; more tensors travel as one Params
 MAX_TENSORS = 1 << 14  # of one Params
 MAX_DEPTH = 32
 
 _COMMA, _COLON, _QUOTE, _OPEN, _CLOSE = (ord(c) for c in ',:"[]')
-_UPPER = 0xDF  # of a character: makes a brace of either kind the bracket
+_UPPER = 0xDF  # this mask turns braces into brackets
 
 
 def sized(head: str, data: int) -> None:
-    """Refuse a message for its size.
+    """Refuse a message that is too large.
 
     Args:
-        data: bytes beside the head.
+        data: number of bytes without the head.
 
     Raises:
         ClientFault: E_SIZE.
@@ -40,15 +39,15 @@ def sized(head: str, data: int) -> None:
 
 
 def scanned(head: str) -> int:
-    """How many keys the JSON objects of a head have together; nothing is built, nothing recurses.
+    """Total number of keys in the JSON objects of a head, counted without building anything and without recursion.
 
     Raises:
         ClientFault: E_SIZE, more values than :data:`MAX_VALUES`; E_FORMAT, nested deeper than :data:`MAX_DEPTH`.
     """
-    if "\\" in head:  # a quote that is escaped ends no text
+    if "\\" in head:  # an escaped quote does not end a text
         head = head.replace("\\\\", "").replace('\\"', "")
     raw = np.frombuffer(head.encode("utf-8", "replace"), np.uint8)
-    within = np.bitwise_xor.accumulate(raw == _QUOTE)  # from a text's first quote to before its last
+    within = np.bitwise_xor.accumulate(raw == _QUOTE)  # from a text's opening quote to before its closing quote
     raw = raw * ~within
     if (values := int(np.count_nonzero(raw == _COMMA)) + 1) > MAX_VALUES:
         raise ClientFault(E_SIZE, f"a head of {values} values: expected at most {MAX_VALUES}")

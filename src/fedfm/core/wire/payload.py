@@ -1,10 +1,10 @@
 """Wire format: dataclasses, Params, tensors and scalars <-> a JSON head and one packed block of bytes. No pickle.
 
-A payload becomes two things: ``head``, a compact JSON text that holds structure, names, dtypes and shapes, and
-``data``, the raw little-endian bytes of every number in the order in which the head mentions it. One block a message
-matters: Flower moves two objects a tensor, and 448 small tensors take 14 times as long as the same bytes in one piece.
+A payload has two parts: ``head``, a compact JSON text with structure, names, dtypes and shapes, and ``data``, the raw
+little-endian bytes of all numbers in the order of the head. One block per message is faster: Flower moves two objects
+per tensor, and 448 small tensors take 14 times as long as the same bytes in one piece.
 
-Integers and floats travel in ``data`` as eight bytes each, so the size of a message follows from its structure alone:
+Integers and floats take eight bytes each in ``data``, so the size of a message follows from its structure alone;
 :func:`size` computes it without serialising.
 
 Head grammar: ``"f"`` float64, ``"i"`` int64 (both in data); ``{"s": text}``, ``true``, ``false``, ``null``;
@@ -38,17 +38,17 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Pieces = list[memoryview | bytes]
 Encoder = Callable[[Any, Pieces], str]  # of a value: appends its data, returns its head
-Sizer = Callable[[Any], tuple[int, int]]  # lengths of both
+Sizer = Callable[[Any], tuple[int, int]]  # of a value: lengths of its head and data
 
 
 # --- encoding --------------------------------------------------------------------------------------------------------
 
 
 def encode(value: Any) -> tuple[str, Pieces]:
-    """The head, and the pieces of the data in order (views where possible: join or write them before they change).
+    """The head, and the pieces of the data in order (views if possible: join or write them before they change).
 
     Raises:
-        TypeError: something in it cannot travel.
+        TypeError: the value holds a type that cannot travel.
     """
     pieces: Pieces = []
     try:
@@ -59,7 +59,7 @@ def encode(value: Any) -> tuple[str, Pieces]:
 
 @functools.lru_cache(maxsize=512)
 def _encoder(kind: type) -> Encoder:
-    """What encodes values of one type: found once, since asking each value what it is costs more than the rest."""
+    """The encoder for a type, cached: to find it for each value would cost more than to encode."""
     if kind is type(None):
         return lambda value, pieces: "null"
     for kinds, encoder, _ in _KINDS:
@@ -123,7 +123,7 @@ def _cannot_travel(kind: type) -> TypeError:
 
 
 def _too_deep() -> TypeError:
-    return TypeError("what is nested as deep as this, or in itself, cannot travel")
+    return TypeError("a value that is nested too deep, or in itself, cannot travel")
 
 
 def _eight_bytes(value: int) -> int:
@@ -169,15 +169,15 @@ def _fields(cls: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def quoted(text: str) -> str:
-    """A text as JSON has it."""
+    """A text as a JSON string."""
     return json.dumps(text)
 
 
 def size(value: Any) -> tuple[int, int]:
-    """(length of the head, length of the data) that :func:`encode` would give, from structure and shapes alone.
+    """Lengths of the head and the data that :func:`encode` would return, from structure and shapes alone.
 
     Raises:
-        TypeError: something in it cannot travel.
+        TypeError: the value holds a type that cannot travel.
     """
     try:
         return _sizer(type(value))(value)  # type: ignore[arg-type]
@@ -187,7 +187,6 @@ def size(value: Any) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=512)
 def _sizer(kind: type) -> Sizer:
-    """What sizes values of one type."""
     if kind is type(None):
         return lambda value: (4, 0)
     for kinds, _, sizer in _KINDS:
@@ -249,14 +248,14 @@ _KINDS: tuple[tuple[type | tuple[type, ...], Encoder, Sizer], ...] = (
 
 
 def decode(head: str, data: bytes | memoryview | np.ndarray, hint: Any = Any, *, trusted: bool = False) -> Any:
-    """Rebuild a value and check it against ``hint``; None leaves it unchecked, for a later :func:`conform`.
+    """Rebuild a value and check it against ``hint``; with None a later :func:`conform` checks it.
 
     Args:
-        data: copied, but for an array (n,) of uint8: of that the tensors are views.
-        trusted: of our own making, and as large as it likes; all else keeps to :mod:`fedfm.core.wire.limits`.
+        data: copied, unless it is an array (n,) of uint8: tensors are then views of it.
+        trusted: written by this program, so that the limits of :mod:`fedfm.core.wire.limits` do not apply.
 
     Raises:
-        ClientFault: the payload is malformed, too large, or not what ``hint`` says; never any other error.
+        ClientFault: the payload is malformed, too large, or does not fit ``hint``; no other error occurs.
     """
     if not trusted:
         sized(head, len(data))

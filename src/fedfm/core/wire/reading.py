@@ -1,6 +1,6 @@
-"""What a message's head says: where in its data each value lies, and how it is read. The grammar is that of the wire.
+"""Parser of a message's head: position and decoder of each value in the data. The grammar is that of the wire format.
 
-A head is understood once and its data many times, since the clients of a cohort send the same one.
+A head is parsed once and read many times, since the clients of a cohort send the same one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fedfm.errors import E_DTYPE, E_FORMAT, E_SIZE, E_TENSORS, ClientFault
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params, layout_of, layout_sent
 
-_SMALL = 1 << 16  # a head up to this length is remembered
-_MANY = 8  # numbers or texts that are worth reading at once
+_SMALL = 1 << 16  # longest head that is cached
+_MANY = 8  # from this number of numbers or texts on, they are read together
 _FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
 
 DTYPES: dict[str, torch.dtype] = {
@@ -47,24 +47,23 @@ def _compiled(head: str, trusted: bool) -> tuple[Read, int]:
     return read, plan.at
 
 
-# Clients of one cohort send the same head: its text is understood once.
 _known = functools.lru_cache(maxsize=32)(_compiled)
 
 
 def reader(head: str, trusted: bool) -> tuple[Read, int]:
-    """What reads the values that a head describes, and how many bytes of data they take.
+    """The decoder for the values of a head, and their number of bytes.
 
     Args:
-        trusted: of our own making: any number of values.
+        trusted: written by this program: the number of values is not limited.
 
     Raises:
-        ClientFault: it describes none, or too many.
+        ClientFault: the head is malformed, or has too many values.
     """
     return (_known if len(head) <= _SMALL else _compiled)(head, trusted)
 
 
 class _Plan:
-    """Where in the data each value of a head begins, and how many keys and values there are."""
+    """Positions of a head's values in the data, and the numbers of keys and values."""
 
     def __init__(self, trusted: bool) -> None:
         self.at = self.keys = self.nodes = self.arrays = 0
@@ -118,7 +117,7 @@ class _Plan:
         return lambda data: {key: field(data) for key, field in fields}
 
     def alike(self, nodes: list[Any]) -> Callable[[Any], Sequence[Any]] | None:
-        """What reads many numbers of one kind, or many texts, at once."""
+        """A decoder for many numbers of one type, or many texts; None if there are few or they are mixed."""
         count = len(nodes)
         if count < _MANY:
             return None
@@ -169,7 +168,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
-    count = 1  # with a 0 beside them, large sizes are no entries, and yet no tensor
+    count = 1  # sizes of 0 count as 1: torch refuses large sizes even if one of them is 0
     if isinstance(shape, list) and len(shape) <= 16:
         for n in shape:
             if type(n) is not int or not 0 <= n < 1 << 40:
@@ -182,5 +181,5 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 
 def _short(node: Any) -> str:
-    """What somebody else sent, in few characters; no more of it is looked at."""
+    """A foreign value in few characters, without formatting all of it."""
     return reprlib.repr(node)[:60]

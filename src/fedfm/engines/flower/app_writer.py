@@ -1,4 +1,4 @@
-"""A Flower app around an experiment: one pyproject.toml, whose components lie in the installed library."""
+"""A Flower app for an experiment: one pyproject.toml, whose components are in the installed library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     """Write a Flower app into ``folder``; returns the commands that run it.
 
     Raises:
-        InputError: the folder holds an app already, or the experiment is wrong.
+        InputError: the folder already has an app, or the experiment is wrong.
     """
     folder = Path(folder)
     if (folder / "pyproject.toml").exists():
@@ -37,7 +37,7 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     out = folder.resolve() / "runs"
     write_app(folder, chosen, out=out)
-    if known := chosen.server_only():  # no suffix: Flower bundles files by theirs
+    if known := chosen.server_only():  # the file has no suffix, so that Flower leaves it out of the bundle
         out.mkdir(exist_ok=True)
         value = {key: str(Path(v).resolve()) if Path(v).exists() else v for key, v in known.items()}
         storage.write_atomic(out / server_app.SERVER_ONLY, json.dumps(value).encode(), 0o600)
@@ -45,15 +45,15 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
 
 
 def write_app(folder: Path, experiment: Experiment, *, out: Path, run: str = "", key: str = "") -> None:
-    """The pyproject.toml that Flower builds a bundle from.
+    """Write the pyproject.toml from which Flower builds a bundle.
 
     Args:
-        out: where the ServerApp writes run directories.
-        run: name of the run directory; "" for one a Flower run. One that is there goes on.
-        key: names this run's folder at the sites.
+        out: folder in which the ServerApp writes run directories.
+        run: name of the run directory, which is resumed if it exists; "": a new one per Flower run.
+        key: name of this run's folder at the sites.
     """
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
-    app = f"fedfm-{name}"[:32].strip("-")  # Flower takes no longer name
+    app = f"fedfm-{name}"[:32].strip("-")  # the longest name that Flower accepts
     values = {"experiment": told(experiment), "out": str(out), "run": run, "key": key}
     lines = "\n".join(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
     (folder / "pyproject.toml").write_text(
@@ -86,21 +86,16 @@ clientapp = "fedfm.apps:client"
 
 
 def told(experiment: Experiment) -> str:
-    """The text of an experiment as the ServerApp and the sites of a deployment are told it."""
-    spec = replace(experiment.run, engine="deployment", wire=False, workers=0, superlink=None, root_certificates=None)
-    return absolute(replace(experiment, run=spec)).for_clients().to_toml()
-
-
-def absolute(experiment: Experiment) -> Experiment:
-    """The experiment with absolute paths: other processes read it from other folders."""
+    """The text of an experiment that the ServerApp and the sites of a deployment receive, with absolute paths."""
 
     def path(text: str | None) -> str | None:
         return str(Path(text).resolve()) if text and Path(text).exists() else text
 
-    data = experiment.data
+    data, model = experiment.data, replace(experiment.model, name=path(experiment.model.name) or "")
     clients = {name: path(file) or file for name, file in data.clients.items()} if data.clients else data.clients
     data = replace(data, path=path(data.path), hub=path(data.hub), clients=clients)
-    return replace(experiment, data=data, model=replace(experiment.model, name=path(experiment.model.name) or ""))
+    spec = replace(experiment.run, engine="deployment", wire=False, workers=0, superlink=None, root_certificates=None)
+    return replace(experiment, data=data, model=model, run=spec).for_clients().to_toml()
 
 
 def _how_to(folder: Path, experiment: Experiment) -> str:

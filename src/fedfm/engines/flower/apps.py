@@ -1,8 +1,8 @@
-"""Method to ServerApp and ClientApp: the components of an app that runs an experiment (``fedfm.apps``).
+"""ServerApp and ClientApp: the components of a Flower app that runs an experiment (``fedfm.apps``).
 
-``fedfm app DIR`` writes such an app. Both sides run the code that is installed where they are; they tell each other
-their versions before the first round. Importing this module imports Flower, and neither torch nor transformers: Flower
-starts a process for every message, and the client's work is done in a worker that stays.
+``fedfm app DIR`` writes such an app. Both sides run their own installed code, and compare versions before the first
+round. This module imports Flower, but neither torch nor transformers: Flower starts a process for every message, while
+the client's work is done in a worker that stays.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ __all__ = ["client", "server"]
 
 
 class SiteApp(ClientApp):  # type: ignore[misc]
-    """Answers every handler of every method: which ones there are, the site knows, and what it allows, its policy.
+    """Forwards every handler to the site, which knows its handlers and its policy.
 
-    Flower's own dispatch wants all names when the app is imported, before the experiment is known.
+    Flower's own dispatch needs all names when the app is imported, before the experiment is known.
     """
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Forward to the site's worker; in a Ray actor, which stays warm itself, answer here."""
+        """Forward to the site's worker; a Ray actor, which keeps its state, answers itself."""
         head, data = "", b""
         try:
             head, data = flower_records.unpack(message.content)
             halves = _answer(flower_records.handler_of(message.metadata.message_type), context, head, data)
         except ClientFault as fault:
             halves = client_stub.fault_halves(fault, head, data)
-        except Exception as error:  # its text may hold paths: it stays in this node's log
+        except Exception as error:  # its text, which may hold paths, stays in this node's log
             traceback.print_exc()
             text = f"{type(error).__name__}: see the node's log"
             halves = client_stub.fault_halves(ClientFault(E_EXCEPTION, text), head, data)
@@ -53,7 +53,7 @@ def _answer(handler: str, context: Context, head: str, data: bytes) -> tuple[str
 
 
 def is_ray_actor() -> bool:
-    """Whether this process is one of Flower's simulation: on the machine of who started the run."""
+    """Whether this process belongs to Flower's simulation, on the machine of the run's owner."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -64,7 +64,7 @@ server = ServerApp()
 
 @server.main()  # type: ignore[untyped-decorator]
 def main(grid: Grid, context: Context) -> None:
-    """Run the experiment of the run's configuration, or go on with it."""
+    """Run or resume the experiment of the run's configuration."""
     from fedfm.engines.flower.server_app import serve
 
     serve(grid, context)

@@ -1,8 +1,8 @@
-"""The thin side of a ClientApp: hands a message's bytes to the site's warm worker and gets the reply's bytes back.
+"""The thin side of a ClientApp: sends a message's bytes to the site's warm worker, and receives the reply's bytes.
 
-Flower starts a new process for every message. One that imports torch and loads a model takes 10 s and more, so this one
-does neither: it speaks to a worker process of the site over a Unix socket, and starts that process if it is not there.
-This module imports nothing heavy.
+Flower starts a new process for every message. To import torch and load a model would take 10 s and more, so this
+process only talks to the site's worker process over a Unix socket, and starts the worker if it does not run. This
+module imports no large library.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
+from fedfm.core.text import safe_name
 from fedfm.engines.flower.processes import cause
 from fedfm.errors import E_DIED, E_EXPERIMENT, E_REFUSED, ClientFault, InputError
 
 _HEADER = struct.Struct("<III Q")  # lengths of client, handler, head and data
-_LIMIT = 1 << 30  # of each of the first three
-_PATH = 100  # bytes that fit into a socket's address
-_START = 120.0  # seconds until a worker that was started listens
-_TRIES = 3  # to start a worker that ends before it listens
+_LIMIT = 1 << 30  # largest value of each of the first three
+_PATH = 100  # longest address of a socket, in bytes
+_START = 120.0  # seconds for a worker to start listening
+_TRIES = 3  # starts of a worker that ends before it listens
 _LONGEST = 1 << 20  # bytes of an experiment's text
-RUNS = "runs"  # below a silo's own folder: whatever keys a server chooses, the silo's own files lie beside it
+RUNS = "runs"  # folder of all runs in a silo's own folder: keys chosen by a server cannot reach the silo's own files
+NO_SILO = "this node has no silo.toml: a SuperNode is started with --node-config 'silo=\"/path/to/silo.toml\"'"
 
 
 def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
     """The folder of this site and this run: worker, socket, the client's memory and its errors.
 
-    ``site`` of the node's configuration says where, else it lies beside the silo's file.
+    Its root is ``site`` of the node's configuration, else ``.fedfm`` in the folder of the silo's file.
 
     Raises:
-        ClientFault: the node's configuration does not say who this is.
+        ClientFault: the node's configuration has neither.
     """
     if node.get("site"):
         root = Path(str(node["site"]))
@@ -52,37 +53,27 @@ def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -
     else:
         raise ClientFault(E_REFUSED, NO_SILO)
     key = str(config.get("key") or "")
-    if not key:  # a run's name alone may come again, with another experiment
+    if not key:  # another experiment may use the same run name
         digest = hashlib.sha256(str(config.get("experiment")).encode(errors="surrogatepass")).hexdigest()
         key = f"{config.get('run') or run_id}-{digest[:8]}"
     if node.get("silo"):
-        return root / RUNS / plain(key) / "silo"
-    return root / plain(key) / plain(str(node.get("client")))
+        return root / RUNS / safe_name(key) / "silo"
+    return root / safe_name(key) / safe_name(str(node.get("client")))
 
 
 def silo_folder(folder: Path) -> Path:
-    """Of a silo's site and run: where the silo keeps what is of all runs."""
+    """The silo's own folder, for all runs, from the folder of one run."""
     return folder.parents[2]
 
 
-def plain(name: str) -> str:
-    """A file name for a text that others chose; ``store.safe_name`` does the same where torch is loaded."""
-    text = quote(name, safe="", errors="surrogatepass")
-    text = text if name.strip(".") else text.replace(".", "%2E")
-    return text if len(text) <= 255 else f"{text[:160]}+{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-NO_SILO = "this node has no silo.toml: a SuperNode is started with --node-config 'silo=\"/path/to/silo.toml\"'"
-
-
 def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
-    """Write ``site.json``, from which the worker learns what it serves: the first experiment of a run is the run's.
+    """Write ``site.json``, the worker's configuration, if it is absent: a run's first experiment stays the run's.
 
-    A rehearsal on loopback writes it for its own clients. A node that the server's messages reach writes it only for a
-    silo with a file of its own, which says what experiments may read.
+    A deployment on loopback writes it for its own clients. A node that a server's messages reach writes it only for a
+    silo with its own file, which limits what experiments may read.
 
     Raises:
-        ClientFault: there is no experiment.
+        ClientFault: there is no experiment, or it is too long.
     """
     path = folder / "site.json"
     if path.exists():
@@ -101,10 +92,10 @@ def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) ->
 
 
 def admitted(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
-    """The folder of this site and this run, for a message of a server: a silo's, or one that a rehearsal prepared.
+    """The folder of this site and this run, for a server's message: a silo's, or one prepared on loopback.
 
     Raises:
-        ClientFault: neither is there, or the server tells another experiment than at first.
+        ClientFault: there is neither, or the experiment is not the run's first one.
     """
     folder = folder_of(config, node, run_id)
     if node.get("silo"):
@@ -119,7 +110,7 @@ def admitted(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) ->
 
 
 def address(folder: Path) -> str:
-    """The worker's socket: in the folder, or where a path is too long for a socket, in a private place of this user."""
+    """The worker's socket: in the folder, or if that path is too long, in a private temporary folder of this user."""
     path = str(folder.resolve() / "worker.sock")
     if len(path.encode()) <= _PATH:
         return path
@@ -127,12 +118,12 @@ def address(folder: Path) -> str:
     place.mkdir(mode=0o700, exist_ok=True)
     status = place.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
-        raise InputError(f"{place} belongs to somebody else or is open to others: remove it, or set TMPDIR")
+        raise InputError(f"{place} belongs to another user or is open to others: remove it, or set TMPDIR")
     return str(place / hashlib.sha256(path.encode()).hexdigest()[:24])
 
 
 def running(folder: Path) -> bool:
-    """Whether the site's worker is there: it holds a lock as long as it lives."""
+    """Whether the site's worker is running: it holds a lock until it ends."""
     try:
         with open(folder / "worker.lock") as file:
             try:
@@ -145,10 +136,10 @@ def running(folder: Path) -> bool:
 
 
 def start(folder: Path) -> None:
-    """Start the site's worker; of two that start at once, one stays. It outlives the process that asked for it."""
+    """Start the site's worker, which outlives this process; of two workers that start at once, one stays."""
     with open(os.open(folder / "worker.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600), "ab") as log:
         worker = subprocess.Popen(
-            # -P and cwd: no module is imported from where the node was started.
+            # -P and cwd: no module is imported from the folder in which the node was started.
             [sys.executable, "-P", "-m", "fedfm.engines.flower.site_worker", str(folder.resolve())],
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -156,38 +147,33 @@ def start(folder: Path) -> None:
             stderr=log,
             start_new_session=True,
         )
-    worker.returncode = 0  # nobody waits for it, and Python need not complain that it lives on
+    worker.returncode = 0  # suppresses Python's warning about a child that is still running
 
 
 def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
-    """One message through the worker; if that ends while it is at work, once more through a new one.
+    """Send one message to the worker, and once more to a new worker if the first one ends meanwhile.
 
-    That is safe: the client's memory is versioned by (round, call), so a request that comes again finds it as it was.
+    That is safe: the client's memory is versioned by (round, call), so a repeated request finds the same state.
 
     Raises:
-        ClientFault: E_DIED, two workers ended while they were at work, or none started.
+        ClientFault: E_DIED, two workers ended during the message, or none started.
     """
     for _ in range(2):
         with contextlib.closing(_connect(folder)) as link, contextlib.suppress(OSError):
             send(link, json.dumps(client), handler, head, data)
             if (answer := receive(link)) is not None:
                 return answer[2], answer[3]
-        _gone(folder)
+        deadline = time.monotonic() + 5
+        while running(folder) and time.monotonic() < deadline:  # its socket may accept connections until it has ended
+            time.sleep(0.01)
     raise ClientFault(E_DIED, f"the site's worker ended while it was at work, and a second one too: {_ending(folder)}")
 
 
-def _gone(folder: Path) -> None:
-    """Wait until a worker that has hung up is no more: for a moment its socket still takes connections."""
-    deadline = time.monotonic() + 5
-    while running(folder) and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def _ending(folder: Path) -> str:
-    """How the site's last worker ended; its status is known to the process that has started it."""
+    """How the site's last worker ended; only the process that started it can get its status."""
     with contextlib.suppress(OSError, ValueError):
         pid = int((folder / "worker.lock").read_text())
-        for _ in range(20):  # it lets go of its lock a moment before it has ended
+        for _ in range(20):  # it releases its lock shortly before it ends
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 return cause(status)
@@ -205,7 +191,7 @@ def _connect(folder: Path) -> socket.socket:
         except (FileNotFoundError, ConnectionRefusedError):
             link.close()
         now = time.monotonic()
-        if not running(folder) and now - started > 10:  # it takes the lock a moment after it has been started
+        if not running(folder) and now - started > 10:  # a worker takes the lock shortly after its start
             if tries == _TRIES:
                 break
             start(folder)
@@ -217,14 +203,14 @@ def _connect(folder: Path) -> socket.socket:
 
 
 def send(link: socket.socket, client: str, handler: str, head: str, data: bytes) -> None:
-    """One frame: lengths, then the four parts."""
+    """Send one frame: lengths, then the four parts."""
     parts = [client.encode(), handler.encode(), head.encode()]
     link.sendall(_HEADER.pack(*map(len, parts), len(data)) + b"".join(parts))
     link.sendall(data)
 
 
 def receive(link: socket.socket) -> tuple[str, str, str, bytes] | None:
-    """A frame's four parts; None if the other side is gone."""
+    """A frame's four parts; None if the other side has ended."""
     header = _exactly(link, _HEADER.size)
     if header is None:
         return None
@@ -250,9 +236,9 @@ def _exactly(link: socket.socket, count: int) -> bytearray | None:
 
 
 def fault_halves(fault: ClientFault, head: str, data: bytes) -> tuple[str, bytes]:
-    """A reply that tells a fault, made without the wire format's module; round and call are those of the request."""
+    """A reply with a fault, encoded without the wire format's module; round and call are those of the request."""
     round, call = 0, 0
-    # The envelope's first two entries are two integers, in this order: see wire's head grammar.
+    # The envelope begins with two integers, in this order: see the wire format's head grammar.
     if re.match(r'\{"m":\{"round":"i","call":"i"[,}]', head) and len(data) >= 16:
         round, call = struct.unpack("<qq", data[:16])
     told = {"m": {"code": {"s": fault.code}, "reason": {"s": fault.reason[:400]}}}

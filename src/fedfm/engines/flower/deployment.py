@@ -1,8 +1,8 @@
 """The deployment engine: SuperLink and SuperNodes over TLS with node authentication.
 
-Without ``run.superlink`` everything is started here, on loopback, with fresh keys, and ended with the run. With it, the
-run is submitted to a SuperLink that is there. Either way Flower starts the ServerApp, which writes the run directory;
-this process watches that directory.
+Without ``run.superlink`` this process starts all of them on loopback, with new keys, and ends them with the run. With
+it, the run is submitted to an existing SuperLink. In both cases Flower starts the ServerApp, which writes the run
+directory, and this process watches that directory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PATIENCE = 120.0  # seconds that the connection to a SuperLink may be down
 
 
 def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
-    """Run to the end on a SuperLink: the one that the experiment names, or one of our own."""
+    """Run to the end on the SuperLink that the experiment names, or on a new one."""
     folder = run.path / "private" / "deployment"
     folder.mkdir(mode=0o700, exist_ok=True)
     if run.experiment.run.superlink:
@@ -48,7 +48,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
 
 
 def _clients(run: Run) -> list[ClientId]:
-    """The clients' names; the ServerApp reads the rows again, and the model."""
+    """The clients' names; the ServerApp reads rows and model itself."""
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal
 
@@ -70,7 +70,7 @@ def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress
 
 
 def _submit(run: Run, folder: Path, control: Control) -> int:
-    """Hand the app to the SuperLink."""
+    """Submit the app to the SuperLink; returns the run's id."""
     (run.path / server_app.OUTCOME).unlink(missing_ok=True)
     place = folder / "app"
     shutil.rmtree(place, ignore_errors=True)
@@ -82,7 +82,7 @@ def _submit(run: Run, folder: Path, control: Control) -> int:
 
 
 def key_of(run: Run) -> str:
-    """Names the run's folder at the sites: the same when it is resumed, another for any other run."""
+    """Name of the run's folder at the sites: stable for resumes, unique for each run."""
     digest = hashlib.sha256(f"{run.path.resolve()}\n{run.manifest['created']}".encode()).hexdigest()
     return f"{run.experiment.name}-{digest[:12]}"
 
@@ -91,7 +91,7 @@ def key_of(run: Run) -> str:
 
 
 class _Watch:
-    """Follows the run directory that a ServerApp writes, until there is a result."""
+    """Watches the run directory that a ServerApp writes, until it has a result."""
 
     def __init__(
         self, run: Run, control: Control, fleet: Fleet | None, stop: Callable[[], bool], progress: Progress
@@ -106,12 +106,12 @@ class _Watch:
         progress.started(run, run.experiment.method.rounds, max(self._told, default=0))
 
     def follow(self, run_id: int) -> dict[str, Any]:
-        """The result line.
+        """Wait for the result line.
 
         Raises:
             InputError: the ServerApp refused the experiment.
             RunError: it failed, or a process that it needs ended.
-            Interrupted: the user asked to stop.
+            Interrupted: the user stopped the run.
         """
         try:
             while True:
@@ -129,14 +129,14 @@ class _Watch:
             raise
 
     def _manifest(self) -> dict[str, Any]:
-        """The manifest; read again when it was written again."""
+        """The manifest, read again if it has changed."""
         stamp = (self._run.path / "manifest.json").stat().st_mtime_ns
         if self._read is None or self._read[0] != stamp:
             self._read = (stamp, Run.open(self._run.path).manifest)
         return self._read[1]
 
     def _tell(self) -> None:
-        """Pass on what is new in the run directory."""
+        """Report news of the run directory to the progress."""
         log = self._run.path / "metrics.jsonl"
         size = log.stat().st_size if log.exists() else 0
         lines, self._size = self._run.metrics() if size != self._size else [], size
@@ -152,7 +152,7 @@ class _Watch:
                 self._progress.notice(notice)
 
     def _check(self, run_id: int) -> None:
-        """Whether anybody still works on it."""
+        """Raise an error if the run failed or nothing works on it any more."""
         self._outcome()
         if self._fleet is not None:
             self._fleet.check(self._progress.notice)
@@ -161,13 +161,13 @@ class _Watch:
         if gone or time.monotonic() - self._asked > 2.0:
             status, details = self._status(run_id)
             if gone or status == "finished":
-                time.sleep(0.5)  # what it wrote last is seen first
+                time.sleep(0.5)  # its last writes become visible
                 self._outcome()
                 if Run.open(self._run.path).manifest["result"] is None:
                     raise RunError(self._ending(gone, details))
 
     def _status(self, run_id: int) -> tuple[str, str]:
-        """The run's status at the SuperLink; a connection that is down for a while is waited for."""
+        """The run's status at the SuperLink; ("", "") while the connection is down, up to a limit."""
         self._asked = time.monotonic()
         try:
             status = self._control.status(run_id)

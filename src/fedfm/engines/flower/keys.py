@@ -1,4 +1,4 @@
-"""Fresh keys for one deployment on loopback: the SuperLink's certificate, a key pair for every node."""
+"""New keys for one deployment on loopback: the SuperLink's certificate, and a key pair for every node."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import secrets
 from pathlib import Path
 
-DAYS = 30  # a certificate's life: a run that takes longer gets new ones when it is resumed
+DAYS = 30  # validity of a certificate; a longer run gets a new one when it is resumed
 
 
 def write_private(path: Path, data: bytes) -> Path:
-    """Write a file that only its owner can read; never readable by others, not even for a moment."""
+    """Write a file that only its owner can read at any time."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
         file.write(data)
@@ -20,7 +20,7 @@ def write_private(path: Path, data: bytes) -> Path:
 
 
 def write_certificates(folder: Path) -> None:
-    """``server.pem`` and ``server.key`` for 127.0.0.1, and ``ca.crt``: the certificate is its own authority."""
+    """Write ``server.pem`` and ``server.key`` for 127.0.0.1, and ``ca.crt``, the same self-signed certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -44,20 +44,16 @@ def write_certificates(folder: Path) -> None:
 
 
 def write_node_key(path: Path) -> bytes:
-    """A SuperNode's private key (ECDSA, P-384, OpenSSH) into ``path``; returns its public key."""
+    """Write a SuperNode's private key (ECDSA, P-384, OpenSSH); returns its public key."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(ec.SECP384R1())
-    write_private(
-        path,
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
-        ),
-    )
-    return key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    key, pem = ec.generate_private_key(ec.SECP384R1()), serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    write_private(path, private)
+    return key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def write_secret(path: Path) -> Path:
-    """A secret that two of our own processes share."""
+    """Write a secret for two of our own processes."""
     return write_private(path, secrets.token_hex(32).encode())

@@ -1,4 +1,4 @@
-"""FlowerLink: how a server on Flower's Grid reaches its clients, in simulation and in deployment."""
+"""FlowerLink: messages between the server and its clients over Flower's Grid, in simulation and in deployment."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from fedfm.errors import (
 from fedfm.privacy.policy import HELLO
 from fedfm.version import __version__
 
-_POLL = (0.05, 0.25)  # seconds between two looks for replies: short at first, then longer
-_BATCH = 16  # messages handed to the Grid at a time
-_RESTART = 60.0  # seconds in which a process that ended comes back
-_SETTLE = 10.0  # seconds without a new node after which those that are there begin
+_POLL = (0.05, 0.25)  # seconds between two polls for replies: first and longest
+_BATCH = 16  # messages per call of the Grid
+_RESTART = 60.0  # seconds for the restart of a process that ended
+_SETTLE = 10.0  # seconds without a new node after which the run begins with the connected nodes
 
 
 class FlowerLink:
@@ -42,22 +42,22 @@ class FlowerLink:
 
     Args:
         timeout: seconds that one client may take.
-        expected: names of the clients that should be there; empty if every silo brings its own name and rows.
-        fingerprint: of the server's model; a site with another one is left out.
-        greeting: what every site is told when it says its name.
-        slots: how many clients run side by side, if not all; the others' waiting is then no fault of theirs.
-        min_clients: fewer than these do not begin.
-        stop: asked while waiting; True raises :class:`Interrupted`.
-        progress: told of every client that finishes.
-        notice: told of nodes that do not take part.
+        expected: names of the expected clients; silos with their own rows have other names.
+        fingerprint: fingerprint of the server's model; a site with another model is left out.
+        greeting: payload of the hello message to every site.
+        slots: number of clients that run at the same time; 0: all. The time limit grows with the queue.
+        min_clients: smallest number of clients for a run.
+        stop: called while waiting; True raises :class:`Interrupted`.
+        progress: called for every client that finishes.
+        notice: called for every node that does not take part.
 
     Attributes:
-        hellos: the crossings of the greeting, for the transcript.
-        own_data: the silos hold their own rows and not a part of the server's table.
+        hellos: the crossings of the hello messages, for the transcript.
+        own_data: the silos have their own rows and not a part of the server's table.
 
     Raises:
-        InputError: two nodes say the same name.
-        RunError: fewer than ``min_clients`` are there in time.
+        InputError: two nodes have the same name.
+        RunError: fewer than ``min_clients`` can take part in time.
     """
 
     def __init__(
@@ -80,23 +80,23 @@ class FlowerLink:
         self._nodes: dict[ClientId, int] = {}
         self._barred: dict[ClientId, ClientFault] = {}
         self._greeted: set[int] = set()
-        self._late: set[str] = set()  # messages that were given up: their replies are collected and dropped
+        self._late: set[str] = set()  # messages that timed out: their replies are pulled and dropped
         self.hellos: list[Crossing] = []
         self.own_data = False
         self._gather(min_clients)
 
     @property
     def clients(self) -> Sequence[ClientId]:
-        """Names, sorted: those expected and those that came."""
+        """Names of expected and of connected clients, sorted."""
         return sorted({*self._nodes, *self._barred, *(() if self.own_data else self._expected)})
 
     @property
     def straggling(self) -> bool:
-        """Whether a client that was given up may still be at work."""
+        """Whether a client that timed out may still be running."""
         return bool(self._late)
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        """Deliver; replies come as clients finish, a client that is not there or late gets a fault."""
+        """Deliver; yield replies as clients finish. A client that is absent or late gets a fault."""
         if self._stop():
             raise Interrupted
         if any(r.client not in self._nodes and r.client not in self._barred for r in requests):
@@ -114,7 +114,7 @@ class FlowerLink:
         ended: list[tuple[int, Request]] = []
         yield from self._deliver(sent, ended, died)
         begun = time.monotonic()
-        while ended:  # once more, and until the process that takes over is up
+        while ended:  # ask again until the process that replaces an ended one is ready
             retried, ended = ended, []
             patient = time.monotonic() - begun < _RESTART
             yield from self._deliver(retried, ended if patient else None, restarting)
@@ -127,30 +127,27 @@ class FlowerLink:
         ended: list[tuple[int, Request]] | None = None,
         again: Callable[[Any], bool] = died,
     ) -> Iterator[Reply]:
-        """Send and collect; ``ended`` gets, instead of a fault, those whose error says that they may be asked again."""
+        """Send and collect. Requests whose error satisfies ``again`` are appended to ``ended`` and get no fault."""
         waiting: dict[str, tuple[int, Request, int]] = {}
         record, payload, down = None, None, 0
+        patience = self._timeout * (-(-len(sent) // self._slots) if self._slots else 1)
         for start in range(0, len(sent), _BATCH):
-            messages, downs = [], []
+            messages = []
             for node, request in sent[start : start + _BATCH]:
                 if record is None or request.payload is not payload:  # a broadcast is encoded once
-                    envelope = codec.envelope(request.round, request.call, request.payload)
-                    record, payload, down = codec.to_record(envelope), request.payload, codec.nbytes(envelope)
-                ttl = self._patience(len(sent)) + 600
+                    payload, down = request.payload, codec.weigh(request.payload)
+                    record = codec.to_record(codec.envelope(request.round, request.call, payload))
                 kind = flower_records.message_type(request.handler)
-                messages.append(Message(record, node, kind, ttl=ttl, group_id=str(request.round)))
-                downs.append(down)
-            taken = set(self._grid.push_messages(messages))
-            for message, down, (node, request) in zip(messages, downs, sent[start : start + _BATCH], strict=True):
+                message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
+                messages.append((message, node, request, down))
+            taken = set(self._grid.push_messages([message for message, *_ in messages]))
+            for message, node, request, nbytes in messages:
                 name = message.metadata.message_id
                 if name in taken:
-                    waiting[name] = (node, request, down)
+                    waiting[name] = (node, request, nbytes)
                 else:
                     yield _failed(request, ClientFault(E_DIED, "the SuperLink did not take the message"))
-        yield from self._collect(waiting, time.monotonic() + self._patience(len(sent)), ended, again)
-
-    def _patience(self, count: int) -> float:
-        return self._timeout * (-(-count // self._slots) if self._slots else 1)
+        yield from self._collect(waiting, time.monotonic() + patience, ended, again)
 
     def _collect(
         self,
@@ -168,7 +165,7 @@ class FlowerLink:
                 self._late.discard(name)
                 known = waiting.get(name) or done.get(name)
                 if known is None or message.metadata.src_node_id not in (known[0], SUPERLINK):
-                    continue  # nobody's reply, or one that speaks for another node
+                    continue  # an unknown reply, or one from another node
                 if ended is not None and name in waiting and message.has_error() and again(message.error):
                     ended.append(waiting.pop(name)[:2])
                     continue
@@ -188,10 +185,10 @@ class FlowerLink:
                 time.sleep(pause)
                 pause = _POLL[0] if came else min(pause * 1.5, _POLL[1])
 
-    # --- who is there -------------------------------------------------------------------------------------------------
+    # --- hello --------------------------------------------------------------------------------------------------------
 
     def _gather(self, min_clients: int) -> None:
-        """Wait for the nodes that are expected, or for enough of them and no more coming."""
+        """Wait for the expected nodes, or for enough nodes and no new one for some time."""
         begun = changed = time.monotonic()
         count = -1
         while True:
@@ -210,15 +207,12 @@ class FlowerLink:
             text = f"{able} of {count} connected nodes can take part, min_clients is {min_clients}"
             why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._barred.items()))
             raise RunError(f"{text} ({why})" if why else text)
-        if (
-            self._expected
-            and not self.own_data
-            and (missing := sorted({*self._expected} - {*self._nodes, *self._barred}))
-        ):
+        missing = [] if self.own_data else sorted({*self._expected} - {*self._nodes, *self._barred})
+        if missing:
             self._notice(f"no node came for {', '.join(missing)}")
 
     def _greet(self) -> None:
-        """Ask the nodes that have not been asked yet who they are."""
+        """Send hello to the nodes that have not received it."""
         new = [node for node in self._grid.get_node_ids() if node not in self._greeted]
         if not new:
             return
@@ -244,7 +238,7 @@ class FlowerLink:
                 self._notice(f"{name} does not take part: {fault}")
 
     def _introduce(self, value: Any) -> tuple[ClientId, ClientFault | None]:
-        """(name, why it cannot take part) from a reply to hello."""
+        """(name, reason not to take part or None) from a reply to hello."""
         if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
             raise ClientFault(E_FORMAT, "its hello has no name")
         name, ours = value["name"], {"fedfm": __version__, "wire": flower_records.WIRE}
@@ -266,7 +260,7 @@ def _failed(request: Request, fault: ClientFault) -> Reply:
 
 
 def _reply(message: Message, request: Request, down: int) -> Reply:
-    """A Flower message as a Reply; whatever is wrong with it becomes a fault."""
+    """A Flower message as a Reply; an invalid message becomes a fault."""
     fault, round, call = None, request.round, request.call
     try:
         if message.has_error():
@@ -284,8 +278,7 @@ def _reply(message: Message, request: Request, down: int) -> Reply:
         elif "body" not in value:
             raise ClientFault(E_FORMAT, "the reply has no body")
         else:
-            up = codec.nbytes(codec.envelope(round, call, value["body"]))
-            return Reply(request.client, value["body"], round, call, down, up)
+            return Reply(request.client, value["body"], round, call, down, codec.weigh(value["body"]))
     except ClientFault as bad:
         fault = bad
     return Reply(request.client, None, round, call, down, 0, fault)
@@ -293,14 +286,10 @@ def _reply(message: Message, request: Request, down: int) -> Reply:
 
 def _told(value: Any) -> ClientFault:
     """The fault that a site reports."""
-    if (
-        not isinstance(value, Mapping)
-        or not isinstance(value.get("code"), str)
-        or not isinstance(value.get("reason"), str)
-    ):
+    code, reason = (value.get("code"), value.get("reason")) if isinstance(value, Mapping) else (None, None)
+    if not isinstance(code, str) or not isinstance(reason, str):
         return ClientFault(E_FORMAT, "the reply's fault is not one")
-    code = value["code"]
-    # These three are the server's own findings: about what comes twice, from elsewhere, or through shared memory.
+    # Only the server itself can find these three: a second reply, a foreign reply, a write to shared memory.
     if not code.startswith("E_") or len(code) > 20 or code in (E_READONLY, E_DUPLICATE, E_CLIENT):
         code = E_EXCEPTION
-    return ClientFault(code, value["reason"][:400])
+    return ClientFault(code, reason[:400])

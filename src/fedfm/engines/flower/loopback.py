@@ -1,4 +1,4 @@
-"""A deployment on loopback: a SuperLink, a SuperNode a client, their executors and the clients' warm workers."""
+"""A deployment on loopback: a SuperLink, a SuperNode per client, their executors, and the clients' warm workers."""
 
 from __future__ import annotations
 
@@ -12,30 +12,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from fedfm.core.text import safe_name
 from fedfm.engines.flower import client_stub, keys
 from fedfm.engines.flower.private_api import QUICK_EXECUTOR, Control
 from fedfm.engines.flower.processes import Children
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import RunError
 
-_START = 120.0  # seconds that SuperLink and SuperNodes may take to come up
+_START = 120.0  # seconds that SuperLink and SuperNodes may take to start
 _POLL = 0.1
 
 
 class Fleet:
-    """The processes of a deployment on loopback.
-
-    Attributes:
-        children: all of them.
-        control: the operator's connection to the SuperLink.
-        address: of the SuperLink, host:port.
-    """
+    """The processes of a deployment on loopback, and the operator's connection to the SuperLink (host:port)."""
 
     def __init__(self, children: Children, control: Control, address: str) -> None:
         self.children, self.control, self.address = children, control, address
 
     def check(self, notice: Callable[[str], None]) -> None:
-        """Notice what ended: without the SuperLink nothing goes on, without a SuperNode one client less.
+        """Report processes that ended: the run continues without a SuperNode, but not without the SuperLink.
 
         Raises:
             RunError: the SuperLink or its executor ended.
@@ -50,15 +45,15 @@ class Fleet:
 def loopback(
     folder: Path, clients: Sequence[str], config: Mapping[str, str], stop: Callable[[], bool]
 ) -> Iterator[Fleet]:
-    """SuperLink and its executor, and for every client SuperNode, executor and warm worker; ended with the block.
+    """Start the SuperLink and its executor, and a SuperNode, an executor and a warm worker per client, for one block.
 
     Args:
-        folder: of keys, logs and the clients' sites.
-        config: the run's configuration as the sites are told it.
-        stop: asked while waiting.
+        folder: folder of keys, logs and the clients' sites.
+        config: the run's configuration that the sites receive.
+        stop: called while waiting; True raises :class:`Interrupted`.
 
     Raises:
-        RunError: something did not start; with the last lines of its log.
+        RunError: a process did not start; with the last lines of its log.
     """
     _needs("flower-superlink", "flower-superexec", "flower-supernode", "flwr-serverapp", "flwr-clientapp")
     shutil.rmtree(folder / "home", ignore_errors=True)
@@ -89,10 +84,10 @@ def loopback(
         with contextlib.closing(Control(address, folder / "ca.crt")) as control:
             nodes = set()
             for client in clients:
-                key = folder / f"{client_stub.plain(client)}.key"
+                key = folder / f"{safe_name(client)}.key"
                 nodes.add(control.register(keys.write_node_key(key), client))
                 _node(children, folder, client, address, sites)
-            _write_processes(folder, children)
+            keys.write_private(folder / "processes.json", json.dumps(children.pids(), indent=1).encode())
             _until(lambda: nodes <= control.online(), children, stop, "a SuperNode does not connect")
             yield Fleet(children, control, address)
     finally:
@@ -104,8 +99,8 @@ def loopback(
 
 
 def _node(children: Children, folder: Path, client: str, address: str, sites: Path) -> None:
-    """A SuperNode and the executor of its ClientApp, who share a secret: nobody else here can take the messages."""
-    port, name = free_port(), client_stub.plain(client)
+    """Start a SuperNode and its ClientApp's executor, which share a secret, so that no other process gets messages."""
+    port, name = free_port(), safe_name(client)
     home = str((folder / "home" / name).resolve())
     secret = keys.write_secret(folder / f"{name}.secret")
     config = f"client={json.dumps(client)} site={json.dumps(str(sites.resolve()))}"
@@ -113,12 +108,8 @@ def _node(children: Children, folder: Path, client: str, address: str, sites: Pa
         f"node-{name}",
         [
             *(sys.executable, "-m", "fedfm.engines.flower.private_api", "supernode", "--superlink", address),
-            *(
-                "--root-certificates",
-                str(folder / "ca.crt"),
-                "--auth-supernode-private-key",
-                str(folder / f"{name}.key"),
-            ),
+            *("--root-certificates", str(folder / "ca.crt")),
+            *("--auth-supernode-private-key", str(folder / f"{name}.key")),
             *("--host", "127.0.0.1", "--port", str(port), "--node-config", config),
             *("--isolation", "process", "--superexec-auth-secret-file", str(secret)),
         ],
@@ -136,19 +127,19 @@ def _node(children: Children, folder: Path, client: str, address: str, sites: Pa
 
 
 def _workers(config: Mapping[str, str], children: Children, sites: Path, clients: Sequence[str]) -> None:
-    """The clients' warm workers, ahead of the first message: they load while SuperLink and SuperNodes start."""
+    """Start the clients' warm workers, which load data and model while SuperLink and SuperNodes start."""
     places: list[Path] = []
     for client in clients:
         node = {"client": client, "site": str(sites.resolve())}
         places.append(client_stub.folder_of(config, node, 0))
-        (places[-1] / "site.json").unlink(missing_ok=True)  # of a run that goes on: written again, not trusted
+        (places[-1] / "site.json").unlink(missing_ok=True)  # a resumed run writes it anew and does not trust it
         client_stub.prepare(places[-1], config, node)
     if places:
         children.start("workers", [sys.executable, "-m", "fedfm.engines.flower.site_worker", *map(str, places)])
 
 
 def end_workers(sites: Path) -> None:
-    """End workers that a ClientApp started after ours had died, and remove the sockets of all."""
+    """End workers that a ClientApp started after ours had ended, and remove all sockets."""
     for lock in sites.glob("*/*/worker.lock"):
         if client_stub.running(lock.parent):
             with contextlib.suppress(ValueError, ProcessLookupError):
@@ -158,7 +149,7 @@ def end_workers(sites: Path) -> None:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Of every process: a home of its own, no calls home, our Python's programs first."""
+    """Environment of every process: its own home, no telemetry, the programs of this Python first."""
     return {
         **os.environ,
         **QUICK_EXECUTOR,
@@ -183,13 +174,8 @@ def _needs(*programs: str) -> None:
         raise RunError(f"{missing[0]} is not installed beside {sys.executable}: pip install flwr")
 
 
-def _write_processes(folder: Path, children: Children) -> None:
-    """For the operator who wants to know which process is whose."""
-    keys.write_private(folder / "processes.json", json.dumps(children.pids(), indent=1).encode())
-
-
 def free_port() -> int:
-    """A port of loopback that nobody uses now."""
+    """A free port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -202,11 +188,11 @@ def _listens(port: int) -> bool:
 
 
 def _until(ready: Callable[[], bool], children: Children, stop: Callable[[], bool], what: str) -> None:
-    """Wait; a process that ends meanwhile is the failure to report, with the last lines of its log."""
+    """Wait until ``ready()``; a process that ends meanwhile is reported with the last lines of its log."""
     deadline = time.monotonic() + _START
     while not ready():
         for name, how in children.ended():
-            if name != "workers":  # why a worker ended, the site says at hello
+            if name != "workers":  # the site reports at hello why a worker ended
                 raise RunError(f"{name} did not start ({how}):\n{children.tail(name)}")
         if stop():
             raise Interrupted

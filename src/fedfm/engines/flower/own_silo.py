@@ -1,4 +1,4 @@
-"""A silo's part in one run: what its file allows, what it has agreed to, and what it writes into its log."""
+"""A silo in one run: the limits of its file, its agreement to the run, and its log."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class Own:
     """A silo in one run.
 
     Attributes:
-        name: of the silo.
-        classes: the server's class names, if a hello with them has fitted; kept for a process that takes over.
-        policy: what the silo lets out.
+        name: the silo's name.
+        policy: the silo's policy.
+        log: the silo's log.
+        classes: the server's class names once a hello with them has fitted; a restarted process reads them again.
     """
 
     def __init__(self, silo: silo_file.Silo, log: SiloLog, folder: Path, told: Mapping[str, Any]) -> None:
-        self._silo, self._log, self._folder, self._told = silo, log, folder, told
-        self.name, self.policy = silo.name, silo.policy
+        self._silo, self._folder, self._told = silo, folder, told
+        self.name, self.policy, self.log = silo.name, silo.policy, log
         classes = told.get("classes")
         self.classes: tuple[str, ...] | None = None if classes is None else tuple(classes)
 
@@ -45,7 +46,7 @@ class Own:
         return cls(silo, SiloLog(client_stub.silo_folder(folder), path), folder, told)
 
     def populate(self, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
-        """The silo's rows and model, if the experiment shows no more than the policy allows.
+        """The silo's rows and model, if the experiment exposes no more than the policy allows.
 
         Raises:
             InputError: the experiment does not fit the silo.
@@ -54,32 +55,28 @@ class Own:
         return silo_file.populate(self._silo, experiment, classes)
 
     def asked(self, classes: Sequence[str]) -> None:
-        """Before a hello is answered: its answer tells whether the silo's rows fit.
+        """Count a hello before it is answered, since the answer discloses whether the silo's rows fit.
 
         Raises:
-            ClientFault: E_REFUSED by the policy, or after too many that did not fit.
+            ClientFault: E_REFUSED by the policy, or after too many hellos that did not fit.
         """
         if not self.policy.words:
             raise ClientFault(E_REFUSED, "this silo's policy allows nothing")
         if self.classes is None:
-            self._log.asks(self._question(classes))
+            self.log.asks(self._question(classes))
 
     def agree(self, classes: Sequence[str], what: str) -> None:
-        """Take part from here on."""
+        """Take part in the run from now on."""
         self.classes = tuple(classes)
         text = json.dumps({**self._told, "classes": list(classes)})
         storage.write_atomic(self._folder / "site.json", text.encode(), 0o600)
-        self._log.fits(self._question(classes))
-        self._log.note(f"takes part in run {self._folder.parent.name}: {what}")
-
-    def misfit(self, why: str) -> None:
-        """Say in the log why a hello did not fit."""
-        self._log.misfit(why)
+        self.log.fits(self._question(classes))
+        self.log.note(f"takes part in run {self._folder.parent.name}: {what}")
 
     def refused(self, handler: str, fault: ClientFault) -> None:
-        """Note what was not answered."""
-        with contextlib.suppress(OSError):  # a full disk does not keep the answer from the server
-            self._log.note(f"run {self._folder.parent.name}: {handler[:100]} is not answered: {fault.code}")
+        """Log a request that was not answered."""
+        with contextlib.suppress(OSError):  # the server gets its answer even if the disk is full
+            self.log.note(f"run {self._folder.parent.name}: {handler[:100]} is not answered: {fault.code}")
 
     def _question(self, classes: Sequence[str]) -> str:
         return json.dumps([self._told["experiment"], list(classes)])

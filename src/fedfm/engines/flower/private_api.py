@@ -1,7 +1,7 @@
-"""What we use of Flower and Ray that is not public API, all in this module.
+"""All uses of Flower's and Ray's private API.
 
 Each use has a check in ``tests/engines/test_private_api.py``, which names the function here that a new Flower breaks.
-The module imports neither torch nor Flower before they are needed.
+The module imports torch and Flower only when they are needed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from fedfm.core.messages import Request
     from fedfm.runtime.client import Silos
 
-TESTED = ("1.41.", "1.42.")  # how the versions of Flower begin with which the tests pass
-SUPERLINK = 1  # the node id under which the SuperLink itself replies, for nodes that are gone
-QUICK_EXECUTOR = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # environment; seconds, where Flower waits 1 s
+TESTED = ("1.41.", "1.42.")  # prefixes of the versions of Flower that pass the tests
+SUPERLINK = 1  # node id with which the SuperLink replies for unavailable nodes
+QUICK_EXECUTOR = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # environment; seconds, by default 1
 
 
 def round_trip(record: Any) -> Any:
-    """A RecordDict as the other side of Flower's network gets it: cut into objects, serialised, put together again."""
+    """A RecordDict as the other side of Flower's network gets it: cut into objects, serialised, and rebuilt."""
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
@@ -40,7 +40,7 @@ def round_trip(record: Any) -> Any:
 
 
 def serialised_nbytes(record: Any) -> int:
-    """Bytes of a RecordDict as Flower serialises it (equal objects once): what :func:`codec.nbytes` computes."""
+    """Bytes of a RecordDict as Flower serialises it, equal objects counted once; compare :func:`codec.weigh`."""
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 
     with no_object_id_recompute():
@@ -49,36 +49,27 @@ def serialised_nbytes(record: Any) -> int:
 
 def over_the_wire(silos: Silos, requests: Sequence[Request]) -> list[Any]:
     """Answer requests as a network engine would: payloads and replies are serialised and rebuilt."""
-    from fedfm.core.messages import Request
     from fedfm.core.wire import codec
 
-    delivered = []
-    for request in requests:
-        record = round_trip(codec.to_record(codec.envelope(request.round, request.call, request.payload)))
-        body = codec.from_record(record, None)["body"]
-        payload = silos.conform(request.handler, body)
-        delivered.append(Request(request.client, request.handler, payload, request.round, request.call))
-    return [_returned(r, v) for r, v in zip(requests, silos.answer(delivered), strict=True)]
-
-
-def _returned(request: Request, value: Any) -> Any:
-    """A reply's value as the server gets it; of one that cannot travel, a fault."""
-    from fedfm.core.wire import codec
-
-    if isinstance(value, ClientFault):
-        return value
-    try:
-        record = codec.to_record(codec.envelope(request.round, request.call, value))
+    def sent(request: Request, body: Any) -> Any:
+        record = codec.to_record(codec.envelope(request.round, request.call, body))
         return codec.from_record(round_trip(record), None)["body"]
-    except ClientFault as fault:
-        return fault
-    except TypeError as error:
-        return ClientFault(E_EXCEPTION, str(error))
+
+    def returned(request: Request, value: Any) -> Any:
+        try:
+            return value if isinstance(value, ClientFault) else sent(request, value)
+        except ClientFault as fault:
+            return fault
+        except TypeError as error:  # the value cannot travel
+            return ClientFault(E_EXCEPTION, str(error))
+
+    delivered = [r._replace(payload=silos.conform(r.handler, sent(r, r.payload))) for r in requests]
+    return [returned(r, v) for r, v in zip(requests, silos.answer(delivered), strict=True)]
 
 
 @contextlib.contextmanager
 def identity(run_id: int = 1) -> Iterator[None]:
-    """Flower's Message asks who it belongs to; outside of its own processes nobody has said."""
+    """Set the identity that Flower's Message needs, outside of Flower's own processes."""
     from flwr.supercore.task_identity import TaskIdentity
 
     saved = (TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id)
@@ -90,19 +81,19 @@ def identity(run_id: int = 1) -> Iterator[None]:
 
 
 def simulate(main: Callable[[Any, Any], None], client: Any, nodes: int) -> None:
-    """Run a ServerApp's main and a ClientApp under Flower's simulation, in a Ray that has been started."""
+    """Run a ServerApp's main and a ClientApp under Flower's simulation, on a running Ray."""
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
     app = ServerApp()
     app.main()(main)
-    # Flower hands these on to Ray: an actor that dies comes back, else every later message to it would fail.
+    # Flower passes these to Ray, which restarts an actor that dies; else every later message to it would fail.
     resources = {"num_cpus": 1, "num_gpus": 0.0, "max_restarts": -1}
     run_simulation(app, client, nodes, backend_config={"client_resources": resources})
 
 
 def start_ray(workers: int, folder: str) -> None:
-    """Start Ray with this many cores and its files in ``folder``.
+    """Start Ray with ``workers`` cores and its files in ``folder``.
 
     Raises:
         ImportError: Ray is not installed.
@@ -119,7 +110,7 @@ def start_ray(workers: int, folder: str) -> None:
 
 
 def kill_ray() -> None:
-    """End the processes of the Ray that this process has started, without asking them."""
+    """Kill the processes of the Ray that this process has started."""
     from ray._private import worker
 
     node, worker._global_node = worker._global_node, None
@@ -129,7 +120,7 @@ def kill_ray() -> None:
 
 @contextlib.contextmanager
 def quiet(log: Path) -> Iterator[None]:
-    """Flower's messages go to a file instead of the terminal."""
+    """Write Flower's log to a file instead of the terminal."""
     from flwr.supercore.logger import FLOWER_LOGGER
 
     handlers, propagate = list(FLOWER_LOGGER.handlers), FLOWER_LOGGER.propagate
@@ -158,7 +149,7 @@ def error_codes() -> Any:
 
 
 def client_fault(error: Any) -> ClientFault:
-    """Flower's own error reply, as ours: the ClientApp raised, or the node is gone."""
+    """Flower's error reply as a fault: the ClientApp raised, or the node is unavailable."""
     codes, reason = error_codes(), str(error.reason or "")[:400]
     gone = (
         codes.NODE_UNAVAILABLE,
@@ -172,14 +163,14 @@ def client_fault(error: Any) -> ClientFault:
 
 
 def died(error: Any) -> bool:
-    """Whether another process may well do what ended with Flower's error: its own ended, and the node is there."""
+    """Whether a new process may succeed: the error says that the process ended, and its node is available."""
     reason = str(error.reason or "")
     crashed = error.code == error_codes().CLIENT_APP_CRASHED
     return crashed or "ActorDiedError" in reason or "ActorUnavailableError" in reason
 
 
 def restarting(error: Any) -> bool:
-    """Whether Ray says that the actor is not back yet: nobody has seen the message."""
+    """Whether Ray is still restarting the actor, which has not seen the message."""
     reason = str(error.reason or "")
     return "ActorUnavailableError" in reason and "restarting" in reason
 
@@ -192,7 +183,7 @@ def build(app: Path) -> bytes:
 
 
 class Control:
-    """The operator's connection to a SuperLink: what ``flwr supernode register``, ``flwr run`` and ``flwr list`` use.
+    """The operator's connection to a SuperLink, as ``flwr supernode register``, ``flwr run`` and ``flwr list`` use it.
 
     Args:
         address: host:port.
@@ -256,7 +247,6 @@ class Control:
         return str(state.status), f"{state.sub_status} {state.details}".strip()
 
     def stop(self, run_id: int) -> None:
-        """End a run."""
         from flwr.proto.control_pb2 import StopRunRequest
 
         with self._reaching():
@@ -272,12 +262,11 @@ class Control:
             raise RunError(f"the SuperLink at {self._address} cannot be reached: {error}") from None
 
     def close(self) -> None:
-        """Hang up."""
         self._client.close()
 
 
 def supernode() -> None:
-    """``flower-supernode`` that asks every 0.2 s instead of every 3 s whether a message came: cheap on loopback.
+    """``flower-supernode`` that polls for messages every 0.2 s instead of every 3 s, which is cheap on loopback.
 
     The interval is a constant in Flower; on other networks use ``flower-supernode`` itself.
     """
@@ -291,13 +280,13 @@ def supernode() -> None:
 
 
 def superexec() -> None:
-    """``flower-superexec`` that forks for a message instead of starting a program, which takes seconds of imports.
+    """``flower-superexec`` that forks for a message instead of starting a program, whose imports take seconds.
 
-    What a fork runs is what ``flwr-clientapp`` runs. For a silo's own machine ``flower-superexec`` does as well.
+    A fork runs the same code as ``flwr-clientapp``. A silo's own machine may use ``flower-superexec``.
     """
     import flwr.clientapp
     import flwr.serverapp
-    import flwr.supernode.cli.flwr_clientapp  # noqa: F401 - what the forks will need
+    import flwr.supernode.cli.flwr_clientapp  # noqa: F401 - imported once for all forks
     from flwr.supercore.cli import flower_superexec
     from flwr.supercore.constant import TaskType
     from flwr.supercore.superexec.executor import LaunchResult, SubprocessExecutor
@@ -312,12 +301,12 @@ def superexec() -> None:
         return LaunchResult.accepted()
 
     SubprocessExecutor.launch = launch
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the forks
     flower_superexec()
 
 
 def _clientapp(spec: Any) -> NoReturn:
-    """The life of a fork: one message."""
+    """Answer one message in a fork, and end it."""
     from flwr.supercore.exit import exit_handler
     from flwr.supercore.tls import validate_and_resolve_root_certificates
     from flwr.supernode.runtime.run_clientapp import run_clientapp

@@ -1,4 +1,4 @@
-"""Child processes: those of a deployment are each the head of its own group; none outlives us."""
+"""Child processes, which do not outlive this process; each program of a deployment leads its own process group."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _GRACE = 3.0  # seconds between the request to end and the end
 
 
 class Children:
-    """Starts programs, knows which have ended, and ends them all.
+    """Starts programs, reports which have ended, and ends all of them.
 
     Args:
-        logs: folder of one log file a program.
-        environment: of every program.
+        logs: folder of the log files, one per program.
+        environment: environment of every program.
     """
 
     def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
@@ -31,10 +31,10 @@ class Children:
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def start(self, name: str, command: Sequence[str], more: Mapping[str, str] | None = None) -> int:
-        """Start a program under a name; returns its process id, which is also that of its group.
+        """Start a program under a name; returns the id of its process and its group.
 
         Args:
-            more: of the environment, for this program.
+            more: further environment of this program.
         """
         with open(os.open(self.log(name), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as log:
             self._running[name] = subprocess.Popen(
@@ -48,31 +48,28 @@ class Children:
         return self._running[name].pid
 
     def log(self, name: str) -> Path:
-        """The program's log file."""
         return self._logs / f"{name}.log"
 
     def tail(self, name: str, lines: int = 8) -> str:
-        """The end of a program's log."""
         with contextlib.suppress(OSError):
             text = self.log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
             return "\n".join(line[:300] for line in text[-lines:])
         return ""
 
     def ended(self) -> Iterator[tuple[str, str]]:
-        """(name, how) of the programs that ended since this was last asked."""
+        """(name, how) of the programs that ended since the last call."""
         for name, process in list(self._running.items()):
             code = process.poll()
             if code is not None:
                 del self._running[name]
-                _signal(process.pid, signal.SIGKILL)  # what it started, if it is still there
+                _signal(process.pid, signal.SIGKILL)  # its remaining child processes
                 yield name, f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def pids(self) -> dict[str, int]:
-        """Process ids of what runs."""
         return {name: process.pid for name, process in self._running.items()}
 
     def end(self) -> None:
-        """End every group: first politely, then for good."""
+        """End every group: by SIGTERM, and after a grace period by SIGKILL."""
         groups = [process.pid for process in self._running.values()]
         for pid in groups:
             _signal(pid, signal.SIGTERM)
@@ -93,7 +90,7 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the system end this process with ``parent``, however that ends."""
+    """Let the system end this process together with ``parent``."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -101,7 +98,7 @@ def die_with(parent: int) -> None:
 
 
 def cause(status: int) -> str:
-    """How a process ended, from the status that the system tells its parent."""
+    """How a process ended, from its wait status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         hint = ", likely out of memory" if number == signal.SIGKILL else ""
@@ -110,7 +107,7 @@ def cause(status: int) -> str:
 
 
 def watch_parent() -> None:
-    """End this process soon after the one that FEDFM_PARENT names, even if nobody has reaped that one."""
+    """End this process soon after the process that FEDFM_PARENT names, even if that one is a zombie."""
     parent = int(os.environ.get("FEDFM_PARENT", "0"))
 
     def watch() -> None:
@@ -134,9 +131,9 @@ def _lives(pid: int) -> bool:
 
 
 def main() -> None:
-    """``PARENT COMMAND...``: become COMMAND, tied to PARENT.
+    """``PARENT COMMAND...``: replace this process by COMMAND, which ends with PARENT.
 
-    A program of its own and not a function between fork and exec: with threads in the parent that would not be safe.
+    This is a program, since a function between fork and exec would not be safe with threads in the parent.
     """
     parent, command = int(sys.argv[1]), sys.argv[2:]
     os.umask(0o077)

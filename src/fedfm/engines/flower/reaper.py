@@ -1,7 +1,7 @@
-"""Ends what a simulation has started when the process that started it was killed: Ray's own would stay for minutes.
+"""Ends a simulation's processes if the process that started them was killed: Ray's own would stay for minutes.
 
-``python -m fedfm.engines.flower.reaper FOLDER``: everything to be ended has FOLDER in its environment. Standard input
-ends with the process that wrote to it; a byte on it says that nothing is left to do.
+``python -m fedfm.engines.flower.reaper FOLDER``: all processes to end have FOLDER in their environment. The end of
+standard input means that the starting process was killed; a byte on it means that nothing is left to do.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_PATIENCE = 10.0  # seconds in which a process that is being started shows itself
+_PATIENCE = 10.0  # seconds in which a starting process becomes visible
 
 
 @contextlib.contextmanager
 def reaping(folder: str) -> Iterator[None]:
-    """While this runs, processes with ``folder`` in their environment do not outlive this one; nor does the folder."""
+    """Within the block, the folder and processes with ``folder`` in their environment do not outlive this process."""
     reaper = subprocess.Popen(
         [sys.executable, "-m", "fedfm.engines.flower.reaper", folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # what kills our group leaves it alone
+        start_new_session=True,  # signals to our group do not reach it
     )
     try:
         yield
@@ -37,17 +37,17 @@ def reaping(folder: str) -> Iterator[None]:
 
 
 def marked(text: str) -> list[int]:
-    """Processes of this user, but for this one, that were started with the text in their environment."""
+    """Other processes of this user that have the text in their environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # another user's, or gone
+        with contextlib.suppress(OSError):  # it belongs to another user, or has ended
             if text.encode() in entry.read_bytes() and int(entry.parent.name) != os.getpid():
                 found.append(int(entry.parent.name))
     return found
 
 
 def end_all(folder: str) -> None:
-    """End what was started with ``folder`` in its environment; then nobody writes into it, and it goes too."""
+    """End processes with ``folder`` in their environment, and then remove the folder."""
     deadline = time.monotonic() + _PATIENCE
     while (left := marked(folder)) and time.monotonic() < deadline:
         for pid in left:
@@ -58,7 +58,7 @@ def end_all(folder: str) -> None:
 
 
 def main() -> None:
-    """Wait, then end them."""
+    """Wait for the end of standard input, then end the processes."""
     folder = sys.argv[1]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -11,7 +11,6 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from flwr.serverapp import Grid
 from fedfm.config.compatibility import enough
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.federation import Federation
 from fedfm.core.messages import Excluded
 from fedfm.core.text import visible
 from fedfm.engines.flower.link import FlowerLink
@@ -30,7 +28,6 @@ from fedfm.engines.flower.processes import watch_parent
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime import losses
-from fedfm.runtime.client_memory import of_server, secret
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.evaluation import judge
 from fedfm.runtime.population import Partitioned, describe, populate
@@ -38,29 +35,26 @@ from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.server import Server
 
-OUTCOME = "private/outcome.json"  # what a ServerApp's process tells the one that waits for it
-SERVER_ONLY = "server-only"  # beside the runs: what the method keeps from clients, and so from the bundle
+OUTCOME = "private/outcome.json"  # an error of the ServerApp, for the process that waits for the run
+SERVER_ONLY = "server-only"  # beside the runs: values that the method withholds from clients, and so from the bundle
 LOCK = "private/server.lock"  # held while a ServerApp writes the run
 
 
 class Told(Progress):
-    """A Progress in lines, for whoever follows a ServerApp's output: ``flwr run --stream`` shows it."""
+    """A Progress in lines on standard error, which ``flwr run --stream`` shows."""
 
     def started(self, run: Run, rounds: int, done: int) -> None:
-        """Say where the run is."""
         self.notice(f"round {done} of {rounds} is done; the run is in {run.path}")
 
     def round(self, line: Mapping[str, Any]) -> None:
-        """A line a round, with its figures."""
         figures = [f"{key} {line[key]:.3f}" for key in ("accuracy", "perplexity") if line.get(key) is not None]
         self.notice(", ".join([f"round {line['round']}", *figures]))
 
     def excluded(self, excluded: Excluded) -> None:
-        """Say who, what and why."""
         self.notice(str(excluded))
 
     def notice(self, text: str) -> None:
-        """On one line, whatever a silo has put into its name."""
+        """Write one line, without control characters: a silo chooses its name."""
         sys.stderr.write(f"fedfm: {visible(text)}\n")
         sys.stderr.flush()
 
@@ -75,15 +69,21 @@ def host(
     slots: int = 0,
     ended: Callable[[bool], None] = lambda straggling: None,
 ) -> dict[str, Any]:
-    """From the last commit to the result line.
+    """Run from the last commit to the end; returns the result line.
 
     Args:
-        population: rows and model, where they have been read already.
-        slots: how many clients run side by side; 0: all.
-        ended: told at the end, however it comes, whether clients that were given up may still be at work.
+        population: rows and model, if they have been read already.
+        slots: number of clients that run at the same time; 0: all.
+        ended: called at the end, also after an error, with whether clients that timed out may still be running.
     """
     watcher = progress or Progress()
     experiment, spec = run.experiment, run.experiment.run
+
+    def note(text: str) -> None:
+        run.manifest["notices"].append(text)
+        run.write_manifest()
+        watcher.notice(text)
+
     with torch_threads(1):
         population = population or populate(experiment)
         describe(run, population, watcher)
@@ -97,7 +97,7 @@ def host(
             min_clients=spec.min_clients,
             stop=stop,
             progress=watcher.client,
-            notice=_noting(run, watcher.notice),
+            notice=note,
         )
         try:
             if link.own_data:
@@ -107,36 +107,19 @@ def host(
                 tell(run, None, [])
                 run.write_manifest()
             enough(experiment, len(link.clients))
-            fed = Federation(
-                link,
-                model=population.model,
-                aggregator=experiment.aggregation,
-                seed=spec.seed,
-                min_clients=spec.min_clients,
-                on_excluded=watcher.excluded,
-                secret=partial(secret, run.path / "private", "server"),
-                memory=of_server(run.path / "private"),
-            )
+            scores = judge(population, experiment.method)
+            server = Server(run, link, population.model, judge=scores, progress=watcher)
             for crossing in link.hellos:
-                fed.transcript.add(crossing)
-            return Server(run, fed, judge=judge(population, experiment.method), progress=watcher).go()
+                server.fed.transcript.add(crossing)
+            return server.go()
         finally:
             ended(link.straggling)
 
 
-def _noting(run: Run, notice: Callable[[str], None]) -> Callable[[str], None]:
-    def note(text: str) -> None:
-        run.manifest["notices"].append(text)
-        run.write_manifest()
-        notice(text)
-
-    return note
-
-
 def serve(grid: Grid, context: Context) -> None:
-    """A ServerApp's main: the run directory is ``out``/``run`` of the run's configuration; one that is there goes on.
+    """Main of a ServerApp. The run directory is ``out``/``run`` of the run's configuration; an existing run is resumed.
 
-    What goes wrong is raised, for Flower, and written down, for whoever waits for the run.
+    An error is raised for Flower, and written to :data:`OUTCOME` for the process that waits for the run.
     """
     watch_parent()
     config = context.run_config
@@ -171,11 +154,11 @@ def serve(grid: Grid, context: Context) -> None:
 
 @contextlib.contextmanager
 def only_server(run: Run, patience: float = 30.0) -> Iterator[None]:
-    """One ServerApp writes a run at a time; a former one that is just being ended is waited for.
+    """Lock the run for this ServerApp; wait for a former one that is ending.
 
     Raises:
-        RunError: another one does not end.
-        InputError: a file of the run is a link to elsewhere.
+        RunError: another ServerApp does not end.
+        InputError: a file of the run is a link.
     """
     run.refuse_links()
     with open(run.path / LOCK, "w", opener=storage.private) as file:

@@ -1,7 +1,7 @@
-"""What a silo keeps of the servers that ask it: a log of its own, and how many of their questions did not fit.
+"""A silo's log of servers' requests, and the limit of hellos that do not fit.
 
-Whether an experiment fits a silo is an answer about its rows. A server gets few of them: after :data:`MISFITS`
-different hellos that do not fit the silo answers none, until its owner has changed ``silo.toml``.
+The answer to a hello discloses whether the experiment fits the silo's rows. So after :data:`MISFITS` different hellos
+that do not fit, the silo answers none until its owner has changed ``silo.toml``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MISFITS = 5
 
 
 class SiloLog:
-    """Of one silo, shared by all runs that it takes part in.
+    """The log and the count of one silo, shared by all its runs.
 
     Args:
-        folder: the silo's own, beside the folders of runs.
-        silo: the silo's file; when it changes, misfits are forgotten.
+        folder: the silo's own folder.
+        silo: the silo's file; a change of it resets the count.
     """
 
     def __init__(self, folder: Path, silo: Path) -> None:
@@ -34,15 +34,14 @@ class SiloLog:
         self.path = folder / "silo.log"
 
     def note(self, text: str) -> None:
-        """Add a line."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         storage.append(self.path, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {visible(text)}\n")
 
     def asks(self, question: str) -> None:
-        """Count a hello as one that does not fit, until :meth:`fits` says that it does: a crash in between counts, too.
+        """Count a hello as a misfit until :meth:`fits` removes it, so that a crash in between counts too.
 
         Raises:
-            ClientFault: E_REFUSED, too many did not fit.
+            ClientFault: E_REFUSED, too many hellos did not fit.
         """
         with self._alone():
             misfits = self._misfits()
@@ -51,12 +50,12 @@ class SiloLog:
             self._keep([*misfits, _digest(question)])
 
     def fits(self, question: str) -> None:
-        """It fits, and does not count."""
+        """Remove a hello that fits from the count."""
         with self._alone():
             self._keep([known for known in self._misfits() if known != _digest(question)])
 
     def misfit(self, why: str) -> None:
-        """Say why a hello did not fit, and whether the next one is answered."""
+        """Log why a hello did not fit, and whether the next one is answered."""
         count = len(self._misfits())
         self.note(f"a hello did not fit, {count} of {MISFITS}: {why}")
         if count >= MISFITS:
@@ -78,7 +77,7 @@ class SiloLog:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One process at a time: the workers of several runs count together."""
+        """Lock the count: the workers of several runs share it."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self._folder / "hello.lock", "w", opener=storage.private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,7 +1,6 @@
 """The simulation engine: Flower's own simulation on Ray, for many cores and machines.
 
-The server runs in a thread of this process, the clients in Ray actors; each actor loads rows and model once and keeps
-them.
+The server runs in a thread of this process, the clients in Ray actors, each of which loads rows and model once.
 """
 
 from __future__ import annotations
@@ -37,11 +36,10 @@ if TYPE_CHECKING:
     from fedfm.runtime.progress import Progress
     from fedfm.runtime.run_directory import Run
 
-_PREFIX = "fedfm-ray"  # of temporary folders, followed by the process that made them
-_END = "private/simulation.end"  # in a run: the server has gone, actors that are still at work end themselves
-_GRACE = 20.0  # seconds that Flower's threads have to end after the server
-# Of this process, an actor, which serves many clients of one run, message after message.
-_SITES: dict[str, site.Site] = {}
+_PREFIX = "fedfm-ray"  # prefix of temporary folders, followed by the id of the process that made them
+_END = "private/simulation.end"  # this file in a run means that the server has ended, so that actors end themselves
+_GRACE = 20.0  # seconds for Flower's threads to end after the server
+_SITES: dict[str, site.Site] = {}  # in an actor, which serves many clients of one run
 
 
 def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
@@ -55,13 +53,13 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     end.unlink(missing_ok=True)
 
     def ended(straggling: bool) -> None:
-        if straggling:  # Flower waits for every call that has begun, and a call ends with its actor
+        if straggling:  # Flower waits for every running call, and a call ends with its actor
             end.touch()
 
     def main(grid: Any, context: Context) -> None:
         try:
             outcome["result"] = host(run, grid, population, stop=stop, progress=progress, slots=workers, ended=ended)
-        except BaseException as error:  # told to the caller below: Flower's thread would only print it
+        except BaseException as error:  # raised by the caller below: Flower's thread would only print it
             outcome["error"] = error
 
     app = SimulatedSites(run.experiment.for_clients().to_toml(), str(run.path.resolve()))
@@ -79,7 +77,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
 
 
 def _watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_up: Callable[[], None]) -> None:
-    """Run in a thread; what does not end after the server has ended is left behind, for its Ray is dead or deaf."""
+    """Run in a thread; if that does not end soon after the server, call ``give_up`` and abandon it."""
     errors: list[Exception] = []
 
     def run() -> None:
@@ -103,24 +101,24 @@ def _watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_up: 
 
 
 class SimulatedSites(ClientApp):  # type: ignore[misc]
-    """All clients of a run; Ray carries this object to its actors, which build a site from its two texts."""
+    """All clients of a run; Ray sends this object to its actors, which build a site from its two texts."""
 
     def __init__(self, experiment: str, path: str) -> None:
         super().__init__()
         self.experiment, self.path = experiment, path
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer for the client whose number the node has."""
+        """Answer for the client with the node's number."""
         here = _site(self.experiment, Path(self.path))
         return reply(here, int(context.node_config["partition-id"]), message)
 
 
 def reply(here: site.Site, client: str | int, message: Message) -> Message:
-    """A site's answer to a Flower message, as one."""
+    """A site's answer to a Flower message."""
     try:
         halves = flower_records.unpack(message.content)
     except ClientFault:
-        halves = ("null", b"")  # the site says what is wrong
+        halves = ("null", b"")  # the site reports the error
     handler = flower_records.handler_of(message.metadata.message_type)
     return Message(flower_records.pack(*here.answer(client, handler, *halves)), reply_to=message)
 
@@ -128,7 +126,7 @@ def reply(here: site.Site, client: str | int, message: Message) -> Message:
 def answer(
     config: Mapping[str, Any], partition: int, run_id: int, handler: str, head: str, data: bytes
 ) -> tuple[str, bytes]:
-    """For ``flwr run`` on a simulation: the site of the run's configuration, kept by this actor."""
+    """Answer for ``flwr run`` on a simulation, from the run's configuration."""
     path = Path(str(config.get("out") or "runs")) / str(config.get("run") or f"run-{run_id}")
     return _site(str(config["experiment"]), path).answer(partition, handler, head, data)
 
@@ -149,7 +147,7 @@ def _site(experiment: str, path: Path) -> site.Site:
 
 
 def _end_with(end: Path) -> None:
-    """An actor's thread: this process ends when the file appears."""
+    """Thread of an actor: end this process when the file appears."""
     while not end.exists():
         time.sleep(0.2)
     os._exit(0)
@@ -157,15 +155,9 @@ def _end_with(end: Path) -> None:
 
 @contextlib.contextmanager
 def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
-    """Ray and Flower, quiet, with all their files in a folder that goes away; signals stay ours.
-
-    Yields what kills Ray's processes where asking does not help.
-
-    Raises:
-        MissingExtra: Ray is not installed.
-    """
+    """Run Ray and Flower without output, in a temporary folder, with our signal handlers; yields how to kill Ray."""
     _sweep()
-    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # short: Ray makes sockets in it
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # a short path: Ray makes sockets in it
     settings = {
         "FLWR_HOME": f"{folder}/flwr",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -177,7 +169,10 @@ def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
     saved = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
-        ray = _import_ray()
+        try:
+            import ray  # it reads the environment
+        except ImportError:
+            raise MissingExtra('run.engine = "simulation" needs Ray: pip install "fedfm[simulation]"') from None
         with reaping(folder), _our_signals() as again, quiet(log):
             try:
                 start_ray(workers, folder)
@@ -188,11 +183,11 @@ def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
     finally:
         for name, value in saved.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-        end_all(folder)  # Ray does not wait for the processes that it ends
+        end_all(folder)  # Ray does not wait for its processes to end
 
 
 def _sweep() -> None:
-    """Remove what runs that were killed have left."""
+    """Remove folders of killed runs."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         pid = path.name.removeprefix(_PREFIX).partition("-")[0]
         if pid.isdigit() and path.stat().st_uid == os.getuid():
@@ -201,20 +196,12 @@ def _sweep() -> None:
             except ProcessLookupError:
                 shutil.rmtree(path, ignore_errors=True)
             except PermissionError:
-                continue  # somebody's, under a number that was ours
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise MissingExtra('run.engine = "simulation" needs Ray: pip install "fedfm[simulation]"') from None
-    return ray
+                continue  # the process id now belongs to another user
 
 
 @contextlib.contextmanager
 def _our_signals() -> Iterator[Callable[[], None]]:
-    """Ray takes SIGTERM for itself; what this gives back takes it again."""
+    """Keep our signal handlers: Ray replaces that of SIGTERM. Yields a function that restores them."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return

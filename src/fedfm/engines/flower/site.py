@@ -1,6 +1,6 @@
-"""A site: what answers Flower messages for one client, with its rows, its model and its memory.
+"""A site: answers Flower messages for its clients, with their rows, model and memory.
 
-It lives where it stays warm: in a Ray actor of the simulation, or in the worker process of a site.
+It stays in memory: in a Ray actor of the simulation, or in a site's worker process.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Site:
     """Answers for the clients of one experiment.
 
     Args:
-        experiment: what the server runs, read when it is first needed: what is wrong with it is an answer.
+        experiment: reads the server's experiment on first use, so that an error in it becomes a reply.
         memory: folder of the clients' memories.
-        population: where rows and model come from, given the experiment and, at a silo, the server's class names.
-        on_error: told of tracebacks, which stay here.
-        own: the silo whose rows these are, if they are no part of the server's table.
+        population: reads rows and model, given the experiment and, at a silo, the server's class names.
+        on_error: receives tracebacks, which stay here.
+        own: the silo with its own rows; None if the rows are a part of the server's table.
     """
 
     def __init__(
@@ -55,15 +55,14 @@ class Site:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """What the server runs."""
         return self._read()
 
     @cached_property
     def silos(self) -> Silos:
-        """The clients; rows and model are read when this is first asked for.
+        """The clients; rows and model are read on first use.
 
         Raises:
-            ClientFault: a silo has not agreed to this run yet.
+            ClientFault: the silo has not agreed to this run.
         """
         if self._own is not None and self._own.classes is None:
             raise ClientFault(E_REFUSED, "no hello of this run has fitted this silo")
@@ -85,9 +84,9 @@ class Site:
         )
 
     def warm(self, shared: Site | None = None) -> None:
-        """Load what can be loaded before the first message, or take rows and model from a site that has them.
+        """Load rows and model before the first message if possible, or take those of ``shared``.
 
-        What is wrong is told when the server says hello.
+        An error is reported in the reply to the server's hello.
         """
         if self._own is None or self._own.classes is not None:
             with contextlib.suppress(Exception):
@@ -97,14 +96,14 @@ class Site:
                 _ = self.silos
 
     def client(self, partition: int) -> ClientId:
-        """The client of a node that only has a number, in order of names."""
+        """The client with a node's number, in order of names."""
         names = self.silos.population.clients
         if not 0 <= partition < len(names):
             raise InputError(f"partition-id {partition}: the experiment has clients 0 to {len(names) - 1}")
         return names[partition]
 
     def answer(self, client: ClientId | int, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
-        """One message: a payload's two halves in, a reply's out. Never raises: what goes wrong is the reply."""
+        """Answer one message, given as head and data, by a reply's head and data. Errors become replies."""
         round = call = 0
         name = str(client)
         try:
@@ -125,7 +124,7 @@ class Site:
             fault = bad
         except (Exception, SystemExit) as error:
             self._on_error(name, "".join(traceback.format_exception(error)))
-            # A silo's own paths and values are in the text: the server is told the kind only.
+            # The text may hold a silo's own paths and values: the server receives the type only.
             text = "see the site's errors.log" if self._own else first_line(error)
             fault = ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}")
         if self._own is not None:
@@ -139,7 +138,7 @@ class Site:
         return self.client(client) if isinstance(client, int) else client
 
     def _hello(self, name: ClientId, told: Any) -> dict[str, Any]:
-        """Name, versions and the model's fingerprint: rows and model are loaded here, so that round 1 finds them."""
+        """Name, versions and the model's fingerprint; loads rows and model before round 1."""
         classes = conform(told, dict[str, Any], "hello").get("classes")
         if self._own is not None:
             self._agree(name, self._own, conform(classes, list[str], "classes"))
@@ -152,11 +151,7 @@ class Site:
         }
 
     def _agree(self, name: ClientId, own: Own, classes: Sequence[str]) -> None:
-        """Take part in the run, or refuse: the server learns that it does not fit, the silo's log why.
-
-        Raises:
-            ClientFault: E_REFUSED by the policy, or after too many misfits; E_EXPERIMENT where it does not fit.
-        """
+        """Agree to the run or refuse it; only the silo's log says why the experiment does not fit."""
         own.asked(classes)
         if own.classes is not None:
             if own.classes != tuple(classes):
@@ -166,7 +161,7 @@ class Site:
             self.__dict__["silos"] = self._silos(classes)
         except Exception as error:
             self._on_error(name, "".join(traceback.format_exception(error)))
-            own.misfit(f"{type(error).__name__}: {first_line(error, 2_000)}")
+            own.log.misfit(f"{type(error).__name__}: {first_line(error, 2_000)}")
             raise ClientFault(
                 E_EXPERIMENT, "the silo does not take part in this experiment; its log says why"
             ) from None
@@ -175,7 +170,7 @@ class Site:
 
 
 def _counted(value: Any, key: str, most: int) -> int:
-    """A round or a call: memories are named by them."""
+    """Check a round or a call, by which memories are named."""
     number: int = conform(value, int, key)
     if not 0 <= number <= most:
         raise ClientFault(E_FIELD, f"{key} {number} is not in [0, {most}]")
@@ -191,13 +186,13 @@ def of_experiment(experiment: Callable[[], Experiment], memory: Path, errors: Pa
     """A site whose clients hold parts of the experiment's own table.
 
     Args:
-        errors: the folder under whose ``private/`` tracebacks are kept.
+        errors: folder with a ``private/`` for tracebacks.
     """
     return Site(experiment, memory, lambda known, classes: populate(known), on_error=partial(record_error, errors))
 
 
 def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
-    """The site that ``folder/site.json`` describes, and its client; what it remembers is kept in that folder.
+    """The site that ``folder/site.json`` describes, and its client; memories are kept in that folder.
 
     Raises:
         InputError: the silo's own file is wrong.

@@ -1,8 +1,8 @@
-"""A site's warm worker: a process that keeps Python, torch, the model and the rows, and answers one message at a time.
+"""A site's warm worker: a process that keeps torch, the model and the rows in memory and answers one message at a time.
 
 ``python -m fedfm.engines.flower.site_worker FOLDER`` serves the site that ``FOLDER/site.json`` describes, on a Unix
-socket that only its user can open. It ends when nobody has asked for a while, or with the process that FEDFM_PARENT
-names. Several folders, of clients that hold parts of one table, share the memory of table and model.
+socket that only its user can open. It ends after some idle time, or with the process that FEDFM_PARENT names. The
+workers of several folders, of clients that hold parts of one table, share the memory of table and model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fedfm.linalg.threads import torch_threads
 if TYPE_CHECKING:
     from fedfm.engines.flower import site
 
-IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE says otherwise
+IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE overrides it
 
 
 def main() -> None:
-    """Serve until idle; of several folders, each in a process of its own that is forked when everything is loaded."""
+    """Serve until idle; several folders are served by one forked process each, after everything is loaded."""
     os.umask(0o077)
     watch_parent()
     posts = [post for post in map(_Post.take, map(Path, sys.argv[1:])) if post is not None]
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _downloads(folder: Path) -> bool:
-    """Whether this site may load models from a hub: a silo only if its file says so; a rehearsal is its owner's."""
+    """Whether this site may load models from a hub: a silo if its file says so; a deployment on loopback always."""
     try:
         silo = json.loads((folder / "site.json").read_text(encoding="utf-8"))["silo"]
         return silo is None or tomllib.loads(Path(silo).read_text(encoding="utf-8")).get("downloads") is True
@@ -75,14 +75,14 @@ def _downloads(folder: Path) -> bool:
 
 
 class _Post:
-    """A site's place: the lock that says that somebody serves it, and the socket, open before anything is loaded."""
+    """A site's lock, which its worker holds, and its socket, which is open before anything is loaded."""
 
     def __init__(self, folder: Path, lock: TextIO) -> None:
         self.folder, self._lock, self._listener = folder, lock, _listen(folder)
 
     @classmethod
     def take(cls, folder: Path) -> _Post | None:
-        """The place, unless another process has it."""
+        """Take the lock; None if another process has it."""
         lock = open(folder / "worker.lock", "a+")  # noqa: SIM115 - open as long as it is held
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,12 +92,12 @@ class _Post:
         return cls(folder, lock)
 
     def leave(self) -> None:
-        """This process's hold of it; another's stays."""
+        """Close lock and socket in this process; another process's copies stay open."""
         self._lock.close()
         self._listener.close()
 
     def serve(self, shared: site.Site) -> None:
-        """Answer until nobody has asked for a while."""
+        """Answer messages until idle."""
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
@@ -108,7 +108,7 @@ class _Post:
 
 
 def _listen(folder: Path) -> socket.socket:
-    """Bound before anything is loaded: who connects early waits."""
+    """A listening socket: early connections wait until the site is loaded."""
     path = client_stub.address(folder)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -133,7 +133,7 @@ def _serve(folder: Path, listener: socket.socket, shared: site.Site) -> None:
             except TimeoutError:
                 return
             with contextlib.closing(link), contextlib.suppress(OSError):
-                link.settimeout(60.0)  # a peer that stalls does not hold the site
+                link.settimeout(60.0)  # a stalled peer cannot block the site
                 message = client_stub.receive(link)
                 if message is None:
                     continue

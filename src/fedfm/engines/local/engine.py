@@ -1,7 +1,7 @@
-"""The local engine: all clients on this machine, no sockets to the outside, no start-up cost.
+"""The local engine: all clients on this machine, without network sockets or start-up cost.
 
-With one worker the clients run in this process and tensors pass by reference; with more, in forked worker processes
-that share the model and the data with this one. What a client computes does not depend on it.
+With one worker the clients run in this process, and tensors are passed by reference. With more, they run in forked
+worker processes that share the model and the data with this one. The results do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fedfm.config.compatibility import enough
 from fedfm.core.client import ClientId
-from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec
 from fedfm.engines.local.worker_pool import Pool
@@ -25,7 +24,6 @@ from fedfm.errors import E_EXCEPTION, E_TIMEOUT, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.client import Silos
-from fedfm.runtime.client_memory import of_server, secret
 from fedfm.runtime.evaluation import judge
 from fedfm.runtime.population import Partitioned, describe, populate, record_error
 from fedfm.runtime.server import Server
@@ -38,17 +36,16 @@ JUDGE = "server.judge"
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user asked to stop; what is committed stays, and the clients that had started have finished."""
+    """The user stopped the run; commits stay, and the clients that had started have finished."""
 
 
 class Judges(Silos):
-    """Silos that also tell this machine's server their logits on global test rows: its own rows, in its own processes.
+    """Silos that also return logits of global test rows to this machine's server.
 
-    That is no message of the method: the silos' policy, attacks and the transcript have no part in it.
+    These rows belong to the server, so that policy, attacks and transcript do not apply to this message.
     """
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
-        """As :meth:`Silos.answer`."""
         if requests[0].handler != JUDGE:
             return super().answer(requests)
         model = self.population.client_model
@@ -60,10 +57,10 @@ class LocalLink:
     """Delivers requests by calling :class:`Silos` directly.
 
     Args:
-        workers: processes; 1 runs the clients in this one.
+        workers: number of processes; 1 runs the clients in this process.
         timeout: seconds that one client may take (only worker processes can be stopped).
-        wire: serialise every message as Flower would send it, and decode it again.
-        stop: asked between clients; True raises :class:`Interrupted`.
+        wire: serialise and decode every message as Flower would.
+        stop: called between clients; True raises :class:`Interrupted`.
     """
 
     def __init__(
@@ -82,11 +79,9 @@ class LocalLink:
 
     @property
     def clients(self) -> Sequence[ClientId]:
-        """Names, sorted."""
         return self._silos.population.clients
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        """Deliver; replies come as clients finish."""
         if self._stop():
             raise Interrupted
         if self._pool is not None:
@@ -94,35 +89,37 @@ class LocalLink:
                 self._progress()
                 yield reply
         else:
-            weigh = _Weigher()
+            payload, down = None, 0
             width = self._silos.width
             for start in range(0, len(requests), width):
                 chunk = requests[start : start + width]
                 began = time.monotonic()
                 values = self._answer(chunk)
-                # Nothing ends a call in this process; that it took too long counts as it does in a worker.
+                # A call in this process cannot be stopped; a late one counts as in a worker.
                 late = time.monotonic() - began > self._timeout * len(chunk)
                 for request, value in zip(chunk, values, strict=True):
                     self._progress()
                     if late and not isinstance(value, ClientFault):
                         value = ClientFault(E_TIMEOUT, f"it took more than {self._timeout:g} s")
-                    yield weigh(request, value)
+                    if request.payload is not payload:  # a broadcast payload is weighed once
+                        payload, down = request.payload, codec.weigh(request.payload)
+                    yield _reply(request, value, down)
                 if self._stop():
                     raise Interrupted
         if self._stop():
             raise Interrupted
 
     def judge(self, w: Params) -> dict[ClientId, Tensor]:
-        """Logits of the pieces of the global test rows, each from the worker that judged it as a client's.
+        """Logits of the pieces of the global test rows, each from the worker that evaluated it for its client.
 
         Raises:
-            Interrupted: not all are there.
+            Interrupted: the user stopped the run.
         """
         if self._pool is None:
             return {}
-        self._judged += 1  # with a round below any other, so that workers know the payload as new
+        self._judged += 1  # for a round number below all others: workers recognise the payload as new
         pieces = self._silos.population.pieces  # type: ignore[attr-defined]
-        payload = {"w": w}  # one for all: it is encoded once
+        payload = {"w": w}  # one object, so that it is encoded once
         requests = [Request(name, JUDGE, payload, -1 - self._judged, 0) for name in pieces]
         replies = list(self._pool.exchange(requests, self._stop, again=True))
         if self._stop():
@@ -137,38 +134,28 @@ class LocalLink:
         return over_the_wire(self._silos, chunk)
 
     def close(self) -> None:
-        """End the workers."""
         if self._pool is not None:
             self._pool.close()
 
 
-class _Weigher:
-    """Builds replies with the bytes of both directions; a broadcast payload is weighed once."""
-
-    def __init__(self) -> None:
-        self._payload: object = None
-        self._nbytes = 0
-
-    def __call__(self, request: Request, value: object) -> Reply:
-        if self._payload is not request.payload:
-            self._payload = request.payload
-            self._nbytes = codec.weigh(request.payload)
-        if isinstance(value, ClientFault):
-            return Reply(request.client, None, request.round, request.call, self._nbytes, 0, value)
+def _reply(request: Request, value: object, down: int) -> Reply:
+    """A reply with the bytes of both directions."""
+    if not isinstance(value, ClientFault):
         try:
-            up = codec.weigh(value)
-        except TypeError as error:  # something that cannot travel
-            fault = ClientFault(E_EXCEPTION, str(error))
-            return Reply(request.client, None, request.round, request.call, self._nbytes, 0, fault)
-        return Reply(request.client, value, request.round, request.call, self._nbytes, up)
+            return Reply(request.client, value, request.round, request.call, down, codec.weigh(value))
+        except TypeError as error:  # the value cannot travel
+            value = ClientFault(E_EXCEPTION, str(error))
+    return Reply(request.client, None, request.round, request.call, down, 0, value)
 
 
 def processes(workers: int, device: torch.device) -> int:
-    """``run.workers``; of 0 one a core. One where the model is on an accelerator: forked processes cannot use one that
-    this process has opened.
+    """Number of processes for ``run.workers``: 0 is one per core on a CPU.
+
+    A model on an accelerator runs in one process, since forked processes cannot use an accelerator that their parent
+    has opened.
 
     Raises:
-        InputError: several, on an accelerator.
+        InputError: several processes on an accelerator.
 
     Example:
         >>> processes(3, torch.device("cpu")), processes(0, torch.device("cuda"))
@@ -187,7 +174,7 @@ def processes(workers: int, device: torch.device) -> int:
 def start(
     run: Run, stop: Callable[[], bool], progress: Progress, given: Callable[[], Partitioned] | None = None
 ) -> dict[str, Any]:
-    """Run to the end in this process and its workers; ``given`` gives rows and model that are in memory."""
+    """Run to the end in this process and its workers; ``given`` returns rows and model that are in memory."""
     experiment = run.experiment
     spec = experiment.run
     with torch_threads(1):
@@ -213,17 +200,8 @@ def start(
             stop=stop,
             progress=progress.client,
         )
-        fed = Federation(
-            link,
-            model=population.model,
-            aggregator=experiment.aggregation,
-            seed=spec.seed,
-            min_clients=spec.min_clients,
-            on_excluded=progress.excluded,
-            secret=partial(secret, run.path / "private", "server"),
-            memory=of_server(run.path / "private"),
-        )
         try:
-            return Server(run, fed, judge=judge(population, experiment.method, link.judge), progress=progress).go()
+            scores = judge(population, experiment.method, link.judge)
+            return Server(run, link, population.model, judge=scores, progress=progress).go()
         finally:
             link.close()

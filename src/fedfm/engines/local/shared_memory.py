@@ -1,9 +1,8 @@
-"""Memory files that processes of one machine share: payloads that all read, replies that one writes and one reads.
+"""Anonymous memory files shared by processes of one machine: payloads for all workers, and each worker's replies.
 
-An anonymous memory file's descriptor goes with a control message, and the tensors of what it holds are views of it: of
-a payload, of which each client has its own copy the moment it writes to one, and of replies. A worker's replies go to a
-few files that stay mapped on both sides, since new pages cost ten times what writing to old ones does; each is the
-server's until no tensor in it is left.
+A control message carries the file's descriptor, and tensors are views of the file. Payloads are mapped copy-on-write.
+A worker's replies go to a few files that stay mapped on both sides, since to write to new pages takes ten times as long
+as to write to old ones; a file belongs to the server until none of its tensors is left.
 """
 
 from __future__ import annotations
@@ -21,30 +20,31 @@ import torch
 from fedfm.core.messages import Request
 from fedfm.core.wire import codec, payload
 
-_BOX = 1 << 23  # bytes of replies up to which a worker keeps a file
+_BOX = 1 << 23  # largest number of bytes of replies for which a worker keeps a file
 _BOXES = 6  # files of a worker's replies: a mean holds up to three, one is read, one may be full, one is written
-_LINE = 64  # data begin at a multiple, so that tensors can be views of them
+_LINE = 64  # data begin at a multiple of this, so that tensors can be views of them
 
 
 class Payloads:
-    """The payloads of one exchange, each encoded once into a memory file; one that differs by client stays no longer
-    than its request takes.
+    """The payloads of one exchange, each encoded once into a memory file.
+
+    A payload of a single request is removed when that is answered.
 
     Attributes:
-        files: descriptors by the payload's number, -1 of one that is done with.
-        heads: bytes of its head, which come first in the file.
+        files: descriptors by the payload's number; -1 if the file is closed.
+        heads: number of bytes of each head, at the beginning of its file.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._uses = Counter(id(request.payload) for request in requests)
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # so that an id is not used twice
+        self._kept: list[Any] = []  # keeps each id unique
         self.files: list[int] = []
         self.heads: list[int] = []
         self._nbytes: list[int] = []
 
     def number(self, request: Request) -> int:
-        """Of its payload, which is encoded if it is new."""
+        """Number of its payload; encodes a new payload."""
         key = id(request.payload)
         if key not in self._numbers:
             self._numbers[key] = len(self.files)
@@ -56,29 +56,28 @@ class Payloads:
         return self._numbers[key]
 
     def once(self, request: Request) -> bool:
-        """No other request has this payload."""
+        """Whether no other request has this payload."""
         return self._uses[id(request.payload)] == 1
 
     def answered(self, request: Request) -> None:
-        """Its reply is there."""
+        """Remove its payload unless another request has it."""
         number = self._numbers[id(request.payload)]
         if self.once(request) and self.files[number] >= 0:
             os.close(self.files[number])
             self.files[number] = -1
 
     def nbytes(self, request: Request) -> int:
-        """Of its message on Flower's wire."""
+        """Size of its message on Flower's wire."""
         return self._nbytes[self._numbers[id(request.payload)]]
 
     def close(self) -> None:
-        """End of the exchange."""
         for fd in self.files:
             if fd >= 0:
                 os.close(fd)
 
 
 def _write(pieces: Sequence[bytes | memoryview]) -> int:
-    """A new memory file that holds them one after the other."""
+    """A new memory file with these pieces."""
     fd = _memory_file()
     with os.fdopen(os.dup(fd), "wb", buffering=1 << 20) as file:
         for piece in pieces:
@@ -96,18 +95,18 @@ def _memory_file() -> int:
 
 
 def laid_out(at: int, head: str, pieces: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """A message as it lies in a file from ``at`` on, piece by piece: its head, a gap, its data."""
+    """Pieces of a message in a file from ``at`` on: its head, a gap, its data."""
     text = head.encode()
     return [text, bytes(data_at(at, len(text)) - at - len(text)), *pieces]
 
 
 def data_at(at: int, head: int) -> int:
-    """Where the data of a message begin that begins at ``at`` with a head of so many bytes."""
+    """Start of the data of a message that begins at ``at`` with a head of ``head`` bytes."""
     return -(-(at + head) // _LINE) * _LINE
 
 
 def message(block: np.ndarray, at: int, head: int, data: int) -> Any:
-    """The value of a message that begins at ``at``, its tensors views of ``block``; unchecked.
+    """The unchecked value of a message that begins at ``at``; its tensors are views of ``block``.
 
     Raises:
         ClientFault: it is malformed.
@@ -117,13 +116,13 @@ def message(block: np.ndarray, at: int, head: int, data: int) -> Any:
 
 
 def mapped(fd: int, *, shared: bool) -> np.ndarray:
-    """The file's bytes (n,), where they lie; the descriptor is closed.
+    """The file's bytes (n,), memory-mapped; closes the descriptor.
 
     Args:
-        shared: what others write to it is seen; else nobody does any more, and what is written here stays here.
+        shared: whether writes are shared between processes; else the mapping is copy-on-write.
     """
     try:
-        # Python's mmap would keep a descriptor as long as the memory, and a server may keep a thousand replies.
+        # Python's mmap would keep a descriptor open for each of possibly a thousand replies.
         size = os.fstat(fd).st_size
         return torch.from_file(f"/dev/fd/{fd}", shared=shared, size=size, dtype=torch.uint8).numpy()
     finally:
@@ -131,18 +130,18 @@ def mapped(fd: int, *, shared: bool) -> np.ndarray:
 
 
 class Outbox:
-    """The files that a worker's replies go to."""
+    """The files of a worker's replies."""
 
     def __init__(self) -> None:
         self._boxes: list[mmap.mmap] = []
-        self._free: list[int] = []  # the last one is the likeliest to be in the caches
+        self._free: list[int] = []  # the last one is the most likely to be in the caches
 
     def freed(self, boxes: Sequence[int]) -> None:
-        """The server reads these no more."""
+        """Mark files that the server does not read any more."""
         self._free += boxes
 
     def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, list[int]]:
-        """Which file holds them now (-1: one of their own), and its descriptor where the server does not know it."""
+        """Write the pieces; returns the file's number (-1: a file of their own) and its descriptor if it is new."""
         size = sum(map(len, pieces))
         turn, fds = self._room(size)
         if turn < 0:
@@ -154,7 +153,7 @@ class Outbox:
         return turn, fds
 
     def _room(self, size: int) -> tuple[int, list[int]]:
-        """A file with so much room that nobody reads, and its descriptor if it is new; -1 where there shall be none."""
+        """A free file with ``size`` bytes, and its descriptor if it is new; -1 if there is none."""
         if size > _BOX:
             return -1, []
         if fit := [box for box in self._free if len(self._boxes[box]) >= size]:
@@ -163,7 +162,7 @@ class Outbox:
         if len(self._boxes) == _BOXES and not self._free:
             return -1, []
         capacity, fd = 1 << max(size - 1, 1 << 12).bit_length(), _memory_file()
-        os.ftruncate(fd, capacity)  # pages are taken when they are written to
+        os.ftruncate(fd, capacity)  # pages are allocated on write
         box = mmap.mmap(fd, capacity)
         if len(self._boxes) < _BOXES:
             self._boxes.append(box)

@@ -1,11 +1,10 @@
-"""Worker processes of the local engine: forked, so that model and data are shared; spoken to without pickle.
+"""Worker processes of the local engine: forked, so that they share model and data; messages use no pickle.
 
-Payloads and replies lie in memory files (:mod:`fedfm.engines.local.shared_memory`); of a worker's three one is read
-while the next ones are written. Control messages are short JSON texts on a socket pair, with the descriptors of new
-files. A worker whose clients take milliseconds has its next chunk before it needs it: with all cores at work the server
-may have to wait for one longer than that. The workers are our children: one that dies is noticed at once, with its
-signal, and what it was at is given once more. That is safe: a client's memory is versioned by (round, call), so that a
-request that is answered again finds what it found before.
+Payloads and replies are in memory files (:mod:`fedfm.engines.local.shared_memory`). Control messages are short JSON
+texts on a socket pair, with the descriptors of new files. A worker whose clients take milliseconds gets its next chunk
+in advance, since the server may wait longer than that for a core. Workers are child processes: the end of one is
+noticed at once, with its signal, and its chunk is sent again. That is safe: a client's memory is versioned by (round,
+call), so a repeated request finds the same state.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ from fedfm.linalg.kernels import buffers
 from fedfm.runtime.client import Silos
 
 _LIMIT = 1 << 16  # bytes of a control message
-_FDS = 64  # descriptors that go with one; Linux takes 253
-_QUICK = 0.005  # seconds that a client takes: below, a worker has a second chunk, which it may have to do after a stop
-_SHORT = 0.001  # and below this a message takes as long as several clients: chunks hold twice as many at least
+_FDS = 64  # descriptors in one control message; Linux allows 253
+_QUICK = 0.005  # seconds per client below which a worker gets a second chunk, which it may run after a stop
+_SHORT = 0.001  # seconds per client below which chunks are twice as long: a message takes as long as several clients
 
 
 @dataclass
 class _Worker:
     pid: int
     socket: socket.socket
-    chunks: deque[list[Request]] = field(default_factory=deque)  # what it has been sent, the one it is at first
-    begun: float = 0.0  # when it began that one
-    pace: float = math.inf  # seconds that a client of its last one took
-    known: set[int] = field(default_factory=set)  # payloads of this exchange that it holds
-    boxes: dict[int, np.ndarray] = field(default_factory=dict)  # what it writes replies to, mapped
-    freed: deque[int] = field(default_factory=deque)  # those that nothing here looks at any more
+    chunks: deque[list[Request]] = field(default_factory=deque)  # sent and not answered, the current one first
+    begun: float = 0.0  # start time of the current chunk
+    pace: float = math.inf  # seconds per client in the last chunk
+    known: set[int] = field(default_factory=set)  # payloads of this exchange that it has received
+    boxes: dict[int, np.ndarray] = field(default_factory=dict)  # its files of replies, memory-mapped
+    freed: deque[int] = field(default_factory=deque)  # files without live tensors in this process
 
     def deadline(self, timeout: float) -> float:
-        """Of the chunk that it is at, if a client has so many seconds."""
+        """Deadline of the current chunk if a client has ``timeout`` seconds."""
         return self.begun + timeout * len(self.chunks[0])
 
     def answered(self) -> list[Request]:
-        """The chunk that it has been at; it is at the next one now."""
+        """End the current chunk and return it."""
         chunk, now = self.chunks.popleft(), time.monotonic()
         self.pace, self.begun = (now - self.begun) / len(chunk), now
         return chunk
@@ -66,21 +65,21 @@ class _Worker:
 
 @dataclass
 class _Exchange:
-    """What is under way."""
+    """State of one exchange."""
 
     waiting: list[list[Request]]  # chunks that no worker has
     payloads: Payloads
     stop: Callable[[], bool]
-    places: dict[ClientId, int]  # client -> slot of the worker whose it is
-    help: bool  # a worker with nothing to do takes others' chunks
-    suspects: set[ClientId] = field(default_factory=set)  # a worker died while it was at nobody else's request
+    places: dict[ClientId, int]  # client -> slot of its worker
+    help: bool  # whether idle workers take others' chunks
+    suspects: set[ClientId] = field(default_factory=set)  # clients whose request alone was running when a worker died
 
 
-_ours: WeakSet[socket.socket] = WeakSet()  # our ends of all workers' sockets in this process
+_ours: WeakSet[socket.socket] = WeakSet()  # server ends of all workers' sockets in this process
 
 
 class Pool:
-    """``count`` workers. Each client has a home, the worker that has its rows; one that has nothing to do helps out."""
+    """``count`` workers. Each client has a home, the worker that has its rows; idle workers take others' clients."""
 
     def __init__(self, silos: Silos, count: int, timeout: float) -> None:
         if not hasattr(os, "fork"):
@@ -88,15 +87,15 @@ class Pool:
         self._silos, self._count, self._timeout = silos, count, timeout
         self._workers: list[_Worker] = []
         self._home: dict[ClientId, int] = {}  # client -> slot of its worker
-        self._last: dict[ClientId, int] = {}  # client -> slot of the worker that has answered last
+        self._last: dict[ClientId, int] = {}  # client -> slot of the worker that answered last
 
     def exchange(
         self, requests: Sequence[Request], stop: Callable[[], bool], *, again: bool = False
     ) -> Iterator[Reply]:
-        """Deliver; after ``stop`` nothing new starts.
+        """Deliver; after ``stop`` no further chunk starts.
 
         Args:
-            again: what a worker has computed for a client serves once more: each goes to the one that answered last.
+            again: send each request to the worker that answered the client last, which has cached its results.
         """
         missing = min(self._count, max(len(requests), 1)) - len(self._workers)
         if missing > 0:
@@ -113,7 +112,7 @@ class Pool:
                 for slot, worker in enumerate(self._workers):
                     selector.register(worker.socket, selectors.EVENT_READ, slot)
                 while True:
-                    for helps in (False, True):  # nobody helps out before all have what is theirs
+                    for helps in (False, True):  # each worker gets its own clients first
                         for slot in range(len(self._workers)):
                             self._feed(slot, selector, now, helps)
                     busy = [w for w in self._workers if w.chunks]
@@ -124,7 +123,7 @@ class Pool:
                     for key, _ in ready:
                         slot = key.data
                         worker = self._workers[slot]
-                        if not worker.chunks:  # it says nothing unasked: it is gone
+                        if not worker.chunks:  # an idle worker sends nothing, so it has ended
                             self._replace(slot, selector)
                             continue
                         answer = _received(worker)
@@ -132,7 +131,7 @@ class Pool:
                             yield from self._lost(slot, selector, now, None)
                             continue
                         answered = worker.answered()
-                        # It goes on while its replies are read.
+                        # The worker continues while its replies are read.
                         self._feed(slot, selector, now, helps=True)
                         yield from _replies(answered, worker, *answer, now.payloads)
                     for slot, worker in enumerate(self._workers):
@@ -142,11 +141,11 @@ class Pool:
             now.payloads.close()
 
     def _chunks(self, requests: Sequence[Request], width: int, places: dict[ClientId, int]) -> list[list[Request]]:
-        """Requests in order, at most ``width`` at a time, those of one place together; large chunks first.
+        """Requests in chunks of at most ``width``, each for one place; large chunks first.
 
-        A place's chunks get smaller, so that all workers end together and the first replies are read before that, to
-        ``silos.least``: less than half of that many go with those before them. A client that has no place is given that
-        with the fewest of these.
+        A place's chunks get smaller, down to ``silos.least``, so that all workers end together and replies are read
+        meanwhile; a rest of less than half of that joins the chunk before. A client without a place gets the place with
+        the fewest clients.
         """
         groups: list[list[Request]] = [[] for _ in self._workers]
         new: list[Request] = []
@@ -169,8 +168,8 @@ class Pool:
         return sorted(chunks, key=lambda chunk: (-len(chunk), chunk[0].client))
 
     def _feed(self, slot: int, selector: selectors.BaseSelector, now: _Exchange, helps: bool) -> None:
-        """Hand the slot's worker its next chunk, or as much of it as one control message holds; a quick one two. If it
-        has nothing to do and ``helps``, one of another's; the clients' place stays where it is.
+        """Send the slot's worker its next chunk, or as much of it as fits into one control message; a fast worker gets
+        two. With ``helps`` an idle worker gets another worker's chunk, whose clients keep their place.
         """
         while len(self._workers[slot].chunks) < 1 + (self._workers[slot].pace < _QUICK) and not now.stop():
             mine = (i for i, chunk in enumerate(now.waiting) if now.places[chunk[0].client] == slot)
@@ -180,11 +179,11 @@ class Pool:
             chunk = now.waiting.pop(at)
             if not self._deliver(slot, chunk, now):
                 if self._workers[slot].chunks:
-                    return  # the next look at its socket says so
-                self._replace(slot, selector)  # it died while it had nothing to do: no client's doing
+                    return  # the caller sees it at the worker's socket
+                self._replace(slot, selector)  # it ended while idle: no client is at fault
 
     def _deliver(self, slot: int, chunk: list[Request], now: _Exchange) -> bool:
-        """Send the chunk; what does not fit, or all of it if the worker is gone (False), waits again."""
+        """Send the chunk; the part that does not fit, or all of it if the worker has ended (False), waits again."""
         worker, payloads = self._workers[slot], now.payloads
         fds: list[int] = []
         texts: list[str] = []
@@ -194,7 +193,7 @@ class Pool:
             number = payloads.number(request)
             fd = -1 if number in worker.known or number in new else len(fds)
             head, once = payloads.heads[number], payloads.once(request)
-            # json.dumps sets itself up anew for each: a third of what sending one costs.
+            # json.dumps for each request would take a third of the time of sending.
             names = f"{payload.quoted(request.client)}, {payload.quoted(request.handler)}"
             text = f"[{names}, {request.round}, {request.call}, {number}, {fd}, {head}, {once:d}]"
             if texts and (length + len(text) + 2 > _LIMIT or fd == _FDS):
@@ -220,7 +219,7 @@ class Pool:
         return True
 
     def _replace(self, slot: int, selector: selectors.BaseSelector) -> int:
-        """A new worker in the place of one that is gone or has been ended; returns the old one's status."""
+        """Replace a worker that has ended; returns the old one's status."""
         worker = self._workers[slot]
         selector.unregister(worker.socket)
         worker.socket.close()
@@ -232,15 +231,15 @@ class Pool:
     def _lost(
         self, slot: int, selector: selectors.BaseSelector, now: _Exchange, timeout: float | None
     ) -> Iterator[Reply]:
-        """A worker died, or has to: replace it. Its clients come again, one at a time, so that none takes others along;
-        one is at fault whose time is over, or at which alone two workers died.
+        """Replace a worker that died or whose time is over. Its clients are asked again one at a time, so that one
+        cannot affect others; a client is at fault if its time is over, or if two workers died while they ran it alone.
         """
         worker = self._workers[slot]
         if timeout is not None:
             os.kill(worker.pid, signal.SIGKILL)
         status = self._replace(slot, selector)
         chunk, *rest = worker.chunks
-        now.waiting[:0] = rest  # it never came to these
+        now.waiting[:0] = rest  # it had not begun these
         if len(chunk) > 1:
             now.waiting.extend([request] for request in chunk)
             return
@@ -268,9 +267,9 @@ class Pool:
         status = 1
         try:
             ours.close()
-            for inherited in list(_ours):  # of every pool: a copy kept open would hide from a sibling that we hung up
+            for inherited in list(_ours):  # of all pools: with an open copy a sibling would not see its socket close
                 inherited.close()
-            die_with(parent)  # an orphan would write memories beside those of a resumed run
+            die_with(parent)  # an orphan would write memories while a resumed run does
             buffers.keep_freed()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -292,7 +291,7 @@ class Pool:
 
 
 def _received(worker: _Worker) -> tuple[bytes, list[int]] | None:
-    """What came from a worker, a message and a memory file if it is a new one; None if the worker is gone."""
+    """A worker's message and the descriptors of new memory files; None if the worker has ended."""
     try:
         text, fds, _, _ = socket.recv_fds(worker.socket, _LIMIT, 1)
     except OSError:
@@ -303,7 +302,7 @@ def _received(worker: _Worker) -> tuple[bytes, list[int]] | None:
 def _replies(
     requests: Sequence[Request], worker: _Worker, text: bytes, fds: list[int], payloads: Payloads
 ) -> Iterator[Reply]:
-    """The replies of a chunk, read one by one as they are asked for."""
+    """The replies of a chunk, decoded one by one on demand."""
     box, lines = json.loads(text)
     if fds:
         worker.boxes[box] = mapped(fds[0], shared=box >= 0)
@@ -322,7 +321,7 @@ def _replies(
 
 
 def _work(silos: Silos, link: socket.socket) -> None:
-    """A worker's life: receive tasks, answer, until the socket closes."""
+    """Main loop of a worker: receive tasks and answer them, until the socket closes."""
     payloads: dict[int, Any] = {}
     exchange, outbox = (-1, -1), Outbox()
     while True:
@@ -351,7 +350,7 @@ def _work(silos: Silos, link: socket.socket) -> None:
                 if isinstance(value, ClientFault):
                     raise value
                 head, data = payload.encode(value)
-            except TypeError as error:  # something that cannot travel
+            except TypeError as error:  # the value cannot travel
                 lines.append((E_EXCEPTION, str(error)[:400], 0, 0))
             except ClientFault as fault:
                 lines.append((fault.code, fault.reason[:400], 0, 0))
