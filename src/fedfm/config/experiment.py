@@ -91,7 +91,7 @@ class Experiment:
         method_name = method_name or name_of("methods", method)
         if model.adaptation is not None or model.name != IN_MEMORY:
             default = "head" if model.name == "features" else method.needs.adaptation
-            adaptation = with_defaults(model.adaptation or AdaptationSpec(name=default))
+            adaptation = with_defaults(model.adaptation or AdaptationSpec(name=default), model.task)
             model = dataclasses.replace(model, adaptation=adaptation)
         name = f"{method_name}-{_data_name(data)}" if name is None else name
         if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\\\0") or len(name) > 200:
