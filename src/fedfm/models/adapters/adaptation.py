@@ -59,7 +59,7 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         module.get_submodule(parts.head).requires_grad_(True)
         return module
     if spec.name == "prompt":
-        if not isinstance(module, DualEncoder):
+        if not isinstance(module, DualEncoder) or module.context is None:
             raise InputError(
                 f'model.adaptation.name: "prompt" learns words before class names, task {task!r} has none: expected '
                 'model.task = "zero_shot"'

@@ -68,11 +68,12 @@ class DualEncoder(nn.Module):
         self.register_buffer("fixed_texts", None, persistent=False)
         self._kept: list[Tensor] | None = None  # the texts (C, d), within :meth:`keeping_texts`
         self._places = prompts.context
+        self.context: nn.Embedding | None = None
         if prompts.context:
             words = clip.text_model.get_input_embeddings()
             shape = len(prompts.context), words.embedding_dim
             self.context = nn.Embedding(*shape, _weight=torch.zeros(shape))
-            words.register_forward_hook(self._with_context)
+            words.register_forward_hook(self._placed)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """(b, 3, H, W) -> logits (b, C)."""
@@ -150,8 +151,10 @@ class DualEncoder(nn.Module):
                 parameter.requires_grad_(False)
         return self
 
-    def _with_context(self, module: nn.Module, args: Any, words: Tensor) -> Tensor:
+    def _placed(self, module: nn.Module, args: Any, words: Tensor) -> Tensor:
         """A forward hook: word embeddings (C, L, h) with the context vectors in their places."""
+        if self.context is None:
+            return words
         context = self.context.weight.to(words.dtype).expand(len(words), -1, -1)  # (C, M, h)
         return torch.cat([words[:, : self._places.start], context, words[:, self._places.stop :]], 1)
 
@@ -212,7 +215,10 @@ def tokenised(
     longest, text = max((len(row), text) for row, text in zip(rows, texts, strict=True))
     if longest > length:
         key = f"model.adaptation.tokens = {context}" if context else "model.templates"
-        raise InputError(f'{key}: "{text}" makes a prompt of {longest} tokens; the text encoder reads {length}')
+        raise InputError(
+            f'{key}: "{text:.60}" makes a prompt of {longest} tokens; expected at most {length}, the least of '
+            "model.max_length and what the text encoder reads"
+        )
     padding = {"padding": "max_length", "max_length": length} if whole else {"padding": "longest"}
     batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt", **padding)
     ids = batch["input_ids"].view(-1, len(words), batch["input_ids"].shape[1])
