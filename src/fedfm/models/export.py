@@ -194,7 +194,7 @@ def _save_lora(model: Model, w: Params, rank: int, folder: Path) -> None:
     config.r, config.inference_mode = rank, True
     config.base_model_name_or_path = config.base_model_name_or_path or model.spec.name
     if isinstance(model, DualModel):
-        config.target_modules = {path.removeprefix("clip.") for path in config.target_modules}
+        config.target_modules = sorted(path.removeprefix("clip.") for path in config.target_modules)
     config.save_pretrained(str(folder))
     _save({_peft_name(model, name): tensor for name, tensor in w.items()}, folder / ADAPTER)
 
