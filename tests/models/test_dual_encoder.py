@@ -15,6 +15,7 @@ from fedfm.api.predict import predict
 from fedfm.errors import InputError
 from fedfm.models import dual_encoder as dual
 from fedfm.models.adapters import adaptation
+from fedfm.models.adapters.experts import Expert, experts
 from fedfm.models.architectures.dual_encoder import DualEncoder, Prompts, tokenised, words_of
 from fedfm.models.costs import per_sample
 from fedfm.models.export import export, load_adapter, save_adapter
@@ -437,6 +438,24 @@ def test_dropout_is_on_in_the_top_blocks_alone(place):
     torch.manual_seed(0)
     assert all(torch.equal(a, b) for a, b in zip(dual.top(model, states, 1, train=True), first, strict=True))
     model.eval_mode()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_dropout_the_bits_are_those_of_an_expert_trained_in_its_top_blocks(place, kind):
+    model = model_of(place(kind), AdaptationSpec("lora", rank=2, dropout=0.5), n=32)
+    w = moved(model)
+    model.load(w)
+    rows = model.prepare(table(32), range(32))
+    states, active = dual.boundary_states(model, w, rows, 2), dual.active_layers(model, 2)
+    with experts(model, {"local": Expert(trained=active)}):
+        model.train_mode()
+        torch.manual_seed(0)
+        whole = model.logits(rows.batch(range(32)))
+        torch.manual_seed(0)
+        v, t = dual.top(model, states, 2, train=True)
+        assert torch.equal(F.linear(v, model.dual.scale * t), whole)
+        assert whole.requires_grad
+        model.eval_mode()
 
 
 def test_states_of_some_rows(place):
