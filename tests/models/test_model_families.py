@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from tiny_models import IMAGE, OTHER_IMAGE, OTHER_TEXT, TEXT, load, table_for
 
 from fedfm.errors import InputError
-from fedfm.models.families import FAMILIES, find, query_value_names, unwrapped
+from fedfm.models.families import FAMILIES, default_targets, find, unwrapped
 from fedfm.models.layers import layers
 from fedfm.models.spec import AdaptationSpec
 
@@ -103,7 +103,7 @@ def test_lora_adapts_what_peft_itself_would(folder, family):
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as table_of_peft
 
     model = load(folder(family), table_for(family), "head")
-    assert list(query_value_names(model.parts)) == table_of_peft[family]
+    assert list(default_targets(model.parts)) == table_of_peft[family]
 
 
 @pytest.mark.parametrize("family", LORA)

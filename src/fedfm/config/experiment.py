@@ -87,7 +87,7 @@ class Experiment:
         method_name = method_name or name_of("methods", method)
         if model.adaptation is not None or model.name != IN_MEMORY:
             default = "head" if model.name == "features" else method.needs.adaptation
-            adaptation = with_defaults(model.adaptation or AdaptationSpec(name=default))
+            adaptation = with_defaults(model.adaptation or AdaptationSpec(name=default), model.task)
             model = dataclasses.replace(model, adaptation=adaptation)
         if name is None:
             source = "silos" if data.clients else Path(data.name or data.path or data.hub or "data").name.split(".")[0]

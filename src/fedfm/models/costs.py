@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fedfm.core.rows import Batch, Rows
+from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
 
 _LOOK = 64  # rows among which one of the median length stands for all
@@ -36,7 +37,7 @@ class Macs:
     once: int
 
 
-def per_sample(model: Model, rows: Rows) -> Macs | None:
+def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
     """Multiply-accumulates of one row's forward pass: matrix products, convolutions and attention.
 
     Of texts, the row of median length among the first 64. None without rows. Every layer counts, also those that a
@@ -44,6 +45,7 @@ def per_sample(model: Model, rows: Rows) -> Macs | None:
 
     Args:
         rows: as :meth:`Model.prepare` gives them, not encoded.
+        batch_size: rows that share one pass over the class names where the model has a text encoder for them.
     """
     if not len(rows):
         return None
@@ -53,16 +55,27 @@ def per_sample(model: Model, rows: Rows) -> Macs | None:
         index = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
     row = rows.take([index])
     total = _count(model, row.batch([0]))
+    names = _names(model)
+    shared = names - math.ceil(names / batch_size)
     encoded = model.encode(row)
     if encoded is row or "features" not in encoded.tensors or "features" in row.tensors:
-        return Macs(total, 0)
+        return Macs(total - shared, 0)
     training = _count(model, encoded.batch([0]))
-    return Macs(training, total - training)
+    return Macs(training - shared, total - training)
 
 
 def _count(model: Model, batch: Batch) -> int:
     with model.evaluating(), torch.random.fork_rng(devices=[]), _Counter() as counter:
         model.logits(batch)
+    return int(counter.macs)
+
+
+def _names(model: Model) -> int:
+    """Of one pass over the class names; 0 where there is none, or it is done once for all."""
+    if not isinstance(model, DualModel):
+        return 0
+    with model.evaluating(), torch.random.fork_rng(devices=[]), _Counter() as counter:
+        model.dual.texts()
     return int(counter.macs)
 
 

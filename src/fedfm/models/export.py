@@ -17,6 +17,8 @@ from fedfm.linalg.params import Params
 from fedfm.models.adapters import lora
 from fedfm.models.adapters.adaptation import LORA
 from fedfm.models.adapters.experts import GLOBAL, LOCAL, MIX, is_pair, one_adapter
+from fedfm.models.architectures.dual_encoder import DualEncoder
+from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 
@@ -41,7 +43,8 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
             save_adapter(model, w.part(name), folder / name)
         _save(dict(w.part(MIX)), folder / PAIRED)
         w = one_adapter(model, w)
-    if _is_lora(model) and (rank := lora.rank_of(w)) and rank != lora.rank_of(model.params()):
+    other = isinstance(model, DualModel) or lora.rank_of(w) != lora.rank_of(model.params())
+    if _is_lora(model) and other and (rank := lora.rank_of(w)):
         _save_lora(model, w, rank, folder)
     elif _is_lora(model):
         with holding(model, w), quiet():
@@ -91,7 +94,7 @@ def load_adapter(model: Model, folder: Path | str) -> Params:
         raise InputError(f"{folder}: no {path.name} of adaptation {model.adaptation!r}")
     saved = load_file(path)
     state = model.params().state()
-    short = {name: _peft_name(name) if _is_lora(model) else name for name in state}
+    short = {name: _peft_name(model, name) if _is_lora(model) else name for name in state}
     if missing := [name for name in state if short[name] not in saved]:
         raise InputError(f"{path}: no tensor {short[missing[0]]!r}, it is of another model")
     for name, tensor in state.items():
@@ -120,7 +123,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
         raise InputError(f"--to: unknown {to!r}, expected peft, hf or torch")
     if to == "peft":
         if not _is_lora(model):
-            other = "hf or torch" if hasattr(model.module, "save_pretrained") else "torch"
+            other = "torch" if _of_transformers(model.module) is None else "hf or torch"
             raise InputError(f"--to peft: adaptation {model.adaptation!r} makes no PEFT adapter: use {other}")
         if model.spec.weights == "random":
             raise InputError(
@@ -128,8 +131,10 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
             )
         save_adapter(model, w, out)
     elif to == "hf":
-        module = merged(model, w)
-        if not hasattr(module, "save_pretrained"):
+        module = _of_transformers(merged(model, w))
+        if module is None:
+            if model.adaptation == "prompt":
+                raise InputError("--to hf: a model of transformers has no place for learned context vectors: use torch")
             if model.task == "zero_shot":
                 other = "peft, whose adapter goes onto the CLIPModel, or torch" if _is_lora(model) else "torch"
                 raise InputError(f"--to hf: a zero-shot classifier is no class of transformers: use {other}")
@@ -174,15 +179,24 @@ def _is_lora(model: Model) -> bool:
     return model.adaptation in LORA and hasattr(model.module, "peft_config")
 
 
+def _of_transformers(module: Any) -> Any:
+    """What ``save_pretrained`` writes for transformers; None where that is not all of the model."""
+    if isinstance(module, DualEncoder):
+        return module.clip if module.context is None else None
+    return module if hasattr(module, "save_pretrained") else None
+
+
 def _save_lora(model: Model, w: Params, rank: int, folder: Path) -> None:
-    """Write an adapter of another rank than the model's, with the model's alpha."""
+    """Write an adapter of any rank with the model's alpha; of two encoders, one for the model of transformers."""
     w.check_like(lora.layout_at(model.layout, rank))
     peft: Any = model.module.peft_config
     config = copy.deepcopy(peft["default"])
     config.r, config.inference_mode = rank, True
     config.base_model_name_or_path = config.base_model_name_or_path or model.spec.name
+    if isinstance(model, DualModel):
+        config.target_modules = sorted(path.removeprefix("clip.") for path in config.target_modules)
     config.save_pretrained(str(folder))
-    _save({_peft_name(name): tensor for name, tensor in w.items()}, folder / ADAPTER)
+    _save({_peft_name(model, name): tensor for name, tensor in w.items()}, folder / ADAPTER)
 
 
 def _check(model: Model, w: Params) -> None:
@@ -196,8 +210,10 @@ def _folder(path: Path | str) -> Path:
     return path
 
 
-def _peft_name(name: str) -> str:
+def _peft_name(model: Model, name: str) -> str:
     """The name in PEFT's file of a parameter of the module."""
+    if isinstance(model, DualModel):
+        name = name.replace("base_model.model.clip.", "base_model.model.", 1)
     return name.replace(".modules_to_save.default", "").replace(".default.", ".")
 
 

@@ -65,7 +65,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _LLAMA,
     "vision-text-dual-encoder": Family(
         "vision_model.embeddings",
-        ("vision_model.layers",),
+        ("vision_model.layers", "vision_model.encoder.layers", "vision_model.encoder.layer"),
         "vision_model.layernorm",
         "vision_model.pooler",
         text="text_model.encoder.layer",
@@ -141,10 +141,15 @@ def unwrapped(module: Any) -> Any:
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
-def query_value_names(parts: Parts) -> tuple[str, ...]:
+def default_targets(parts: Parts) -> tuple[str, ...]:
     """What LoRA adapts by default: the query and value projections (all of a fused one), and in a network of
-    convolutions those without groups; () where there is neither.
+    convolutions those without groups; in two encoders, by their paths, both maps of every MLP; () where there is none.
     """
+    if parts.text_blocks:
+        blocks = [(path, dict(block.named_modules())) for encoder in parts.encoders for path, block in encoder]
+        return tuple(
+            f"{p}.{name}" for p, inside in blocks for names in _MLP if inside.keys() >= {*names} for name in names
+        )
     leaves = {
         name.rpartition(".")[2]
         for blocks in parts.encoders
@@ -170,6 +175,7 @@ def strides_are_read(parts: Parts) -> bool:
     return any(type(block).__name__.startswith("MobileNet") for _, block in parts.blocks)
 
 
+_MLP = (("mlp.fc1", "mlp.fc2"), ("intermediate.dense", "output.dense"))  # not BERT's attention.output.dense
 _QUERY_VALUE: tuple[tuple[str, ...], ...] = (
     ("q_proj", "v_proj"),
     ("query", "value"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
@@ -13,18 +14,19 @@ import torch
 from torch import nn
 
 from fedfm import seeds
+from fedfm.core.fields import check
 from fedfm.errors import InputError
 from fedfm.models import families, inputs
-from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier, text_embeddings
+from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
+from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
 from fedfm.models.model import Tools
 from fedfm.models.names import BUILT_IN, DTYPES, locate
 from fedfm.models.quiet import quiet
-from fedfm.models.spec import ModelSpec
+from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 _TEXT_HEADS = ("SequenceClassification", "CausalLM", "MaskedLM")
 _HEADS = ("ImageClassification", "SequenceClassification", "CausalLM")
 _TWO_HEADS = ("deit",)  # saved with the head of distillation beside the classifier, and their mean as the answer
-PROMPT = "a photo of a {}."  # Learning Transferable Visual Models (CLIP), Radford et al., section 3.1.4
 
 
 @dataclass
@@ -80,23 +82,48 @@ def pretrained(
 
 
 def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed: int) -> Loaded:
-    """A CLIP model whose text encoder has turned the class names into a linear classifier."""
+    """A model of two encoders that compares pictures with the class names.
+
+    With adaptation ``head`` the text encoder has turned the names into a linear classifier, and is not kept.
+    """
     import transformers
 
+    check(spec, "model")
+    adapt = spec.adaptation or AdaptationSpec()
     with quiet():
         config = _config(path, spec)
-        if config.model_type != "clip":
+        if config.model_type not in MODEL_TYPES:
             raise InputError(
-                f"model.name: zero_shot needs a CLIP model, {spec.name!r} is of type {config.model_type!r}"
+                f'model.name: model.task = "zero_shot" needs a model of two encoders, such as a CLIP or a SigLIP; '
+                f"{spec.name!r} is of type {config.model_type!r}"
             )
-        tokenizer = _tools(path, spec, config.text_config, "text").tokenizer
-        clip, _ = _weights(transformers.CLIPModel, path, spec, config, seed, DTYPES[spec.dtype])
-        module = ZeroShotClassifier(
-            clip, text_embeddings(clip, tokenizer, [PROMPT.format(c.replace("_", " ")) for c in classes])
+        tools = _tools(path, spec, config.text_config, "text")
+        clip, missing = _weights(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype])
+        if missing:
+            raise InputError(f"model.name: the weights of {spec.name!r} lack {min(missing)}, which zero_shot needs")
+        siglip = config.model_type == "siglip"
+        prompts = tokenised(
+            tools.tokenizer,
+            classes,
+            spec.templates,
+            length=tools.positions if siglip and tools.positions else tools.max_length,
+            whole=siglip,  # SigLIP was trained so, and reads the last place
+            context=adapt.tokens if adapt.name == "prompt" else 0,
         )
+        dual = DualEncoder(clip, prompts)
         processor = _image_processor(path, config)
-    tools = Tools(image=inputs.processor_call(processor), processor=processor)
-    return Loaded(module, "clip", config.to_diff_dict() | {"classes": list(classes)}, [], tools)
+    if not families.find(dual, config.model_type).text_blocks:
+        raise InputError(
+            f"model.name: no layers are known of the text encoder of {spec.name!r}, of type "
+            f"{config.text_config.model_type!r}; expected a BERT or RoBERTa"
+        )
+    tools = dataclasses.replace(tools, image=inputs.processor_call(processor), processor=processor)
+    about, new = config.to_diff_dict() | {"classes": list(classes)}, ["context"] if prompts.context else []
+    if adapt.name == "head":
+        with torch.no_grad():
+            module: nn.Module = ZeroShotClassifier(dual.clip, dual.scale * dual.eval().texts().float())
+        return Loaded(module, config.model_type, about, [], dataclasses.replace(tools, tokenizer=None))
+    return Loaded(dual, config.model_type, about, new, tools)
 
 
 def architecture(spec: ModelSpec, tokenizer: Any) -> Any:

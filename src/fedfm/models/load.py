@@ -22,6 +22,8 @@ from fedfm.linalg.params import to_bytes
 from fedfm.models import families, hub, inputs
 from fedfm.models.adapters import adaptation
 from fedfm.models.architectures import resnet
+from fedfm.models.architectures.dual_encoder import DualEncoder
+from fedfm.models.dual_encoder import DualModel
 from fedfm.models.hub import Loaded
 from fedfm.models.model import Model, Tools
 from fedfm.models.names import DTYPES, locate
@@ -81,7 +83,8 @@ def load_model(
     task = _task(task or spec.task, kind, classes)
     if spec.options and spec.weights != "random":
         raise InputError('model.options: they change the architecture, so that no weights fit: set weights = "random"')
-    adapt = adaptation.with_defaults(spec.adaptation or AdaptationSpec("head" if spec.name == "features" else "lora"))
+    adapt = spec.adaptation or AdaptationSpec("head" if spec.name == "features" else "lora")
+    adapt = adaptation.with_defaults(adapt, task)
     spec = dataclasses.replace(spec, task=task, adaptation=adapt)
     device = _device(spec.device)
     loaded = _load(spec, tuple(classes), kind, task, seed, feature_dim)
@@ -92,7 +95,8 @@ def load_model(
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
     head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
     _keep_head_exact(head, spec)
-    return Model(
+    kind_of = DualModel if isinstance(loaded.module, DualEncoder) else Model
+    return kind_of(
         module.to(device),
         spec=spec,
         task=task,

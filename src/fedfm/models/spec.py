@@ -7,7 +7,7 @@ from typing import Any
 
 from fedfm.core.fields import setting
 
-ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora")
+ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt")
 TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
 _NUMBERS = ("float32", "bfloat16", "float16")
 
@@ -16,12 +16,17 @@ _NUMBERS = ("float32", "bfloat16", "float16")
 class AdaptationSpec:
     """What of the model is trainable."""
 
-    name: str = setting("lora", "full, head, top_layers, lora or ffa_lora", choices=ADAPTATIONS)
+    name: str = setting("lora", "full, head, top_layers, lora, ffa_lora or prompt", choices=ADAPTATIONS)
     rank: int = setting(8, "lora: rank r", ge=1, le=65_536)  # wider than any layer
-    alpha: float | None = setting(None, "lora: scale is alpha / rank [2 rank]", gt=0, finite=True)
+    alpha: float | None = setting(
+        None, "lora: scale is alpha / rank [2 rank; rank for task zero_shot]", gt=0, finite=True
+    )
     dropout: float = setting(0.0, "lora: on the adapter's input; the model's own dropout is off", ge=0, lt=1)
-    targets: tuple[str, ...] | None = setting(None, "lora: module names [queries and values]")
+    targets: tuple[str, ...] | None = setting(
+        None, "lora: module names [queries and values; both maps of every MLP for task zero_shot]"
+    )
     layers: int | None = setting(None, "top_layers: how many; lora: only in the last so many", ge=1)
+    tokens: int = setting(16, "prompt: learned vectors before the class name, task zero_shot", ge=1)
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,13 @@ class ModelSpec:
     )
     adaptation: AdaptationSpec | None = setting(
         None, "what of it is trained; its own dropout is off in training [lora; head for features]"
+    )
+    templates: tuple[str, ...] = setting(
+        ("a photo of a {}.",),
+        "zero_shot: prompts, {} is the class name; of several, the mean",
+        pattern=r"[^{}]*\{\}[^{}]*",
+        least=1,
+        words="texts with one {} for the class name",
     )
     max_length: int = setting(128, "tokens", ge=2)
     answer_tokens: int | None = setting(

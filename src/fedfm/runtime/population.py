@@ -254,7 +254,7 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
         for c, rows in zip(population.clients, clients, strict=True)
     ]
     first = next((rows.train[:_LOOK] for rows in clients if len(rows.train)), None)
-    macs = None if first is None else per_sample(model, model.prepare(table, first))
+    macs = None if first is None else per_sample(model, model.prepare(table, first), method.local.batch_size)
     if macs is None:
         return None
     costs = Costs.of(macs, method.passes if isinstance(method, Costing) else method.local.passes, samples)

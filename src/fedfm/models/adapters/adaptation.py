@@ -1,7 +1,8 @@
-"""What of a foundation model is trainable: full, head, top_layers, lora (PEFT), ffa_lora.
+"""What of a foundation model is trainable: full, head, top_layers, lora (PEFT), ffa_lora, prompt.
 
 LoRA: Low-Rank Adaptation of Large Language Models. Hu et al. ICLR 2022: W x + (alpha / r) B A x, B = 0 at the start.
 FFA-LoRA: Improving LoRA in Privacy-preserving Federated Learning. Sun et al. ICLR 2024: A stays at its first value.
+PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models. Guo et al. arXiv:2208.11625.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from torch import nn
 from fedfm import seeds
 from fedfm.core.fields import check
 from fedfm.errors import InputError
-from fedfm.models.families import Parts, query_value_names, strides_are_read, unwrapped
+from fedfm.models.architectures.dual_encoder import DualEncoder
+from fedfm.models.families import Parts, default_targets, strides_are_read, unwrapped
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
 
 LORA = ("lora", "ffa_lora")
 
 
-def with_defaults(spec: AdaptationSpec) -> AdaptationSpec:
-    """The specification with its defaults filled in."""
+def with_defaults(spec: AdaptationSpec, task: str | None = None) -> AdaptationSpec:
+    """The specification with its defaults filled in, for a model of this task."""
     if spec.name in LORA and spec.alpha is None:
-        return dataclasses.replace(spec, alpha=2.0 * spec.rank)
+        return dataclasses.replace(spec, alpha=(1.0 if task == "zero_shot" else 2.0) * spec.rank)
     if spec.name == "top_layers" and spec.layers is None:
         return dataclasses.replace(spec, layers=1)
     return spec
@@ -56,11 +58,20 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
             )
         module.get_submodule(parts.head).requires_grad_(True)
         return module
+    if spec.name == "prompt":
+        if not isinstance(module, DualEncoder) or module.context is None:
+            raise InputError(
+                f'model.adaptation.name: "prompt" learns words before class names, task {task!r} has none: expected '
+                'model.task = "zero_shot"'
+            )
+        module.context.requires_grad_(True)
+        return module
     if spec.name == "top_layers":
         count = spec.layers or 1
         _enough(count, parts)
         tops: list[nn.Module | None] = [block for blocks in parts.encoders for _, block in blocks[-count:]]
-        for top in [*tops, parts.norm, parts.pooler, *(module.get_submodule(n) for n in {*new, parts.head} if n)]:
+        ends = module.projections if isinstance(module, DualEncoder) else (parts.norm, parts.pooler)
+        for top in [*tops, *ends, *(module.get_submodule(n) for n in {*new, parts.head} if n)]:
             if top is not None:
                 top.requires_grad_(True)
         return module
@@ -83,7 +94,7 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     from peft import LoraConfig, get_peft_model
 
     _check_targets(module, spec, parts, new)
-    targets = list(spec.targets or query_value_names(parts))
+    targets = list(spec.targets or default_targets(parts))
     if spec.layers is not None:
         _enough(spec.layers, parts)
         tops = tuple(path for blocks in parts.encoders for path, _ in blocks[-spec.layers :])
@@ -128,7 +139,7 @@ def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: l
     fit = {n for n, m in modules.items() if n not in made and _takes_factors(m, spec, parts)}
     has = ", ".join(sorted({n.rpartition(".")[2] for n in fit if n != parts.head}))
     right = f"it has {has}" if has else "use top_layers, head or full"
-    if not spec.targets and not query_value_names(parts):
+    if not spec.targets and not default_targets(parts):
         raise InputError(f"model.adaptation.targets: lora finds no query and value projections in this model: {right}")
     for target in spec.targets or ():
         hits = [n for n in modules if target and (n == target or n.endswith(f".{target}"))]

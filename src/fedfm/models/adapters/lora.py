@@ -139,7 +139,7 @@ def at_rank(spec: ModelSpec, rank: int | None) -> ModelSpec:
     """The [model] table with LoRA of this rank, and alpha as before."""
     if spec.adaptation is None or rank is None or rank == spec.adaptation.rank:
         return spec
-    alpha = with_defaults(spec.adaptation).alpha
+    alpha = with_defaults(spec.adaptation, spec.task).alpha
     return dataclasses.replace(spec, adaptation=dataclasses.replace(spec.adaptation, rank=rank, alpha=alpha))
 
 

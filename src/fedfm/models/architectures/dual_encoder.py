@@ -1,0 +1,226 @@
+"""Pictures classified by the names of the classes, with both encoders at hand: CLIP, SigLIP, vision-text dual encoder.
+
+Learning Transferable Visual Models From Natural Language Supervision. Radford et al. ICML 2021. Section 3.1.
+Sigmoid Loss for Language Image Pre-Training. Zhai, Mustafa, Kolesnikov, Beyer. ICCV 2023. arXiv:2303.15343.
+Learning to Prompt for Vision-Language Models (CoOp). Zhou, Yang, Loy, Liu. IJCV 2022. arXiv:2109.01134. Section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedfm.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import CLIPModel, SiglipModel, VisionTextDualEncoderModel
+
+MODEL_TYPES = ("clip", "siglip", "vision-text-dual-encoder")
+MAX_LOG_SCALE = math.log(100)  # where CLIP's training stops it
+_IMAGE_SIDE = ("clip.vision_model.", "clip.visual_projection.")
+_CONSTANT = ("clip.logit_scale", "clip.logit_bias")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of C classes by P templates, as tokens.
+
+    Attributes:
+        input_ids: int64 (P, C, L).
+        attention_mask: int64 (P, C, L).
+        context: positions of the learned context vectors; empty where there are none.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    context: range = range(0)
+
+
+class DualEncoder(nn.Module):
+    """logits = s <V(x), T>: scaled cosines of the picture's features and those of the class names' prompts.
+
+    s = exp(logit_scale), at most 100, is never trained. SigLIP's bias is the same for all classes and is left out.
+
+    Args:
+        clip: the model of two encoders.
+        prompts: with places for context, vectors that are zero at first stand there instead of word embeddings.
+    """
+
+    base_model_prefix = "clip"
+    clip: CLIPModel | SiglipModel | VisionTextDualEncoderModel
+    input_ids: Tensor  # (P, C, L)
+    attention_mask: Tensor  # (P, C, L)
+    fixed_texts: Tensor | None  # (C, d)
+
+    def __init__(self, clip: CLIPModel | SiglipModel | VisionTextDualEncoderModel, prompts: Prompts) -> None:
+        super().__init__()
+        self.config, self.clip = clip.config, clip
+        self.register_buffer("input_ids", prompts.input_ids)
+        self.register_buffer("attention_mask", prompts.attention_mask)
+        self.register_buffer("fixed_texts", None, persistent=False)
+        self._kept: list[Tensor] | None = None  # the texts (C, d), within :meth:`keeping_texts`
+        self._places = prompts.context
+        self.context: nn.Embedding | None = None
+        if prompts.context:
+            words = clip.text_model.get_input_embeddings()
+            shape = len(prompts.context), words.embedding_dim
+            self.context = nn.Embedding(*shape, _weight=torch.zeros(shape))
+            words.register_forward_hook(self._placed)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """(b, 3, H, W) -> logits (b, C)."""
+        return self.logits(self.images(pixel_values))
+
+    def logits(self, images: Tensor) -> Tensor:
+        """V (b, d) -> (b, C), float32."""
+        return F.linear(images.float(), self.scale * self.texts().float())
+
+    @property
+    def scale(self) -> Tensor:
+        """s, a scalar."""
+        return self.clip.logit_scale.detach().float().clamp(max=MAX_LOG_SCALE).exp().squeeze()  # type: ignore[no-any-return]
+
+    def images(self, pixel_values: Tensor) -> Tensor:
+        """V (b, d), norm 1."""
+        return F.normalize(self.clip.get_image_features(pixel_values=pixel_values).pooler_output, dim=-1)
+
+    def texts(self) -> Tensor:
+        """T (C, d), norm 1: the mean over the templates of features of norm 1, normalised again."""
+        if self.fixed_texts is not None:
+            return self.fixed_texts
+        if self._kept is None or torch.is_grad_enabled():
+            return self.encode_texts()
+        if not self._kept:
+            self._kept.append(self.encode_texts())
+        return self._kept[0]
+
+    def encode_texts(self) -> Tensor:
+        """:meth:`texts`, computed now."""
+        return mean_direction([self.template_features(p) for p in range(len(self.input_ids))])
+
+    def template_features(self, p: int) -> Tensor:
+        """(C, d), norm 1: of the prompts by template p."""
+        out = self.clip.get_text_features(input_ids=self.input_ids[p], attention_mask=self.attention_mask[p])
+        return F.normalize(out.pooler_output.float(), dim=-1).to(out.pooler_output.dtype)
+
+    @contextmanager
+    def keeping_texts(self) -> Iterator[None]:
+        """Context manager: without gradients the texts are computed once; the weights do not change meanwhile."""
+        before, self._kept = self._kept, []
+        try:
+            yield
+        finally:
+            self._kept = before
+
+    def fix_texts(self) -> None:
+        """Compute the texts for good. Nothing that they depend on is trained."""
+        with torch.no_grad():
+            self.fixed_texts = self.encode_texts()
+
+    @property
+    def trains_images(self) -> bool:
+        """Whether anything before V is trained."""
+        return any(p.requires_grad for name, p in self.named_parameters() if name.startswith(_IMAGE_SIDE))
+
+    @property
+    def trains_texts(self) -> bool:
+        """Whether anything before T is trained."""
+        return any(p.requires_grad for name, p in self.named_parameters() if not name.startswith(_IMAGE_SIDE))
+
+    @property
+    def projections(self) -> tuple[nn.Module, nn.Module]:
+        """What maps the last hidden states of each encoder into the common space; pictures before texts."""
+        clip: Any = self.clip
+        if clip.config.model_type == "siglip":
+            return clip.vision_model.head, clip.text_model.head
+        return clip.visual_projection, clip.text_projection
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As of any module, but scale and bias are never trained."""
+        super().requires_grad_(requires_grad)
+        for name, parameter in self.named_parameters():
+            if name in _CONSTANT:
+                parameter.requires_grad_(False)
+        return self
+
+    def _placed(self, module: nn.Module, args: Any, words: Tensor) -> Tensor:
+        """A forward hook: word embeddings (C, L, h) with the context vectors in their places."""
+        if self.context is None:
+            return words
+        context = self.context.weight.to(words.dtype).expand(len(words), -1, -1)  # (C, M, h)
+        return torch.cat([words[:, : self._places.start], context, words[:, self._places.stop :]], 1)
+
+
+def mean_direction(features: Sequence[Tensor]) -> Tensor:
+    """P tensors (C, d) of norm 1 -> their mean, normalised, (C, d); a single one is returned as it is."""
+    return features[0] if len(features) == 1 else F.normalize(torch.stack(list(features)).mean(0), dim=-1)
+
+
+def words_of(classes: Sequence[str]) -> list[str]:
+    """The class names as a text encoder reads them: underscores are blanks.
+
+    Raises:
+        InputError: all names are numbers, a name is blank, or two are alike.
+    """
+    words = [name.replace("_", " ").strip() for name in classes]
+    right = 'name the classes in words: "classes" of an npz file, a column data.label_name, or names as labels'
+    if blank := [i for i, word in enumerate(words) if not word]:
+        raise InputError(f'data.label: class {blank[0]} of {len(words)} is named "{classes[blank[0]]}"; {right}')
+    if all(re.fullmatch(r"-?\d+", word) for word in words):
+        raise InputError(
+            f'data.label: the classes are numbers ({", ".join(words[:5])}), which model.task = "zero_shot" cannot '
+            f"read; {right}"
+        )
+    if twice := [word for word in words if words.count(word) > 1]:
+        raise InputError(
+            f'data.label: {words.count(twice[0])} classes are named "{twice[0]}"; expected different names'
+        )
+    return words
+
+
+def tokenised(
+    tokenizer: Any, classes: Sequence[str], templates: Sequence[str], *, length: int, whole: bool, context: int = 0
+) -> Prompts:
+    """The prompts as tokens.
+
+    Args:
+        tokenizer: of the text encoder; pads on the right.
+        classes: names.
+        templates: texts with one ``{}`` for the name.
+        length: most tokens that the text encoder reads.
+        whole: pad to this length, else to the longest prompt.
+        context: how many learned vectors stand between the start token and the name, instead of the templates.
+
+    Raises:
+        InputError: from :func:`words_of`, or a prompt is too long.
+    """
+    words = words_of(classes)
+    texts = [f"{word}." for word in words] if context else [t.format(word) for t in templates for word in words]
+    rows: list[list[int]] = tokenizer(texts)["input_ids"]
+    places = range(0)
+    if context:
+        bare = tokenizer(texts[0], add_special_tokens=False)["input_ids"]
+        start = next(i for i in range(len(rows[0])) if rows[0][i : i + len(bare)] == bare)
+        filler = tokenizer("X", add_special_tokens=False)["input_ids"][:1]  # CoOp's: its embedding is replaced
+        rows = [row[:start] + filler * context + row[start:] for row in rows]
+        places = range(start, start + context)
+    longest, text = max((len(row), text) for row, text in zip(rows, texts, strict=True))
+    if longest > length:
+        key = f"model.adaptation.tokens = {context}" if context else "model.templates"
+        raise InputError(
+            f'{key}: "{text:.60}" makes a prompt of {longest} tokens; expected at most {length}, the least of '
+            "model.max_length and what the text encoder reads"
+        )
+    padding = {"padding": "max_length", "max_length": length} if whole else {"padding": "longest"}
+    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt", **padding)
+    ids = batch["input_ids"].view(-1, len(words), batch["input_ids"].shape[1])
+    mask = batch["attention_mask"].view_as(ids) if "attention_mask" in batch else torch.ones_like(ids)
+    return Prompts(ids, mask, places)

@@ -1,0 +1,237 @@
+"""A Model of two encoders, and what a mixture of experts on it computes once.
+
+FedMS (Wu, Li, Wang, Wang) has a frozen global expert and a local one, LoRA of one base. Below the lowest layer whose
+local LoRA is trained both are alike: the hidden states there come from the global expert, once, and the local one
+resumes from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.core.rows import Batch, Rows
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.models.adapters import lora
+from fedfm.models.architectures.dual_encoder import DualEncoder, mean_direction
+from fedfm.models.families import unwrapped
+from fedfm.models.model import Model
+
+Blocks = Sequence[tuple[str, nn.Module]]
+
+
+class DualModel(Model):
+    """A :class:`Model` whose module is a :class:`DualEncoder`, adapted or not.
+
+    Attributes:
+        dual: the module below PEFT's wrapper.
+        images_fixed: nothing before the pictures' features is trained: :meth:`encode` gives the features.
+    """
+
+    def __init__(self, module: nn.Module, **about: Any) -> None:
+        super().__init__(module, **about)
+        self.dual: DualEncoder = unwrapped(module)
+        self.images_fixed = not self.dual.trains_images
+        if not self.dual.trains_texts:
+            self.dual.fix_texts()
+
+    def encode(self, rows: Rows) -> Rows:
+        """The rows as they are, or their ``features`` V (n, d) where nothing before them is trained."""
+        if not self.images_fixed or "features" in rows.tensors:
+            return rows
+        return Rows({"features": self.features(rows)}, labels=rows.labels)
+
+    def features(self, rows: Rows) -> Tensor:
+        """V (n, d), norm 1, on the CPU."""
+        if "features" in rows.tensors:
+            return rows.tensors["features"]
+        with self.evaluating():
+            return self.by_batches(rows, self.dual.images)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """(b, C); takes batches of rows and of encoded rows."""
+        if "features" in batch:
+            return self.dual.logits(batch["features"].to(self.device))
+        return super().logits(batch)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """As of any model; the texts are encoded once."""
+        with super().evaluating(), self.dual.keeping_texts():
+            yield
+
+    def by_batches(self, rows: Rows, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """``function`` of the pictures, (n, ...), on the CPU; it sees 32 rows at a time, always."""
+        done = [function(batch["pixel_values"].to(self.device))[:n].cpu() for batch, n in self._fixed(rows)]
+        return torch.cat(done) if done else torch.zeros(0, self.dual.texts().shape[-1])
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Hidden states that enter the lowest of the top k blocks of each encoder.
+
+    Attributes:
+        images: (n, T, h), on the CPU.
+        texts: (P, C, L, h), on the model's device: of the prompts of C classes by P templates.
+    """
+
+    images: Tensor
+    texts: Tensor
+
+    def take(self, index: Any) -> Boundary:
+        """Those of these rows; the texts are shared."""
+        return replace(self, images=self.images[index])
+
+
+def need(model: Model) -> DualModel:
+    """The model, if it has two encoders.
+
+    Raises:
+        InputError: it has not; says what would be right.
+    """
+    if isinstance(model, DualModel):
+        return model
+    raise InputError(
+        f'model.task = "{model.task}", model.adaptation.name = "{model.adaptation}": the method needs a model of two '
+        'encoders, both adapted: task = "zero_shot" with a CLIP, and adaptation "lora"'
+    )
+
+
+def active_layers(model: Model, k: int) -> tuple[str, ...]:
+    """Paths of the top k blocks of both encoders; all of an encoder that has fewer."""
+    return tuple(path for blocks in model.parts.encoders for path, _ in _split(blocks, k)[1])
+
+
+def expert_features(model: Model, w: Params, rows: Rows) -> Tensor:
+    """V (n, d), norm 1, on the CPU: the pictures' features with the LoRA tensors w, in evaluation mode."""
+    with _expert(model, w) as own:
+        return own.by_batches(rows, own.dual.images)
+
+
+def expert_texts(model: Model, w: Params) -> Tensor:
+    """T (C, d), norm 1: the class names' features with the LoRA tensors w, in evaluation mode."""
+    with _expert(model, w) as own:
+        return own.dual.texts()
+
+
+def boundary_states(model: Model, w: Params, rows: Rows, k: int) -> Boundary:
+    """The hidden states below the top k blocks, with the LoRA tensors w, in evaluation mode and without gradients.
+
+    The pictures pass 32 at a time. The upper blocks do not run.
+    """
+    with _expert(model, w) as own:
+        dual = own.dual
+        images = own.by_batches(rows, lambda x: _entering(own.parts.blocks, k, lambda: dual.images(x)))
+        prompts = range(len(dual.input_ids))
+        texts = [_entering(own.parts.text_blocks, k, lambda p=p: dual.template_features(p)) for p in prompts]  # type: ignore[misc]
+        return Boundary(images, torch.stack(texts))
+
+
+def top_images(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
+    """V (b, d), norm 1: the pictures' features with the model's own tensors, from the states (b, T, h) below the top k
+    blocks.
+
+    Equal to the whole forward in every bit if the states are those of the same batch and no block below has a dropout.
+
+    Args:
+        train: with gradients and LoRA's dropout; else as in evaluation.
+    """
+    own = need(model)
+    states = states.to(own.device)
+    with _mode(own, train), _resumed(own.dual.clip.vision_model.embeddings, own.parts.blocks, k, states):
+        return own.dual.images(states)  # the embedding, which would read pictures, does not run
+
+
+def top_texts(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
+    """T (C, d), norm 1: the class names' features with the model's own tensors, from the states (P, C, L, h) below the
+    top k blocks. See :func:`top_images`.
+    """
+    own, features = need(model), []
+    with _mode(own, train):
+        for p, state in enumerate(states.to(own.device)):
+            with _resumed(own.dual.clip.text_model.embeddings, own.parts.text_blocks, k, state):
+                features.append(own.dual.template_features(p))
+        return mean_direction(features)
+
+
+def top(model: Model, states: Boundary, k: int, *, train: bool) -> tuple[Tensor, Tensor]:
+    """(V (b, d), T (C, d)) from the states below the top k blocks: :func:`top_images` and :func:`top_texts`."""
+    return top_images(model, states.images, k, train=train), top_texts(model, states.texts, k, train=train)
+
+
+def _split(blocks: Blocks, k: int) -> tuple[Blocks, Blocks]:
+    """(those below, the top k).
+
+    Raises:
+        ValueError: k is below 1.
+    """
+    if k < 1:
+        raise ValueError(f"the top {k} blocks; expected at least 1")
+    at = max(len(blocks) - k, 0)
+    return blocks[:at], blocks[at:]
+
+
+@contextmanager
+def _expert(model: Model, w: Params) -> Iterator[DualModel]:
+    """Context manager: w is installed in the model, which evaluates; afterwards it has its own tensors again."""
+    own, before = need(model), model.params()
+    try:
+        with lora.applied(own, w), own.evaluating():
+            yield own
+    finally:
+        own.load(before)
+
+
+def _mode(model: DualModel, train: bool) -> Any:
+    """Context manager: evaluation, or training as it stands."""
+    if not train:
+        return model.evaluating()
+    if not any(module.training for module in model.train_too):
+        model.train_mode()
+    return nullcontext()
+
+
+def _entering(blocks: Blocks, k: int, run: Callable[[], Tensor]) -> Tensor:
+    """What enters the lowest of the top k blocks when an encoder runs; these blocks pass it on as it is."""
+    caught: list[Tensor] = []
+    upper = [block for _, block in _split(blocks, k)[1]]
+
+    def keep(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        caught.append(x)
+        return x
+
+    with _replaced(dict.fromkeys(upper, _pass) | {upper[0]: keep}):
+        run()
+    return caught[0]
+
+
+@contextmanager
+def _resumed(embedding: nn.Module, blocks: Blocks, k: int, state: Tensor) -> Iterator[None]:
+    """Context manager: an encoder skips what is below its top k blocks and enters them with the state."""
+    lower, upper = _split(blocks, k)
+    hook = upper[0][1].register_forward_pre_hook(lambda _, args: (state, *args[1:]))
+    try:
+        with _replaced({embedding: lambda *args, **kwargs: state} | {block: _pass for _, block in lower}):
+            yield
+    finally:
+        hook.remove()
+
+
+def _pass(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x
+
+
+@contextmanager
+def _replaced(forwards: dict[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
+    """Context manager: these modules compute these functions."""
+    with ExitStack() as stack:
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward
+            stack.callback(vars(module).pop, "forward")
+        yield
