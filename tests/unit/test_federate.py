@@ -486,7 +486,7 @@ def test_a_trainer_with_clients_of_its_own_and_a_changed_optimiser(tmp_path):
 def test_what_a_trainer_has_and_clients_cannot_do_is_refused(tmp_path, args, words):
     with pytest.raises(InputError, match=words):
         fedfm.federate(trainer(tmp_path, bert(), **args), partition={"clients": 2}, out=tmp_path / "run")
-    with pytest.raises(InputError, match="a Trainer has its own"):
+    with pytest.raises(InputError, match="set them in the Trainer"):
         fedfm.federate(trainer(tmp_path, bert()), partition={"clients": 2}, loss=cross_entropy)
 
 

@@ -34,8 +34,8 @@ def run(args: Any) -> int:
     if args.seeds and args.baselines:
         raise InputError("--seeds and --baselines exclude each other")
     if args.baselines:
-        result = studies.beside(experiment, args.out, progress)
-        return _say(args, result, studies.beside_text(result))
+        result = studies.with_baselines(experiment, args.out, progress)
+        return _say(args, result, studies.baselines_text(result))
     if args.seeds:
         seeds = _numbers("--seeds", args.seeds, int)
         if min(seeds) < 0:
