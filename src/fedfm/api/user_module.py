@@ -1,4 +1,4 @@
-"""Arguments of :func:`fedfm.federate`, a module with loss and rows or a Hugging Face Trainer, as a model and a table."""
+"""Arguments of :func:`fedfm.federate` (module, loss and rows, or a Hugging Face Trainer) as a model and a table."""
 
 from __future__ import annotations
 
