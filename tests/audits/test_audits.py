@@ -324,7 +324,7 @@ def test_a_finding_as_text_and_as_json():
     assert json.loads(json.dumps(f.to_dict()))["detail"] == {"x": 2.0}
     text = lines([f])
     assert "0.5123" in text
-    assert "This refutes what the run claims." in text
+    assert "This refutes a claim of the run." in text
 
 
 def test_a_handful_of_rows_has_no_say_in_the_sentence(monkeypatch):
