@@ -223,7 +223,7 @@ def test_the_command_line_and_the_report(copy, capsys):
     assert "with a recorder at the server" in err
     page = (copy / "report.html").read_text()
     assert '<section id="audit">' in page
-    assert "Do components of the mixtures give away single rows?" in page
+    assert "Do components of the mixtures disclose single rows?" in page
     assert main(["audit", str(copy), "--attack", "membership", "--format", "json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result) == {"run", "findings"}
