@@ -313,7 +313,7 @@ def test_a_newer_schema_is_refused(tmp_path, schema):
 def test_a_damaged_manifest_is_named(tmp_path, text):
     run = runs.make(tmp_path / "run")
     (run / "manifest.json").write_text(text)
-    with pytest.raises(InputError, match=r"manifest\.json: (not JSON|a JSON object is wanted)"):
+    with pytest.raises(InputError, match=r"manifest\.json: (not JSON|expected a JSON object)"):
         html.write(run)
 
 

@@ -313,9 +313,7 @@ class Rounds:
                 mean = self.server.by_controls(turn, members)
                 # With a robust rule, attackers or unequal numbers of rows it is an estimate.
                 names = self.server.names
-                off, far = (
-                    float((true.only(names) - w.only(names)).norm()) for w in (mean, self.model(turn.before))
-                )
+                off, far = (float((true.only(names) - w.only(names)).norm()) for w in (mean, self.model(turn.before)))
                 exact = off <= ROUNDING * far
             _, used = pull(mean, self.model(turn.before), turn.round)
             if used and self.sees(members, turn.round):

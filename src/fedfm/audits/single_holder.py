@@ -52,8 +52,8 @@ def _sentence(view: View, seen: list[dict[str, Any]]) -> str:
         return "Nothing: no class is visibly at one client alone."
     f = seen[0]
     text = f"{len(seen)} of {len(view.classes)} classes are at one client alone, so that messages about such a class, "
-    text += f"and the model's knowledge of it, are about this client: {f['client']} has {f['count_told']:.0f} rows of "
-    text += f["class"]
+    text += f"and the model's knowledge of it, are about this client: {f['client']} has {f['count_told']:.0f} rows "
+    text += f"of {f['class']}"
     if f["cosine_of_the_mean"] is not None:
         text += f", whose mean is known to cosine {f['cosine_of_the_mean']:.3f}"
     if view.plan is not None:

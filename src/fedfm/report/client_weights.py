@@ -1,4 +1,4 @@
-"""The section on who learns from whom: the K x K weights in weights.npz, if the server mixes a model for each client."""
+"""The section on who learns from whom: the K x K weights of a server that mixes a model for each client."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ def _map(w: Weights, order: Sequence[int]) -> str:
         text += "that asked them. "
     text += "Clients that learn from each other are neighbours. "
     if len(groups) < len(p):
-        text += f"{count(len(p))} clients are gathered into {len(groups)} groups; a cell is the share of all clients of "
-        text += "the column in a model of the row. "
+        text += f"{count(len(p))} clients are gathered into {len(groups)} groups; a cell is the share of all clients "
+        text += "of the column in a model of the row. "
     low, high = float(q.min()), float(q.max())
     key = f'Share: 0 <span class="ramp"></span> {percent(high, 0)}'
     key += f"; below 0 (raw similarities) down to {percent(low, 0)} in the second colour" if low < 0 else ""
@@ -220,9 +220,7 @@ def _own_by_layer(w: Weights) -> str:
     return note(esc(text)) + _plot(series, "Lines of a client's weight of itself, by layer and round.")
 
 
-def _plot(
-    series: Sequence[Series], label: str, band: Sequence[tuple[float, float | None, float | None]] = ()
-) -> str:
+def _plot(series: Sequence[Series], label: str, band: Sequence[tuple[float, float | None, float | None]] = ()) -> str:
     named = [Series(shorten(s.name, 48), s.points, s.colour) for s in series if s.points]
     lows = numbers([*(y for s in named for _, y in s.points), *(low for _, low, _ in band)])
     key = legend(named, [percent(s.points[-1][1]) for s in named], "10 to 90 % of clients" if band else "")

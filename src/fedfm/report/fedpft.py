@@ -7,7 +7,7 @@ from typing import Any
 from fedfm.report.page import aside, details, figure, note, table
 from fedfm.report.read import RunFiles, mapping, numeric, sequence
 from fedfm.report.svg import Series, lines
-from fedfm.report.text import count, esc, number, percent, plural, size
+from fedfm.report.text import count, number, percent, plural, size
 
 
 def section(run: RunFiles) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 from collections.abc import Sequence
 
 from fedfm.report.page import figure, note
@@ -44,7 +44,7 @@ def short(names: Sequence[str]) -> list[str]:
 
 def _shared(names: Sequence[str]) -> int:
     """Length of the common prefix."""
-    return len(os.path.commonprefix(list(names)))
+    return sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False)))
 
 
 def frontier(spots: Sequence[Spot]) -> list[Spot]:
