@@ -204,7 +204,7 @@ def _known_state(turn: Turn, own: Any) -> Any:
     """The state as clients know it, with the parts that the round sent to them."""
     if isinstance(turn.before, Params):
         return turn.before
-    sent = {id(value) for value in turn.sent.values()}
+    sent = {id(value) for value in next(iter(turn.payloads.values()), {}).values()}
     theirs = {f.name: getattr(turn.before, f.name) for f in dataclasses.fields(turn.before)}
     return dataclasses.replace(own, **{name: value for name, value in theirs.items() if id(value) in sent})
 
@@ -270,7 +270,7 @@ class Rounds:
             self.server = BaseStep(population, self.method, self._seed, self._aggregator)
             self._own, self._pull = turn.after, Pull(self.method, self.server.names)
             return
-        self.asked[turn.round] = set(turn.asked)
+        self.asked[turn.round] = set(turn.payloads)
         if len(self.turns) < self.most:
             self.turns.append(turn)
         mean, self._own = self.server.step(turn, self._own)

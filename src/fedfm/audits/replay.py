@@ -56,17 +56,13 @@ class Turn:
     Attributes:
         round: 0 for ``init``.
         before, after: the server's state; equal in round 0.
-        asked: the clients of its first call, or none.
-        sent: payload of the first of them.
-        payloads: by client of the first call.
         seen: the replies.
+        payloads: what its first call sent, by client; empty without a call.
     """
 
     round: int
     before: Any
     after: Any
-    asked: Sequence[ClientId]
-    sent: Mapping[str, Any]
     seen: Sequence[Seen]
     payloads: Mapping[ClientId, Mapping[str, Any]]
 
@@ -258,9 +254,7 @@ def turns(
         recorder.begin()
         fed.begin(t)
         state = method.step(fed, before, t) if t else method.init(fed)
-        payloads = recorder.payloads
-        sent = next(iter(payloads.values()), {})
-        yield Turn(t, before if t else state, state, list(payloads), sent, recorder.seen, payloads)
+        yield Turn(t, before if t else state, state, recorder.seen, recorder.payloads)
         before = state
 
 
