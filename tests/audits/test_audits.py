@@ -247,8 +247,8 @@ def test_the_report_bears_what_is_no_audit(copy):
     [
         (["--attack", "membershp"], 'did you mean "membership"'),
         (["--attack", "epsilon"], "claims no epsilon"),
-        (["--attack", "inversion"], "it paints pictures"),
-        (["--pictures", "x.npz"], "for --attack inversion"),
+        (["--attack", "inversion"], "it needs pictures"),
+        (["--pictures", "x.npz"], "only --attack inversion"),
     ],
 )
 def test_an_attack_that_does_not_fit_is_refused(leaky, capsys, args, said):
@@ -263,7 +263,7 @@ def test_runs_that_cannot_be_audited_are_refused(copy, tmp_path, capsys):
 
     refused("no run here", tmp_path / "nothing")
     change(copy, split=None)
-    refused("data of their own")
+    refused("silos' own data")
     change(copy, split={}, fingerprints__data="0" * 64)
     refused("the data changed")
     change(copy, result=None)

@@ -450,7 +450,7 @@ def test_tune_chooses_by_validation_rows(tmp_path, capsys):
     assert all(e["bytes_up"] > 0 for e in entries)
     code, _, err = call(capsys, "run", exp, "--tune", "1e-6,0.2", "--seeds", "0,1", "--out", tmp_path / "s")
     assert code == 0
-    assert "learning rate 0.2 is used" in err
+    assert "learning rate 0.2 has the lowest validation loss" in err
     for seed in (0, 1):  # whoever uses the rate owes what its choice cost
         ledger = json.loads((tmp_path / f"s/seed-{seed}/manifest.json").read_text())["ledger"]
         assert [e["learning_rate"] for e in ledger["entries"]] == [1e-6, 0.2]

@@ -143,7 +143,7 @@ def test_a_disk_that_is_full_when_the_models_are_written_is_said_and_nothing_is_
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
         return done.stdout.strip()
 
-    assert "the disk is full; committed rounds are kept" in go("full")
+    assert "the disk is full; what was committed before is kept" in go("full")
     assert go("free") == straight
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.engines.start import start
-from fedfm.errors import FedfmError, InputError, RunError
+from fedfm.errors import FedfmError, InputError
 from fedfm.runtime import losses
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.progress import Progress
@@ -102,8 +102,7 @@ def drive(
     except OSError as error:
         if not storage.full(error):
             raise
-        where = error.filename or "a temporary file (TMPDIR says where)"
-        raise RunError(f"cannot write {where}: the disk is full; committed rounds are kept") from error
+        raise storage.not_written(Path(error.filename or "a temporary file (TMPDIR says where)"), error) from error
     finally:
         progress.finished()
     from fedfm.report import html
