@@ -223,7 +223,7 @@ class _Attack:
             f"cap = {own}": (self.method, None, True),
             f"cap = {other}": (replace(self.method, cap=other), None, True),
             f"cap = {own} and a norm check at the server": (self.method, Clipped(), True),
-            "if it were passive in this round": (self.method, None, False),
+            "had it only watched this round": (self.method, None, False),
         }
         found = {label: self._uploads(client, t, share, *v) for label, v in variants.items()}
         x, measured = found[f"cap = {own}"]
