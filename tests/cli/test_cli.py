@@ -794,6 +794,16 @@ def test_the_light_commands_import_no_heavy_library():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+def test_help_imports_neither_the_configuration_nor_what_it_needs():
+    code = (
+        "import sys; from fedfm.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n"
+        "    loaded = {'fedfm.config', 'dataclasses', 'importlib.resources', 'numpy'} & set(sys.modules)\n"
+        "    assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
 @pytest.mark.parametrize("flag", [("--seeds", "-1,2"), ("--seeds=-1,2",), ("--seeds", "-1"), ("--seeds", "0.5")])
 def test_seeds_are_whole_numbers_of_at_least_0(tmp_path, capsys, flag):
     code, _, err = call(capsys, "run", toml(tmp_path), *flag, "--out", tmp_path / "r")
