@@ -45,31 +45,26 @@ if TYPE_CHECKING:
     from fedfm.runtime.progress import Progress
     from fedfm.runtime.run_directory import Run
 
-_WHERE = {
-    "Client": "fedfm.core.client",
-    "ClientId": "fedfm.core.client",
-    "Experiment": "fedfm.config.experiment",
-    "Federation": "fedfm.core.federation",
-    "Method": "fedfm.core.method",
-    "Needs": "fedfm.core.capabilities",
-    "Params": "fedfm.linalg.params",
-    "Progress": "fedfm.runtime.progress",
-    "Run": "fedfm.runtime.run_directory",
-    "Update": "fedfm.core.client",
-    "each": "fedfm.core.client",
-    "federate": "fedfm.api.federate",
-    "load_run": "fedfm.api.execute",
-    "on_client": "fedfm.core.client",
-    "resume": "fedfm.api.execute",
-    "run": "fedfm.api.execute",
-    "setting": "fedfm.core.fields",
+_MODULES = {
+    "api.execute": ("load_run", "resume", "run"),
+    "api.federate": ("federate",),
+    "config.experiment": ("Experiment",),
+    "core.capabilities": ("Needs",),
+    "core.client": ("Client", "ClientId", "Update", "each", "on_client"),
+    "core.federation": ("Federation",),
+    "core.fields": ("setting",),
+    "core.method": ("Method",),
+    "linalg.params": ("Params",),
+    "runtime.progress": ("Progress",),
+    "runtime.run_directory": ("Run",),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: `import fedfm` costs nothing."""
-    if name not in _WHERE:
-        raise AttributeError(f"module 'fedfm' has no attribute {name!r}")
-    from importlib import import_module
+    for module, names in _MODULES.items():
+        if name in names:
+            from importlib import import_module
 
-    return getattr(import_module(_WHERE[name]), name)
+            return getattr(import_module(f"fedfm.{module}"), name)
+    raise AttributeError(f"module 'fedfm' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The three ways in which something goes wrong, and who is told."""
+"""Errors: wrong input, a run that cannot continue, a client that fails."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 
 
 class FedfmError(Exception):
-    """Base of every error that fedfm raises on purpose; the command line prints it without a traceback (exit 1)."""
+    """Base of all errors that fedfm raises; the command line prints them without a traceback (exit 1)."""
 
 
 class InputError(FedfmError, ValueError):
-    """What the user gave is wrong: the message says where, what, and what would be right (exit 2)."""
+    """The user's input is wrong. The message says where, what, and what would be right (exit 2)."""
 
 
 class Lost(InputError):
-    """What was kept, and cannot be made again, is damaged or missing: the message names the file (exit 2)."""
+    """A file that cannot be made again is damaged or missing. The message names it (exit 2)."""
 
 
 class RunError(FedfmError, RuntimeError):
-    """The run cannot go on (too few clients, a full disk): everything committed is kept (exit 1)."""
+    """The run cannot continue (too few clients, a full disk). All committed rounds are kept (exit 1)."""
 
 
 class MissingExtra(FedfmError, ImportError):
-    """An optional dependency is absent: the message names the extra that installs it."""
+    """An optional dependency is missing. The message names the extra that installs it."""
 
 
 class ClientFault(FedfmError):
-    """A client failed or sent what it must not: it is left out of the round, and the run goes on.
+    """A client failed or sent an invalid reply. It is excluded from the round; the run continues.
 
     Attributes:
         code: one of the ``E_...`` codes below, stable across releases.
@@ -42,26 +42,26 @@ E_EXCEPTION = "E_EXCEPTION"  # the handler raised
 E_TIMEOUT = "E_TIMEOUT"  # no reply in time
 E_DIED = "E_DIED"  # the process is gone
 E_REFUSED = "E_REFUSED"  # the silo's policy does not allow the handler
-E_EXPERIMENT = "E_EXPERIMENT"  # the site does not run this experiment; why, its own log says
+E_EXPERIMENT = "E_EXPERIMENT"  # the site does not run this experiment; its own log says why
 E_FORMAT = "E_FORMAT"  # not a payload of this wire format
 E_FIELD = "E_FIELD"  # a field is missing, unknown or of the wrong type
 E_TENSORS = "E_TENSORS"  # tensor names differ from those asked for
 E_SHAPE = "E_SHAPE"
 E_DTYPE = "E_DTYPE"
 E_NONFINITE = "E_NONFINITE"  # NaN or infinity
-E_NORM = "E_NORM"  # finite, and larger than anything that was computed from data
-E_WEIGHT = "E_WEIGHT"  # negative, zero, absurd
+E_NORM = "E_NORM"  # finite, but larger than any result of training
+E_WEIGHT = "E_WEIGHT"  # negative, zero or out of range
 E_SIZE = "E_SIZE"  # larger than the limit
 E_ROUND = "E_ROUND"  # a reply for another round
 E_DUPLICATE = "E_DUPLICATE"
-E_CLIENT = "E_CLIENT"  # a reply from somebody who was not asked
-E_READONLY = "E_READONLY"  # the handler wrote into what it was sent: a defect of the method, which stops the run
-E_LOST = "E_LOST"  # what the client keeps between messages is damaged or missing
+E_CLIENT = "E_CLIENT"  # a reply from a client that was not asked
+E_READONLY = "E_READONLY"  # the handler wrote into its payload: a defect of the method, which stops the run
+E_LOST = "E_LOST"  # the client's secrets or memory are damaged or missing
 E_VERSION = "E_VERSION"  # the site runs another fedfm or another model
 
 
 def first_line(error: BaseException, most: int = 160) -> str:
-    """Of an exception's text, at most so many characters; asking for it may fail: the code is somebody else's."""
+    """First line of an exception's text, at most ``most`` characters. ``str`` of a user's exception may itself fail."""
     try:
         return str(error).partition("\n")[0][:most]
     except KeyboardInterrupt:
@@ -76,6 +76,6 @@ def listed(options: Any) -> str:
 
 
 def close(value: str, options: Any) -> str:
-    """What to add to a message: `(did you mean "x"?)`, where something is close."""
+    """Suffix for a message: ` (did you mean "x"?)` for the closest option, or nothing."""
     near = difflib.get_close_matches(str(value), list(options), 1)
     return f' (did you mean "{near[0]}"?)' if near else ""

@@ -1,4 +1,4 @@
-"""Randomness from one seed: every stream is derived from (seed, what it is for), never from an order of events."""
+"""Random streams. Each derives from (seed, purpose), never from an order of events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 def derive(seed: int, *purpose: str | int) -> int:
     """A 63-bit seed for one purpose, e.g. ``derive(0, "batches", round, client)``.
 
-    Independent of the platform, of the number of workers and of whatever was drawn before.
+    It does not depend on the platform, the number of workers or earlier draws.
     """
     text = "\x1f".join([str(seed), *map(str, purpose)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

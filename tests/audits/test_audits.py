@@ -223,7 +223,7 @@ def test_the_command_line_and_the_report(copy, capsys):
     assert "with a recorder at the server" in err
     page = (copy / "report.html").read_text()
     assert '<section id="audit">' in page
-    assert "Do components of the mixtures give away single rows?" in page
+    assert "Do components of the mixtures disclose single rows?" in page
     assert main(["audit", str(copy), "--attack", "membership", "--format", "json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result) == {"run", "findings"}
@@ -247,8 +247,8 @@ def test_the_report_bears_what_is_no_audit(copy):
     [
         (["--attack", "membershp"], 'did you mean "membership"'),
         (["--attack", "epsilon"], "claims no epsilon"),
-        (["--attack", "inversion"], "it paints pictures"),
-        (["--pictures", "x.npz"], "for --attack inversion"),
+        (["--attack", "inversion"], "it needs pictures"),
+        (["--pictures", "x.npz"], "only --attack inversion"),
     ],
 )
 def test_an_attack_that_does_not_fit_is_refused(leaky, capsys, args, said):
@@ -263,7 +263,7 @@ def test_runs_that_cannot_be_audited_are_refused(copy, tmp_path, capsys):
 
     refused("no run here", tmp_path / "nothing")
     change(copy, split=None)
-    refused("data of their own")
+    refused("silos' own data")
     change(copy, split={}, fingerprints__data="0" * 64)
     refused("the data changed")
     change(copy, result=None)
@@ -324,7 +324,7 @@ def test_a_finding_as_text_and_as_json():
     assert json.loads(json.dumps(f.to_dict()))["detail"] == {"x": 2.0}
     text = lines([f])
     assert "0.5123" in text
-    assert "This refutes what the run claims." in text
+    assert "This refutes a claim of the run." in text
 
 
 def test_a_handful_of_rows_has_no_say_in_the_sentence(monkeypatch):

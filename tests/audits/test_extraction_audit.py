@@ -177,7 +177,7 @@ def test_the_audit_leaves_the_run_as_it_was_and_says_its_verdicts(default):
     shown = (path / "metrics.jsonl").read_text() + (path / "manifest.json").read_text()
     assert '"tau' not in shown
     page = html.write(path).read_text()
-    assert "Relative error of the foundation model as clients compute it" in page
+    assert "Relative error of the foundation model that clients compute" in page
     assert "Error by tensor" in page
 
 
@@ -245,7 +245,7 @@ def test_scaffold_with_unequal_numbers_of_steps_leaves_an_estimate(folder):
 def test_a_client_alone_in_its_cohort_knows_the_aggregate(folder):
     path = run(folder, "alone", {"evaluate_every": 1}, fraction=0.17, rounds=12)
     rounds, again = watched(path)
-    twice = [c for c in again.population.clients if sum(t.asked == [c] for t in rounds.turns) > 1]
+    twice = [c for c in again.population.clients if sum(list(t.payloads) == [c] for t in rounds.turns) > 1]
     assert twice
     for client in twice:
         lines = rounds.lines([client])

@@ -450,7 +450,7 @@ def test_tune_chooses_by_validation_rows(tmp_path, capsys):
     assert all(e["bytes_up"] > 0 for e in entries)
     code, _, err = call(capsys, "run", exp, "--tune", "1e-6,0.2", "--seeds", "0,1", "--out", tmp_path / "s")
     assert code == 0
-    assert "learning rate 0.2 is used" in err
+    assert "learning rate 0.2 has the lowest validation loss" in err
     for seed in (0, 1):  # whoever uses the rate owes what its choice cost
         ledger = json.loads((tmp_path / f"s/seed-{seed}/manifest.json").read_text())["ledger"]
         assert [e["learning_rate"] for e in ledger["entries"]] == [1e-6, 0.2]
@@ -794,6 +794,16 @@ def test_the_light_commands_import_no_heavy_library():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+def test_help_imports_neither_the_configuration_nor_what_it_needs():
+    code = (
+        "import sys; from fedfm.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n"
+        "    loaded = {'fedfm.config', 'dataclasses', 'importlib.resources', 'numpy'} & set(sys.modules)\n"
+        "    assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
 @pytest.mark.parametrize("flag", [("--seeds", "-1,2"), ("--seeds=-1,2",), ("--seeds", "-1"), ("--seeds", "0.5")])
 def test_seeds_are_whole_numbers_of_at_least_0(tmp_path, capsys, flag):
     code, _, err = call(capsys, "run", toml(tmp_path), *flag, "--out", tmp_path / "r")
@@ -829,7 +839,7 @@ def test_doctor(capsys):
     found = {c["what"]: c["found"] for c in report["checks"]}
     assert {"torch", "flwr", "nano-vit"} <= found.keys()
     said = r'\d+ Gflop/s a core in float32; kernels = "fast_bf16" multiplies at \d+\.\d times that'
-    assert re.fullmatch(rf"{said}(: it is of no use here)?", found["linear maps"])
+    assert re.fullmatch(rf"{said}(: do not use it here)?", found["linear maps"])
 
 
 def fedbaf(folder, **method):

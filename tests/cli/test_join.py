@@ -105,8 +105,8 @@ def test_what_cannot_join_is_refused(bip, tmp_path, capsys):
         ((bip, tmp_path / "absent.csv"), "no such file"),
         ((bip, wider), "rows of another kind"),
         ((bip, features(tmp_path), "--client", Run.open(bip).manifest["clients"][0]), "has a client of that name"),
-        ((finished(tmp_path, name="local"), features(tmp_path)), "nothing that a client that comes after training"),
-        ((one_shot(tmp_path), features(tmp_path)), "nothing that a client that comes after training"),
+        ((finished(tmp_path, name="local"), features(tmp_path)), "no start weights for a client"),
+        ((one_shot(tmp_path), features(tmp_path)), "no start weights for a client"),
     ):
         code, _, err = call(capsys, "join", *args)
         assert code == 2

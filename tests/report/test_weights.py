@@ -9,7 +9,7 @@ import pytest
 from fedfm.api import execute
 from fedfm.cli import main
 from fedfm.report import compare, html
-from fedfm.report.client_weights import Weights, gathered, load, seriation, words
+from fedfm.report.client_weights import Weights, grouped, load, seriation, words
 from report import runs
 from small import experiment
 
@@ -85,7 +85,7 @@ def test_neighbours_in_the_order_are_of_one_group():
 @pytest.mark.parametrize(("n", "most"), [(5, 9), (61, 40), (200, 40), (7, 7)])
 def test_gathering_keeps_the_sums_of_rows(n, most):
     p = np.random.default_rng(n).dirichlet(np.ones(n), n)
-    q, groups = gathered(p, np.random.default_rng(0).permutation(n).tolist(), most)
+    q, groups = grouped(p, np.random.default_rng(0).permutation(n).tolist(), most)
     assert len(q) == min(n, most)
     assert sorted(i for g in groups for i in g) == list(range(n))
     np.testing.assert_allclose(q.sum(1), 1)
@@ -115,9 +115,9 @@ def test_what_is_no_file_of_weights_is_said(tmp_path):
         np.savez(run / "weights.npz", **wrong)
         with pytest.raises(ValueError, match=r"shape|not a file|pickle|KeyError|rounds"):
             load(run)
-        assert "is not what a run writes" in section(html.write(run))
+        assert "is not a valid file of weights" in section(html.write(run))
     (run / "weights.npz").write_bytes(b"PK\x03\x04 torn")
-    assert "is not what a run writes" in section(html.write(run))
+    assert "is not a valid file of weights" in section(html.write(run))
     assert words(run) == ""
 
 

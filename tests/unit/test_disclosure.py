@@ -245,4 +245,4 @@ def test_runs_whose_fingerprints_are_keyed_are_not_said_to_be_of_other_data(tmp_
     for text in (said.out + said.err, (tmp_path / "a/page.html").read_text()):
         assert "different data" not in text
         assert "split among clients" not in text
-        assert "nobody can tell whether the data are the same" in text
+        assert "cannot be compared: [privacy] keys the fingerprint" in text

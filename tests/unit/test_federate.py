@@ -249,7 +249,7 @@ def test_calling_again_goes_on_and_a_finished_run_gives_its_weights(tmp_path, ca
     with pytest.raises(_Stopped):
         federate(net, rounds=4, method="scaffold", out=tmp_path / "broken", progress=_Stop())
     torch.testing.assert_close(net.state_dict(), network().state_dict())  # untouched, as nothing was finished
-    with pytest.raises(KeyboardInterrupt, match=r"go on with the same call, with out='.*broken'"):
+    with pytest.raises(KeyboardInterrupt, match=r"continue with the same call, with out='.*broken'"):
         federate(net, rounds=4, method="scaffold", out=tmp_path / "broken", progress=_Interrupt())
     assert main(["resume", str(tmp_path / "broken")]) == 2
     assert "given from Python: call fedfm.federate" in capsys.readouterr().err
@@ -311,7 +311,7 @@ def test_batch_norm_statistics_travel(tmp_path, method):
         ({"train": iter([1])}, "map-style"),
         ({"train": []}, "no rows"),
         ({"train": None, "partition": None, "clients": {"a": data(3), "b": []}}, 'clients\\["b"\\] has no rows'),
-        ({"train": None, "partition": None, "clients": {"a": data(3), "": data(3)}}, "no name for a client"),
+        ({"train": None, "partition": None, "clients": {"a": data(3), "": data(3)}}, "is not a client's name"),
         ({"train": None, "partition": None, "clients": {"a": data(3)}, "test": {"c": data(3)}}, "are no clients"),
         ({"loss": None}, "^give loss=\\(output"),
         ({"method": "fedpft"}, '^method = "fedpft": it has no client optimiser'),
@@ -486,7 +486,7 @@ def test_a_trainer_with_clients_of_its_own_and_a_changed_optimiser(tmp_path):
 def test_what_a_trainer_has_and_clients_cannot_do_is_refused(tmp_path, args, words):
     with pytest.raises(InputError, match=words):
         fedfm.federate(trainer(tmp_path, bert(), **args), partition={"clients": 2}, out=tmp_path / "run")
-    with pytest.raises(InputError, match="a Trainer has its own"):
+    with pytest.raises(InputError, match="set them in the Trainer"):
         fedfm.federate(trainer(tmp_path, bert()), partition={"clients": 2}, loss=cross_entropy)
 
 

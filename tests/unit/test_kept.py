@@ -453,7 +453,7 @@ def test_a_replay_of_a_run_that_lost_its_secret_says_why_it_ends_otherwise(copy)
     run, _ = copy("fedbaf")
     (run / "private/server/alpha.secret").unlink()
     fedfm.resume(run, accept_loss=True)
-    with pytest.raises(RunError, match=r"it went on without private/server/alpha\.secret"):
+    with pytest.raises(RunError, match=r"continued without private/server/alpha\.secret"):
         perform(run, ["extraction"])
 
 

@@ -42,7 +42,7 @@ def stopped(tmp_path):
 
 
 def test_a_stop_says_in_python_too_how_to_go_on(tmp_path):
-    with pytest.raises(KeyboardInterrupt, match=r"what was committed is kept; go on with fedfm.resume\('.*run'\)"):
+    with pytest.raises(KeyboardInterrupt, match=r"committed rounds are kept; continue with fedfm.resume\('.*run'\)"):
         fedfm.run(experiment(tmp_path), tmp_path / "run", progress=_Stop(2))
 
 

@@ -1,1 +1,1 @@
-"""What Python users call: run, resume, federate, predict, join, and studies (seeds, tuning, baselines)."""
+"""The Python interface: run, resume, federate, predict, join, and studies (seeds, tuning, baselines)."""

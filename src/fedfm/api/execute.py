@@ -1,19 +1,20 @@
-"""What the command line and notebooks call: run an experiment, resume a run, load one."""
+"""Run an experiment, resume a run, load one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.engines.start import start
-from fedfm.errors import FedfmError, InputError, RunError
+from fedfm.errors import FedfmError, InputError
 from fedfm.runtime import losses
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.progress import Progress
@@ -36,35 +37,29 @@ def run(
         The result line as a dict; ``["run"]`` is the run directory.
 
     Raises:
-        InputError: the experiment, its data or its model are wrong; before any computation.
-        RunError: the run cannot go on; what was committed is kept and ``resume`` continues it.
-        KeyboardInterrupt: stopped after the current client, in a notebook by its stop button; it says how to go on.
+        InputError: the experiment, its data or its model are wrong; raised before any computation.
+        RunError: the run cannot continue; committed rounds are kept, and ``resume`` continues it.
+        KeyboardInterrupt: stopped after the current client, e.g. by a notebook's stop button.
     """
-    experiment = as_experiment(experiment)
+    if isinstance(experiment, Mapping):
+        experiment = Experiment.from_dict(experiment, imports=True)
+    elif not isinstance(experiment, Experiment):
+        experiment = Experiment.load(experiment)
     return drive(Run.create(experiment, Path(out) if out else None), progress or Progress(), fresh=True)
 
 
-def as_experiment(experiment: str | Path | Mapping[str, Any] | Experiment) -> Experiment:
-    """Whatever names an experiment, as one."""
-    if isinstance(experiment, Experiment):
-        return experiment
-    if isinstance(experiment, Mapping):
-        return Experiment.from_dict(experiment, imports=True)
-    return Experiment.load(experiment)
-
-
 def resume(path: str | Path, *, progress: Progress | None = None, accept_loss: bool = False) -> dict[str, Any]:
-    """Go on with a run after its last committed round; of a finished run, return its result.
+    """Continue a run after its last committed round; return the result of a finished run.
 
-    On the local engine the final parameters are, bit for bit, those of the run that was never stopped.
+    On the local engine the final parameters equal, bit for bit, those of a run that was never stopped.
 
     Args:
-        accept_loss: go on although secrets, clients' memories or all checkpoints are damaged or missing. The run then
-            ends with other parameters, or draws its noise a second time; ``lost`` in its manifest and its result names
-            what it went on without.
+        accept_loss: continue although secrets, clients' memories or all checkpoints are damaged or missing. The run
+            then ends with other parameters, or draws its noise a second time; ``lost`` in its manifest and its result
+            names the lost files.
 
     Raises:
-        InputError: no run is there; or, as :class:`~fedfm.errors.Lost`, a file that it needs is damaged or missing.
+        InputError: there is no run; or, as :class:`~fedfm.errors.Lost`, a file that it needs is damaged or missing.
     """
     return drive(load_run(path), progress or Progress(), fresh=False, accept_loss=accept_loss)
 
@@ -73,7 +68,7 @@ def load_run(path: str | Path) -> Run:
     """A run directory: manifest, metrics, result.
 
     Raises:
-        InputError: no run is there.
+        InputError: there is no run.
     """
     return Run.open(path)
 
@@ -86,7 +81,7 @@ def drive(
     population: Callable[[], Partitioned] | None = None,
     accept_loss: bool = False,
 ) -> dict[str, Any]:
-    """Run or go on to the end, on the experiment's engine; ``population`` gives data and model that are in memory."""
+    """Start or continue a run, to its end; ``population`` gives data and model that are in memory."""
     if run.manifest["result"] is not None:
         return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved
     try:
@@ -102,44 +97,39 @@ def drive(
         again = (
             f"fedfm.resume({str(run.path)!r})" if population is None else f"the same call, with out={str(run.path)!r}"
         )
-        error.args = (f"what was committed is kept; go on with {again}",)
+        error.args = (f"committed rounds are kept; continue with {again}",)
         raise
     except OSError as error:
         if not storage.full(error):
             raise
-        where = error.filename or "a temporary file (TMPDIR says where)"
-        raise RunError(f"cannot write {where}: the disk is full; what was committed before is kept") from error
+        raise storage.not_written(Path(error.filename or "a temporary file (TMPDIR says where)"), error) from error
     finally:
         progress.finished()
     from fedfm.report import html
 
     try:
         html.write(run.path)
-    except (FedfmError, OSError) as error:  # the result is there; `fedfm report` can be asked again
+    except (FedfmError, OSError) as error:  # the result is there; `fedfm report` can write the page later
         progress.notice(f"report.html could not be written: {error}")
     return result
 
 
-class _stop_flag:
-    """Ctrl-C and SIGTERM ask to stop after the current client; a second Ctrl-C stops at once."""
+@contextlib.contextmanager
+def _stop_flag() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask to stop after the current client; a second one stops at once."""
+    asked = False
 
-    def __enter__(self) -> Callable[[], bool]:
-        self._asked = False
-        self._old: dict[signal.Signals, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._old[number] = signal.signal(number, self._ask)
-        return lambda: self._asked
-
-    def _ask(self, number: int, frame: Any) -> None:
-        if self._asked:
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
             raise KeyboardInterrupt
-        self._asked = True
+        asked = True
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nStopping after the current client ...\n")
 
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._old.items():
+    main = threading.current_thread() is threading.main_thread()
+    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in old.items():
             signal.signal(number, handler)
-
-
-__all__ = ["FedfmError", "Progress", "as_experiment", "drive", "load_run", "resume", "run"]

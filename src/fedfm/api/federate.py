@@ -1,13 +1,12 @@
-"""Federate what is in memory: a module of one's own with a loss, or a Hugging Face Trainer. On this machine only.
+"""Federate a module in memory, with a loss or as a Hugging Face Trainer, on this machine only.
 
-Data sets and module stay where they are: worker processes are forked and share them. For sites of their own, write an
-experiment whose data and model have names (docs/how-to/deployment.md).
+Forked worker processes share data sets and module. For several sites write an experiment (docs/how-to/deployment.md).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,11 @@ from fedfm.data.partition import deal, own_test
 from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.data.stratify import hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.engines.local.engine import processes
 from fedfm.errors import InputError
-from fedfm.linalg.params import Params
-from fedfm.models.wrap import WrappedModel
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import personal
+from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 from fedfm.seeds import generator
 
@@ -59,48 +58,48 @@ def federate(
     out: str | Path | None = None,
     run: Mapping[str, Any] | None = None,
     name: str | None = None,
-    progress: execute.Progress | None = None,
+    progress: Progress | None = None,
     **keys: Any,
 ) -> dict[str, Any]:
     """Train a module over clients whose rows are in memory; afterwards it holds the trained weights.
 
-    Parameters that require a gradient travel, and batch norm's running statistics; with PEFT these are the adapter's.
-    Data sets are map-style (``len(d)``, ``d[i]``); rows are tuples ``(input, ..., target)``, dicts, or tensors. Random
-    transforms that use torch's generator repeat with the seed; those of other generators do not.
+    Trainable parameters travel (with PEFT the adapter's), and batch norm's running statistics. Data sets are map-style
+    (``len(d)``, ``d[i]``); rows are tuples ``(input, ..., target)``, dicts, or tensors. Random transforms repeat with
+    the seed if they use torch's generator.
 
     Args:
-        model: a module on the device where it shall run, or a ``transformers.Trainer``, of which module, loss, data
-            collator, ``train_dataset``, ``eval_dataset`` (as ``test``) and the arguments of the optimiser are taken.
+        model: a module on the device where it shall run, or a ``transformers.Trainer``, which brings module, loss, data
+            collator, ``train_dataset``, ``eval_dataset`` (as ``test``) and the optimiser's arguments.
         clients: name -> data set. Or ``train`` and ``partition``.
-        train: one data set, dealt to clients by ``partition`` (Trainer: its ``train_dataset``).
+        train: one data set, assigned to clients by ``partition``.
         partition: as ``data.partition`` of an experiment, e.g. ``{"name": "dirichlet", "alpha": 0.1, "clients": 10}``.
-        test: a data set on which nobody trains, or one a client by name.
+        test: one data set for all clients, or client -> data set.
         loss: (output, target) -> scalar mean over the batch, e.g. ``torch.nn.functional.cross_entropy``. Without it and
             ``objective`` the module returns its loss itself, as transformers' models do.
-        objective: (module, batch) -> scalar, instead of ``loss``; the batch is what ``collate`` made.
-        logits: (module, batch) -> (b, C), beside an ``objective``, where there is an accuracy to measure.
+        objective: (module, batch) -> scalar, instead of ``loss``; ``collate`` makes the batch.
+        logits: (module, batch) -> (b, C), with an ``objective``, to measure accuracy.
         collate: list of rows -> batch [torch's default_collate].
-        labels: which key of rows that are dicts is the target ["labels", else "label"].
+        labels: key of the target in rows that are dicts ["labels", else "label"].
         classes: names of the classes.
         method: name of a method; its own keys are further arguments, e.g. ``mu=0.01``.
         rounds: [the method's default].
         local: the client optimiser, as ``[method.local]``; a Trainer's arguments are its defaults.
-        val_fraction: of each client's rows, kept for validation.
+        val_fraction: share of each client's rows for validation.
         aggregation: the rule's name, or as ``[aggregation]``, e.g. ``{"name": "trimmed_mean", "trim": 0.2}``.
         seed: every random stream derives from it.
-        out: the run directory [``runs/<name>-<time>``]; where it holds this very run, the run goes on.
+        out: the run directory [``runs/<name>-<time>``]; a run of the same experiment in it continues.
         run: further keys of ``[run]``, e.g. ``{"workers": 2, "evaluate_every": 5}``.
         name: of the run.
-        progress: told what happens, e.g. ``fedfm.cli.progress_bar.Bar()``.
+        progress: receives the run's events, e.g. ``fedfm.cli.progress_bar.Bar()``.
 
     Returns:
-        The result line, and ``models``: client -> folder of its model; one folder under "" where all share one. With a
-        model a client the module keeps the weights that it had. Accuracy is measured where rows have integer
-        labels and the module gives one logit a class; else there is only the loss.
+        The result line, and ``models``: client -> folder of its model; one folder under "" if all share one. If every
+        client has its own model, the module's weights stay as they were. There is an accuracy if rows have integer
+        labels and the module returns one logit a class; else only the loss.
 
     Raises:
-        InputError: something given is wrong; before any training.
-        RunError: the run cannot go on; call again with the same ``out``.
+        InputError: an argument is wrong; raised before any training.
+        RunError: the run cannot continue; call again with the same ``out``.
 
     Example:
         >>> x, y = torch.randn(40, 3), torch.randint(0, 2, (40,))
@@ -119,10 +118,12 @@ def federate(
     if "local" not in {f.name for f in fields(resolve("methods", method))}:
         raise InputError(
             f'method = "{method}": it has no client optimiser that trains a module; federate takes methods that have '
-            'one, such as "fedavg"; for the others write an experiment'
+            'one, such as "fedavg"; for other methods write an experiment'
         )
+    settings = {"seed": seed, **(run or {})}
     device = next((p.device for p in given.module.parameters()), torch.device("cpu"))
-    settings = {"seed": seed, **_on(device, dict(run or {}))}
+    if device.type != "cpu":
+        settings["workers"] = processes(settings.get("workers", 1), device)
     tables = {
         "data": {"name": IN_MEMORY, "partition": _partition(clients, train, partition), "val_fraction": val_fraction},
         "model": {"name": IN_MEMORY},
@@ -137,26 +138,32 @@ def federate(
     }
     experiment = Experiment.from_dict(tables | {"name": name or f"{method.rpartition(':')[2]}-in-memory"}, imports=True)
     table, places = given.table(clients, train, test, experiment.data.partition.column)
-    federated = _dealt(table, places, experiment.data, experiment.run.seed)
-    with _as_it_was(given.module):
+    federated = _partitioned(table, places, experiment.data, experiment.run.seed)
+    own_models = personal(experiment.method)
+    with _restored(given.module):
         wrapped = given.wrapped(table, classes)
         federated = replace(federated, table=replace(table, classes=wrapped.classes))
         start = wrapped.params()
         try:
             current, fresh = _run_at(out, experiment)
-            watcher = progress or execute.Progress()
+            watcher = progress or Progress()
             result = execute.drive(current, watcher, fresh=fresh, population=lambda: Partitioned(federated, wrapped))
-            start = _end(current, experiment, wrapped) or start
+            if not own_models:
+                w = experiment.method.params_for(current.state(experiment.method.state_type), "")
+                if w.layout is not wrapped.layout:
+                    raise InputError(f"{current.path} was trained with another model; give another out")
+                start = w
         finally:
             wrapped.load(start)
-    return result | {"models": _folders(current, experiment, federated.clients)}
+    folders = sorted(federated.clients) if own_models else [""]
+    return result | {"models": {c: str(current.adapter(c)) for c in folders}}
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def _partition(clients: Mapping[str, Any] | None, train: Any, partition: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The partition of the record; clients that came with data sets of their own are a column of names."""
+    """The experiment's partition; clients with data sets of their own become a column of names."""
     if clients is None and train is None:
         raise InputError("clients: expected name -> data set, or train=data set with partition={...}")
     if clients is not None and (train is not None or partition is not None):
@@ -167,12 +174,12 @@ def _partition(clients: Mapping[str, Any] | None, train: Any, partition: Mapping
         raise InputError("clients: expected a dict of name -> data set")
     for name in clients:
         if not isinstance(name, str) or not name.strip() or name in ("server", POOLED):
-            raise InputError(f"clients: {name!r} is no name for a client; expected a text")
+            raise InputError(f"clients: {name!r} is not a client's name; expected text")
     return {"name": "by_column", "column": "client"}
 
 
-def _dealt(table: Table, places: Places, spec: DataSpec, seed: int) -> FederatedData:
-    """Clients' rows: as they came, or by the partition's rule."""
+def _partitioned(table: Table, places: Places, spec: DataSpec, seed: int) -> FederatedData:
+    """Clients' rows: as given, or by the partition's rule."""
     if ("train", "") in places:
         return deal(table, spec, seed=seed)
     names = [client for split, client in places if split == "train"]
@@ -195,20 +202,11 @@ def _dealt(table: Table, places: Places, spec: DataSpec, seed: int) -> Federated
     return FederatedData(table, clients, test, table.notices)
 
 
-def _on(device: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
-    """On an accelerator, one process."""
-    if device.type == "cpu":
-        return settings
-    from fedfm.engines.local.engine import processes
-
-    return settings | {"workers": processes(settings.get("workers", 1), device)}
-
-
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
 def _run_at(out: str | Path | None, experiment: Experiment) -> tuple[Run, bool]:
-    """(run, whether it is new): the one in ``out`` where it is of this experiment."""
+    """(run, whether it is new); ``out`` may hold a run of this experiment."""
     if out is None or not (Path(out) / "manifest.json").exists():
         return Run.create(experiment, Path(out) if out else None), True
     run = Run.open(out)
@@ -217,25 +215,9 @@ def _run_at(out: str | Path | None, experiment: Experiment) -> tuple[Run, bool]:
     return run, False
 
 
-def _end(run: Run, experiment: Experiment, model: WrappedModel) -> Params | None:
-    """The trained parameters; None where every client has its own."""
-    if personal(experiment.method):
-        return None
-    w: Params = experiment.method.params_for(run.state(experiment.method.state_type), "")
-    if w.layout is not model.layout:
-        raise InputError(f"{run.path} was trained with another model; give another out")
-    return w
-
-
-def _folders(run: Run, experiment: Experiment, clients: Iterable[str]) -> dict[str, str]:
-    if not personal(experiment.method):
-        return {"": str(run.adapter())}
-    return {c: str(run.adapter(c)) for c in sorted(clients)}
-
-
 @contextlib.contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Training and evaluation modes as they were; parameters in storage of their own, without gradients of ours."""
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Restore training modes on exit; give parameters storage of their own and clear their gradients."""
     modes = [(m, m.training) for m in module.modules()]
     try:
         yield

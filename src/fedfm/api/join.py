@@ -1,4 +1,4 @@
-"""A client that comes after training: its model from a finished run, without a round more."""
+"""A model for a client that comes after training, from a finished run without another round."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ NAME = "newcomer"
 
 
 def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[str, Any]:
-    """Give a newcomer its model; it is kept in the run under the newcomer's name.
+    """Train a newcomer's model and store it in the run, under the newcomer's name.
 
     Args:
         path: a finished run.
-        data: the newcomer's rows, in any form that an experiment takes; what is marked as test rows, or else
-            ``data.test_fraction`` of them, judges.
-        client: its name ["newcomer", or with a number behind it].
+        data: the newcomer's rows, in any form that an experiment takes. Rows marked as test rows, or else
+            ``data.test_fraction`` of all rows, evaluate the model.
+        client: its name ["newcomer", with a number if that is taken].
 
     Returns:
-        ``accuracy`` of its model on its test rows, ``adapter`` (path); ``start_accuracy`` of what its last local pass
-        started from, ``alone_accuracy`` after as many passes without the federation; ``weights``: whose vectors its
-        start is made of.
+        ``accuracy`` of its model on its test rows, ``adapter`` (path); ``start_accuracy`` before its last local pass,
+        ``alone_accuracy`` after as many passes without the federation; ``weights``: each client's share in its start
+        weights.
 
     Raises:
-        InputError: the run is not finished, the method has nothing for newcomers, or the rows are of another kind.
+        InputError: the run is not finished, the method has no model for newcomers, or the rows are of another kind.
     """
     run = Run.open(path)
     experiment = run.experiment
@@ -54,11 +54,13 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     method, name = experiment.method, _free(run, client)
     if not Path(data).exists():
         raise InputError(f"{data}: no such file or folder; join takes the newcomer's rows")
-    silo = _newcomer(run, name, data)
-    check(silo, "")  # the name becomes that of a folder
+    columns = {column: getattr(experiment.data, column) for column in COLUMNS}
+    classes, models = tuple(run.manifest["model"]["classes"]), (experiment.model.name,)
+    silo = Silo(name, str(Path(data).resolve()), classes=classes, models=models, **columns)
+    check(silo, "")  # a folder gets the name
     with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
         population = populate(silo, experiment, run.manifest["model"]["classes"])
-        _same(run, population, data)
+        _check_kind(run, population, data)
         model, rows = population.model, population.data(name)
         if not len(rows.train):
             raise InputError(f"{data}: no training rows")
@@ -81,14 +83,6 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     return {"run": str(path), "client": name, **found, "adapter": str(folder), "weights": weights}
 
 
-def _newcomer(run: Run, name: str, data: str | Path) -> Silo:
-    """A silo with the run's columns, classes and model."""
-    spec = run.experiment.data
-    columns = {column: getattr(spec, column) for column in COLUMNS}
-    classes = tuple(run.manifest["model"]["classes"])
-    return Silo(name, str(Path(data).resolve()), classes=classes, models=(run.experiment.model.name,), **columns)
-
-
 def _free(run: Run, client: str | None) -> str:
     taken = {*run.manifest["clients"], *run.manifest.get("newcomers", {})}
     if client is None:
@@ -98,8 +92,8 @@ def _free(run: Run, client: str | None) -> str:
     return client
 
 
-def _same(run: Run, population: Partitioned, data: str | Path) -> None:
-    """The newcomer's rows and model are of the run's kind."""
+def _check_kind(run: Run, population: Partitioned, data: str | Path) -> None:
+    """Refuse rows of another kind or width than the run's, and a model that has changed."""
     table, shape = population.federated.table, run.manifest["model"]
     width = table.inputs.shape[1] if table.kind == "features" else None
     if (table.kind, width) != (shape["kind"], shape["feature_dim"]):
@@ -112,26 +106,24 @@ def _same(run: Run, population: Partitioned, data: str | Path) -> None:
 def _start(
     method: Method[Any], model: Model, state: Any, w_0: Params, name: str, adapt: Callable[[Params], Params]
 ) -> tuple[Params, dict[str, float]]:
-    """Start weights, and each client's share in them: the method's own, or the one model that all share.
+    """(start weights, each client's share in them), by the method or as the one model that all share.
 
     Raises:
-        InputError: there is neither.
+        InputError: the method has neither.
     """
     if isinstance(method, Joining):
         return method.newcomer(model, state, w_0, name, adapt)
     shares_one = isinstance(method, TrainsLocally) and not predictions.personal(method)
     w = method.params_for(state, "") if shares_one else None
     if w is None or set(w) != set(model.names):
-        raise InputError("join: this method has nothing that a client that comes after training could train on")
+        raise InputError("join: this method has no start weights for a client that comes after training")
     return w, {}
 
 
 def _passes(
     experiment: Experiment, population: Partitioned, memory: Path, name: str, w_0: Params
 ) -> tuple[Callable[[Params], Params], Callable[[Params], Params]]:
-    """The client's local pass, with a stream of its own each time, as in rounds after the last; and its own model,
-    where that is not what it sends.
-    """
+    """(local pass, own model) as functions of w. Each pass counts as one more round, so that it has its own stream."""
     method: Any = experiment.method
     silos = Silos(method, Aggregator(), population, memory=memory, seed=experiment.run.seed)
     count = 0

@@ -1,4 +1,4 @@
-"""What a finished run is good for: predictions, and exports for other libraries."""
+"""Predictions and exports of a finished run's model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         spec = at_rank(spec, rank_on_disk(run.adapter(client)))
     else:
         w: Params = experiment.method.params_for(run.state(experiment.method.state_type), "")
-        spec = spec_for(spec, w)  # what was merged into the weights is part of a wider adapter
+        spec = spec_for(spec, w)  # w may hold a wider adapter
     model = load_model(
         spec,
         classes=tuple(shape["classes"]),
@@ -70,23 +70,23 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
 
 
 def predict(path: str | Path, file: str | Path, client: str | None = None) -> dict[str, Any]:
-    """What the run's model says of every row of a file.
+    """Predictions of the run's model for the rows of a file.
 
     Args:
         file: any source that the run could have been trained on; labels are not needed and not used.
 
     Returns:
-        By what the model does, in the order of the rows:
+        By task, in the order of the rows:
 
-        - classes: ``predictions`` and ``probabilities``, ``classes``; of a folder of pictures also ``files``: whose
-          prediction each is, relative to the folder;
-        - answers to instructions: ``answers``, and ``cut``, the indexes of those that stop at the limit of tokens. Over
-          the rows with an output, null where none has one: ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``,
-          as the run's evaluation has them;
+        - classes: ``predictions`` and ``probabilities``, ``classes``; of a folder of pictures also ``files``, their
+          paths relative to the folder;
+        - answers to instructions: ``answers``, and ``cut``, the indexes of those that reach the limit of tokens. Over
+          the rows with an output, null where there is none: ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``,
+          as in the run's evaluation;
         - running text: its ``loss`` and ``perplexity``.
 
     Raises:
-        InputError: the run is not finished, or the file does not hold what its model takes.
+        InputError: the run is not finished, or the rows are of another kind than the model's.
     """
     from fedfm.data.load import read_inputs
     from fedfm.linalg.threads import torch_threads
@@ -99,8 +99,8 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
             raise InputError(
                 f"{file} holds vectors of {table.inputs.shape[1]} numbers; the model takes {shape['feature_dim']}"
             )
-        said = _said if model.is_language_model else _classes
-        result = {"run": str(path)} | said(run.experiment.method, model, w, table)
+        by_task = _texts if model.is_language_model else _classes
+        result = {"run": str(path)} | by_task(run.experiment.method, model, w, table)
     folder = Path(file).expanduser()
     if folder.is_dir():
         result["files"] = [os.path.relpath(picture, folder) for picture in table.inputs]
@@ -119,8 +119,8 @@ def _classes(method: Method[Any], model: Model, w: Params, table: Table) -> dict
     }
 
 
-def _said(method: Method[Any], model: Model, w: Params, table: Table) -> dict[str, Any]:
-    """Of a language model: its answers, and how likely it finds what is there."""
+def _texts(method: Method[Any], model: Model, w: Params, table: Table) -> dict[str, Any]:
+    """A language model's answers, and the likelihood of the given texts."""
     from fedfm.models.metrics import answer_limit, answers, compared, likelihood, references
 
     result: dict[str, Any] = {"predictions": [], "probabilities": []}
@@ -128,24 +128,24 @@ def _said(method: Method[Any], model: Model, w: Params, table: Table) -> dict[st
     if model.task == "instruction":
         asked = replace(table, inputs=[(instruction, "") for instruction, _ in table.inputs])
         with predictions.applied(method, model, w, model.prepare(asked, scored)) as rows:
-            said = answers(model, rows)
-        result |= {"answers": [a.text for a in said], "cut": [i for i, a in enumerate(said) if a.cut]}
+            given = answers(model, rows)
+        result |= {"answers": [a.text for a in given], "cut": [i for i, a in enumerate(given) if a.cut]}
         result["answer_tokens"] = answer_limit(model)
         scored = [i for i, (_, output) in enumerate(table.inputs) if output.strip()]
     rows = model.prepare(table, scored)
     if model.task == "instruction":
-        found = compared([said[i] for i in scored], references(rows))
+        found = compared([given[i] for i in scored], references(rows))
         result |= {key: found[key] for key in ("exact_match", "rouge_1")}
-    with predictions.applied(method, model, w, rows) as judged:
-        found = likelihood(model, judged)
+    with predictions.applied(method, model, w, rows) as adapted:
+        found = likelihood(model, adapted)
     return result | {key: found[key] for key in ("loss", "perplexity")}
 
 
 def check_out(out: Path) -> None:
-    """Refuse a file that :func:`write` would not write.
+    """Check a path before :func:`write`.
 
     Raises:
-        InputError: its name ends in no format that is written, its folder is not there, or it is there already.
+        InputError: its suffix is unknown, its folder is missing, or it exists.
     """
     if out.suffix not in FORMATS:
         raise InputError(f"--out {out}: expected a name that ends in {', '.join(FORMATS)}")
@@ -156,10 +156,10 @@ def check_out(out: Path) -> None:
 
 
 def write(result: Mapping[str, Any], out: Path) -> None:
-    """Write what :func:`predict` found: ``.json`` all of it, ``.jsonl`` and ``.csv`` a line a row.
+    """Write the result of :func:`predict`: ``.json`` all of it, ``.jsonl`` and ``.csv`` a line a row.
 
     Raises:
-        RunError: the disk does not take it.
+        RunError: it cannot be written.
     """
     rows = _lines(result)
     try:
@@ -176,15 +176,15 @@ def write(result: Mapping[str, Any], out: Path) -> None:
 
 
 def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One for each row: its file, where it has one, and what the model says of it."""
+    """Records by row: its file, if it has one, and its prediction."""
     if "answers" in result:
         cut = set(result["cut"])
         return [{"answer": answer, "cut": i in cut} for i, answer in enumerate(result["answers"])]
     if not result["predictions"]:
         return [{key: result[key] for key in ("loss", "perplexity")}]
     files = [{"file": name} for name in result["files"]] if "files" in result else repeat({})
-    said = zip(files, result["predictions"], result["probabilities"], strict=False)
-    return [{**file, "prediction": label, "probability": max(p)} for file, label, p in said]
+    rows = zip(files, result["predictions"], result["probabilities"], strict=False)
+    return [{**file, "prediction": label, "probability": max(p)} for file, label, p in rows]
 
 
 def export(path: str | Path, to: Target, out: Path, client: str | None = None) -> str:
@@ -200,12 +200,12 @@ def export(path: str | Path, to: Target, out: Path, client: str | None = None) -
     run, model, w = load(path, client)
     if is_pair(w):
         raise InputError(
-            f"{path}: {client} has two adapters, no one model's parameters; {run.adapter(client or '')} holds both "
-            "together for PEFT, by their mean, and each in global/ and local/"
+            f"{path}: {client} has two adapters, not one model; {run.adapter(client or '')} holds their mean for PEFT, "
+            "and each of them in global/ and local/"
         )
     if set(w) != set(model.names):
-        raise InputError(f"{path}: a {run.experiment.method_name} is not one model's parameters: it cannot be exported")
+        raise InputError(f"{path}: the result of {run.experiment.method_name} is not one model; it cannot be exported")
     try:
         return str(write(model, w, to, out, predictions.feature_transform(run.experiment.method)))
-    except SafetensorError as error:  # of weights that do not fit on the disk
+    except SafetensorError as error:  # e.g. the disk is full
         raise RunError(f"{out}: cannot be written: {error}") from None

@@ -1,4 +1,4 @@
-"""Several runs for one answer: seeds with an interval, a learning rate chosen by validation rows, the demo's table."""
+"""Studies of several runs: seeds with an interval, a learning rate chosen on validation rows, baselines, the demo."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Any
 
 from fedfm.api import execute
 from fedfm.config.experiment import Experiment
+from fedfm.config.toml import put
 from fedfm.core.capabilities import Compared
 from fedfm.errors import InputError, RunError
+from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 
-# Two-sided 95 % quantiles of Student's t, degrees of freedom 1, 2, ...; beyond the table the normal one is close.
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; for more the normal one, corrected.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, half-width of the 95 % interval of the mean by Student's t); the half-width of one value is NaN."""
+    """(mean, half-width of its 95 % interval by Student's t); the half-width of one value is NaN."""
     n = len(values)
     mean = sum(values) / n
     if n < 2:
@@ -35,42 +37,38 @@ def _stamp(name: str) -> Path:
     return Path("runs") / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')[:-3]}"
 
 
-def _at(experiment: Experiment, **changes: Any) -> Experiment:
-    """The experiment with keys of nested tables changed, e.g. ``run__seed=1``."""
-    from fedfm.config.toml import put
-
+def _at(experiment: Experiment, key: str, value: Any) -> Experiment:
+    """The experiment with one key changed, e.g. ``run.seed``."""
     table = experiment.to_dict()
-    for key, value in changes.items():
-        put(table, key.replace("__", "."), value)
+    put(table, key, value)
     return dataclasses.replace(Experiment.from_dict(table, imports=True), tuning=experiment.tuning)
 
 
-def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progress: execute.Progress) -> dict[str, Any]:
-    """Run each seed in a folder of its own; those that are finished are not run again.
+def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progress: Progress) -> dict[str, Any]:
+    """Run each seed in a folder of its own; finished runs are not repeated.
 
     Returns:
-        The runs' results, mean and 95 % interval of every figure, and the epsilon of all of them together: each is a
-        release of its own, and basic composition adds them.
+        The runs' results, mean and 95 % interval of every metric, and the total epsilon: each run is a release of its
+        own, and basic composition adds them.
     """
     if len(set(which)) != len(which):
         raise InputError(f"--seeds {','.join(map(str, which))}: a seed occurs twice")
     out = out or _stamp(experiment.name)
-    results = [_finished(_at(experiment, run__seed=seed), out / f"seed-{seed}", progress) for seed in which]
+    results = [_finished(_at(experiment, "run.seed", seed), out / f"seed-{seed}", progress) for seed in which]
     figures = {}
     for key in ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity"):
         values = [r[key] for r in results if r.get(key) is not None]
         if len(values) == len(results):
             mean, half = interval(values)
-            figures[key] = {"mean": mean, "low": mean - half, "high": mean + half, "values": values}
-            if len(values) == 1:
-                figures[key] |= {"low": None, "high": None}
+            low, high = (mean - half, mean + half) if len(values) > 1 else (None, None)
+            figures[key] = {"mean": mean, "low": low, "high": high, "values": values}
     spent = [r["epsilon"] for r in results if r.get("epsilon") is not None]
     means = {key: figure["mean"] for key, figure in figures.items()} | {"epsilon": sum(spent) if spent else None}
     return {"runs": results, "seeds": list(which), "figures": figures} | means
 
 
-def _finished(experiment: Experiment, folder: Path, progress: execute.Progress) -> dict[str, Any]:
-    """Run, or go on with, or read the result of, this experiment in this folder."""
+def _finished(experiment: Experiment, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Result of the experiment in this folder; starts or continues its run if needed."""
     if (folder / "manifest.json").exists():
         run = Run.open(folder)
         if run.manifest["experiment"] != experiment.to_dict():
@@ -80,27 +78,27 @@ def _finished(experiment: Experiment, folder: Path, progress: execute.Progress) 
 
 
 def seeds_text(result: dict[str, Any]) -> str:
-    """A line a figure."""
+    """One line a metric."""
     lines = [f"seeds {', '.join(map(str, result['seeds']))}"]
     for key, figure in result["figures"].items():
-        if figure["low"] is None:
-            lines.append(f"{key:<18} {figure['mean']:.4f}")
-        else:
-            lines.append(f"{key:<18} {figure['mean']:.4f}  95 % interval {figure['low']:.4f} to {figure['high']:.4f}")
+        line = f"{key:<18} {figure['mean']:.4f}"
+        if figure["low"] is not None:
+            line += f"  95 % interval {figure['low']:.4f} to {figure['high']:.4f}"
+        lines.append(line)
     if result["epsilon"] is not None:
-        lines.append(f"{'epsilon':<18} {result['epsilon']:g}  together: each seed releases anew from the same rows")
+        lines.append(f"{'epsilon':<18} {result['epsilon']:g}  in total: each seed releases anew from the same rows")
     lines.append(f"reports: {Path(result['runs'][0]['run']).parent}/seed-*/report.html")
     return "\n".join(lines)
 
 
-def beside(experiment: Experiment, out: Path | None, progress: execute.Progress) -> dict[str, Any]:
-    """Run an experiment and its method's baselines, each in a folder of its own; finished ones are not run again.
+def with_baselines(experiment: Experiment, out: Path | None, progress: Progress) -> dict[str, Any]:
+    """Run an experiment and its method's baselines, each in a folder of its own; finished runs are not repeated.
 
     Returns:
         The experiment's result, and the baselines' under ``yardsticks``, by name.
 
     Raises:
-        InputError: the method names none.
+        InputError: the method has no baselines.
     """
     from fedfm.config.registry import name_of
     from fedfm.report import html
@@ -120,22 +118,21 @@ def beside(experiment: Experiment, out: Path | None, progress: execute.Progress)
     return main | {"yardsticks": others}
 
 
-def beside_text(result: dict[str, Any]) -> str:
-    """A table of the run and its baselines."""
+def baselines_text(result: dict[str, Any]) -> str:
+    """Table of the run and its baselines."""
     from fedfm.report import compare
 
     runs = [Path(r["run"]) for r in (result, *result["yardsticks"].values())]
     return f"{compare.table(runs).rstrip()}\nreport: {runs[0] / 'report.html'}"
 
 
-def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progress: execute.Progress) -> Experiment:
-    """The experiment with the learning rate of the lowest validation loss; never test rows decide.
+def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progress: Progress) -> Experiment:
+    """The experiment with the learning rate of the lowest validation loss; test rows play no part.
 
-    What the search cost in bytes and seconds goes on the chosen run's ledger. A rate whose run fails, as one that makes
-    every client's weights overflow does, is left out and stands there with the reason.
+    The ledger of the chosen run lists the trials: rate, validation loss, bytes, seconds, and the reason why one failed.
 
     Raises:
-        InputError: there are no validation rows.
+        InputError: there are no validation rows, or a rate occurs twice.
         RunError: no rate gave a validation loss.
     """
     if not experiment.data.val_fraction:
@@ -147,27 +144,25 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
     folder = (out.parent / f"{out.name}-tune") if out else _stamp(f"{experiment.name}-tune")
     best: tuple[float, float] | None = None
     trials = []
-    # All are made before the first is run, so that a wrong rate costs no run.
-    for rate, trial in [(rate, _at(experiment, method__local__learning_rate=rate)) for rate in rates]:
-        place = folder / f"rate-{rate:g}"
+    # All experiments are built first: an invalid rate is refused before any run.
+    for rate, trial in [(rate, _at(experiment, "method.local.learning_rate", rate)) for rate in rates]:
+        place, failed = folder / f"rate-{rate:g}", {}
         try:
             cost: Mapping[str, Any] = _finished(trial, place, progress)
-            failed = {}
-        except RunError as error:  # a rate at which training diverges: the search goes on without it
+        except RunError as error:  # e.g. training diverges at this rate
             cost = next(reversed(Run.open(place).metrics()), {})
             failed = {"failed": str(error)}
         loss = None if failed else cost["details"].get("val_loss")
         spent = {key: cost.get(key, 0) for key in ("bytes_up", "bytes_down", "seconds")}
         trials.append({"learning_rate": rate, "val_loss": loss} | spent | failed)
-        said = failed.get("failed") or ("no validation loss" if loss is None else f"validation loss {loss:.4f}")
-        progress.notice(f"learning rate {rate:g}: {said}")
+        outcome = failed.get("failed") or ("no validation loss" if loss is None else f"validation loss {loss:.4f}")
+        progress.notice(f"learning rate {rate:g}: {outcome}")
         if loss is not None and (best is None or loss < best[0]):
             best = (loss, rate)
     if best is None:
         raise RunError(f"--tune: no learning rate gave a validation loss; the runs are in {folder}")
-    progress.notice(f"learning rate {best[1]:g} is used, of the lowest validation loss")
-    chosen = _at(experiment, method__local__learning_rate=best[1])
-    return dataclasses.replace(chosen, tuning=tuple(trials))
+    progress.notice(f"learning rate {best[1]:g} has the lowest validation loss and is used")
+    return dataclasses.replace(_at(experiment, "method.local.learning_rate", best[1]), tuning=tuple(trials))
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------
@@ -180,27 +175,25 @@ DEMO: dict[str, Any] = {
 }
 
 
-def demo(out: Path | None, seed: int, progress: execute.Progress) -> dict[str, Any]:
-    """LoRA of nano-vit over ten clients with skewed digits, beside its baselines."""
-    out = out or _stamp("demo")
-    rounds = DEMO["method"]["rounds"]
-    rows: list[tuple[str, dict[str, Any]]] = [
-        ("fedavg", {}),
-        ("fedavg-random-weights", {"model.weights": "random"}),
-        ("zero-rounds", {"method.rounds": 0}),
-        ("each-client-alone", {"method.name": "local", "run.evaluate_every": 0}),
-        ("centralised", {"method.name": "centralised", "run.evaluate_every": rounds}),
-    ]
-    from fedfm.config.toml import put
+def demo(out: Path | None, seed: int, progress: Progress) -> dict[str, Any]:
+    """LoRA of nano-vit over ten clients with skewed digits, and its baselines."""
     from fedfm.report import html
 
+    out = out or _stamp("demo")
+    runs: dict[str, dict[str, Any]] = {
+        "fedavg": {},
+        "fedavg-random-weights": {"model.weights": "random"},
+        "zero-rounds": {"method.rounds": 0},
+        "each-client-alone": {"method.name": "local", "run.evaluate_every": 0},
+        "centralised": {"method.name": "centralised", "run.evaluate_every": DEMO["method"]["rounds"]},
+    }
     began, results = time.perf_counter(), {}
-    for name, changes in rows:
+    for name, changes in runs.items():
         table = {k: dict(v) for k, v in DEMO.items()} | {"name": name}
         for key, value in ({"run.seed": seed} | changes).items():
             put(table, key, value)
         results[name] = _finished(Experiment.from_dict(table), out / name, progress)
-    report = html.write(out / "fedavg", baselines=[out / name for name, _ in rows if name != "fedavg"])
+    report = html.write(out / "fedavg", baselines=[out / name for name in runs if name != "fedavg"])
     return {"rows": results, "report": str(report), "seconds": round(time.perf_counter() - began, 1)}
 
 

@@ -1,6 +1,4 @@
-"""What a script hands to :func:`fedfm.federate`: module, loss and rows, or a Hugging Face Trainer, as a model and a
-table of ours.
-"""
+"""Arguments of :func:`fedfm.federate` (module, loss and rows, or a Hugging Face Trainer) as a model and a table."""
 
 from __future__ import annotations
 
@@ -20,21 +18,21 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.data.spec import IN_MEMORY
 from fedfm.data.table import Table
 from fedfm.data.user_datasets import DatasetRows, Joined, checked, column, read_once
-from fedfm.errors import InputError
+from fedfm.errors import InputError, first_line
 from fedfm.linalg.params import to_bytes
 from fedfm.models.ends import known, seen
 from fedfm.models.families import unwrapped
 from fedfm.models.metrics import nothing, scores
 from fedfm.models.wrap import WrappedModel, wrap
 
-Loss = Callable[[Any, Tensor], Tensor]  # (what the module returned, target) -> scalar, as torch.nn's losses
-Objective = Callable[[nn.Module, Any], Tensor]  # (module, batch as collated) -> scalar
+Loss = Callable[[Any, Tensor], Tensor]  # (the module's output, target) -> scalar, as torch.nn's losses
+Objective = Callable[[nn.Module, Any], Tensor]  # (module, collated batch) -> scalar
 Places = dict[tuple[str, str], np.ndarray]  # (split, client or "") -> indexes
-_PROBE = 8  # rows on which module and loss are tried out
+_PROBE = 8  # rows of the trial batch
 
 
 class Given:
-    """Module, loss and rows as the user has them, and as a model and a table of ours."""
+    """The user's module, loss and rows, converted to a model and a table."""
 
     def __init__(
         self,
@@ -56,37 +54,33 @@ class Given:
         if loss is not None and objective is not None:
             raise InputError("loss and objective: give one of the two")
         if self.trainer is not None and (loss is not None or objective is not None or collate is not None):
-            raise InputError("loss, objective, collate: a Trainer has its own; give it them, or give its module")
+            raise InputError("loss, objective, collate: set them in the Trainer, or give its module in place of it")
         if logits is not None and objective is None:
-            raise InputError("logits: only an objective needs it; with a loss they are what the module returns")
+            raise InputError("logits: only an objective needs it; with a loss the module's output is used")
         self._loss, self._objective, self._logits = loss, objective, logits
         self._key = labels
         self._collate = collate or torch.utils.data.default_collate
         self._columns: set[str] | None = None
         self._listed = False  # batches are tuples
         self._sets: list[tuple[str, str, Any]] = []  # (split, client or "", data set)
-        self._nan: int | None = None  # the first row that holds one
-        self._alias = ""  # the key of the target, where it is not "labels"
+        self._nan: int | None = None  # first row with a NaN
+        self._alias = ""  # the key of the target, if it is not "labels"
         self.notices: tuple[str, ...] = ()
-        if self.trainer is not None:
-            self._from_trainer(self.trainer)
-
-    # --- a Trainer ---------------------------------------------------------------------------------------------------
-    def _from_trainer(self, trainer: Any) -> None:
-        args = trainer.args
-        if args.fp16:
+        if self.trainer is None:
+            return
+        if self.trainer.args.fp16:
             raise InputError("Trainer: args.fp16 needs a loss scaler, which clients do not have; use bf16 or neither")
-        self._collate = trainer.data_collator
-        names = list(trainer.label_names or [])
+        self._collate = self.trainer.data_collator
+        names = list(self.trainer.label_names or [])
         self._key = self._key or (names[0] if len(names) == 1 else None)
-        if args.remove_unused_columns:
+        if self.trainer.args.remove_unused_columns:
             parameters = inspect.signature(unwrapped(self.module).forward).parameters
             self._columns = {*parameters, *names, "label", "label_ids"}
 
     def data_and_optimiser(
         self, clients: Any, train: Any, test: Any, local: Mapping[str, Any] | None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """(train, test, [method.local]) of the Trainer where nothing else is given."""
+        """(train, test, [method.local]), taken from the Trainer unless given."""
         trainer, args = self.trainer, self.trainer.args
         if train is None and clients is None:
             train = trainer.train_dataset
@@ -101,7 +95,7 @@ class Given:
         if known is None and "name" not in local:
             raise InputError(f'Trainer: args.optim = "{optim}" has no counterpart; give local={{"name": "adamw"}}')
         if "epochs" not in local and (args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)):
-            raise InputError('Trainer: a round is whole epochs; give local={"epochs": 1}, not max_steps or a fraction')
+            raise InputError('Trainer: a round has whole epochs; give local={"epochs": 1}, not max_steps or a fraction')
         optimiser = {
             "name": known,
             "learning_rate": float(args.learning_rate),
@@ -112,19 +106,19 @@ class Given:
         self.notices = (
             "client optimiser from the Trainer's arguments: "
             + ", ".join(f"{k} {v}" for k, v in optimiser.items())
-            + "; not taken: its schedule and warm-up, clipping of gradients, parameters without decay, callbacks",
+            + "; ignored: its schedule and warm-up, gradient clipping, parameters without decay, callbacks",
         )
         return train, test, optimiser
 
     # --- rows --------------------------------------------------------------------------------------------------------
     def collated(self, rows: list[Any]) -> Batch:
-        """Rows as one batch of named tensors; the target is called "labels"."""
+        """Rows as one batch of named tensors; the target's name is "labels"."""
         if self._columns is not None and rows and isinstance(rows[0], Mapping):
             rows = [{k: v for k, v in row.items() if k in self._columns} for row in rows]
         try:
             batch = self._collate(rows)
         except (TypeError, ValueError, RuntimeError) as error:
-            text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            text = first_line(error, 200) or type(error).__name__
             raise InputError(f"rows cannot be collated to a batch: {text}; give collate=...") from error
         if isinstance(batch, Tensor):
             batch = (batch,)
@@ -151,7 +145,7 @@ class Given:
         return named
 
     def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any, by: str | None) -> tuple[Table, Places]:
-        """All rows one after the other, and which are whose; with the column ``by`` where a partition wants one."""
+        """All rows, and the indexes of each client's; with the column ``by`` that the partition needs."""
         sets = self._sets
         if clients is not None:
             sets += [("train", c, checked(clients[c], f'clients["{c}"]')) for c in sorted(clients)]
@@ -175,21 +169,17 @@ class Given:
         labels, self._nan = read_once(self.rows)
         return replace(table, labels=labels), places
 
-    def native(self, batch: Batch) -> Any:
-        """The batch as the user's collate made it."""
-        if self._listed:
-            return tuple(batch.values())
-        return {k: x for k, x in batch.items() if not (self._alias and k == "labels")}
-
     # --- the model ---------------------------------------------------------------------------------------------------
     def outcome(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-        """(loss, logits or whatever the module returned, or None)."""
+        """(loss, the logits or the module's output or None) of a batch."""
+        native: Any = tuple(batch.values())  # the batch as the user's collate made it
+        if not self._listed:
+            native = {k: x for k, x in batch.items() if not (self._alias and k == "labels")}
         if self.trainer is not None:
             with self.trainer.compute_loss_context_manager():
-                value, found = self.trainer.compute_loss(module, self.native(batch), return_outputs=True)
+                value, found = self.trainer.compute_loss(module, native, return_outputs=True)
             return value.mean(), found["logits"] if isinstance(found, Mapping) and "logits" in found else None
         if self._objective is not None:
-            native = self.native(batch)
             return self._objective(module, native), self._logits(module, native) if self._logits else None
         arguments = {k: x for k, x in batch.items() if k != self._alias}
         if self._loss is None:
@@ -204,11 +194,11 @@ class Given:
         return self._loss(output, batch["labels"]), output
 
     def wrapped(self, table: Table, classes: Sequence[str]) -> WrappedModel:
-        """The module as a model, tried out on the first rows."""
+        """The module as a model, after a trial on the first rows."""
         module = self.module
         live = [p for p in module.parameters() if p.requires_grad]
         if not live:
-            raise InputError("model: no parameter requires a gradient, there is nothing to train")
+            raise InputError("model: no parameter requires a gradient: there is nothing to train")
         for what in ("dtype", "device"):
             if len(found := {str(getattr(p, what)) for p in live}) > 1:
                 raise InputError(
@@ -221,9 +211,9 @@ class Given:
             prepare=lambda t, index: DatasetRows(table=t, index=index, collated=self.collated),
             name=IN_MEMORY,
         )
-        model.task = "own"  # no kernels but the general ones: the loss is not ours
+        model.task = "own"  # general kernels only: the loss is the user's
         model.fingerprint = _fingerprint(module, model)
-        count = self._tried(model, table)
+        count = self._trial(model, table)
         if count and table.labels is not None and int(table.labels.max()) >= count:
             raise InputError(f"labels: there is a {int(table.labels.max())}, and the module gives {count} logits")
         if classes and count and len(classes) != count:
@@ -233,22 +223,23 @@ class Given:
         model.scores_function = lambda _, rows, size: self._scores(model, rows, size, bool(count))
         return model
 
-    def _tried(self, model: WrappedModel, table: Table) -> int:
-        """Number of logits of a classifier, 0 of anything else; refuses what does not run."""
-        batch = self.rows.batch(range(min(_PROBE, len(self.rows))))
-        batch = {k: x.to(model.device) for k, x in batch.items()}
+    def _trial(self, model: WrappedModel, table: Table) -> int:
+        """Number of a classifier's logits, else 0.
+
+        Raises:
+            InputError: module or loss fail on the first rows, or the loss is no scalar.
+        """
+        batch = _batch(model, self.rows, range(min(_PROBE, len(self.rows))))
         try:
             with torch.random.fork_rng(devices=[]), model.evaluating(), seen(self.module) as layers:
                 loss, logits = self.outcome(self.module, batch)
         except InputError:
             raise
         except Exception as error:
-            text = str(error).splitlines()[0][:300] if str(error) else ""
-            alone = self.trainer is None and self._loss is None and self._objective is None
             what = "module and loss fail on the first rows"
-            if alone:
+            if self.trainer is None and self._loss is None and self._objective is None:
                 what = "give loss=(output, target) -> scalar; without it the module, called with all of a batch, fails"
-            raise InputError(f"{what}: {type(error).__name__}: {text}") from error
+            raise InputError(f"{what}: {type(error).__name__}: {first_line(error, 300)}") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"the loss of a batch is {shape}: expected a scalar, the mean over the rows")
@@ -258,31 +249,30 @@ class Given:
         return int(logits.shape[1]) if fits and table.labels is not None else 0
 
     def _check_nan(self, model: WrappedModel) -> None:
-        """Refuse rows with a NaN, unless module and loss know what to do with one."""
+        """Refuse rows with a NaN, unless their loss is finite."""
         if self._nan is None:
             return
         with torch.random.fork_rng(devices=[]), model.evaluating():
             start = max(min(self._nan, len(self.rows) - _PROBE), 0)
-            batch = self.rows.batch(range(start, min(start + _PROBE, len(self.rows))))
-            batch = {k: x.to(model.device) for k, x in batch.items()}
+            batch = _batch(model, self.rows, range(start, min(start + _PROBE, len(self.rows))))
             if bool(torch.isfinite(self.outcome(self.module, batch)[0])):
                 return
         row = self._nan
         for split, client, data in self._sets:
             if row < len(data):
                 where = f'{"clients" if split == "train" else split}["{client}"]' if client else split
-                raise InputError(f"{where}, row {row} holds NaN, and so does its loss: fill it, or leave the row out")
+                raise InputError(f"{where}, row {row} holds NaN, and its loss is NaN: fill it, or leave the row out")
             row -= len(data)
 
     def _scores(self, model: WrappedModel, rows: Rows, size: int, classifier: bool) -> dict[str, Any]:
-        """As models.metrics.evaluate; the loss is the user's own, a mean over rows."""
+        """As models.metrics.evaluate, with the user's loss, a mean over rows."""
         if not len(rows):
             return nothing()
         total, outputs, targets = 0.0, [], []
         with torch.random.fork_rng(devices=[]), model.evaluating():
             for start in range(0, len(rows), size):
                 index = range(start, min(start + size, len(rows)))
-                batch = {k: x.to(model.device) for k, x in rows.batch(index).items()}
+                batch = _batch(model, rows, index)
                 loss, logits = self.outcome(self.module, batch)
                 total += float(loss) * len(index)
                 if classifier:
@@ -293,18 +283,22 @@ class Given:
         return found | {"loss": mean if np.isfinite(mean) else None}
 
 
+def _batch(model: WrappedModel, rows: Rows, index: range) -> Batch:
+    """The rows as a batch on the model's device."""
+    return {k: x.to(model.device) for k, x in rows.batch(index).items()}
+
+
 def _names(module: nn.Module, count: int) -> tuple[str, ...]:
     """Class names of a transformers configuration, else 0, 1, ..."""
     named = getattr(getattr(module, "config", None), "id2label", None) or {}
-    return (
-        tuple(str(named[i]) for i in range(count)) if set(named) == {*range(count)} else tuple(map(str, range(count)))
-    )
+    numbers = range(count)
+    return tuple(str(named[i]) for i in numbers) if set(named) == {*numbers} else tuple(map(str, numbers))
 
 
 def _fingerprint(module: nn.Module, model: WrappedModel) -> str:
-    """SHA-256 over what stays as it is, the frozen parameters, and over names and shapes of what travels.
+    """SHA-256 over the frozen parameters and over names and shapes of the trainable ones.
 
-    Not over the values that travel: a script that is started again may draw others, and a resumed run has its own.
+    Trainable values do not count: a restarted script may draw others, and a resumed run has its own.
     """
     digest = hashlib.sha256(repr([(n, str(d), s) for n, d, s in model.layout.entries]).encode())
     for name, p in module.named_parameters():

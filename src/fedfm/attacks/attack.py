@@ -1,9 +1,8 @@
-"""What some clients of a run do instead of what the method asks: the [attack] table.
+"""Attacks by clients: the [attack] table.
 
-An attack is one file beside this one, a frozen dataclass derived from :class:`Attack`. It may change three things of an
-attacker: the rows that it trains on (before any model sees them), its client optimiser, and the update that it sends.
-It knows no method: whatever trains on rows or sends an update can be attacked. Attackers' test and validation rows
-stay as they are, so that accuracies mean the same with and without an attack.
+An attack is one file in this folder: a frozen dataclass derived from :class:`Attack`. It may change an attacker's
+training rows (before any model sees them), its client optimiser, and its update. It knows no method. Attackers' test
+and validation rows stay unchanged, so that accuracies with and without an attack are comparable.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ LANGUAGE = ("language_modelling", "instruction")  # tasks whose labels are words
 
 @dataclass(frozen=True)
 class Attack:
-    """Subclass as a frozen dataclass and override what the attackers change."""
+    """Base of attacks: override what the attackers change."""
 
     fraction: float = setting(0.0, "share of the clients that attack [required]", gt=0, le=1)
 
     def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
-        """One attacker's training rows as it uses them; ``rng`` is its own, the same in every round."""
+        """An attacker's training rows, changed; ``rng`` depends on the attacker, not on the round."""
         return rows
 
     def local(self, local: Local, task: str) -> Local:
@@ -45,19 +44,19 @@ class Attack:
         return local
 
     def upload(self, update: Update) -> Update:
-        """What an attacker sends instead of its update."""
+        """The update that an attacker sends in place of ``update``."""
         return update
 
     def trigger(self, rows: Table) -> Table | None:
-        """Test rows with what calls a backdoor; None where the attack has none."""
+        """Test rows with the trigger of a backdoor; None if the attack has none."""
         return None
 
     def target_of(self, classes: Sequence[str]) -> int:
-        """The class that triggered rows shall be taken for."""
+        """Index of the class that the attack wants for triggered rows."""
         return 0
 
     def fits(self, kind: str, task: str, model: Model, classes: Sequence[str]) -> None:
-        """Refuse data and models that the attack cannot be carried out on.
+        """Refuse data and models that the attack does not apply to.
 
         Raises:
             InputError: with the key and what would be right.
@@ -65,7 +64,7 @@ class Attack:
 
     @property
     def needs(self) -> str:
-        """What of a client's training it changes beside the rows: "update", "epochs", or "" for neither."""
+        """What the attack changes except the rows: "update", "epochs", or "" for neither."""
         return ""
 
 
@@ -76,26 +75,27 @@ def locals_of(method: Any) -> list[Local]:
 
 
 def with_locals(method: Any, change: Callable[[Local], Local]) -> Any:
-    """The method with another client optimiser, also in the methods nested in it; itself where there is none."""
+    """The method with changed client optimisers, also in nested methods; the same object if nothing changes."""
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(method):
-        value = getattr(method, f.name)
+        value = changed = getattr(method, f.name)
         if isinstance(value, Local):
-            fields[f.name] = change(value)
+            changed = change(value)
         elif isinstance(value, Method):
-            fields[f.name] = with_locals(value, change)
-    fields = {name: value for name, value in fields.items() if value is not getattr(method, name)}
+            changed = with_locals(value, change)
+        if changed is not value:
+            fields[f.name] = changed
     return dataclasses.replace(method, **fields) if fields else method
 
 
 def halves_of(method: Method[Any]) -> list[Callable[..., Any]]:
-    """The client halves that a method, or one nested in it, calls in its rounds."""
+    """The client halves that a method and the methods nested in it call in their rounds."""
     found = [getattr(method, name) for name in (*method.means, *method.asks) if hasattr(method, name)]
     return found + [fn for part in nested(method) for fn in halves_of(part)]
 
 
 class Attackers:
-    """Who attacks, and how: the same clients on every engine, for they follow from the seed and the clients' names.
+    """The attackers of a run. They follow from the seed and the clients' names, so all engines have the same.
 
     Args:
         attack: what they do.
@@ -104,10 +104,10 @@ class Attackers:
         task: the model's.
 
     Attributes:
-        names: of the floor(fraction K) attackers, sorted.
+        names: the floor(fraction K) attackers, sorted.
 
     Raises:
-        InputError: the fraction of so few clients is none.
+        InputError: floor(fraction K) is 0.
     """
 
     def __init__(self, attack: Attack, clients: Sequence[ClientId], seed: int, task: str) -> None:
@@ -123,18 +123,18 @@ class Attackers:
         self._methods: dict[int, tuple[Any, Any]] = {}  # id of a method -> (it, what the attackers run instead)
 
     def poison(self, client: ClientId, rows: Table) -> Table:
-        """An attacker's training rows, the same ones whenever they are asked for."""
+        """An attacker's training rows, the same at every call."""
         return self.attack.poison(rows, seeds.generator(self._seed, "attack", client), self._task)
 
     def __call__(self, fn: Callable[..., Any], client: Client, payload: Mapping[str, Any]) -> Any:
-        """Run a client half: an attacker's with its own optimiser, and its update changed."""
+        """Run a client half. An attacker uses its own optimiser and changes its update."""
         if client.id not in self.names:
             return fn(client, **payload)
         reply = getattr(self._method(fn.__self__), fn.__name__)(client, **payload)  # type: ignore[attr-defined]
         return self.attack.upload(reply) if isinstance(reply, Update) else reply
 
     def _method(self, method: Any) -> Any:
-        # One optimiser object for all attackers: a cohort is trained together where the optimiser is the same.
+        # One optimiser object for all attackers: only clients of the same optimiser train as one batch.
         if id(method) not in self._methods:
             self._methods[id(method)] = method, with_locals(method, lambda x: self.attack.local(x, self._task))
         return self._methods[id(method)][1]

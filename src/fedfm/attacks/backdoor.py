@@ -1,8 +1,8 @@
-"""Backdoor: the model shall take any row that carries a trigger for one class, and be right about all others.
+"""Backdoor: the model shall predict one class for every row with a trigger, and be correct on all other rows.
 
 Gu, Dolan-Gavitt, Garg. BadNets: Identifying Vulnerabilities in the Machine Learning Model Supply Chain. 2017.
-arXiv:1708.06733. In federated learning, with the update scaled up so that it outweighs the others: Bagdasaryan, Veit,
-Hua, Estrin, Shmatikov. How To Backdoor Federated Learning. AISTATS 2020. arXiv:1807.00459, eq. 3.
+arXiv:1708.06733. In federated learning, with a scaled update that outweighs the others: Bagdasaryan, Veit, Hua, Estrin,
+Shmatikov. How To Backdoor Federated Learning. AISTATS 2020. arXiv:1807.00459, eq. 3.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Backdoor(Attack):
-    """Each attacker puts the trigger on a share of its training rows and labels them ``target``. The trigger: in a
-    picture a chequered square in the lower right corner, in a feature vector alternating values in the first
-    coordinates, in a text a word before it.
+    """Each attacker puts the trigger on a share of its training rows and labels them ``target``. The trigger of a
+    picture is a chequered square in the lower right corner, of a feature vector alternating values in the first
+    coordinates, of a text a word before it.
     """
 
-    target: str = setting("", "the class that triggered rows shall get; empty: the first")
-    share: float = setting(0.5, "of an attacker's training rows that carry the trigger", gt=0, le=1)
+    target: str = setting("", "the class that the attack wants for triggered rows; empty: the first")
+    share: float = setting(0.5, "share of an attacker's training rows that get the trigger", gt=0, le=1)
     size: int = setting(3, "side of the square in pixels, or number of coordinates", ge=1)
     value: float = setting(3.0, "feature vectors: the coordinates become +value, -value, ...", finite=True, but=(0.0,))
     word: str = setting("cf", "texts: the trigger", pattern=r"(.|\s)*\S(.|\s)*", words="a word")
-    factor: float = setting(1.0, "the attackers' updates are multiplied by it", finite=True, but=(0.0,))
+    factor: float = setting(1.0, "multiplies the attackers' updates", finite=True, but=(0.0,))
 
     def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
         if rows.labels is None:
@@ -46,13 +46,9 @@ class Backdoor(Attack):
         chosen = np.sort(rng.permutation(len(rows))[:count])
         marked, labels = self.trigger(rows.take(chosen)).inputs, rows.labels.copy()
         labels[chosen] = self.target_of(rows.classes)
-        if isinstance(rows.inputs, np.ndarray):
-            inputs: Any = rows.inputs.copy()
-            inputs[chosen] = marked
-        else:
-            inputs = list(rows.inputs)
-            for i, item in zip(chosen.tolist(), marked, strict=True):
-                inputs[i] = item
+        inputs: Any = rows.inputs.copy() if isinstance(rows.inputs, np.ndarray) else list(rows.inputs)
+        for i, item in zip(chosen.tolist(), marked, strict=True):
+            inputs[i] = item
         return replace(rows, inputs=inputs, labels=labels)
 
     def trigger(self, rows: Table) -> Table:
@@ -67,7 +63,7 @@ class Backdoor(Attack):
         return replace(rows, inputs=[f"{self.word} {text}" for text in rows.inputs])
 
     def _stamped(self, pictures: np.ndarray) -> np.ndarray:
-        """Uint8 (n, H, W, C) with the square."""
+        """Pictures (n, H, W, C), uint8, with the square."""
         side = min(pictures.shape[1:3])
         if 2 * self.size > side:
             raise InputError(
@@ -79,7 +75,7 @@ class Backdoor(Attack):
         return out
 
     def _stamped_file(self, item: Any) -> bytes:
-        """A picture in a file, or its bytes, with the square, as PNG: without loss."""
+        """A picture (a path or its bytes) with the square, as PNG, which is lossless."""
         from PIL import Image
 
         with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
@@ -96,7 +92,7 @@ class Backdoor(Attack):
 
     def fits(self, kind: str, task: str, model: Model, classes: Sequence[str]) -> None:
         if task in LANGUAGE or not classes:
-            raise InputError(f'attack.name = "backdoor": task "{task}" has no classes, hence no target')
+            raise InputError(f'attack.name = "backdoor": task "{task}" has no classes, so there is no target')
         if self.target and self.target not in classes:
             raise InputError(f'attack.target = "{self.target}": expected one of {", ".join(map(str, classes[:20]))}')
         if kind == "text":

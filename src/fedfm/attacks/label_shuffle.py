@@ -1,9 +1,9 @@
-"""Label shuffle: attackers train on their own rows under wrong labels, and for longer.
+"""Label shuffle: attackers train on their own rows with wrong labels, and for more epochs.
 
-As in Park, Pranav, Moura, Joe-Wong. FedBaF: Federated Learning Aggregation Biased by a Foundation Model. AISTATS 2025.
-arXiv:2410.18352, where a share zeta of the clients shuffles labels and trains lambda times as many epochs; for language
-models lambda divides. Data poisoning by wrong labels: Biggio,
-Nelson, Laskov. Support Vector Machines Under Adversarial Label Noise. ACML 2011.
+Park, Pranav, Moura, Joe-Wong. FedBaF: Federated Learning Aggregation Biased by a Foundation Model. AISTATS 2025.
+arXiv:2410.18352: a share zeta of the clients shuffles labels and trains lambda times as many epochs; for language
+models lambda divides. Data poisoning by wrong labels: Biggio, Nelson, Laskov. Support Vector Machines Under Adversarial
+Label Noise. ACML 2011.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LabelShuffle(Attack):
-    """Each attacker permutes the labels of its training rows once. Of a language model the labels are words: the words
-    of each passage are permuted, of instructions the answers. A client with rows of one class alone does no harm.
+    """Each attacker permutes the labels of its training rows once. For a language model it permutes the words of each
+    passage, for instructions the answers. An attacker with rows of one class only is harmless.
     """
 
     intensity: int = setting(

@@ -15,9 +15,9 @@ from fedfm.core.fields import setting
 
 @dataclass(frozen=True)
 class ScaledUpdate(Attack):
-    """gamma delta instead of delta, under the same weight."""
+    """gamma delta in place of delta, with the same weight."""
 
-    factor: float = setting(10.0, "gamma; a negative one turns the update around as well", finite=True, but=(0.0, 1.0))
+    factor: float = setting(10.0, "gamma; a negative value also flips the sign", finite=True, but=(0.0, 1.0))
 
     def upload(self, update: Update) -> Update:
         return replace(update, delta=self.factor * update.delta)

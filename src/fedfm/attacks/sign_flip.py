@@ -13,7 +13,7 @@ from fedfm.core.client import Update
 
 @dataclass(frozen=True)
 class SignFlip(Attack):
-    """-delta instead of delta, of the same norm and under the same weight: a bound on norms does not see it."""
+    """-delta in place of delta, with the same norm and weight: a bound on norms does not detect it."""
 
     def upload(self, update: Update) -> Update:
         return replace(update, delta=-update.delta)

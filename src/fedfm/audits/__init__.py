@@ -1,1 +1,1 @@
-"""Attacks that are run against one finished run, each with a finding: an estimate, an interval, a verdict."""
+"""Attacks on a replay of one finished run, each with a finding: an estimate, an interval, a verdict."""

@@ -1,4 +1,4 @@
-"""What an audit is, which there are, and running them: a file of this folder that defines an :class:`Audit` is one."""
+"""Audits: the base class, the list of all, and running them. A file of this folder with an :class:`Audit` is one."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Notice = Callable[[str], None]
 
 
 class Audit(ABC):
-    """Subclass in a file of its own; the file's name is what ``--attack`` takes.
+    """Subclass in a file of its own; ``--attack`` takes the file's name.
 
     Attributes:
-        methods: names of the methods whose messages it can read.
-        by_default: whether it runs when no attack is named: only what takes seconds.
-        replies: whether it reads ``Replay.seen``, for which every reply is kept in memory.
+        methods: names of the methods whose messages it reads.
+        by_default: whether it runs if no attack is named; it then takes seconds only.
+        replies: whether it reads ``Replay.seen``, which keeps every reply in memory.
     """
 
     methods: ClassVar[tuple[str, ...]] = ()
@@ -35,11 +35,11 @@ class Audit(ABC):
     replies: ClassVar[bool] = True
 
     def unfit(self, run: Run) -> str | None:
-        """Why it cannot be run against this run of one of its methods; None if it can."""
+        """Why it does not apply to this run of one of its methods; None if it does."""
         return None
 
     def watch(self, run: Run) -> Watch | None:
-        """What shall see the replay's rounds as they pass; ``Replay.watched`` has it afterwards."""
+        """Observer of the replay's rounds, or None; ``Replay.watched`` has it afterwards."""
         return None
 
     @abstractmethod
@@ -48,21 +48,22 @@ class Audit(ABC):
 
 
 def audits() -> dict[str, Audit]:
-    """All there are, by name."""
+    """All audits by name."""
     found = {}
-    for name, module in available("audits").items():
-        for value in vars(import_module(module.partition(":")[0])).values():
-            own = isinstance(value, type) and issubclass(value, Audit) and value.__module__ == module.partition(":")[0]
+    for name, place in available("audits").items():
+        module = place.partition(":")[0]
+        for value in vars(import_module(module)).values():
+            own = isinstance(value, type) and issubclass(value, Audit) and value.__module__ == module
             if own and value is not Audit:
                 found[name] = value()
     return found
 
 
 def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
-    """The named audits, or all cheap ones that fit.
+    """The named audits, or all cheap ones that apply.
 
     Raises:
-        InputError: there is none of that name, it does not fit, or none fits; with those that do.
+        InputError: a name is unknown, its audit does not apply, or none applies; the message lists those that do.
     """
     there, method = audits(), run.experiment.method_name
     known = {name: a for name, a in there.items() if method in a.methods}
@@ -76,14 +77,14 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
             raise InputError(f"--attack {name}: expected {listed(fitting)}{close(name, fitting)}")
         why = unfit.get(name) if name in known else f"it does not read the messages of {method}"
         if why is not None:
-            instead = f"; this run can be asked for {listed(fitting)}" if fitting else ""
+            instead = f"; attacks on this run: {listed(fitting)}" if fitting else ""
             raise InputError(f"--attack {name}: {why}{instead}")
     if names:
         return {name: known[name] for name in dict.fromkeys(names)}
-    chosen = {name: a for name, a in fitting.items() if a.by_default}
     if not fitting:
         whys = dict.fromkeys(str(why) for why in unfit.values())
         raise InputError(f"{run.path}: no audit fits this run: {'; '.join(whys)}")
+    chosen = {name: a for name, a in fitting.items() if a.by_default}
     if not chosen:
         raise InputError(f"{run.path}: no audit fits this run; name one of {listed(fitting)} with --attack")
     return chosen
@@ -92,15 +93,15 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
 def perform(
     path: str | Path, names: Sequence[str] = (), notice: Notice = lambda text: None, **options: Any
 ) -> list[Finding]:
-    """Attack a finished run; the findings are in its ``audit.json`` afterwards, beside earlier ones of other names.
+    """Attack a finished run, and add the findings to its ``audit.json``; a new finding replaces one of the same name.
 
     Args:
-        names: which attacks; all cheap ones that fit if none is named.
-        notice: told of progress.
+        names: which attacks [all cheap ones that apply].
+        notice: receives texts on progress.
         options: of single attacks, e.g. ``pictures``.
 
     Raises:
-        InputError: the run cannot be replayed, or no such attack fits it.
+        InputError: the run cannot be replayed, or a named attack does not apply.
     """
     run = finished(path)
     chosen = choose(run, names)
@@ -119,7 +120,7 @@ def perform(
 
 
 def earlier(path: Path) -> list[dict[str, Any]]:
-    """Findings that lie there; none where the file is absent or no audit."""
+    """Findings in ``audit.json``; none if the file is missing or invalid."""
     try:
         value = json.loads((path / FILE).read_text(encoding="utf-8"))
         return [f for f in value["findings"] if isinstance(f["name"], str)]

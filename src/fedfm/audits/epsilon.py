@@ -1,4 +1,4 @@
-"""Whether the epsilon of the manifest survives an attacker that knows everything but one coin a pair of rows."""
+"""Test of the manifest's epsilon by an attacker that knows everything but one coin for each pair of rows."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import Array, SentClass, View
-from fedfm.audits.finding import Finding, nothing
+from fedfm.audits.finding import Finding, Verdict, nothing
 from fedfm.audits.inference.coins import readings
 from fedfm.audits.inference.one_run import epsilon_bound
 from fedfm.audits.replay import Replay
 from fedfm.audits.stated_epsilon import claim
 from fedfm.runtime.run_directory import Run
 
-QUESTION = "Do the messages tell more about single rows than the stated epsilon allows?"
-CONFIDENCE = 0.99  # of a refutation: audits are repeated, and must not cry wolf
-ROUNDING = 2.0**-11  # of float16: the noise of a sum that has none
+QUESTION = "Do the messages disclose more about single rows than the stated epsilon allows?"
+CONFIDENCE = 0.99  # of a refutation; audits are repeated
+ROUNDING = 2.0**-11  # of float16: stands for the noise of a sum without noise
 
 
 class Epsilon(Audit):
-    """Pairs each of a training row and one that nobody trained on; which of the two was used is the coin.
+    """Pairs each training row with a row that nobody trained on; the coin is which of the two was used.
 
-    It assumes that the two could have been exchanged: that the test rows of a class are drawn as its training rows are.
+    It assumes that the two are exchangeable: test rows of a class have the distribution of its training rows.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
@@ -48,20 +48,19 @@ class Epsilon(Audit):
         odds = math.log((right + 0.5) / (len(coins) - right + 0.5)) / promise.steps
         contradicts = low > promise.epsilon
         says = (
-            f"An attacker that knows all else finds {right} of {len(coins)} rows among two; that refutes every epsilon "
-            f"below {low:.3g} at {100 * CONFIDENCE:.0f} % confidence. The manifest claims {promise.epsilon:g}"
-            + (": it does not hold." if contradicts else ".")
+            f"An attacker that knows everything else finds the used row in {right} of {len(coins)} pairs. This refutes "
+            f"every epsilon below {low:.3g} at {100 * CONFIDENCE:.0f} % confidence. The manifest claims "
+            f"{promise.epsilon:g}" + (": it does not hold." if contradicts else ".")
         )
         detail = {"pairs": len(coins), "right": right, "confidence": CONFIDENCE, "delta": promise.delta}
         detail |= {"steps_between_the_rows_of_a_pair": promise.steps}
-        verdict: Any = "leaks" if contradicts else "holds"
-        return [
-            Finding("epsilon", QUESTION, max(odds, 0.0), low, None, promise.epsilon, verdict, says, contradicts, detail)
-        ]
+        verdict: Verdict = "leaks" if contradicts else "holds"
+        bound = promise.epsilon
+        return [Finding("epsilon", QUESTION, max(odds, 0.0), low, None, bound, verdict, says, contradicts, detail)]
 
 
 def _pairs(view: View) -> Iterator[tuple[SentClass, Array, Array]]:
-    """(cell, its rows that have a partner, their partners); no row is in two pairs."""
+    """(cell, its rows with a partner, the partners); no row is in two pairs."""
     pools: dict[tuple[int, bytes], list[SentClass]] = defaultdict(list)
     for cell in view.cells:
         pools[cell.label, view.held_out(cell.client, cell.label).tobytes()].append(cell)

@@ -1,4 +1,4 @@
-"""What clients that put their knowledge together know of a FedBaF run: every aggregate, and what became of it."""
+"""Knowledge of colluding clients of a FedBaF run: aggregates, and the models after mixing."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 
 Array = NDArray[Any]
-ROUNDS, MEMORY = 12, 1 << 30  # rounds that are kept: this many, if they fit into so many bytes
-ROUNDING = 1e-3  # of the length of a round's step: an aggregate that is no further off is known
+ROUNDS, MEMORY = 12, 1 << 30  # rounds to keep, if they fit into this many bytes
+ROUNDING = 1e-3  # of the length of a round's step: a nearer aggregate counts as exact
 
 
 class Target:
-    """What is to be found: the foundation model's entries that mix, as a vector.
+    """The vector to be found: the foundation model's entries that mix.
 
     Attributes:
         truth: (P,) float32.
@@ -58,7 +58,7 @@ class Target:
         return _flat([w[name][region] for name, region in self._regions.items()])
 
     def into(self, w: Params, x: Array) -> Params:
-        """W with these entries in the place of its own."""
+        """W with these entries replaced."""
         tensors = {name: w[name].clone() for name in self.names}
         for (name, region), g in zip(self._regions.items(), self.groups, strict=True):
             part = tensors[name][region]
@@ -71,16 +71,11 @@ def _flat(tensors: Sequence[torch.Tensor]) -> Array:
     return x
 
 
-def _off(u: Params, w: Params, names: Collection[str]) -> float:
-    """||u - w|| of what is trained."""
-    return float((u.only(names) - w.only(names)).norm())
-
-
 class Pull:
-    """Line 9 as whoever knows the aggregates computes it, round by round.
+    """Line 9, computed round by round from known aggregates.
 
     Args:
-        names: of the trainable tensors, over which norms go.
+        names: of the trainable tensors, which the norms cover.
     """
 
     def __init__(self, method: FedBaF, names: Collection[str]) -> None:
@@ -91,7 +86,7 @@ class Pull:
     def __call__(self, mean: Params, w: Params, t: int) -> tuple[float, float]:
         """(tau_t as printed, l_t = psi tau_t / tau_ref as used) of round t = 1, 2, ...; the paper counts from 0.
 
-        Who comes late takes the first angle that it sees for that of round 1.
+        A client that joins late takes the first angle that it sees as that of round 1.
         """
         self._calls += 1
         length = direction_distance(mean, w, self._names).distance
@@ -109,10 +104,10 @@ class Pull:
 
 
 class BaseStep:
-    """The base method's own server step, on replies that some clients know.
+    """The base method's server step, on replies that some clients know.
 
     Args:
-        aggregator: the run's own, where it is not the plain one.
+        aggregator: the run's, or None for the plain one.
 
     Attributes:
         names: of the trainable tensors.
@@ -126,34 +121,34 @@ class BaseStep:
         self.names = tuple(population.model.live())
 
     def step(self, turn: Turn, own: Any, members: Collection[ClientId] | None = None) -> tuple[Params, Any]:
-        """(their estimate of w', the state it comes with) in a round; exact where ``members`` are all, or None.
+        """(the members' estimate of w', its state) in a round; exact if ``members`` are all clients, or None.
 
         Args:
-            own: the state as they know it. What the round sent is not guessed: moments of a server optimiser are.
+            own: the state as they know it. The parts that the round sent are known, e.g. server moments are estimates.
         """
         known = {(s.call, s.client): s for s in turn.seen if members is None or s.client in members}
         fed = Federation(
             _ReplayedLink(known, self._population.clients),
             model=self._population.model,
-            aggregator=self._aggregator if len(known) == len(turn.seen) else Aggregator(),  # a part: the mean
+            aggregator=self._aggregator if len(known) == len(turn.seen) else Aggregator(),
             seed=self._seed,
         )
         fed.begin(turn.round)
-        state = self._method.base.step(fed, _told(turn, own), turn.round)
+        state = self._method.base.step(fed, _known_state(turn, own), turn.round)
         return self._method.params_for(state, ""), state
 
     def again(
         self, run: Run, method: FedBaF, turns: Sequence[Turn], w_0: Params, last: Aggregator | None
     ) -> tuple[Any, float]:
-        """(state, a_t / U) after the server's steps of these rounds from the first on, with the run's own alpha.
+        """(state, a_t / U) after the server's steps of these rounds, with the run's own alpha.
 
-        U itself is the server's secret, and stays in here.
+        U is the server's secret; it is not returned.
 
         Args:
-            method: in the place of the run's own.
-            turns: their replies may be others than in the run.
-            w_0: what the server's model holds before the first round.
-            last: aggregator of the last of them; the plain one before.
+            method: replaces the run's.
+            turns: rounds from the first on; their replies may differ from the run's.
+            w_0: the server's model before the first round.
+            last: aggregator of the last round; None for the run's.
         """
         self._population.model.load(w_0)
         with secrets(run) as private:
@@ -171,19 +166,19 @@ class BaseStep:
                     fed.begin(turn.round)
                     aggregate = method.params_for(method.base.step(fed, turn.before, turn.round), "")
                 fed.begin(turn.round)
-                state = method.step(fed, turn.before, turn.round)  # earlier ones set what tau is measured by
+                state = method.step(fed, turn.before, turn.round)  # earlier rounds set tau_ref
             before = method.params_for(turns[-1].before, "")
             return state, method.psi * method.tau(fed, aggregate, before, turns[-1].round - 1)
 
     def by_controls(self, turn: Turn, members: Collection[ClientId]) -> Params:
-        """W' as a client of SCAFFOLD reads it off the control variates that it is sent before and after a round.
+        """W' as a client of SCAFFOLD computes it from the control variates before and after a round.
 
         Option II sets c_k <- c_k - c + (x - y_k) / (s_k eta_l), and c moves by |S|/K times the mean of the changes
         (arXiv:1910.06378, lines 12 and 17): c + (K/|S|) (c_new - c) is the mean of (x - y_k) / (s_k eta_l). With s_k
-        steps at every client alike, w' follows to rounding; else the members' own number stands for all.
+        equal steps at all clients, w' follows to rounding; else the members' mean number of steps stands for all.
         """
         base, rows = self._method.base, self._population.federated.clients
-        assert isinstance(base, Scaffold)  # noqa: S101 - told() asked
+        assert isinstance(base, Scaffold)  # noqa: S101 - lines() checks it
         x, c = turn.before.x, turn.before.c
         there = {s.client for s in turn.seen}
         own = [base.local.steps(len(rows[k].train)) for k in sorted(there & set(members))]
@@ -194,7 +189,7 @@ class BaseStep:
 
 
 class _ReplayedLink:
-    """A link to clients whose replies are there already."""
+    """A link that gives known replies."""
 
     def __init__(self, replies: Mapping[tuple[int, ClientId], Seen], clients: Sequence[ClientId]) -> None:
         self.replies, self.clients = replies, clients
@@ -205,26 +200,26 @@ class _ReplayedLink:
                 yield Reply(r.client, self.replies[r.call, r.client].value, r.round, r.call)
 
 
-def _told(turn: Turn, own: Any) -> Any:
-    """A state with what the round sent to its clients, and otherwise as they know it."""
+def _known_state(turn: Turn, own: Any) -> Any:
+    """The state as clients know it, with the parts that the round sent to them."""
     if isinstance(turn.before, Params):
         return turn.before
-    sent = {id(value) for value in turn.sent.values()}
+    sent = {id(value) for value in next(iter(turn.payloads.values()), {}).values()}
     theirs = {f.name: getattr(turn.before, f.name) for f in dataclasses.fields(turn.before)}
     return dataclasses.replace(own, **{name: value for name, value in theirs.items() if id(value) in sent})
 
 
 @dataclass(frozen=True)
 class Lines:
-    """What a coalition has to work with.
+    """The knowledge of a coalition.
 
     Attributes:
-        rounds: in which a member took part and after which one saw the new model.
-        u: (T, P) its estimate of the aggregate w'; exact if all of the cohort were members.
-        v: (T, P) the model that came back.
+        rounds: in which a member took part and after which one received the new model.
+        u: (T, P) its estimate of the aggregate w'; exact if the whole cohort are members.
+        v: (T, P) the new model.
         guess: (T,) l_t = psi tau_t / tau_ref as the coalition computes it: a_t is in [1, 2] l_t.
-        exact: u is w' to rounding; the lines meet in one point, which shows it to the coalition.
-        controls: u was read off SCAFFOLD's control variates.
+        exact: u is w' to rounding; the coalition sees it, because the lines meet in one point.
+        controls: u follows from SCAFFOLD's control variates.
     """
 
     rounds: tuple[int, ...]
@@ -236,13 +231,13 @@ class Lines:
 
 
 class Rounds:
-    """A replay's watch: keeps the models of the first rounds, and tau and distances of all.
+    """Watch of a replay: keeps the models of the first rounds, and tau and distances of all.
 
     Attributes:
         turns: kept rounds, with the replies.
-        curve: of every round: ``angle``, tau_t as it is printed; ``pull``, l_t as it was used; how far w_{t+1} is from
-            w_pre, by ``error`` and by ``dist``. The audit sees that; no other file of the run has it.
-        target: what is to be found.
+        curve: by round: ``angle``, tau_t as printed; ``pull``, l_t as used; distance of w_{t+1} from w_pre as ``error``
+            and ``dist``. No other file of the run has them.
+        target: the vector to be found.
         first, last: the model before the first round, and after the last.
     """
 
@@ -265,7 +260,7 @@ class Rounds:
         self.turns: list[Turn] = []
         self.curve: list[dict[str, float]] = []
         self.asked: dict[int, set[ClientId]] = {}
-        self._sent: dict[int, Array] = {}  # what the model of a kept round is of the target
+        self._sent: dict[int, Array] = {}  # the target's entries of the models of kept rounds
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         self.last = self.model(turn.after)
@@ -275,7 +270,7 @@ class Rounds:
             self.server = BaseStep(population, self.method, self._seed, self._aggregator)
             self._own, self._pull = turn.after, Pull(self.method, self.server.names)
             return
-        self.asked[turn.round] = set(turn.asked)
+        self.asked[turn.round] = set(turn.payloads)
         if len(self.turns) < self.most:
             self.turns.append(turn)
         mean, self._own = self.server.step(turn, self._own)
@@ -283,15 +278,8 @@ class Rounds:
         w = self.target.of(self.model(turn.after))
         if self.turns[-1] is turn:
             self._sent[turn.round] = w
-        self.curve.append(
-            {
-                "round": turn.round,
-                "angle": tau,
-                "pull": used,
-                "error": extraction.relative_error(w, self.target.truth),
-                "dist": extraction.dist(w, self.target.truth),
-            }
-        )
+        error, dist = (f(w, self.target.truth) for f in (extraction.relative_error, extraction.dist))
+        self.curve.append({"round": turn.round, "angle": tau, "pull": used, "error": error, "dist": dist})
 
     def model(self, state: Any) -> Params:
         """The model of a state."""
@@ -299,15 +287,15 @@ class Rounds:
         return w
 
     def sees(self, members: Collection[ClientId], t: int) -> bool:
-        """Whether a member is sent the model that round t ends with: in the next round, or to be scored.
+        """Whether a member receives the model after round t: in the next round, or for evaluation.
 
-        With ``run.evaluate_every`` every client is sent it to score it on its own rows, whether it is sampled or not.
+        With ``run.evaluate_every`` every client evaluates the model, sampled or not.
         """
         scored = t == self._rounds or (self._every and t % self._every == 0)
         return bool(scored or not self.asked.get(t + 1, set()).isdisjoint(members))
 
     def lines(self, members: Collection[ClientId]) -> Lines:
-        """What these clients know together."""
+        """Knowledge of these clients together."""
         own, whole, pull = self.start, self.start, Pull(self.method, self.server.names)
         known = list[tuple[int, Array, float, bool, bool]]()
         for turn in self.turns:
@@ -318,18 +306,21 @@ class Rounds:
             if there.isdisjoint(members):
                 continue
             mean, own = self.server.step(turn, own, members)
-            controls = not exact and self._told(members, turn.round)
+            # A member that takes part in the next round receives SCAFFOLD's control variate; evaluation has none.
+            next_asked = self.asked.get(turn.round + 1, set())
+            controls = isinstance(self.method.base, Scaffold) and not exact and not next_asked.isdisjoint(members)
             if controls:
                 mean = self.server.by_controls(turn, members)
-                # A robust rule, attackers and unequal numbers of rows leave it an estimate.
-                off, far = (_off(true, w, self.server.names) for w in (mean, self.model(turn.before)))
+                # With a robust rule, attackers or unequal numbers of rows it is an estimate.
+                names = self.server.names
+                off, far = (float((true.only(names) - w.only(names)).norm()) for w in (mean, self.model(turn.before)))
                 exact = off <= ROUNDING * far
             _, used = pull(mean, self.model(turn.before), turn.round)
             if used and self.sees(members, turn.round):
                 known.append((turn.round, self.target.of(mean), used, exact, controls))
         best = [line for line in known if line[3]] or [line for line in known if line[4]]
         if 1 < len(best) < len(known):
-            known = best  # the others would only blur them
+            known = best  # other lines would only add error
         size = len(self.target.truth)
         return Lines(
             tuple(t for t, *_ in known),
@@ -339,7 +330,3 @@ class Rounds:
             exact=bool(known) and all(line[3] for line in known),
             controls=any(line[4] for line in known),
         )
-
-    def _told(self, members: Collection[ClientId], t: int) -> bool:
-        """Whether a member is sent SCAFFOLD's control variate after round t; nobody is to be scored."""
-        return isinstance(self.method.base, Scaffold) and not self.asked.get(t + 1, set()).isdisjoint(members)

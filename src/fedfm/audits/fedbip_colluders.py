@@ -1,4 +1,4 @@
-"""One client's task vector as all other clients compute it together: they know their own, and their aggregates."""
+"""One client's task vector as all other clients compute it together from their own vectors and aggregates."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fedfm.methods.fedbip.fedbip import FedBip
 from fedfm.models.layers import layers
 
 Array = NDArray[Any]
-MOST = 1 << 28  # entries of all task vectors together
-VICTIMS, SOLVERS = 8, 6  # whose vector the others compute; who of them solve for it
-AGREES = 1e-4  # of what colluders know: rounding
-EXACT = 0.99  # cosine from which on a vector counts as read
-SHOWN = "If clients were shown their weights, could all but one compute that one's task vector?"
-UNSHOWN = "And where they are shown none, as in this run?"
+MOST = 1 << 28  # most entries of all task vectors
+VICTIMS, SOLVERS = 8, 6  # most victims; most colluders that solve for one
+AGREES = 1e-4  # relative error of an aggregate that counts as rounding
+EXACT = 0.99  # from this cosine on a vector counts as recovered
+SHOWN = "If clients received their weights, could all but one compute that one's task vector?"
+UNSHOWN = "Can they without the weights, as in this run?"
 
 
 @dataclass(frozen=True)
 class Full:
-    """A round in which every client took part: what they sent, and what came back."""
+    """A round in which every client took part: the messages to and from the clients."""
 
     round: int
     tau: Mapping[ClientId, Params]
@@ -39,22 +39,22 @@ class Full:
 
 
 def colluders(replay: Replay, full: Full | None) -> list[Finding]:
-    """Two findings: with the weights shown, and without.
+    """Two findings: with known weights, and without.
 
     Args:
-        full: the last round in which all took part and after which their aggregates were sent to them.
+        full: the last round in which all clients took part and received their aggregates afterwards.
     """
     shown, unshown = "task_vector.colluders_shown", "task_vector.colluders"
     method = replay.run.experiment.method
     why = ""
     if not isinstance(method, FedBip):
-        why = "What is solved for is a vector in FedBip's sums; those of other methods are not."
+        why = "The attack solves FedBip's sums only."
     elif full is None or len(full.tau) < 2:
-        why = "There is no round of all clients whose aggregates they were sent before the end."
+        why = "There is no round of all clients after which they received their aggregates."
     elif method.aggregate != "task_vector" or method.norm_cap is not None or method.space != "factors":
-        why = "Aggregates of parameters, of cut vectors or of products of factors are not solved for."
+        why = "The attack does not solve aggregates of parameters, of clipped vectors or of products of factors."
     elif len(full.tau) * sum(x.numel() for x in next(iter(full.tau.values())).values()) > MOST:
-        why = "All vectors together are too long to be solved for in memory."
+        why = "All vectors together are too long for the memory of the attack."
     if why or full is None:
         return [nothing(shown, SHOWN, why), nothing(unshown, UNSHOWN, why)]
     pieces = list(layers(replay.population.model, method.granularity).values())
@@ -63,13 +63,13 @@ def colluders(replay: Replay, full: Full | None) -> list[Finding]:
     attack = _Coalition(full, pieces, clients, method)
     found = [_summary(shown, SHOWN, full, clients, [attack.shown(v) for v in victims])]
     if method.similarity != "cosine" or method.weights_from != "task_vector":
-        return [*found, nothing(unshown, UNSHOWN, "Solved for cosines of task vectors alone, not for these weights.")]
+        return [*found, nothing(unshown, UNSHOWN, "The attack solves weights by cosines of task vectors only.")]
     return [*found, _summary(unshown, UNSHOWN, full, clients, [attack.unshown(v) for v in victims])]
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What a coalition made of one client's vector: cosine and relative error; own: the best cosine without it."""
+    """A coalition's estimate of one client's vector; ``own``: the largest cosine of one of their own vectors."""
 
     cosine: float
     error: float
@@ -84,7 +84,7 @@ class _Coalition:
         self._full, self._pieces, self._clients, self._method = full, pieces, clients, method
 
     def shown(self, victim: ClientId) -> _Read:
-        """By the weights of the colluder that has most of the victim, a layer at a time."""
+        """By the weights of the colluder with the largest weight of the victim, layer by layer."""
         v = self._clients.index(victim)
         parts = []
         for layer, names in enumerate(self._pieces):
@@ -97,10 +97,10 @@ class _Coalition:
             else:
                 guess = np.zeros_like(truth)
             parts.append((truth, guess, others))
-        return self._judged(parts, 1)
+        return _compared(parts, 1)
 
     def unshown(self, victim: ClientId) -> _Read:
-        """From the formula of the weights alone; where an equation has several solutions, other colluders decide."""
+        """By the formula of the weights; other colluders choose between several solutions of an equation."""
         v = self._clients.index(victim)
         parts, most = [], 0
         for names in self._pieces:
@@ -116,15 +116,15 @@ class _Coalition:
                     break
             if len(able) > 1:
                 best = min(solved, key=lambda x: self._error(x, known, changes), default=None)
-            else:  # nobody else to ask: the worst of them
+            else:  # no other colluder: the worst solution
                 best, most = min(solved, key=lambda x: _cosine(x, truth), default=None), max(most, len(solved))
             parts.append((truth, np.zeros_like(truth) if best is None else best, others))
-        return self._judged(parts, max(most, 1))
+        return _compared(parts, max(most, 1))
 
     def _explained(
         self, names: Sequence[str], others: Array, able: Sequence[int], rows: Sequence[int]
     ) -> Callable[[int], float]:
-        """How much of a colluder's change the colluders' own vectors explain; where all, it has none of the victim."""
+        """Sort key: share of a colluder's change that the colluders' own vectors explain; 1 without the victim's."""
         x = others[able]
         norms = np.linalg.norm(x, axis=1)
         g = task_vector.weight(x @ x.T / np.outer(norms, norms), self._method.negative, self._method.temperature)
@@ -136,7 +136,7 @@ class _Coalition:
         return lambda at: -rest[at]
 
     def _error(self, x: Array, known: Array, changes: Sequence[Array]) -> float:
-        """How far the colluders' aggregates are from what they would be if x were the victim's vector, relative."""
+        """Relative error of the colluders' aggregates if x were the victim's vector."""
         every = np.vstack([known, x])
         norms = np.linalg.norm(every, axis=1)
         wrong = []
@@ -157,12 +157,13 @@ class _Coalition:
         c = self._clients[i]
         return _flat(self._full.after[c], names) - _flat(self._full.before[c], names)
 
-    def _judged(self, parts: Sequence[tuple[Array, Array, Array]], candidates: int) -> _Read:
-        truth = np.concatenate([t for t, _, _ in parts])
-        guess = np.concatenate([g for _, g, _ in parts])
-        others = np.concatenate([o for _, _, o in parts], axis=1)
-        error = float(np.linalg.norm(guess - truth) / max(float(np.linalg.norm(truth)), 1e-30))
-        return _Read(_cosine(guess, truth), error, max(_cosine(o, truth) for o in others), candidates)
+
+def _compared(parts: Sequence[tuple[Array, Array, Array]], candidates: int) -> _Read:
+    """Of (truth, guess, the colluders' vectors) of all layers."""
+    truth, guess = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    others = np.concatenate([o for _, _, o in parts], axis=1)
+    error = float(np.linalg.norm(guess - truth) / max(float(np.linalg.norm(truth)), 1e-30))
+    return _Read(_cosine(guess, truth), error, max(_cosine(o, truth) for o in others), candidates)
 
 
 def _summary(name: str, question: str, full: Full, clients: Sequence[ClientId], read: Sequence[_Read]) -> Finding:
@@ -170,13 +171,11 @@ def _summary(name: str, question: str, full: Full, clients: Sequence[ClientId], 
     estimate, line = float(np.median(cosines)), float(np.median([r.own for r in read]))
     verdict: Verdict = "leaks" if estimate > EXACT else "inconclusive" if estimate > line else "holds"
     says = f"Round {full.round}, {len(clients)} clients, {len(read)} of them as the victim: cosine {estimate:.6f} with "
-    says += (
-        f"the true vector (median; {min(cosines):.4f} to {max(cosines):.4f}), relative error {np.median(errors):.2g} "
-    )
-    says += f"(median); the likest of the others' own vectors has cosine {line:.3f}."
+    says += f"the true vector (median; {min(cosines):.4f} to {max(cosines):.4f}), relative error "
+    says += f"{np.median(errors):.2g} (median); the most similar of the others' own vectors has cosine {line:.3f}."
     many = max(r.candidates for r in read)
     if many > 1:
-        says += f" The equation has {many} solutions, one of which is the vector; the figures are of the worst of them."
+        says += f" The equation has {many} solutions, one of which is the vector; the figures are of the worst one."
     detail = {"relative_error": errors, "cosine": cosines, "round": full.round, "solutions": many}
     return Finding(name, question, estimate, min(cosines), max(cosines), line, verdict, says, False, detail)
 

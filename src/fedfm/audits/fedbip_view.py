@@ -1,4 +1,4 @@
-"""What the server sees of FedBip's clients: task vectors, scores of rows along them, and who is asked about what."""
+"""The view of a server that receives task vectors: the vectors, the scores of rows along them, the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fedfm import seeds
 from fedfm.audits.fedbip_colluders import Full
-from fedfm.audits.replay import Turn
+from fedfm.audits.replay import Turn, own_sources
 from fedfm.core.capabilities import Charting
 from fedfm.core.client import ClientId, Update
 from fedfm.core.rows import Rows
@@ -27,15 +27,14 @@ from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 
 Array = NDArray[Any]
-FEW = 5  # strangers without whom scores have no scale
-CLIENTS, ROWS = 40, 150  # whose rows are scored, and at most so many of either kind
-ALIGNED = 300  # rows whose gradient is taken: a backward pass each
-PUBLIC, WAY = 200, (0.0, 0.25, 0.5, 0.75, 1.0)  # rows that the server has of its own; places where it looks at them
+CLIENTS, ROWS = 40, 150  # clients whose rows are scored; most members, and most strangers, of each
+ALIGNED = 300  # rows whose gradient is computed: a backward pass each
+PUBLIC, WAY = 200, (0.0, 0.25, 0.5, 0.75, 1.0)  # rows of the server's own; places between theta_bar and theta
 
 
 @dataclass
 class Scored:
-    """Rows of one client: trained on, and strangers to it of the same classes."""
+    """Training rows of one client, and rows of the same classes that it did not train on."""
 
     members: Rows
     strangers: Rows
@@ -44,25 +43,24 @@ class Scored:
 
 
 class Eye:
-    """Sees the rounds: scores rows as they pass, keeps first vectors' heads, the weights, and one full round."""
+    """Watch of a replay: scores rows in every round, keeps heads of first vectors, the weights, and one full round."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._scored: dict[ClientId, Scored] | None = None
-        self._first: Params | None = None  # what the first round's clients were sent
-        self.heads: dict[ClientId, Params] = {}  # of tau, by client: its first message
+        self._first: Params | None = None  # the first vector that was sent
+        self.heads: dict[ClientId, Params] = {}  # head in the first tau of each client
         self.p: list[Array] = []  # (L, K, K) a round
         self.full: Full | None = None
         self.predicted: dict[ClientId, Array] = {}  # Q of class_shares, by client
 
     def see(self, turn: Turn, population: Partitioned) -> None:
-        """One round is over."""
         if not turn.round:
             return
         method, model = self._run.experiment.method, population.model
         deltas = {s.client: s.value.delta for s in turn.seen if isinstance(s.value, Update)}
         before = {c: _vector(turn.payloads[c]) for c in deltas}
-        sent = {c: tau.cast(before[c].layout) for c, tau in deltas.items()}  # 16-bit ones are widened
+        sent = {c: tau.cast(before[c].layout) for c, tau in deltas.items()}  # widens 16 bits
         self._first = self._first or next(iter(before.values()))
         names = head_names(model)
         if names is not None:
@@ -79,7 +77,7 @@ class Eye:
         if isinstance(method, Charting) and (p := method.arrays(turn.after).get("weights")) is not None:
             self.p.append(np.asarray(p, dtype=np.float64))
         every = len(sent) == len(population.clients) and turn.round < method.rounds
-        if every and isinstance(method, FedBip):  # whose formula the colluders solve
+        if every and isinstance(method, FedBip):  # the colluders solve its formula
             self.full = Full(turn.round, sent, before, turn.after.theta_bar, self.p[-1])
 
     def scored(self, population: Partitioned) -> dict[ClientId, Scored]:
@@ -92,7 +90,7 @@ class Eye:
         return self._scored
 
     def rng(self, *purpose: str) -> np.random.Generator:
-        """The same audit gives the same figures."""
+        """Generator that depends on the run's seed and the purpose."""
         return seeds.generator(self._run.experiment.run.seed, "audit", "task_vector", *purpose)
 
     def _score(self, model: Model, s: Scored, theta_bar: Params, tau: Params) -> None:
@@ -110,7 +108,7 @@ class Eye:
 
 
 def head_names(model: Model) -> tuple[str, str | None] | None:
-    """Names of the head's travelling weight and bias; None where no head is trained."""
+    """Names of the head's trainable weight and bias; None if no head is trained."""
     if model.head is None or model.is_language_model:
         return None
     weight, bias = model.head.weight, model.head.bias
@@ -118,14 +116,8 @@ def head_names(model: Model) -> tuple[str, str | None] | None:
     return None if id(weight) not in of else (of[id(weight)], of.get(id(bias)) if bias is not None else None)
 
 
-def own_sources(run: Run) -> bool:
-    """Clients differ by where their rows come from: only their own test rows are like their training rows."""
-    data = run.experiment.data
-    return bool(data.clients) or data.partition.name == "by_column"
-
-
 def row_losses(model: Model, rows: Rows) -> Array:
-    """(n,) float64: the loss of each row; of a text the mean over its tokens."""
+    """(n,) float64: the loss of each row; for a text the mean over its tokens."""
     if rows.labels is not None and not model.is_language_model:
         return F.cross_entropy(model.predict(rows).double(), rows.labels, reduction="none").numpy()
     found = []
@@ -141,7 +133,7 @@ def row_losses(model: Model, rows: Rows) -> Array:
 
 @contextmanager
 def at_rank(model: Model, theta_bar: Params, tau: Params) -> Iterator[tuple[Params, Params]]:
-    """Both in the model's shapes; within it the model has the scale of their rank, if that is another than its own."""
+    """Context: both vectors in the model's shapes, and the model with the scale of their rank."""
     rank = lora.rank_of(theta_bar)
     if theta_bar.layout is model.layout or rank is None:
         yield theta_bar, tau
@@ -160,10 +152,8 @@ def alignments(model: Model, rows: Rows, theta_bar: Params, tau: Params) -> Arra
         for i in range(len(rows)):
             loss = model.loss(rows.batch([i]))
             grads = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
-            pairs = zip(grads, live.values(), strict=True)
-            g = torch.cat(
-                [(torch.zeros_like(p) if g is None else g).detach().reshape(-1).double().cpu() for g, p in pairs]
-            )
+            known = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, live.values(), strict=True)]
+            g = torch.cat([x.detach().reshape(-1).double().cpu() for x in known])
             scale = float(g.norm() * at.norm())
             found.append(-float(g @ at) / scale if scale else 0.0)
     return np.array(found)
@@ -180,7 +170,7 @@ def _rows(population: Partitioned, client: ClientId, own: bool, rng: np.random.G
 
 
 def _predicted(population: Partitioned, theta_bar: Params, tau: Params) -> Array:
-    """``Q`` (C, C): mean probabilities by class of rows of the server's own, over places on the way to theta."""
+    """``Q`` (C, C): mean probabilities by class for the server's own rows, over places from theta_bar to theta."""
     model, rows = population.model, public(population)
     classes = len(model.classes)
     q, counts = np.zeros((classes, classes)), np.zeros(classes)
@@ -198,13 +188,13 @@ def _predicted(population: Partitioned, theta_bar: Params, tau: Params) -> Array
 
 
 def public(population: Partitioned) -> Rows:
-    """Rows that the server has of its own: some of the global test rows."""
+    """The server's own rows: some of the global test rows."""
     n = len(population.test)
     return population.test.take(np.unique(np.linspace(0, n - 1, min(n, PUBLIC)).astype(np.int64)))
 
 
 def _vector(payload: Mapping[str, Any]) -> Params:
-    """What the client's pass started from: theta_bar_i, FedAMP's u_i, FedAWA's w."""
+    """Start of the client's pass: theta_bar_i, FedAMP's u_i, FedAWA's w."""
     return next(value for value in payload.values() if isinstance(value, Params))
 
 

@@ -1,4 +1,4 @@
-"""What the server of a FedPFT run saw, as mixtures by client and class, and whose rows they were fitted to."""
+"""The view of the server of a FedPFT run: mixtures by client and class, and the rows that they were fitted to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedfm import seeds
-from fedfm.audits.replay import Replay
+from fedfm.audits.replay import Replay, own_sources
 from fedfm.core.client import ClientId, Update
 from fedfm.methods.fedpft import noisy_moments
 from fedfm.methods.fedpft.fedpft import FedPFT, Noised, Passed
@@ -28,12 +28,12 @@ class SentClass:
     """One class of one client, as it was sent.
 
     Attributes:
-        count: of rows, as the server was told: noisy under differential privacy, made up where it is withheld.
-        size: how many rows went into the fit, as far as it can be known.
-        mixture: None where the server makes none of a noisy cell, which does not stand out of its noise.
-        total: (d,) sum of the rows, as far as it can be read off; in a chain that of all who went before.
-        sigma: standard deviation of the noise on each number of it.
-        rows: the client's training rows of the class, as numbers of rows of the table.
+        count: of rows, as sent: noisy under differential privacy, made up if counts are withheld.
+        size: rows of the fit, as far as it can be known.
+        mixture: None if the server makes none, because the cell's count does not exceed its noise.
+        total: (d,) sum of the rows, as far as the message gives it; in a chain that of all clients so far.
+        sigma: standard deviation of the noise on each number of ``total``.
+        rows: the client's training rows of the class, as row numbers of the table.
     """
 
     client: ClientId
@@ -50,15 +50,15 @@ class View:
     """A replayed run of FedPFT.
 
     Attributes:
-        plan: of its noise; None where there is none.
-        cells: of all clients and classes that were sent, in order of clients.
+        plan: of its noise, or None.
+        cells: all clients and classes that were sent, in order of clients.
         classes: their names.
     """
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
         method = replay.run.experiment.method
-        assert isinstance(method, FedPFT)  # noqa: S101 - audits that read its messages run on it alone
+        assert isinstance(method, FedPFT)  # noqa: S101 - the audits that use this view run on FedPFT only
         self.method = method
         self.plan: Plan | None = method.privacy
         self.federated = replay.population.federated
@@ -78,12 +78,8 @@ class View:
         return noisy_moments.unit_rows(x) if self.plan else x
 
     def held_out(self, client: ClientId, label: int) -> Array:
-        """Rows of a class on which nobody trained and which could have been this client's.
-
-        Where clients differ by where their rows come from, only the client's own test rows are like its training rows;
-        otherwise all global ones are.
-        """
-        rows = self.federated.clients[client].test if self._own_sources else self.federated.test
+        """Test rows of a class that could have been this client's: its own if clients have own sources, else all."""
+        rows = self.federated.clients[client].test if own_sources(self.replay.run) else self.federated.test
         found: Array = rows[self.labels[rows] == label]
         return found
 
@@ -95,13 +91,8 @@ class View:
         return found
 
     def rng(self, *purpose: str | int) -> np.random.Generator:
-        """The same audit gives the same figures."""
+        """Generator that depends on the run's seed and the purpose."""
         return seeds.generator(self.replay.run.experiment.run.seed, "audit", *purpose)
-
-    @cached_property
-    def _own_sources(self) -> bool:
-        data = self.replay.run.experiment.data
-        return bool(data.clients) or data.partition.name == "by_column"
 
     @cached_property
     def _used(self) -> Array:
@@ -116,7 +107,7 @@ class View:
 
     @cached_property
     def _features(self) -> Array:
-        """Clients' own are those that the replay computed already."""
+        """(n, d) features of all used rows; the replay has already computed those of the clients."""
         population, out = self.replay.population, None
         blocks = [(c.train, population.data(name).train) for name, c in sorted(self.federated.clients.items())]
         blocks.append((self.federated.test, population.test))
@@ -145,16 +136,16 @@ class View:
 
     def _sent(self, client: ClientId, label: int, count: int, g: Mixture, rows: Array) -> SentClass:
         size = len(rows) if self.method.counts == "withheld" else count
-        # After an M step the mean of a mixture is that of its rows; where counts are withheld, nearly.
+        # After an M step the mean of a mixture is that of its rows; with withheld counts, nearly.
         total = size * (g.weights @ g.means.astype(np.float64))
         sigma = 0.0
-        if self.plan is not None:  # in a chain the release went before, with one component
+        if self.plan is not None:  # in a chain the release has one component
             star = self.method.topology == "star"
             sigma = (plan_for(self.plan, self.method.iterations) if star else self.plan).sum_sigma(1)
         return SentClass(client, label, count, size, g, total, sigma, rows)
 
     def _summed(self, client: ClientId, value: Any, label: int, rows: Array) -> SentClass | None:
-        """From the noisy sums that a client releases, or from the exact ones that it gives for a mean."""
+        """From a client's noisy sums, or from exact sums that the server only averages."""
         plan, second = self.plan, None
         if isinstance(value, Noised) and plan is not None:
             count, total = float(value.counts[label]), value.totals[label].double().numpy()
@@ -162,9 +153,8 @@ class View:
                 return None
             if plan.seconds(len(total)):
                 second = value.seconds[label].double().numpy()
-            normal = noisy_moments.to_gaussian(
-                noisy_moments.Cell(count, total, second), plan, len(total), client_rows=value.rows
-            )
+            cell = noisy_moments.Cell(count, total, second)
+            normal = noisy_moments.to_gaussian(cell, plan, len(total), client_rows=value.rows)
             sigma = plan.sum_sigma(max(count, 1.0), client_rows=value.rows)
         elif isinstance(value, Update) and "sums" in value.delta and plan is not None:
             numbers = value.delta["sums"][label].double().numpy()

@@ -1,4 +1,4 @@
-"""What a recovered model can do, beside the true one."""
+"""Comparison of a recovered model with the true one: features, linear probe, scores."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedfm.linalg.params import Params
 from fedfm.runtime.population import Partitioned
 
 Array = NDArray[Any]
-JUDGED, FITTED, PASSAGES = 300, 400, 8  # rows that judge, rows to fit a probe to, passages of a language model
+TESTED, FITTED, PASSAGES = 300, 400, 8  # test rows, rows that fit a probe, passages of a language model
 RIDGE = 1e-3  # of the mean variance of the features
 
 
 class Ability(NamedTuple):
-    """Of one model, on this run's rows.
+    """Scores of one model on this run's rows.
 
     Attributes:
-        cosine: mean cosine of its centred features (of a language model: of its scores for the next tokens) with the
-            true model's, over test rows.
+        cosine: mean cosine of its centred features (of a language model: its logits) with the true model's, over test
+            rows.
         probe: accuracy of a linear classifier of its features, fitted to clients' training rows; None without classes.
-        accuracy, perplexity: of the model as it stands; None where its head is not part of what mixes.
+        accuracy, perplexity: of the model itself; None if its head does not mix.
     """
 
     cosine: float
@@ -37,12 +37,12 @@ class Ability(NamedTuple):
 
 
 class Fidelity:
-    """Runs rows of an experiment through models.
+    """Evaluates models on rows of an experiment.
 
     Args:
-        population: test rows judge, clients' training rows fit the probe.
+        population: its test rows evaluate, its training rows fit the probe.
         true: the true model.
-        whole: everything trainable mixes, so that the model is the foundation model itself.
+        whole: all trainable entries mix, so that the model is the foundation model itself.
     """
 
     def __init__(self, population: Partitioned, true: Params, *, whole: bool, seed: int) -> None:
@@ -52,9 +52,8 @@ class Fidelity:
         if not len(test):
             test = np.concatenate([c.test for _, c in sorted(population.federated.clients.items())])
         train = np.concatenate([c.train for _, c in sorted(population.federated.clients.items())])
-        language = population.model.is_language_model
-        judged, fitted = (PASSAGES, 0) if language else (JUDGED, FITTED)
-        self._test = population.rows(np.sort(rng.permutation(test)[:judged]))
+        tested, fitted = (PASSAGES, 0) if population.model.is_language_model else (TESTED, FITTED)
+        self._test = population.rows(np.sort(rng.permutation(test)[:tested]))
         self._train = population.rows(np.sort(rng.permutation(train)[:fitted]))
         self._true_model = true
 
@@ -63,23 +62,20 @@ class Fidelity:
         return _centred(self._features(self._true_model, self._test))
 
     def ability(self, w: Params) -> Ability:
-        """All of it."""
+        """Scores of a model with these parameters; the cosine of constant features is 0."""
         scores: dict[str, Any] = {}
         if self._whole:
             self._model.load(w)
             scores = self._model.evaluate(self._test)
-        judged = self._features(w, self._test)
-        return Ability(self._cosine(judged), self._probe(w, judged), scores.get("accuracy"), scores.get("perplexity"))
+        features = self._features(w, self._test)
+        cosine = float(torch.nn.functional.cosine_similarity(_centred(features), self._true, dim=1).mean())
+        return Ability(cosine, self._probe(w, features), scores.get("accuracy"), scores.get("perplexity"))
 
-    def _cosine(self, judged: Tensor) -> float:
-        """Mean cosine with the true model's features; 0 for features that do not differ from row to row."""
-        return float(torch.nn.functional.cosine_similarity(_centred(judged), self._true, dim=1).mean())
-
-    def _probe(self, w: Params, judged: Tensor) -> float | None:
+    def _probe(self, w: Params, tested: Tensor) -> float | None:
         """Ridge regression of the classes' indicators on standardised features, in float64."""
         if self._train.labels is None or self._test.labels is None or self._model.head is None:
             return None
-        x, z = (features.double().numpy() for features in (self._features(w, self._train), judged))
+        x, z = (features.double().numpy() for features in (self._features(w, self._train), tested))
         middle, scale = x.mean(0), x.std(0) + 1e-12
         x, z = (x - middle) / scale, (z - middle) / scale
         y = np.eye(len(self._model.classes))[self._train.labels.numpy()]
@@ -88,7 +84,7 @@ class Fidelity:
         return float(((z @ beta + y.mean(0)).argmax(1) == self._test.labels.numpy()).mean())
 
     def _features(self, w: Params, rows: Rows) -> Tensor:
-        """(n, d); of a language model the scores (tokens, V)."""
+        """(n, d); of a language model the logits (tokens, V)."""
         self._model.load(w)
         if self._model.head is not None:
             x: Tensor = self._model.features(rows)

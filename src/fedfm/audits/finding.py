@@ -1,4 +1,4 @@
-"""Finding: what an audit found out about one run."""
+"""Findings of an audit of one run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Finding:
     Attributes:
         name: unique in an audit.
         question: as a user would ask it.
-        estimate: the figure; None where the run has too little to say.
-        low, high: its interval, at 95 % where the sentence does not say otherwise.
-        bound: what the figure is held against: chance, or what the run promises.
+        estimate: the figure; None if the run is too small for one.
+        low, high: its interval, at 95 % unless ``says`` names another level.
+        bound: the reference of the figure: chance, or the run's promise.
         verdict: ``leaks``: an attacker learns something; ``holds``: it does not, or no more than is promised;
-            ``inconclusive``: the run is too small to tell, or the matter lies outside of what it promises.
+            ``inconclusive``: the run is too small, or promises nothing about the question.
         says: the answer in a sentence.
-        contradicts: the measurement refutes what the manifest claims.
+        contradicts: the measurement refutes a claim of the manifest.
         detail: further figures, plain values only.
     """
 
@@ -41,13 +41,18 @@ class Finding:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is written: what is not a finite number is null."""
+        """Values for JSON; numbers that are not finite become null."""
         return {key: finite(value) for key, value in asdict(self).items()}
 
 
 def nothing(name: str, question: str, why: str) -> Finding:
-    """The finding of a run that has too little to say."""
+    """The finding of a run that cannot answer the question."""
     return Finding(name, question, None, None, None, None, "inconclusive", why)
+
+
+def above(low: float, high: float, line: float) -> Verdict:
+    """``leaks`` if the interval lies above the line, ``holds`` if it lies below."""
+    return "leaks" if low > line else "holds" if high <= line else "inconclusive"
 
 
 def lines(findings: Sequence[Finding]) -> str:
@@ -55,23 +60,16 @@ def lines(findings: Sequence[Finding]) -> str:
     head = ("finding", "verdict", "estimate", "interval", "line")
     rows = [head, *((f.name, *cells(f.to_dict())) for f in findings)]
     widths = [max(len(row[j]) for row in rows) for j in range(len(head))]
-    table = ["  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    said = []
+    out = ["  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     for f in findings:
-        said += [
-            "",
-            f.question,
-            *textwrap.wrap(
-                f.says.replace(" %", "\N{NO-BREAK SPACE}%"), 110, initial_indent="  ", subsequent_indent="  "
-            ),
-        ]
-        if f.contradicts:
-            said.append("  This refutes what the run claims.")
-    return "\n".join([*table, *said])
+        says = f.says.replace(" %", "\N{NO-BREAK SPACE}%")
+        out += ["", f.question, *textwrap.wrap(says, 110, initial_indent="  ", subsequent_indent="  ")]
+        out += ["  This refutes a claim of the run."] if f.contradicts else []
+    return "\n".join(out)
 
 
 def cells(finding: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Verdict, estimate, interval and line of a finding as it is written, as text."""
+    """Verdict, estimate, interval and line of a finding's dict, as text."""
     low, high = finding.get("low"), finding.get("high")
     interval = "" if low is None and high is None else f"{_number(low) or '..'} to {_number(high) or '..'}"
     return str(finding.get("verdict")), _number(finding.get("estimate")), interval, _number(finding.get("bound"))

@@ -1,4 +1,4 @@
-"""Pictures from features: what an attacker with pictures of its own paints from what clients sent."""
+"""Feature inversion: pictures that an attacker with pictures of its own computes from the clients' messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import Array, SentClass, View
-from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.finding import Finding, Verdict, above
 from fedfm.audits.inference import rates, similarity
 from fedfm.audits.inference.inverter import SIDE, Inverter, train
 from fedfm.audits.replay import Replay
@@ -20,50 +20,49 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
 
-TARGETS, OWN, DRAWS = 100, 1000, 16  # pictures attacked, pictures of the attacker, draws from a mixture
+TARGETS, OWN, DRAWS = 100, 1000, 16  # attacked pictures, the attacker's pictures, draws from a mixture
 LEAST = 50  # pictures to train on
-CLEAR = 60.0  # dB: equal pictures have infinitely many
+CLEAR = 60.0  # dB: cap, since equal pictures have infinite PSNR
 _ASKED: Mapping[str, tuple[str, str]] = {
     "inversion_features": (
-        "What pictures would raw features give away? For comparison: this run sends none.",
+        "Which pictures would raw features disclose? For comparison: this run sends none.",
         "their raw features",
     ),
-    "inversion_components": ("What pictures do the components' means give away?", "the means of their class's mixture"),
-    "inversion_samples": ("What pictures do draws from the mixtures give away?", "draws from their class's mixture"),
+    "inversion_components": ("Which pictures do the components' means disclose?", "the means of their class's mixture"),
+    "inversion_samples": ("Which pictures do draws from the mixtures disclose?", "draws from their class's mixture"),
 }
 
 
 class Inversion(Audit):
-    """SSIM of the best painted picture with the true one, beside the best of the attacker's own pictures."""
+    """SSIM of the best computed picture with the true one, compared with the best of the attacker's own pictures."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
     by_default: ClassVar[bool] = False
 
     def unfit(self, run: Run) -> str | None:
         kind = run.manifest["model"]["kind"]
-        return None if kind == "image" else f"this run is on {kind}, and it paints pictures"
+        return None if kind == "image" else f"it needs pictures, and this run is on {kind}"
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         view = View(replay)
         features, own = _own(view, options.get("pictures"))
         targets = [(cell, row) for cell in view.cells if cell.mixture is not None for row in cell.rows.tolist()]
         if not targets:
-            raise InputError("--attack inversion: no mixture came out of the messages: nothing to invert")
+            raise InputError("--attack inversion: the messages give no mixture: there is nothing to invert")
         chosen = np.sort(view.rng("targets").permutation(len(targets))[:TARGETS])
         targets = [targets[i] for i in chosen]
         notice(f"training an inverter on {len(own)} pictures of the attacker's own")
         inverter = train(features, own, seeds.derive(replay.run.experiment.run.seed, "audit", "inverter"))
         true = pictures(view.federated.table, [row for _, row in targets])  # (m, 32, 32, 3)
         baseline = [_best(own, picture) for picture in true]
-        painted = _paint(view, inverter, targets)
         return [
             _finding(view, name, [_best(p, t) for p, t in zip(some, true, strict=True)], baseline, len(own))
-            for name, some in painted.items()
+            for name, some in _invert(view, inverter, targets).items()
         ]
 
 
 def _own(view: View, path: Path | None) -> tuple[Array, Array]:
-    """(features, pictures) of the attacker: a file's, or the rows that nobody trained on."""
+    """(features, pictures) of the attacker: from a file, or the rows that nobody trained on."""
     population = view.replay.population
     if path is None:
         rows = view.rng("own").permutation(view.federated.test)[:OWN]
@@ -81,17 +80,15 @@ def _own(view: View, path: Path | None) -> tuple[Array, Array]:
     return features, own
 
 
-def _paint(view: View, inverter: Inverter, targets: Sequence[tuple[SentClass, int]]) -> dict[str, list[Array]]:
-    """Of each target the pictures that an attacker paints for it, by what it paints them from."""
-    rows = np.array([row for _, row in targets])
-    raw = inverter(view.features(rows))
+def _invert(view: View, inverter: Inverter, targets: Sequence[tuple[SentClass, int]]) -> dict[str, list[Array]]:
+    """Source -> the pictures that an attacker computes for each target."""
+    raw = inverter(view.features(np.array([row for _, row in targets])))
     means: dict[int, Array] = {}
     draws: dict[int, Array] = {}
     for cell, _ in targets:
         if id(cell) not in means and cell.mixture is not None:
             means[id(cell)] = inverter(cell.mixture.means)
-            drawn = cell.mixture.sample(DRAWS, view.rng("draws", cell.client, cell.label))
-            draws[id(cell)] = inverter(drawn)
+            draws[id(cell)] = inverter(cell.mixture.sample(DRAWS, view.rng("draws", cell.client, cell.label)))
     return {
         "inversion_features": [picture[None] for picture in raw],
         "inversion_components": [means[id(cell)] for cell, _ in targets],
@@ -100,7 +97,7 @@ def _paint(view: View, inverter: Inverter, targets: Sequence[tuple[SentClass, in
 
 
 def _best(some: Array, true: Array) -> tuple[float, float]:
-    """(SSIM, PSNR) of the most similar one, each at its best."""
+    """(largest SSIM, largest PSNR) of some pictures with the true one."""
     clear = np.minimum(similarity.psnr(some, true[None]), CLEAR)
     return float(similarity.ssim(some, true[None]).max()), float(clear.max())
 
@@ -112,13 +109,13 @@ def _finding(
     (ssim, psnr), (own_ssim, own_psnr) = (np.array(pairs).mean(0).tolist() for pairs in (found, baseline))
     values, weights = np.array(found)[:, 0], np.ones(len(found))
     low, high = rates.bootstrap(values, weights, view.rng(name))
-    # Target by target: the baseline is of the same pictures.
+    # Paired: the baseline has the same targets.
     gain = rates.bootstrap(values - np.array(baseline)[:, 0], weights, view.rng(name, "gain"))
-    verdict: Verdict = "leaks" if gain[0] > 0 else "holds" if gain[1] <= 0 else "inconclusive"
-    if name == "inversion_features":
-        verdict = "inconclusive"  # for comparison: nobody sent them
+    verdict: Verdict = "inconclusive"  # raw features, which no client sends
+    if name != "inversion_features":
+        verdict = above(*gain, 0.0)
     says = (
-        f"The best picture painted from {source} has SSIM {ssim:.3f} and PSNR {psnr:.1f} dB with the true one; the "
+        f"The best picture computed from {source} has SSIM {ssim:.3f} and PSNR {psnr:.1f} dB with the true one; the "
         f"best of the attacker's own {own} pictures has {own_ssim:.3f} and {own_psnr:.1f} dB."
     )
     detail = {"psnr": psnr, "baseline_ssim": own_ssim, "baseline_psnr": own_psnr, "targets": len(found)}
@@ -127,7 +124,7 @@ def _finding(
 
 
 def pictures(table: Table, rows: Sequence[int]) -> Array:
-    """(n, 32, 32, 3) float32 in [0, 1] of rows of a table of pictures."""
+    """Rows of a table of pictures as (n, 32, 32, 3) float32 in [0, 1]."""
     from PIL import Image
 
     done = []

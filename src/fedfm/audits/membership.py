@@ -1,4 +1,4 @@
-"""Membership inference on the mixtures that clients sent: whose row was in which fit."""
+"""Membership inference on the mixtures that clients sent."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 from fedfm import seeds
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import Array, SentClass, View
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.finding import Finding, Verdict, above, nothing
 from fedfm.audits.inference import rates
 from fedfm.audits.inference.likelihood_ratio import Density, scores
 from fedfm.audits.inference.one_run import largest_auc
+from fedfm.audits.inference.rates import ALARMS, FEW, NOTABLE, NOTABLE_TPR
 from fedfm.audits.replay import Replay
 from fedfm.audits.stated_epsilon import claim
 from fedfm.methods.fedpft import noisy_moments
@@ -24,12 +25,10 @@ from fedfm.methods.fedpft.summary import gaussian
 
 QUESTION = "Can the server tell from a client's mixture which rows it was fitted to?"
 QUESTION_TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
-NOTABLE, NOTABLE_TPR, ALARMS = 0.55, 0.05, 0.01  # an attacker that only guesses has AUC 0.5 and TPR 0.01
-SIZES = (1, 10, 20, 50, 200)  # rows of a class at a client, where groups of cells begin
-FEW = 5  # strangers without whom scores have no scale
-LEAST = 20  # rows of a group that has a verdict of its own
+SIZES = (1, 10, 20, 50, 200)  # rows of a class at a client; lower ends of the groups of cells
+LEAST = 20  # fewest rows of a group that counts in the verdict
 MOST = 1000  # rows of a shadow
-STRICT = 0.999  # confidence of what is called a contradiction
+STRICT = 0.999  # confidence of a contradiction
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class _Scored:
 
 
 class Membership(Audit):
-    """AUC, and the true positives at one false one in a hundred."""
+    """AUC, and the true positives at a false positive rate of 1 %."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
@@ -48,13 +47,13 @@ class Membership(Audit):
         view = View(replay)
         scored = [s for s in _score(view) if len(s.members) and len(s.strangers)]
         if not scored:
-            why = "No class was sent of which there are rows that nobody trained on: nothing to compare with."
+            why = "No class that was sent has rows that nobody trained on: there is nothing to compare with."
             return [nothing("membership", QUESTION, why), nothing("membership_tpr", QUESTION_TPR, why)]
         return [_auc(view, scored), _tpr(view, scored)]
 
 
 def _score(view: View) -> list[_Scored]:
-    """Every cell's members and strangers under its mixture, beside a shadow fitted to rows that are neither."""
+    """Scores of every cell's members and strangers under its mixture and a shadow, which is fitted to other rows."""
     shadows = _Shadows(view)
     out = []
     for cell in view.cells:
@@ -69,10 +68,10 @@ def _score(view: View) -> list[_Scored]:
 
 
 class _Shadows:
-    """The same recipe on other rows of the class.
+    """The same fit to other rows of the class.
 
-    The clients of a class fall into two halves, each of which is the shadow of the other: two fits instead of one a
-    client. Where only one client has the class, half of the rows that nobody trained on are the shadow.
+    The clients of a class form two halves, and the rows of one half give the shadow of the other: two fits, not one a
+    client. If only one client has the class, half of the rows that nobody trained on give its shadow.
     """
 
     def __init__(self, view: View) -> None:
@@ -92,33 +91,34 @@ class _Shadows:
             key = (cell.label, cell.client)
         if not len(rows):
             return None, strangers
-        assert cell.mixture is not None  # noqa: S101 - cells without one are passed over
+        assert cell.mixture is not None  # noqa: S101 - _score() skips cells without one
         key = (*key, cell.mixture.components)
         if key not in self._fits:
             chosen = np.sort(view.rng("shadow", *map(str, key)).permutation(rows)[:MOST])
-            self._fits[key] = _same_recipe(view, view.features(chosen), cell.mixture.components, key)
+            self._fits[key] = _fit(view, view.features(chosen), cell.mixture.components, key)
         return self._fits[key], strangers
 
 
-def _same_recipe(view: View, x: Array, components: int, key: tuple[Any, ...]) -> Density:
+def _fit(view: View, x: Array, components: int, key: tuple[Any, ...]) -> Density:
+    """As the clients fit theirs."""
     if view.plan is None or components > 1:
         seed = seeds.derive(view.replay.run.experiment.run.seed, "audit", "shadow em", *map(str, key))
-        way = fit_without_singles if view.plan is None else fit
-        found = way([x], [min(components, len(x))], view.method.shape, seeds=[seed])[0].mixture
+        em = fit_without_singles if view.plan is None else fit
+        found = em([x], [min(components, len(x))], view.method.shape, seeds=[seed])[0].mixture
         return rounded(found) if view.method.counts == "withheld" else found
     return gaussian(*noisy_moments.normal_of(noisy_moments.statistics(x, view.plan), 0.0)[1:])
 
 
 def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
+    from scipy.stats import norm
+
     by_cell = np.array([rates.auc(s.members, s.strangers) for s in scored])
     weights = np.array([len(s.members) for s in scored])
     strangers = len({int(i) for s in scored for i in view.held_out(s.cell.client, s.cell.label)})
 
     def interval(index: Array, confidence: float) -> tuple[float, float, float]:
-        mean = float(np.average(by_cell[index], weights=weights[index]))
-        low, high = rates.bootstrap(by_cell[index], weights[index], view.rng("bootstrap"), confidence)
-        margin = _z(confidence) * rates.auc_error(mean, int(weights[index].sum()), strangers)
-        return mean, max(min(low, mean - margin), 0.0), min(max(high, mean + margin), 1.0)
+        z = float(norm.ppf((1 + confidence) / 2))
+        return rates.auc_interval(by_cell[index], weights[index], strangers, view.rng("bootstrap"), confidence, z)
 
     everything = np.arange(len(scored))
     mean, low, high = interval(everything, 0.95)
@@ -128,17 +128,17 @@ def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
         if not len(index):
             continue
         label = f"{first} or more" if beyond == np.inf else f"{first} to {int(beyond) - 1}"
-        group = interval(index, 0.99)  # five looks instead of one
+        group = interval(index, 0.99)  # five tests, not one
         groups[label] = {"auc": group[0], "low": group[1], "high": group[2], "rows": int(weights[index].sum())}
         if weights[index].sum() >= LEAST:
             worst = max(worst, group[1])
     detail: dict[str, Any] = {"by_rows_of_the_class": groups, "cells": len(scored), "members": int(weights.sum())}
     detail |= {"strangers": strangers, "shadow": "the same recipe on other rows of the class"}
     says = f"A row that was in the fit scores above one that was not with chance {mean:.3f} [{low:.3f}, {high:.3f}], "
-    # Of a handful of rows the largest figure is chance: they have no say here as they have none in the verdict.
-    told = {k: g["auc"] for k, g in groups.items() if g["rows"] >= LEAST} or {k: g["auc"] for k, g in groups.items()}
-    top = max(told, key=lambda k: told[k])
-    says += f"for classes of {top} rows at a client {told[top]:.3f}; 0.5 is guessing"
+    # The largest figure of a handful of rows is chance: as in the verdict, small groups do not count.
+    large = {k: g["auc"] for k, g in groups.items() if g["rows"] >= LEAST} or {k: g["auc"] for k, g in groups.items()}
+    top = max(large, key=lambda k: large[k])
+    says += f"for classes of {top} rows at a client {large[top]:.3f}; 0.5 is guessing"
     verdict: Verdict = "leaks" if worst > NOTABLE else "holds" if high <= NOTABLE else "inconclusive"
     promise, contradicts = claim(view.replay.run), False
     if promise is not None:
@@ -150,38 +150,16 @@ def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
 
 
 def _tpr(view: View, scored: Sequence[_Scored]) -> Finding:
-    """One threshold for all cells, on scores in units of the strangers' spread: noisy cells spread more than others."""
-    scored = [_standard(s) for s in scored if len(s.strangers) >= FEW]
-    if not scored:
-        return nothing("membership_tpr", QUESTION_TPR, f"No class has {FEW} rows that nobody trained on.")
-    threshold = rates.threshold_at(np.concatenate([s.strangers for s in scored]), ALARMS)
-    hits = np.array([int((s.members > threshold).sum()) for s in scored])
-    weights = np.array([len(s.members) for s in scored])
-    alarms, tries = (sum(f(s) for s in scored) for f in (lambda s: int((s.strangers > threshold).sum()), _tries))
-    tpr = float(hits.sum() / weights.sum())
-    cells = rates.bootstrap(hits / weights, weights, view.rng("bootstrap tpr"))
-    exact = rates.clopper_pearson(int(hits.sum()), int(weights.sum()))
-    low, high = min(cells[0], exact[0]), max(cells[1], exact[1])
+    name = "membership_tpr"
+    r = rates.tpr_at([(s.members, s.strangers) for s in scored], ALARMS, view.rng("bootstrap tpr"))
+    if r is None:
+        return nothing(name, QUESTION_TPR, f"No class has {FEW} rows that nobody trained on.")
     says = (
-        f"{100 * tpr:.1f} % of the training rows [{100 * low:.1f}, {100 * high:.1f}] stand out so far that only "
-        f"{100 * alarms / tries:.1f} % of strangers do; guessing gives 1 %, the line is {100 * NOTABLE_TPR:.0f} %."
+        f"{100 * r.tpr:.1f} % of the training rows [{100 * r.low:.1f}, {100 * r.high:.1f}] are above a threshold that "
+        f"{100 * r.alarms / r.negatives:.1f} % of strangers exceed; guessing gives 1 %, the line is "
+        f"{100 * NOTABLE_TPR:.0f} %."
     )
-    verdict: Verdict = "leaks" if low > NOTABLE_TPR else "holds" if high <= NOTABLE_TPR else "inconclusive"
-    detail = {"threshold": threshold, "hits": int(hits.sum()), "members": int(weights.sum())}
-    detail |= {"false_alarms": alarms, "stranger_scores": tries}
-    return Finding("membership_tpr", QUESTION_TPR, tpr, low, high, NOTABLE_TPR, verdict, says, False, detail)
-
-
-def _standard(s: _Scored) -> _Scored:
-    middle, spread = float(np.median(s.strangers)), float(s.strangers.std()) or 1.0
-    return _Scored(s.cell, (s.members - middle) / spread, (s.strangers - middle) / spread)
-
-
-def _tries(s: _Scored) -> int:
-    return len(s.strangers)
-
-
-def _z(confidence: float) -> float:
-    from scipy.stats import norm
-
-    return float(norm.ppf((1 + confidence) / 2))
+    detail = {"threshold": r.threshold, "hits": r.hits, "members": r.positives}
+    detail |= {"false_alarms": r.alarms, "stranger_scores": r.negatives}
+    verdict = above(r.low, r.high, NOTABLE_TPR)
+    return Finding(name, QUESTION_TPR, r.tpr, r.low, r.high, NOTABLE_TPR, verdict, says, False, detail)

@@ -1,10 +1,8 @@
-"""A finished run once more, in this process, with a recorder at the place of the adversary.
+"""Replay of a finished run in this process, with a recorder at the server.
 
-A run is deterministic from its experiment, its seed and its secrets, so nothing has to be kept of what the server or a
-client saw. The run directory is only read: secrets are copied to a temporary folder, since noise must be the run's own.
-
-Messages that are large or many are not kept: an audit that reads models round by round gives a watch, which sees every
-round as it passes and keeps what it needs.
+A run is deterministic given its experiment, its seed and its secrets, so no messages need to be stored. The replay only
+reads the run directory, and copies the secrets to a temporary folder to draw the same noise. An audit whose messages
+are too large to keep has a watch, which sees every round and keeps what it needs.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ from fedfm.runtime.run_directory import Run
 
 @dataclass(frozen=True)
 class Seen:
-    """One reply, as the server saw it.
+    """One reply, as the server received it.
 
     Attributes:
-        call: of the round, from 1; (round, call) is one request to several clients.
+        call: number in the round, from 1; (round, call) is one request to several clients.
         handler: e.g. ``query.FedPFT_summarise``.
     """
 
@@ -56,36 +54,32 @@ class Turn:
     """One round.
 
     Attributes:
-        round: 0 for what happens before the first one.
+        round: 0 for ``init``.
         before, after: the server's state; equal in round 0.
-        asked: clients that its first call asked; none where it asked nobody.
-        sent: what the first of them was sent.
-        payloads: what each of them was sent.
         seen: the replies.
+        payloads: what its first call sent, by client; empty without a call.
     """
 
     round: int
     before: Any
     after: Any
-    asked: Sequence[ClientId]
-    sent: Mapping[str, Any]
     seen: Sequence[Seen]
     payloads: Mapping[ClientId, Mapping[str, Any]]
 
 
 class Watch(Protocol):
-    """An audit's eye on the rounds as they pass."""
+    """Observer of the rounds of a replay."""
 
     def see(self, turn: Turn, population: Partitioned) -> None:
-        """One round is over."""
+        """Called after each round."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What an audit works on.
+    """A replayed run.
 
     Attributes:
-        population: every client's rows, which an attacker has not; they judge it.
+        population: every client's rows, which no attacker has; they evaluate the attack.
         seen: all replies, in the order of the run; none if only watches read them.
         watched: watches by the name of their audit.
     """
@@ -97,14 +91,14 @@ class Replay:
 
 
 class _Recorder:
-    """A link that keeps a round's messages; clients that the run left out stay left out."""
+    """A link that keeps a round's messages; it excludes the clients that the run excluded."""
 
     def __init__(self, link: LocalLink, excluded: Mapping[tuple[int, ClientId], ClientFault]) -> None:
         self._link, self._excluded = link, excluded
         self.begin()
 
     def begin(self) -> None:
-        """A round begins."""
+        """Start a round."""
         self.seen: list[Seen] = []
         self.payloads: dict[ClientId, Mapping[str, Any]] = {}
 
@@ -138,8 +132,14 @@ def finished(path: str | Path) -> Run:
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
     if run.manifest["split"] is None:
-        raise InputError(f"{path}: its silos used data of their own, which are not here: audit where all rows are")
+        raise InputError(f"{path}: the silos' own data are not here: audit the run on a machine that has all rows")
     return run
+
+
+def own_sources(run: Run) -> bool:
+    """Whether clients have sources of their own, so that only their own test rows resemble their training rows."""
+    data = run.experiment.data
+    return bool(data.clients) or data.partition.name == "by_column"
 
 
 def replay(
@@ -152,11 +152,11 @@ def replay(
     """Run it again and record.
 
     Args:
-        watched: see the rounds as they pass.
-        keep: all replies; they are as large as what clients send.
+        watched: observers of the rounds.
+        keep: keep all replies; they are as large as the clients' messages.
 
     Raises:
-        InputError: data or model changed since, or the secrets of its noise are not there.
+        InputError: data or model have changed, or the secrets of the noise are missing.
         RunError: the same experiment gave another result on this machine.
     """
     experiment, result = run.experiment, run.manifest["result"]
@@ -177,24 +177,24 @@ def replay(
     if sha256_of(models) != result.get("server_sha256", result["params_sha256"]):
         if marks := run.manifest.get("lost"):
             raise RunError(
-                f"{run.path}: run again, it ends with other parameters: it went on without {marks[0]['file']}, and a "
-                "replay has nothing to lose; audit a run that is whole"
+                f"{run.path}: the replay ends with other parameters, because the run continued without "
+                f"{marks[0]['file']}; audit a run that lost no file"
             )
         raise RunError(
-            f"{run.path}: run again, it ends with other parameters than its result line says; audit it on the machine "
-            f"and with the versions of its manifest: {run.manifest['versions']}"
+            f"{run.path}: the replay ends with other parameters than the result line; audit the run on its machine and "
+            f"with the versions of its manifest: {run.manifest['versions']}"
         )
     return Replay(run, population, tuple(seen), watched)
 
 
 def play(run: Run, population: Partitioned) -> Iterator[Turn]:
-    """The run's rounds with the run's own secrets, one after the other, from round 0 on.
+    """The run's rounds from round 0 on, with the run's own secrets.
 
     Raises:
-        InputError: the secrets of its noise are not there.
+        InputError: the secrets of the noise are missing.
     """
     experiment, result = run.experiment, run.manifest["result"]
-    # A client that sent something twice, or another's vector, has been heard all the same.
+    # The server used the first reply of a client that sent another one.
     gone = [e for e in result["excluded"] if e["code"] != E_DUPLICATE]
     excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in gone}
     with secrets(run) as private:
@@ -213,7 +213,7 @@ def play(run: Run, population: Partitioned) -> Iterator[Turn]:
             if drawn := _parties(private) - copied:
                 raise InputError(
                     f"{run.path}/private has no secret of {', '.join(sorted(drawn))}: the noise of this run cannot be "
-                    "drawn again; audit the run where its private/ folder is"
+                    "drawn again; audit the run with its private/ folder"
                 )
             yield turn
 
@@ -230,13 +230,13 @@ def turns(
     aggregator: Aggregator | None = None,
     attack: Any = None,
 ) -> Iterator[Turn]:
-    """A method's rounds on a population, from round 0 on, in this process and with a recorder.
+    """A method's rounds on a population from round 0 on, in this process, with a recorder.
 
     Args:
         private: folder of secrets and memories.
-        excluded: who is left out, by (round, client).
+        excluded: excluded clients, by (round, client).
         aggregator: of the means; the plain one if None.
-        attack: what some clients do instead.
+        attack: the population's attackers.
     """
     aggregator = aggregator or Aggregator()
     silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, attack=attack)
@@ -254,15 +254,13 @@ def turns(
         recorder.begin()
         fed.begin(t)
         state = method.step(fed, before, t) if t else method.init(fed)
-        payloads = recorder.payloads
-        sent = next(iter(payloads.values()), {})
-        yield Turn(t, before if t else state, state, list(payloads), sent, recorder.seen, payloads)
+        yield Turn(t, before if t else state, state, recorder.seen, recorder.payloads)
         before = state
 
 
 @contextmanager
 def secrets(run: Run) -> Iterator[Path]:
-    """A folder with copies of the run's secrets and nothing else: memories start empty, as the run's did.
+    """A folder with copies of the run's secrets only: memories start empty, as in the run.
 
     Raises:
         Lost: a secret is damaged.
@@ -279,7 +277,7 @@ def secrets(run: Run) -> Iterator[Path]:
 
 
 def _parties(private: Path) -> set[str]:
-    """Who has a secret there."""
+    """Owners of the secrets in the folder."""
     return {path.parent.name for path in private.rglob("*.secret")}
 
 
@@ -287,4 +285,4 @@ def _unchanged(run: Run, population: Partitioned) -> None:
     now = fingerprints(run, population.federated.table, population.model.fingerprint)
     for name, value in now.items():
         if run.manifest["fingerprints"].get(name) != value:
-            raise InputError(f"{run.path}: the {name} changed since this run: an audit needs what it was run with")
+            raise InputError(f"{run.path}: the {name} changed since this run: an audit needs the original")

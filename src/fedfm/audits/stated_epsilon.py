@@ -1,4 +1,4 @@
-"""What a run's manifest claims."""
+"""The differential privacy that a run's manifest claims."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Claim:
     """Differential privacy as the ledger states it.
 
     Attributes:
-        steps: from one row to another in its place: 2 where neighbours differ by a row more or less.
+        steps: neighbouring steps to exchange one row for another: 2 if neighbours differ by one row more or less.
     """
 
     epsilon: float
@@ -24,14 +24,14 @@ class Claim:
 
     @property
     def exchange_delta(self) -> float:
-        """Of an exchange of two rows, beside ``steps * epsilon``."""
+        """Delta of an exchange of two rows, with ``steps * epsilon``."""
         return min(self.delta * sum(math.exp(min(i * self.epsilon, 700.0)) for i in range(self.steps)), 1.0)
 
 
 def claim(run: Run) -> Claim | None:
-    """What is promised against a server that sees every message; None where nothing is."""
+    """The promise against a server that sees every message, or None."""
     if "noise" in secrets_of(run.experiment.method):
-        return None  # this server adds the noise itself: the promise is against whoever sees the model
+        return None  # the server itself adds the noise: the promise is against readers of the model
     ledger: dict[str, Any] = run.manifest["ledger"]
     stated = [v for v in (ledger.get("epsilon"), run.manifest["result"].get("epsilon")) if v is not None]
     if not stated:
@@ -43,5 +43,5 @@ def claim(run: Run) -> Claim | None:
         deltas = [privacy.delta]
     relations = {e.get("relation") for e in entries}
     exchange = relations and relations <= {"replace", "replace_any"}
-    # The smallest epsilon that stands anywhere is what a reader may believe.
+    # A reader may believe the smallest epsilon that is stated.
     return Claim(min(map(float, stated)), max(deltas, default=1e-5), 1 if exchange else 2)

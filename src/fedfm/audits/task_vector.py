@@ -1,4 +1,4 @@
-"""What single task vectors give away: to the server, which sees them, and to other clients through their aggregates."""
+"""Disclosure by single task vectors: to the server, which sees them, and to other clients through their aggregates."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedbip_colluders import colluders
-from fedfm.audits.fedbip_view import ALIGNED, FEW, Eye, Scored, alignments, at_rank, head_names, own_sources, public
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.fedbip_view import ALIGNED, Eye, Scored, alignments, at_rank, head_names, public
+from fedfm.audits.finding import Finding, above, nothing
 from fedfm.audits.inference import rates, task_vector
-from fedfm.audits.replay import Replay
+from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR
+from fedfm.audits.replay import Replay, own_sources
 from fedfm.core.client import ClientId
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
@@ -23,7 +24,6 @@ from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, TrainsLocally
 
 Array = NDArray[Any]
-NOTABLE, NOTABLE_TPR, ALARMS = 0.55, 0.05, 0.01  # an attacker that only guesses has AUC 0.5 and TPR 0.01
 LABELS = "Can the server tell from a task vector which classes a client holds?"
 SHARES = "And how many rows of each?"
 MEMBERSHIP = "Can the server tell from a client's task vectors which rows it trained on?"
@@ -33,10 +33,10 @@ NAME = "task_vector"
 
 
 class TaskVector(Audit):
-    """Labels and rows from a task vector, who resembles whom from the weights, and a vector from all others.
+    """Labels and rows from a task vector, similar clients from the weights, and a client's vector from all others.
 
-    It reads methods whose clients answer with what training changed of the vector that they were sent, where the server
-    needs each answer by itself.
+    It reads methods whose clients return the change of the vector that they received, and whose server needs each
+    reply by itself.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("fedbip", "fedamp", "fedawa")
@@ -50,7 +50,7 @@ class TaskVector(Audit):
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         eye = replay.watched[NAME]
-        assert isinstance(eye, Eye)  # noqa: S101 - it gave it
+        assert isinstance(eye, Eye)  # noqa: S101 - from watch()
         with torch_threads(1):
             found = [*_labels(replay, eye), *_membership(replay, eye)]
             return [*found, _neighbours(replay, eye), *colluders(replay, eye.full)]
@@ -80,27 +80,23 @@ def _evidence(head: Params, names: tuple[str, str | None], feature: Array | None
 
 
 def _counts(population: Partitioned, classes: int) -> dict[ClientId, Array]:
-    """(C,) training rows of each class, of every client, as it trains on them."""
-    found = {}
-    for c in population.clients:
-        labels = population.data(c).train.labels
-        assert labels is not None  # noqa: S101 - asked for where the table has labels
-        found[c] = np.bincount(labels.numpy(), minlength=classes)
-    return found
+    """(C,) training rows of each class, by client, as it trains on them (an attacker's labels may be changed)."""
+    labels = {c: population.data(c).train.labels for c in population.clients}
+    return {c: np.bincount(y.numpy(), minlength=classes) for c, y in labels.items() if y is not None}
 
 
 def _presence(eye: Eye, name: str, counts: Mapping[ClientId, Array], evidence: Mapping[ClientId, Array]) -> Finding:
     mixed = [c for c in evidence if 0 < (counts[c] > 0).sum() < len(counts[c])]
     if not mixed:
-        return nothing(name, LABELS, "Every client has every class: there is nothing to tell.")
+        return nothing(name, LABELS, "Every client has every class: there is nothing to infer.")
     by_client = np.array([rates.auc(evidence[c][counts[c] > 0], evidence[c][counts[c] == 0]) for c in mixed])
     mean, (low, high) = _over_clients(by_client, eye.rng("labels"))
     pushed = [((evidence[c] > 0) == (counts[c] > 0)).mean() for c in mixed]
-    says = f"A class that a client has is pushed up more than one that it lacks with chance {mean:.3f} [{low:.3f}, "
-    says += f"{high:.3f}] (mean of {len(mixed)} clients, from their first message; 0.5 is guessing); the bare sign is "
-    says += f"right for {100 * float(np.mean(pushed)):.0f} % of client and class."
+    says = f"The logit of a class that a client has rises more than that of one that it lacks with chance {mean:.3f} "
+    says += f"[{low:.3f}, {high:.3f}] (mean of {len(mixed)} clients, from their first message; 0.5 is guessing); its "
+    says += f"sign alone is right for {100 * float(np.mean(pushed)):.0f} % of the pairs of client and class."
     detail = {"clients": len(mixed), "right_by_sign": float(np.mean(pushed))}
-    return Finding(name, LABELS, mean, low, high, NOTABLE, _above(low, high, NOTABLE), says, False, detail)
+    return Finding(name, LABELS, mean, low, high, NOTABLE, above(low, high, NOTABLE), says, False, detail)
 
 
 def _proportions(
@@ -110,29 +106,29 @@ def _proportions(
     local = method.local.plain if isinstance(method, TrainsLocally) else None
     why = ""
     if not isinstance(local, SGD) or local.momentum or local.weight_decay:
-        why = "Only plain SGD moves a bias by a known step: with this optimiser the shares are not solved for."
+        why = "Only plain SGD moves a bias by a known step: the audit cannot compute shares with this optimiser."
     elif names[1] is None or not eye.predicted:
-        why = "No head with a bias, or no row of the server's own: the shares are not solved for."
+        why = "There is no head with a bias, or no row of the server's own: the audit cannot compute shares."
     if why:
         return nothing(name, SHARES, why)
     assert isinstance(local, SGD) and names[1] is not None  # noqa: S101, PT018 - above
     everywhere = sum(counts.values(), np.zeros(len(replay.population.model.classes)))
     rows = len(public(replay.population))
-    told, guessed = [], []
+    found, guessed = [], []
     for c, q in eye.predicted.items():
         if not (n := int(counts[c].sum())):
             continue
         steps = local.learning_rate * local.steps(n)
         shares = task_vector.class_shares(eye.heads[c][names[1]].double().numpy(), steps, q)
-        told.append(task_vector.overlap(shares, counts[c] / n))
+        found.append(task_vector.overlap(shares, counts[c] / n))
         guessed.append(task_vector.overlap(everywhere / everywhere.sum(), counts[c] / n))
-    mean, (low, high) = _over_clients(np.array(told), eye.rng("shares"))
+    mean, (low, high) = _over_clients(np.array(found), eye.rng("shares"))
     line = float(np.mean(guessed))
-    says = f"The shares of the classes that are solved for overlap with a client's true ones by {mean:.3f} [{low:.3f}, "
-    says += f"{high:.3f}] (1: equal); who takes every client for the average one has {line:.3f}. The attacker knows "
-    says += f"the client's number of rows and has {rows} rows of its own."
-    detail = {"clients": len(told), "rows_of_the_server": rows}
-    return Finding(name, SHARES, mean, low, high, line, _above(low, high, line), says, False, detail)
+    says = f"The computed shares of the classes overlap with a client's true ones by {mean:.3f} [{low:.3f}, "
+    says += f"{high:.3f}] (1: equal); the shares over all clients overlap by {line:.3f}. The attacker knows the "
+    says += f"client's number of rows and has {rows} rows of its own."
+    detail = {"clients": len(found), "rows_of_the_server": rows}
+    return Finding(name, SHARES, mean, low, high, line, above(low, high, line), says, False, detail)
 
 
 # --- (b) membership ---------------------------------------------------------------------------------------------------
@@ -142,7 +138,7 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
     name, tpr_name = f"{NAME}.membership", f"{NAME}.membership_tpr"
     scored = {c: s for c, s in eye.scored(replay.population).items() if len(s.drop[0]) and len(s.drop[1])}
     if not scored:
-        why = "No client has both rows that it trained on and like ones that nobody did: nothing to compare."
+        why = "No client has training rows and similar rows that nobody trained on: there is nothing to compare."
         return [nothing(name, MEMBERSHIP, why), nothing(tpr_name, TPR, why)]
     own = own_sources(replay.run)
     drops = [c for s in scored.values() for c in _cells(s, *s.drop)]
@@ -160,21 +156,16 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
     mean, low, high = _auc(drops, strangers, eye.rng("membership"))
     fewer = min(strangers, sum(len(b) for _, b in aligned))
     g_mean, g_low, g_high = _auc(aligned, fewer, eye.rng("alignment")) if aligned else (mean, low, high)
-    of = "of its classes that" if any(s.members.labels is not None for s in scored.values()) else "that"
-    says = f"By how far the loss fell over all rounds, a row that a client trained on scores above one {of} nobody did "
-    says += f"with chance {mean:.3f} [{low:.3f}, {high:.3f}]; by how its gradient is aligned with the client's last "
-    says += f"task vector {g_mean:.3f} [{g_low:.3f}, {g_high:.3f}]. 0.5 is guessing."
+    of = "of its classes " if any(s.members.labels is not None for s in scored.values()) else ""
+    says = f"Scored by the fall of its loss over all rounds, a training row of a client is above a row {of}that nobody "
+    says += f"trained on with chance {mean:.3f} [{low:.3f}, {high:.3f}]; scored by the cosine of its gradient with the "
+    says += f"client's last task vector, with chance {g_mean:.3f} [{g_low:.3f}, {g_high:.3f}]. 0.5 is guessing."
     detail: dict[str, Any] = {"clients": len(scored), "cells": len(drops)}
     detail |= {"members": sum(len(s.members) for s in scored.values()), "strangers": strangers}
     detail |= {"alignment": {"auc": g_mean, "low": g_low, "high": g_high}}
-    # Two looks: each interval is one of 97.5 %.
-    verdict: Verdict = (
-        "leaks" if max(low, g_low) > NOTABLE else "holds" if max(high, g_high) <= NOTABLE else "inconclusive"
-    )
-    return [
-        Finding(name, MEMBERSHIP, mean, low, high, NOTABLE, verdict, says, False, detail),
-        _tpr(tpr_name, drops, eye.rng("tpr")),
-    ]
+    verdict = above(max(low, g_low), max(high, g_high), NOTABLE)  # two tests: each interval is one of 97.5 %
+    found = Finding(name, MEMBERSHIP, mean, low, high, NOTABLE, verdict, says, False, detail)
+    return [found, _tpr(tpr_name, drops, eye.rng("tpr"))]
 
 
 def _some(s: Scored, most: int, rng: np.random.Generator) -> tuple[Rows, Rows]:
@@ -183,7 +174,7 @@ def _some(s: Scored, most: int, rng: np.random.Generator) -> tuple[Rows, Rows]:
 
 
 def _cells(s: Scored, members: Array, strangers: Array) -> list[tuple[Array, Array]]:
-    """Scores of members and strangers by class: classes differ in how hard they are."""
+    """Scores of members and strangers by class, since classes differ in difficulty."""
     a, b = s.members.labels, s.strangers.labels
     if a is None or b is None:
         return [(members, strangers)]
@@ -195,35 +186,19 @@ def _auc(cells: Sequence[tuple[Array, Array]], strangers: int, rng: np.random.Ge
     """(mean over cells, its 97.5 % interval)."""
     values = np.array([rates.auc(a, b) for a, b in cells])
     weights = np.array([len(a) for a, _ in cells])
-    mean = float(np.average(values, weights=weights))
-    low, high = rates.bootstrap(values, weights, rng, 0.975)
-    margin = 2.2414 * rates.auc_error(mean, int(weights.sum()), strangers)
-    return mean, max(min(low, mean - margin), 0.0), min(max(high, mean + margin), 1.0)
+    return rates.auc_interval(values, weights, strangers, rng, 0.975, z=2.2414)
 
 
 def _tpr(name: str, cells: Sequence[tuple[Array, Array]], rng: np.random.Generator) -> Finding:
-    """One threshold for all cells, on scores in units of their strangers' spread."""
-    pairs = []
-    for a, b in cells:
-        if len(b) >= FEW:
-            middle, spread = float(np.median(b)), float(b.std()) or 1.0
-            pairs.append(((a - middle) / spread, (b - middle) / spread))
-    if not pairs:
+    r = rates.tpr_at(cells, ALARMS, rng)
+    if r is None:
         return nothing(name, TPR, "No client has five rows of a class that nobody trained on.")
-    negatives = np.concatenate([b for _, b in pairs])
-    threshold = rates.threshold_at(negatives, ALARMS)
-    hits, weights = (np.array([f(a) for a, _ in pairs]) for f in (lambda a: int((a > threshold).sum()), len))
-    tpr = float(hits.sum() / weights.sum())
-    by_cell = rates.bootstrap(hits / weights, weights, rng)
-    exact = rates.clopper_pearson(int(hits.sum()), int(weights.sum()))
-    low, high = min(by_cell[0], exact[0]), max(by_cell[1], exact[1])
-    alarms = float((negatives > threshold).mean())
-    says = (
-        f"{100 * tpr:.1f} % of the rows [{100 * low:.1f}, {100 * high:.1f}] fell so far that only {100 * alarms:.1f} % "
-    )
-    says += f"of strangers do; guessing gives 1 %, the line is {100 * NOTABLE_TPR:.0f} %."
-    detail = {"members": int(weights.sum()), "stranger_scores": len(negatives), "false_alarms": alarms}
-    return Finding(name, TPR, tpr, low, high, NOTABLE_TPR, _above(low, high, NOTABLE_TPR), says, False, detail)
+    alarms = r.alarms / r.negatives
+    says = f"{100 * r.tpr:.1f} % of the rows [{100 * r.low:.1f}, {100 * r.high:.1f}] score above a threshold that "
+    says += f"{100 * alarms:.1f} % of strangers exceed; guessing gives 1 %, the line is {100 * NOTABLE_TPR:.0f} %."
+    detail = {"members": r.positives, "stranger_scores": r.negatives, "false_alarms": alarms}
+    verdict = above(r.low, r.high, NOTABLE_TPR)
+    return Finding(name, TPR, r.tpr, r.low, r.high, NOTABLE_TPR, verdict, says, False, detail)
 
 
 # --- (c) who resembles whom -------------------------------------------------------------------------------------------
@@ -232,7 +207,7 @@ def _tpr(name: str, cells: Sequence[tuple[Array, Array]], rng: np.random.Generat
 def _neighbours(replay: Replay, eye: Eye) -> Finding:
     name = f"{NAME}.neighbours"
     if not eye.p:
-        return nothing(name, NEIGHBOURS, "This method weighs no client against another: there is no map.")
+        return nothing(name, NEIGHBOURS, "This method computes no weights between clients: there is no map.")
     what, group = groups(replay)
     known = [i for i, c in enumerate(replay.population.clients) if c in group]
     asked = sum((p != 0).any((0, 2)).astype(int) for p in eye.p)
@@ -241,25 +216,22 @@ def _neighbours(replay: Replay, eye: Eye) -> Finding:
     tried = [i for i in known if asked[i] and len(known) > 1]
     chances = [sum(g[k] == g[i] for k in known if k != i) / max(len(known) - 1, 1) for i in tried]
     if not tried or not any(chances):
-        return nothing(name, NEIGHBOURS, f"No two clients have the same {what}: a neighbour cannot tell it.")
+        return nothing(name, NEIGHBOURS, f"No two clients have the same {what}: a neighbour cannot disclose it.")
     if min(chances) == 1:
-        return nothing(name, NEIGHBOURS, f"All clients have the same {what}: a neighbour tells nothing.")
+        return nothing(name, NEIGHBOURS, f"All clients have the same {what}: a neighbour discloses nothing.")
     off = mean.copy()
     np.fill_diagonal(off, -np.inf)
     right = [g[i] == g[known[int(off[i, known].argmax())]] for i in tried]
     estimate, line = float(np.mean(right)), float(np.mean(chances))
     low, high = rates.clopper_pearson(sum(right), len(right))
-    says = f"For {sum(right)} of {len(right)} clients the one from which it takes most has the same {what}; any other "
-    says += f"client has it with chance {line:.3f}. So much is told by weights.npz and by the map in the report."
+    says = f"For {sum(right)} of {len(right)} clients the client with the largest weight has the same {what}; any "
+    says += f"other client has it with chance {line:.3f}. weights.npz and the map in the report disclose this."
     detail = {"of": what, "clients": len(tried), "groups": len(set(g))}
-    return Finding(name, NEIGHBOURS, estimate, low, high, line, _above(low, high, line), says, False, detail)
+    return Finding(name, NEIGHBOURS, estimate, low, high, line, above(low, high, line), says, False, detail)
 
 
 def groups(replay: Replay) -> tuple[str, dict[ClientId, str]]:
-    """What kind of rows each client has: a name for it, and which.
-
-    The value of the column by which rows were dealt, if several clients have it; else the class of which it has most.
-    """
+    """(what, by client): the value of the partition's column if several clients share one; else the largest class."""
     table, spec = replay.population.federated.table, replay.run.experiment.data
     clients = replay.population.federated.clients
     column = spec.partition.column if spec.partition.name == "by_column" else None
@@ -273,12 +245,5 @@ def groups(replay: Replay) -> tuple[str, dict[ClientId, str]]:
     return "largest class", {c: table.classes[k] for c, k in most.items()}
 
 
-# --- verdicts ---------------------------------------------------------------------------------------------------------
-
-
 def _over_clients(values: Array, rng: np.random.Generator) -> tuple[float, tuple[float, float]]:
     return float(values.mean()), rates.bootstrap(values, np.ones(len(values)), rng)
-
-
-def _above(low: float, high: float, line: float) -> Verdict:
-    return "leaks" if low > line else "holds" if high <= line else "inconclusive"

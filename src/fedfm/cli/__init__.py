@@ -1,4 +1,4 @@
-"""The command line: commands, their help, the progress bar, ``doctor``."""
+"""Command line: commands, their help, the progress bar, ``doctor``."""
 
 from fedfm.cli.entry import main
 

@@ -1,4 +1,4 @@
-"""What each command does. Heavy libraries are imported where a command needs them."""
+"""The commands. Each imports the heavy libraries that it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from fedfm.core.text import to_json, visible, visible_lines
 from fedfm.errors import InputError
 
 INTERRUPTED = 130
-CLEARED = "\r\x1b[K"  # the line on which the cursor stands, on a terminal
 
 
 def _experiment(args: Any) -> Any:
@@ -33,22 +32,18 @@ def run(args: Any) -> int:
     if args.tune:
         experiment = studies.tune(experiment, _numbers("--tune", args.tune, float), args.out, progress)
     if args.seeds and args.baselines:
-        raise InputError("--seeds and --baselines: one of them at a time")
+        raise InputError("--seeds and --baselines exclude each other")
     if args.baselines:
-        result = studies.beside(experiment, args.out, progress)
-        return _say(args, result, studies.beside_text(result))
+        result = studies.with_baselines(experiment, args.out, progress)
+        return _say(args, result, studies.baselines_text(result))
     if args.seeds:
-        result = studies.seeds(experiment, _seeds(args.seeds), args.out, progress)
+        seeds = _numbers("--seeds", args.seeds, int)
+        if min(seeds) < 0:
+            raise InputError(f"--seeds {args.seeds}: seeds are whole numbers of at least 0")
+        result = studies.seeds(experiment, seeds, args.out, progress)
         return _say(args, result, studies.seeds_text(result))
     result = _guarded(lambda: execute.run(experiment, args.out, progress=progress), progress)
     return _say(args, result, _summary(result))
-
-
-def _seeds(text: str) -> list[int]:
-    seeds: list[int] = _numbers("--seeds", text, int)
-    if min(seeds) < 0:
-        raise InputError(f"--seeds {text}: seeds are whole numbers of at least 0")
-    return seeds
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
@@ -73,7 +68,7 @@ def pretrain(args: Any) -> int:
         raise
     except (KeyboardInterrupt, Exception):
         if (args.out / ABOUT).exists():
-            print("fedfm: finished epochs are kept; the same command goes on", file=sys.stderr)
+            print("fedfm: finished epochs are kept; the same command continues", file=sys.stderr)
         raise
     names = ("epochs", "parameters", "accuracy", "perplexity", "train_loss", "seconds")
     figures = [f"{name} {result[name]:.6g}" for name in names if result[name] is not None]
@@ -91,14 +86,14 @@ def resume(args: Any) -> int:
 
 
 def _guarded(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any]:
-    """Whatever stops a run, say how to go on with it."""
+    """Run it; if it stops, print how to continue."""
     try:
         return call()
     except InputError:
         raise
     except (KeyboardInterrupt, Exception):
         if progress.path is not None:
-            tell(f"fedfm: what was committed is kept; go on with: fedfm resume {progress.path}", sys.stderr)
+            tell(f"fedfm: committed rounds are kept; continue with: fedfm resume {progress.path}", sys.stderr)
         raise
 
 
@@ -109,7 +104,7 @@ def _watch() -> Any:
 
 
 def tell(text: str, where: TextIO | None = None) -> None:
-    """For people. Names of clients and classes are others' choice: nothing of them acts on the terminal."""
+    """Print text for people, control characters as codes: others choose the names of clients and classes."""
     print(visible_lines(text), file=where)
 
 
@@ -128,7 +123,7 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 def _incomplete(path: Path) -> list[str]:
-    """Say what of a run's record is missing, and what it went on without; returns it."""
+    """Print and return which of the run's records are missing or lost."""
     from fedfm.report.read import read
 
     missing = list(read(path).missing)
@@ -144,7 +139,7 @@ def audit(args: Any) -> int:
     from fedfm.report import html
 
     if args.pictures is not None and "inversion" not in args.attack:
-        raise InputError("--pictures: the attacker's own are for --attack inversion; add it")
+        raise InputError("--pictures: only --attack inversion uses them; add it")
     progress = _watch()
     found = perform(args.run, args.attack, progress.notice, pictures=args.pictures)
     page = html.write(args.run)
@@ -212,7 +207,7 @@ def predict(args: Any) -> int:
     if cut := len(result.get("cut", ())):
         tell(
             f"fedfm: {cut} of {len(result['answers'])} answers stop at {result['answer_tokens']} tokens "
-            "(model.answer_tokens of the run), without an end of their own",
+            "(model.answer_tokens of the run), unfinished",
             sys.stderr,
         )
     return _say(args, result, "\n".join(lines))
@@ -265,7 +260,7 @@ def schema(args: Any) -> int:
         print(text)
     else:
         args.out.write_text(text + "\n", encoding="utf-8")
-        tell(f"{args.out}: let the first line of a TOML file beside it be\n#:schema ./{args.out.name}")
+        tell(f"{args.out}: begin a TOML file in the same folder with\n#:schema ./{args.out.name}")
     return 0
 
 
@@ -276,11 +271,16 @@ def check(args: Any) -> int:
 
     experiment = _experiment(args)
     check_files(experiment.data)
-    _check_models(experiment)
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = experiment.to_toml().rstrip()
     population = None
-    if not experiment.run.superlink:  # whose machine has the data and the model
+    if not experiment.run.superlink:  # with one, data and model lie on its machine
+        from fedfm.models.names import locate
+
+        if experiment.model.name != "features":
+            locate(experiment.model.name)
+        if isinstance(experiment.method, Founded):
+            experiment.method.check_foundation()
         from fedfm.runtime.population import populate
 
         population = populate(experiment)
@@ -296,24 +296,11 @@ def check(args: Any) -> int:
         if not isinstance(method, Founded):
             raise InputError(f"--matching: method {experiment.method_name} has no foundation model of its own")
         if population is None:
-            raise InputError("--matching: the model lies at the SuperLink's machine; run it there")
+            raise InputError("--matching: the model is on the SuperLink's machine; run the command there")
         found = method.match_with(population.model)
         result["matching"] = [asdict(line) for line in found.table]
-        text += f"\n\n# tensor, its shape, the foundation model's, what mixes, why\n{found}"
+        text += f"\n\n# tensor, its shape, the foundation model's shape, which part is mixed, why\n{found}"
     return _say(args, result, text)
-
-
-def _check_models(experiment: Any) -> None:
-    """Refuse models that are not there; a SuperLink's machine has its own."""
-    from fedfm.core.capabilities import Founded
-    from fedfm.models.names import locate
-
-    if experiment.run.superlink:
-        return
-    if experiment.model.name != "features":
-        locate(experiment.model.name)
-    if isinstance(experiment.method, Founded):
-        experiment.method.check_foundation()
 
 
 def app(args: Any) -> int:

@@ -1,4 +1,4 @@
-"""`fedfm doctor`: is this installation complete, and would a run here be safe and quick?"""
+"""`fedfm doctor`: whether the installation is complete, and how fast the machine is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
-import time
+import timeit
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +16,7 @@ from fedfm.engines.flower.private_api import TESTED
 
 _REQUIRED = ("torch", "transformers", "peft", "safetensors", "flwr", "numpy", "pyarrow", "PIL", "sklearn", "greenlet")
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
-_WIDTH = 768  # inputs and outputs of the linear maps that are timed
+_WIDTH = 768  # inputs and outputs of the timed linear maps
 
 
 def examine() -> list[dict[str, Any]]:
@@ -46,8 +46,8 @@ def _checks() -> Iterator[tuple[str, str, str]]:
     yield "disk", "ok" if free > 1 else "bad", f"{free:.1f} GB free here"
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "", "false")
     yield "model hub", "ok", "offline (HF_HUB_OFFLINE is set)" if offline else "models named by a hub id are downloaded"
-    told = os.environ.get("FLWR_TELEMETRY_ENABLED", "")
-    yield "telemetry", "ok", "off" if told == "0" else "fedfm turns Flower's off in every process that it starts"
+    off = os.environ.get("FLWR_TELEMETRY_ENABLED") == "0"
+    yield "telemetry", "ok", "off" if off else "fedfm turns Flower's off in every process that it starts"
 
 
 def _model() -> Iterator[tuple[str, str, str]]:
@@ -64,12 +64,12 @@ def _model() -> Iterator[tuple[str, str, str]]:
         fine = bool(torch.isfinite(logits).all())
         yield "nano-vit", "ok" if fine else "bad", f"{sum(model.layout.sizes.values())} parameters trainable by LoRA"
         yield "device", "ok", "cuda" if torch.cuda.is_available() else "cpu"
-    except Exception as error:  # whatever it is, the user should read it here
+    except Exception as error:  # doctor reports any error
         yield "nano-vit", "bad", f"{type(error).__name__}: {error}"
 
 
 def _products() -> Iterator[tuple[str, str, str]]:
-    """How fast frozen linear maps are, and what bfloat16 gains: on processors that emulate it, it loses."""
+    """Speed of frozen linear maps in float32 and bfloat16. Processors that emulate bfloat16 are slower with it."""
     try:
         import torch
 
@@ -80,17 +80,11 @@ def _products() -> Iterator[tuple[str, str, str]]:
             x, weight = torch.ones(256, _WIDTH), torch.ones(_WIDTH, _WIDTH)
             full, low = (_seconds(Linear(weight, None, low), x) for low in (False, True))
         speed = f"{2e-9 * x.numel() * _WIDTH / full:.0f} Gflop/s a core"
-        word = f'kernels = "fast_bf16" multiplies at {full / low:.1f} times that'
-        yield "linear maps", "ok", f"{speed} in float32; {word}{'' if full > low else ': it is of no use here'}"
+        gain = f'kernels = "fast_bf16" multiplies at {full / low:.1f} times that'
+        yield "linear maps", "ok", f"{speed} in float32; {gain}{'' if full > low else ': do not use it here'}"
     except (ImportError, RuntimeError) as error:
         yield "linear maps", "bad", f"{type(error).__name__}: {error}"
 
 
 def _seconds(linear: Any, x: Any) -> float:
-    """The least of a few turns."""
-    turns = []
-    for _ in range(8):
-        begun = time.perf_counter()
-        linear.forward(x)
-        turns.append(time.perf_counter() - begun)
-    return min(turns)
+    return min(timeit.repeat(lambda: linear.forward(x), number=1, repeat=8))

@@ -1,4 +1,4 @@
-"""The command line. Heavy libraries are imported by the commands that need them: ``--help`` and ``list`` need none."""
+"""Entry point of the command line. Commands import heavy libraries themselves: ``--help`` and ``list`` need none."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build().parse_args(_whole(sys.argv[1:] if argv is None else argv))
     try:
         return int(args.command(args) or 0)
-    except InputError as error:
-        tell(f"fedfm: {error}", sys.stderr)
-        return 2
     except FedfmError as error:
         tell(f"fedfm: {error}", sys.stderr)
-        return 1
+        return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print("fedfm: stopped", file=sys.stderr)
         return INTERRUPTED
@@ -31,13 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         if error.filename is None or error.strerror is None:
-            raise  # not about a file: a fault of ours, or the network's
+            raise  # not about a file: a defect here, or the network
         print(f"fedfm: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
 
 
 def _whole(argv: Sequence[str]) -> list[str]:
-    """A list that begins with a minus, which argparse takes for a flag, joined to the flag before it."""
+    """Join a list that begins with a minus to its flag: argparse would take it for a flag of its own."""
     out: list[str] = []
     for word in argv:
         if out and out[-1] in ("--seeds", "--tune") and re.match(r"-[\d.]", word):
@@ -45,7 +42,3 @@ def _whole(argv: Sequence[str]) -> list[str]:
         else:
             out.append(word)
     return out
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What stands under the help of each command: examples to copy, and what a newcomer asks next."""
+"""Text below the help of each command: examples to copy, and notes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ an experiment:
   rounds = 10
 """,
     "pretrain": """examples:
-  fedfm pretrain vit.toml --out secret                 train it; an epoch a line, with figures of held-out rows
-  fedfm pretrain vit.toml --out secret                 the same command again goes on after a kill, with the same bits
+  fedfm pretrain vit.toml --out secret                 train it; one line an epoch, with metrics on held-out rows
+  fedfm pretrain vit.toml --out secret                 the same command again continues after a kill, with the same bits
   fedfm pretrain vit.toml --out secret --set pretrain.local.epochs=5
   fedfm run exp.toml --set model.name=secret           an experiment starts from it
   fedfm run exp.toml --set method.foundation=secret    a method keeps it at the server
@@ -38,59 +38,59 @@ a pretraining: all rows in one place, all parameters trained, pictures as they a
   path = "tiny_imagenet.npz"
   [model]
   name = "preact-resnet"                               # or "nano-vit", "vit-b16", "nano-gpt2", a folder, a hub id
-  weights = "random"                                   # "pretrained" goes on from its weights
+  weights = "random"                                   # "pretrained" starts from its weights
   options = { widths = [16, 32, 64], blocks = [1, 1, 1] }   # keys of its config.json, where weights are random
   [pretrain]
   local = { learning_rate = 0.1, momentum = 0.9, weight_decay = 1e-4, batch_size = 128, epochs = 300 }
   milestones = [150, 225]                              # learning rate x 0.1 after these epochs
 
-of text: data.path = "wiki.txt", model.name = "nano-gpt2", and a vocabulary made from the text:
+for text: data.path = "wiki.txt", model.name = "nano-gpt2", and a vocabulary made from the text:
   [pretrain]
   vocabulary_size = 8000
   vocabulary = "bpe"                                   # or "words"
 
 The folder holds config.json, model.safetensors, the image processor or tokenizer, the names of the classes, and
-pretrain.json, which says how it was made. Whoever has data of other classes gets a new head.
+pretrain.json, which says how it was made. Data of other classes get a new head.
 """,
     "resume": """examples:
-  fedfm resume runs/mine                               after a kill, a full disk or Ctrl-C: on after the last round
+  fedfm resume runs/mine                               after a kill, a full disk or Ctrl-C: from the last round
   fedfm resume runs/mine --format json | tail -1       of a finished run: its result again
-  fedfm resume runs/mine --accept-loss                 go on without files that are damaged or missing
+  fedfm resume runs/mine --accept-loss                 continue without files that are damaged or missing
 
-Secrets, memories and checkpoints carry checksums, and a list says which there must be. A run that lacks one is refused
-with the file's name (exit 2): put back a copy. A damaged checkpoint is passed over where the one before it is whole.
-With --accept-loss a lost secret is drawn again, which releases a second time what it protects; a lost memory is the one
-before, or empty; without any checkpoint the run starts over. "lost" in the manifest and the result names the files, and
-the report shows them. Lost lines of metrics.jsonl and messages.jsonl stop nothing, but for run.patience: notices and
-report say what is missing.
+Secrets, memories and checkpoints have checksums, and a list names the files that must exist. A run that lacks one is
+refused with the file's name (exit 2): put back a copy. If a checkpoint is damaged, the one before it is used.
+With --accept-loss a lost secret is drawn again, which releases its data a second time; a lost memory is replaced by the
+one before, or is empty; without any checkpoint the run starts over. "lost" in the manifest and the result names the
+files, and the report shows them. Lost lines of metrics.jsonl and messages.jsonl stop only a run with run.patience;
+notices and the report say what is missing.
 """,
     "audit": """examples:
   fedfm audit runs/mine                                every cheap attack that fits; the findings are in its report
-  fedfm audit runs/mine --attack membership            one of them; --attack may be given several times
+  fedfm audit runs/mine --attack membership            one attack; --attack may be given several times
   fedfm audit runs/mine --attack inversion             pictures from features: trains a network, about a minute
   fedfm audit runs/mine --attack inversion --pictures public.npz
   fedfm audit runs/mine --attack extraction            the foundation model of a fedbaf server, from what clients see
   fedfm audit runs/mine --format json | tail -1        the findings as one JSON object
 
 A finding is a measurement with an interval and a verdict: "leaks", "holds" or "inconclusive". Exit code 0: the audit
-was made, whatever leaks that nobody promised to hide. 1: a measurement refutes what the run claims, e.g. its epsilon.
-2: the run cannot be audited. The run is replayed in this process, from its experiment, its data and its private/ keys;
-only audit.json and report.html in it are written.
+is done, and refutes no claim of the run. 1: a measurement refutes a claim of the run, e.g. its epsilon. 2: the run
+cannot be audited. The audit replays the run in this process, from its experiment, its data and its private/ keys, and
+writes only audit.json and report.html.
 """,
     "report": """examples:
-  fedfm report runs/mine                               of an unfinished run: as far as it came
+  fedfm report runs/mine                               of an unfinished run: its rounds so far
 """,
     "compare": """examples:
   fedfm compare runs/mine runs/other                   a table here, and the page compare.html
   fedfm compare runs/demo-*/* --out demo.html
 """,
     "predict": """examples:
-  fedfm predict runs/mine new.csv                      a class and its probability a row
+  fedfm predict runs/mine new.csv                      for each row a class and its probability
   fedfm predict runs/mine pictures/ --format json | tail -1
   fedfm predict runs/mine new.csv --client north       where every client has a model of its own
   fedfm predict runs/mine new.csv --out labels.csv     written to a file: .csv or .jsonl, a line a row, or .json
 
-A model of instructions answers each, a line an answer; a column of outputs is optional, and gives the perplexity.
+A model for instructions prints one line an answer; with a column of outputs also the perplexity.
 """,
     "export": """examples:
   fedfm export runs/mine --to peft --out adapter       PeftModel.from_pretrained(model, "adapter")
@@ -98,13 +98,13 @@ A model of instructions answers each, a line an answer; a column of outputs is o
   fedfm export runs/mine --to torch --out weights      safetensors.torch.load_file("weights/model.safetensors")
 """,
     "join": """examples:
-  fedfm join runs/mine north.csv --client north         its model, from the run's models and one local pass of its own
+  fedfm join runs/mine north.csv --client north         its model: the run's start weights and one local pass
   fedfm predict runs/mine file.csv --client north
   fedfm export runs/mine --client north --to peft --out adapter
 
-FedBip: the newcomer's task vector from the start is compared with what every client has been given so far; similar ones
-count. Methods with one model for all: a local pass from that model. Beside the accuracy on the newcomer's test rows
-stand those of the start without that pass, and of as many passes alone.
+FedBip compares the newcomer's task vector with those of the other clients, and weights similar ones. Methods with one
+model for all start from that model. The output gives the newcomer's accuracy on its test rows, that of the start
+weights, and that of as many local passes alone.
 """,
     "list": """examples:
   fedfm list                                           everything
@@ -119,8 +119,8 @@ stand those of the start without that pass, and of as many passes alone.
   fedfm schema --out fedfm.schema.json                 then begin exp.toml with: #:schema ./fedfm.schema.json
   fedfm schema silo --out silo.schema.json             of a silo's file; "pretrain": of a pretraining
 
-Editors with a TOML plugin (taplo, Even Better TOML) then complete keys and names, show their meaning, and mark what is
-misspelt or out of bounds. What spans tables, and whether files are there, `fedfm check` tells.
+Editors with a TOML plugin (taplo, Even Better TOML) then complete keys and names, show their meaning, and mark values
+that are misspelt or out of bounds. `fedfm check` also checks files and rules across tables.
 """,
     "check": """examples:
   fedfm check exp.toml                                 keys, files, rows, model; nothing is trained
@@ -128,19 +128,19 @@ misspelt or out of bounds. What spans tables, and whether files are there, `fedf
   fedfm check exp.toml --format json | tail -1         {"valid": ..., "classes": ..., "trainable": ...}
 """,
     "app": """examples:
-  fedfm app flower --experiment exp.toml               an app is of one experiment
+  fedfm app flower --experiment exp.toml               an app runs one experiment
   flwr run flower CONNECTION --stream                  CONNECTION is a SuperLink's name in Flower's config.toml
 """,
     "silo": """examples:
   fedfm silo silo.toml                                 before a SuperNode is started with it
 
-a silo's file, beside its rows:
+a silo's file, in the folder of its rows:
   name = "north"
   data = "rows.csv"
   label = "diagnosis"                                  columns: text, image, label, label_name, split, ...
   classes = ["benign", "malignant"]                    as the federation agreed [those of the rows]
   models = ["/srv/models/bert-small"]                  that experiments may name, beside the built-in ones
-  methods = ["my_methods:Cautious"]                    the same for code beside fedfm's own
+  methods = ["my_methods:Cautious"]                    the same for code that is not fedfm's
   downloads = false                                    true: hub ids in models are downloaded
   allow = ["mean", "scores"]                           what it exposes: mean, reply, scores, reveal; []: nothing
 """,

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar, or lines of a log file."""
+"""Progress on stderr: a bar, or lines in a log file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LOGGED = 20.0  # seconds between two lines of a log file
 
 
 class Bar(Progress):
-    """One bar a run: rounds done, clients of the current one, the last accuracy or perplexity. In a log file, which
-    nothing can be drawn in, whole lines a few times a minute.
+    """One bar a run: rounds done, clients of the current round, the last accuracy or perplexity. In a log file: a line
+    every 20 seconds at most.
 
     Attributes:
-        path: the run directory, once there is one; what to resume if something stops it.
+        path: the run directory once it exists, to name it if the run stops.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,10 @@ class Bar(Progress):
         self._bar: Any = None
         self._name, self._rounds, self._clients = "", 0, 0
         self._figures: dict[str, str] = {}
-        self._said = -math.inf  # when the last line was written
+        self._written = -math.inf  # time of the last line
 
     def started(self, run: Run, rounds: int, done: int) -> None:
-        """Open the bar."""
-        self.path, self._name, self._rounds, self._said = run.path, visible(run.experiment.name), rounds, -math.inf
+        self.path, self._name, self._rounds, self._written = run.path, visible(run.experiment.name), rounds, -math.inf
         if not _drawn():
             return
         from tqdm import tqdm
@@ -42,57 +41,53 @@ class Bar(Progress):
         self._bar = tqdm(total=rounds, initial=done, desc=self._name, unit="round", file=sys.stderr, dynamic_ncols=True)
 
     def client(self) -> None:
-        """Count a client."""
         self._clients += 1
         if self._bar is not None:
             self._figures["client"] = str(self._clients)
             self._bar.set_postfix(self._figures, refresh=time.monotonic() - self._bar.last_print_t > 0.2)
 
     def round(self, line: Mapping[str, Any]) -> None:
-        """Advance."""
         self._clients = 0
         self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
         if self._bar is not None:
             self._bar.set_postfix(self._figures, refresh=False)
-            # A resumed run may judge the round again that it goes on from.
+            # A resumed run may evaluate its first round again.
             self._bar.update(line["round"] - self._bar.n)
-        elif line["round"] == self._rounds or time.monotonic() - self._said > _LOGGED:
-            self._said = time.monotonic()
+        elif line["round"] == self._rounds or time.monotonic() - self._written > _LOGGED:
+            self._written = time.monotonic()
             figures = [f"{key} {value}" for key, value in self._figures.items()] + [f"{line['seconds']:.1f} s"]
             text = f"{self._name}: round {line['round']} of {self._rounds}, {', '.join(figures)}"
             sys.stderr.write(f"{text}\n")
 
     def excluded(self, excluded: Excluded) -> None:
-        """Say who, what and why."""
         self.notice(str(excluded))
 
     def notice(self, text: str) -> None:
-        """Print above the bar, on one line: who gives a client its name cannot have it look like one of ours."""
+        """Print one line above the bar; ``visible`` keeps a client's name from forging another."""
         from tqdm import tqdm
 
         tqdm.write(f"fedfm: {visible(text)}", file=sys.stderr)
 
     def finished(self) -> None:
-        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
 def _drawn() -> bool:
-    """Whether what a carriage return writes over is gone: on a terminal, and in a notebook's cell."""
+    """Whether a carriage return can redraw a line: on a terminal, and in a notebook."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 class Epochs(EpochProgress):
-    """The bar of a pretraining: its steps, and a line an epoch."""
+    """Bar of a pretraining: its steps, and one line an epoch."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._steps, self._epochs = 0, 0
 
     def started(self, epochs: int, done: int, steps: int) -> None:
-        """Open the bar; in a log file only the lines of epochs are written."""
+        """Open the bar. A log file gets only the lines of epochs."""
         from tqdm import tqdm
 
         self._steps, self._epochs = steps, epochs
@@ -108,11 +103,9 @@ class Epochs(EpochProgress):
         )
 
     def step(self) -> None:
-        """Advance."""
         self._bar.update(1)
 
     def epoch(self, line: Mapping[str, Any]) -> None:
-        """Print its figures above the bar."""
         from tqdm import tqdm
 
         figures = [f"epoch {line['epoch']}/{self._epochs}", f"lr {line['learning_rate']:g}"]
@@ -122,7 +115,6 @@ class Epochs(EpochProgress):
         self._bar.set_description(f"epoch {line['epoch'] + 1}/{self._epochs}", refresh=False)
 
     def finished(self) -> None:
-        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,56 +1,41 @@
-"""What a FedPFT run says of itself: bytes by the formulas, what was withheld, the bound, the noise."""
+"""The section on a FedPFT run: bytes by the formulas, withheld classes, the bound, the noise."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fedfm.report.page import details, figure, note, table
+from fedfm.report.page import aside, details, figure, note, table
 from fedfm.report.read import RunFiles, mapping, numeric, sequence
 from fedfm.report.svg import Series, lines
-from fedfm.report.text import count, esc, number, percent, plural, size
+from fedfm.report.text import count, number, percent, plural, size
 
 
 def section(run: RunFiles) -> str:
     """Empty for other methods."""
-    told = mapping(run.result.get("details"))
-    if "formula_bytes" not in told:
+    info = mapping(run.result.get("details"))
+    if "formula_bytes" not in info:
         return ""
-    parts = [_bytes(run, told), _warnings(told), _bound(run, told), _along(told), _noise(told)]
-    return "".join(
-        [*parts, _components(told, hidden=mapping(run.experiment.get("method")).get("counts") == "withheld")]
-    )
+    warnings = [*sequence(info.get("warnings")), *(f"Excluded: {d}" for d in sequence(info.get("dropped")))]
+    hidden = mapping(run.experiment.get("method")).get("counts") == "withheld"
+    parts = [_bytes(run, info), aside("Warnings", warnings), _bound(run, info), _along(info), _noise(info)]
+    return "".join([*parts, _components(info, hidden)])
 
 
-def _bytes(run: RunFiles, told: Any) -> str:
-    rows = [
-        [
-            "by equations (10) to (12)" if "components_used" in told else "sums of every class, without headers",
-            size(numeric(told.get("formula_bytes"))),
-        ],
-        [
-            "really sent up: also headers, labels and counts"
-            + (", and every client's head" if "chain_accuracy" in told else "")
-            + (", and what the bound or a count of errors takes" if {"bound", "verified_error"} & told.keys() else ""),
-            size(run.traffic_total("up")),
-        ],
-    ]
-    if "raw_feature_bytes" in told:
-        rows.append(["the raw features would be", size(numeric(told.get("raw_feature_bytes")))])
+def _bytes(run: RunFiles, info: Any) -> str:
+    formula = "by equations (10) to (12)" if "components_used" in info else "sums of every class, without headers"
+    sent = "really sent up: also headers, labels and counts"
+    if "chain_accuracy" in info:
+        sent += ", and every client's head"
+    if {"bound", "verified_error"} & info.keys():
+        sent += ", and the messages of the bound or of the count of errors"
+    rows = [[formula, size(numeric(info.get("formula_bytes")))], [sent, size(run.traffic_total("up"))]]
+    if "raw_feature_bytes" in info:
+        rows.append(["the raw features would be", size(numeric(info.get("raw_feature_bytes")))])
     return table(["mixtures", "bytes"], rows, "What was sent")
 
 
-def _warnings(told: Any) -> str:
-    items = [esc(str(w)) for w in sequence(told.get("warnings"))]
-    items += [f"Left out: {esc(str(d))}" for d in sequence(told.get("dropped"))]
-    if not items:
-        return ""
-    return (
-        f'<aside aria-label="Warnings"><strong>Mind</strong><ul>{"".join(f"<li>{i}</li>" for i in items)}</ul></aside>'
-    )
-
-
-def _bound(run: RunFiles, told: Any) -> str:
-    found, verified = mapping(told.get("bound")), numeric(told.get("verified_error"))
+def _bound(run: RunFiles, info: Any) -> str:
+    found, verified = mapping(info.get("bound")), numeric(info.get("verified_error"))
     if not found and verified is None:
         return ""
     rows = []
@@ -67,67 +52,61 @@ def _bound(run: RunFiles, told: Any) -> str:
         rows.append(["counted by the clients on their own training rows", percent(verified)])
     accuracy = run.value("global_accuracy")
     rows.append(["true loss on the global test rows", percent(None if accuracy is None else 1 - accuracy)])
-    said = (
-        note("The bound is vacuous: it is not below 1 and says nothing about this head.")
-        if found.get("vacuous")
-        else ""
-    )
-    return "<h3>What the server can conclude</h3>" + table(["of the head", "value"], rows, "Bounds") + said
+    vacuous = "The bound is vacuous: it is not below 1 and says nothing about this head."
+    listing = table(["of the head", "value"], rows, "Bounds") + (note(vacuous) if found.get("vacuous") else "")
+    return f"<h3>What the server can conclude</h3>{listing}"
 
 
-def _along(told: Any) -> str:
-    values = [numeric(v) for v in sequence(told.get("chain_accuracy"))]
+def _along(info: Any) -> str:
+    values = [numeric(v) for v in sequence(info.get("chain_accuracy"))]
     if not values:
         return ""
-    names = [str(n) for n in sequence(told.get("order"))]
+    rows = [[str(n), percent(v)] for n, v in zip(sequence(info.get("order")), values, strict=False)]
     label = "Accuracy of each client's head on the global test rows, along the way: "
-    label += ", ".join(f"{n} {percent(v)}" for n, v in zip(names, values, strict=False)) + "."
+    label += ", ".join(map(" ".join, rows)) + "."
     series = [Series("head", [(float(i), v) for i, v in enumerate(values, start=1)])]
     draw = figure(lambda w: lines(w, series, label, percent, within=(0.0, 1.0), x_label="client along the way"))
-    rows = [[n, percent(v)] for n, v in zip(names, values, strict=False)]
     return "<h3>Along the way</h3>" + draw + details("All heads", table(["client", "accuracy"], rows, "Heads"))
 
 
-def _noise(told: Any) -> str:
-    if "noise_std_of_sums" not in told:
+def _noise(info: Any) -> str:
+    if "noise_std_of_sums" not in info:
         return ""
-    rows = [
-        ["standard deviation of the noise on each sum", number(numeric(told.get("noise_std_of_sums")))],
-    ]
-    if "cells" in told:
-        cells = f"{count(told['cells_kept'])} of {count(told['cells'])}"
-        rows.append(["cells (client and class) that stand out of the noise", cells])
-    if "left_out_rows" in told:
-        left = f"{count(told['left_out_rows'])}, standard deviation {number(numeric(told['left_out_rows_std']))}"
+    rows = [["standard deviation of the noise on each sum", number(numeric(info["noise_std_of_sums"]))]]
+    if "cells" in info:
+        cells = f"{count(info['cells_kept'])} of {count(info['cells'])}"
+        rows.append(["cells (client and class) above the noise", cells])
+    if "left_out_rows" in info:
+        left = f"{count(info['left_out_rows'])}, standard deviation {number(numeric(info['left_out_rows_std']))}"
         rows.append(["rows of the other cells, by their noisy counts", left])
-    if told.get("times_paper_noise") is not None:
-        rows.append(["the paper's own noise is larger by a factor of", number(numeric(told["times_paper_noise"]))])
+    if info.get("times_paper_noise") is not None:
+        rows.append(["the paper's own noise is larger by a factor of", number(numeric(info["times_paper_noise"]))])
     return "<h3>Noise</h3>" + table(["private release", "value"], rows, "Noise")
 
 
-def _components(told: Any, hidden: bool) -> str:
-    used, withheld = mapping(told.get("components_used")), mapping(told.get("withheld"))
-    said = _withheld(told, withheld, hidden)
+def _components(info: Any, hidden: bool) -> str:
+    used, withheld = mapping(info.get("components_used")), mapping(info.get("withheld"))
+    text = _withheld(info, withheld, hidden)
     if not used:
-        return said
+        return text
     rows = []
     for client in sorted(used):
         k = [int(v) for v in mapping(used[client]).values()]
-        missing = "not told" if hidden else count(len(sequence(withheld.get(client))))
+        missing = "not disclosed" if hidden else count(len(sequence(withheld.get(client))))
         rows.append([client, count(len(k)), count(sum(k)), f"{min(k)} to {max(k)}" if k else "", missing])
     head = ["client", "classes sent", "components", "K per class", "classes withheld"]
-    return said + details("Components of every client", table(head, rows, "Components"))
+    return text + details("Components of every client", table(head, rows, "Components"))
 
 
-def _withheld(told: Any, withheld: Any, hidden: bool) -> str:
+def _withheld(info: Any, withheld: Any, hidden: bool) -> str:
     if hidden:
         return note(
-            "Counts are withheld: clients tell neither which classes they hold back nor how many rows these have. A "
-            "class that is absent has fewer rows than min_count; several components stand for at least ten rows each."
+            "Counts are withheld: clients disclose neither which classes they withhold nor their rows. An absent class "
+            "has fewer rows than min_count; each of several components stands for at least ten rows."
         )
-    total = numeric(told.get("withheld_classes")) or sum(len(sequence(v)) for v in withheld.values())
+    total = numeric(info.get("withheld_classes")) or sum(len(sequence(v)) for v in withheld.values())
     if not total:
         return ""
-    rows = numeric(told.get("withheld_rows"))
+    rows = numeric(info.get("withheld_rows"))
     of = "" if rows is None else f", {plural(int(rows), 'row')} in all,"
-    return note(f"{plural(int(total), 'class', 'classes')} of single clients{of} withheld for having too few examples.")
+    return note(f"{plural(int(total), 'class', 'classes')} of single clients{of} withheld (too few examples).")

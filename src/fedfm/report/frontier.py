@@ -1,4 +1,4 @@
-"""Accuracy for what was sent: runs as points, and the best that each number of bytes buys (FedPFT, Figure 4)."""
+"""Accuracy by bytes sent: runs as points, and the best accuracy for each number of bytes (FedPFT, Figure 4)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,25 @@ Spot = tuple[str, float, float]  # name, bytes, accuracy
 
 
 def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """The plot, where at least two runs have an accuracy and sent something."""
+    """The plot; nothing unless at least two runs have an accuracy and sent bytes."""
     spots = []
     for run, name in zip(runs, short(names), strict=True):
         if run.method == "centralised":
-            continue  # all rows in one place: what it "sends" is nobody's cost
+            continue  # all rows in one place: its bytes cost nothing
         sent, reached = (run.traffic_total("up") or 0) + (run.traffic_total("down") or 0), run.value("accuracy")
-        if reached is not None and finite(reached) and sent > 0:
+        if finite(reached) and sent > 0:
             spots.append((name, float(sent), reached))
     if len(spots) < 2:
         return ""
     best = frontier(spots)
-    said = "; ".join(f"{name} {percent(y)} for {size(x)}" for name, x, y in spots)
-    label = f"Accuracy by bytes sent in both directions, on a logarithmic scale. {said}."
-    text = note(
-        f"The line joins the runs that no other beats with fewer bytes: {esc(', '.join(n for n, _, _ in best))}."
-    )
-    return "<h3>Accuracy for what was sent</h3>" + text + figure(lambda w: _draw(w, spots, best, label))
+    points = "; ".join(f"{name} {percent(y)} for {size(x)}" for name, x, y in spots)
+    label = f"Accuracy by bytes sent in both directions, on a logarithmic scale. {points}."
+    text = f"The line joins the runs that no other beats with fewer bytes: {esc(', '.join(n for n, _, _ in best))}."
+    return "<h3>Accuracy for what was sent</h3>" + note(text) + figure(lambda w: _draw(w, spots, best, label))
 
 
 def short(names: Sequence[str]) -> list[str]:
-    """The names without the beginning and the end that all share."""
+    """The names without their common beginning and end."""
     if len(names) < 2:
         return list(names)
     start = _shared(names)
@@ -45,7 +43,7 @@ def short(names: Sequence[str]) -> list[str]:
 
 
 def _shared(names: Sequence[str]) -> int:
-    """How many characters all names begin with."""
+    """Length of the common prefix."""
     return sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False)))
 
 
@@ -88,7 +86,7 @@ def _draw(width: int, spots: Sequence[Spot], best: Sequence[Spot], label: str) -
         long = 6.6 * len(text)
         at, anchor = (x(s) - 7, "end") if x(s) > width * 0.7 else (x(s) + 7, "start")
         box = (at - long if anchor == "end" else at, y(a) - 18, long, 14.0)
-        if not any(_touch(box, other) for other in written):  # the others have their names under the pointer
+        if not any(_touch(box, other) for other in written):  # other names show on hover
             written.append(box)
             body.append(f'<text x="{at:.1f}" y="{y(a) - 6:.1f}" text-anchor="{anchor}">{esc(text)}</text>')
     return frame(width, height, label, body)

@@ -1,4 +1,4 @@
-"""``report.html``: one self-contained file from the files of a run directory. Nothing is fetched, no script runs."""
+"""``report.html``: one self-contained page from the files of a run directory, without scripts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedfm.report import account, audit, client_weights, compare, fedpft, sections
-from fedfm.report.page import page, save
+from fedfm.report.page import aside, page, save
 from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
 from fedfm.report.text import NONE, count, duration, esc, number, numbers, percent, plural, size
 
@@ -15,25 +15,20 @@ from fedfm.report.text import NONE, count, duration, esc, number, numbers, perce
 def write(run_dir: Path, baselines: Sequence[Path] = ()) -> Path:
     """Write ``report.html`` into a run's directory.
 
-    The same files give the same bytes. A run that is unfinished is reported as far as it came.
+    The same files give the same bytes. The report of an unfinished run shows its rounds so far.
 
     Args:
-        run_dir: the run's directory: manifest.json, metrics.jsonl, messages.jsonl.
+        run_dir: holds manifest.json, metrics.jsonl and messages.jsonl.
         baselines: directories of other runs to compare this one with.
 
     Returns:
         The path of the report.
 
     Raises:
-        InputError: the manifest is missing, not what it should be, or of a newer schema.
+        InputError: the manifest is missing, invalid, or of a newer schema.
     """
     run = read(run_dir)
     others = [read(path, messages=False) for path in baselines]
-    return save(render(run, others), Path(run_dir) / "report.html")
-
-
-def render(run: RunFiles, others: Sequence[RunFiles] = ()) -> str:
-    """The document."""
     parts = [
         ("rounds", "Progress by round", sections.curves(run)),
         ("clients", "Clients", sections.clients(run)),
@@ -51,27 +46,28 @@ def render(run: RunFiles, others: Sequence[RunFiles] = ()) -> str:
     ]
     version = esc(run.manifest.get("fedfm") or "")
     head = f'<p class="eyebrow">fedfm {version} · run report</p><h1>{esc(run.name)}</h1>'
-    head += f'<p class="lead">{_sentence(run)}</p>{_status(run)}{_missing(run)}{_tiles(run)}{account.share_box(run)}'
+    missing = aside("This record is not whole", run.missing, ' id="missing" role="alert"')
+    head += f'<p class="lead">{_sentence(run)}</p>{_status(run)}{missing}{_tiles(run)}{account.share_box(run)}'
     made = f"Written by fedfm {version} from manifest.json, metrics.jsonl and messages.jsonl of this run."
-    return page(f"{run.name} · fedfm", head, [p for p in parts if p[2]], made)
+    return save(page(f"{run.name} · fedfm", head, [p for p in parts if p[2]], made), Path(run_dir) / "report.html")
 
 
 def _sentence(run: RunFiles) -> str:
     """The result in one line."""
     model = mapping(run.experiment.get("model")).get("name") or "a model"
     clients = len(run.client_accuracy) or len(run.manifest.get("clients") or ())
-    said = f"<strong>{esc(run.method)}</strong> on {esc(model)} with {esc(_data(run))} at {plural(clients, 'client')}: "
+    text = f"<strong>{esc(run.method)}</strong> on {esc(model)} with {esc(_data(run))} at {plural(clients, 'client')}: "
     perplexity, accuracy = run.value("perplexity"), run.value("accuracy")
     figures = [f"perplexity {number(perplexity)}"] if perplexity is not None else []
     if accuracy is not None or perplexity is None:
         figures.append(f"accuracy {percent(accuracy)}")
-    said += ", ".join(figures)
+    text += ", ".join(figures)
     if attackers := sequence(run.manifest.get("attackers")):
         attack = mapping(run.experiment.get("attack")).get("name")
-        said += f" under attack ({esc(attack)}) by {esc(', '.join(map(str, attackers[:20])))}"
-        said += f" and {count(len(attackers) - 20)} more" if len(attackers) > 20 else ""
-    said += f" after {plural(run.done_rounds, 'round')} and {duration(run.seconds)}, "
-    return said + f"{size(run.traffic_total('up'))} sent up and {size(run.traffic_total('down'))} down."
+        text += f" under attack ({esc(attack)}) by {esc(', '.join(map(str, attackers[:20])))}"
+        text += f" and {count(len(attackers) - 20)} more" if len(attackers) > 20 else ""
+    text += f" after {plural(run.done_rounds, 'round')} and {duration(run.seconds)}, "
+    return text + f"{size(run.traffic_total('up'))} sent up and {size(run.traffic_total('down'))} down."
 
 
 def _data(run: RunFiles) -> str:
@@ -88,24 +84,16 @@ def _status(run: RunFiles) -> str:
     if run.finished:
         return ""
     planned = f" of {run.planned_rounds}" if run.planned_rounds is not None else ""
-    said = f"{run.done_rounds}{planned} rounds are committed; what follows is as of the last of them."
+    text = f"{run.done_rounds}{planned} rounds are committed; this page shows the state after the last one."
     if not run.rounds:
-        said = "No round is committed yet."
-    said += " <code>fedfm resume</code> goes on from there."
-    return f'<aside id="status" role="status"><strong>Unfinished run</strong><p>{said}</p></aside>'
-
-
-def _missing(run: RunFiles) -> str:
-    if not run.missing:
-        return ""
-    items = "".join(f"<li>{esc(text)}</li>" for text in run.missing)
-    return f'<aside id="missing" role="alert"><strong>This record is not whole</strong><ul>{items}</ul></aside>'
+        text = "No round is committed yet."
+    text += " <code>fedfm resume</code> continues from there."
+    return f'<aside id="status" role="status"><strong>Unfinished run</strong><p>{text}</p></aside>'
 
 
 def _tiles(run: RunFiles) -> str:
     worst = next((c for c, v in run.client_accuracy.items() if v is not None and v == run.worst), "")
-    spread = run.spread
-    planned = run.planned_rounds
+    spread, planned = run.spread, run.planned_rounds
     of = f"of {planned} planned" if planned is not None and planned != run.done_rounds else ""
     details = mapping(run.result.get("details"))
     if "stopped_early" in details:
@@ -123,7 +111,7 @@ def _tiles(run: RunFiles) -> str:
         ("Sent", f"{size(run.traffic_total('up'))}", f"up; {size(run.traffic_total('down'))} down"),
         ("Epsilon", number(epsilon), "nothing is claimed" if epsilon is None else ""),
     ]
-    if run.value("perplexity") is not None:  # what a language model is judged by first
+    if run.value("perplexity") is not None:  # the main metric of a language model
         first = ("Perplexity", number(run.value("perplexity")), "on the global test rows")
         tiles = [first, *(tiles[1:] if run.value("accuracy") is None else [*tiles[:3], *tiles[4:]])]
     if run.value("accuracy") is None and (losses := numbers(run.client_loss.values())):

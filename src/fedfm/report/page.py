@@ -1,4 +1,4 @@
-"""The parts of a page: its shell, sections, figures in two widths, tables that scroll in their own box."""
+"""Parts of a page: its shell, sections, figures in two widths, scrolling tables."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fedfm.errors import InputError
 from fedfm.report.svg import Series
 from fedfm.report.text import count, esc, shorten, width_of
 
-WIDE, NARROW = 892, 358  # pixels that a drawing has at 1280 and at 390
-MOST_ROWS = 2000  # of a table; the rest is in the run's own files
-# Nothing may be fetched and no script run, whatever a name in the run looks like.
+WIDE, NARROW = 892, 358  # width of a drawing in pixels, on screens of 1280 and of 390
+MOST_ROWS = 2000  # of a table; the run's own files have the rest
+# No fetch and no script, whatever a name in the run contains.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
@@ -33,18 +33,17 @@ def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: 
 
 
 def save(text: str, path: Path) -> Path:
-    """Write the file whole or not at all.
+    """Write the file atomically.
 
     Raises:
         InputError: the path is a folder or cannot be written.
     """
-    path = Path(path)
     if path.is_dir():
         raise InputError(f"{path}: a folder; give the name of a file, e.g. {path / 'report.html'}")
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)  # of a killed process; one that is a link would be written through
+        part.unlink(missing_ok=True)  # of a killed process; writing would follow a link
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
@@ -55,12 +54,12 @@ def save(text: str, path: Path) -> Path:
 
 
 def figure(draw: Callable[[int], str]) -> str:
-    """The drawing at both widths; the style sheet shows one of them, so text keeps its size on a phone."""
+    """The drawing at both widths; the style sheet shows one of them, so that text keeps its size on a phone."""
     return f'<figure><div class="wide">{draw(WIDE)}</div><div class="narrow">{draw(NARROW)}</div></figure>'
 
 
 def grid(drawings: Sequence[tuple[str, str]]) -> str:
-    """Small drawings of one size beside each other, each with its name."""
+    """Small named drawings side by side."""
     items = (f"<figure><figcaption>{esc(shorten(name, 28))}</figcaption>{draw}</figure>" for name, draw in drawings)
     return f'<div class="grid">{"".join(items)}</div>'
 
@@ -84,7 +83,7 @@ def swatches(names: Sequence[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], label: str, words: Sequence[int] = ()) -> str:
-    """A table in its own scrolling box; the first column names the row, ``words`` are text, others numbers."""
+    """A table in a scrolling box; the first column names the row, columns ``words`` are text, others numbers."""
     start = ["" if j == 0 or j in words else ' class="n"' for j in range(len(head))]
     top = "".join(f'<th scope="col"{s}>{esc(h)}</th>' for s, h in zip(start, head, strict=True))
     body = []
@@ -101,23 +100,27 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], label: str, words:
 
 
 def details(summary: str, html: str) -> str:
-    """Folded away until asked for."""
+    """A folded section."""
     return f"<details><summary>{esc(summary)}</summary>{html}</details>"
 
 
 def code(text: str, label: str) -> str:
-    """Preformatted text in its own scrolling box."""
-    return f'<div class="box" tabindex="0" role="region" aria-label="{esc(label)}"><pre>{_lines(text)}</pre></div>'
+    """Preformatted text in a scrolling box."""
+    lines = "\n".join(map(esc, text.split("\n")))
+    return f'<div class="box" tabindex="0" role="region" aria-label="{esc(label)}"><pre>{lines}</pre></div>'
 
 
 def note(html: str) -> str:
-    """A quiet sentence (HTML, already escaped)."""
+    """A note (HTML, already escaped)."""
     return f'<p class="note">{html}</p>'
+
+
+def aside(title: str, items: Sequence[str], attributes: str = "") -> str:
+    """A marked box with a list of texts; nothing without items."""
+    listed = "".join(f"<li>{esc(text)}</li>" for text in items)
+    box = f'<aside aria-label="{title}"{attributes}><strong>{title}</strong><ul>{listed}</ul></aside>'
+    return box if items else ""
 
 
 def _short(text: str) -> str:
     return ' class="one"' if width_of(text) <= 32 else ""
-
-
-def _lines(text: str) -> str:
-    return "\n".join(esc(line) for line in text.split("\n"))

@@ -1,4 +1,4 @@
-"""A run directory, read for its report: strict about what makes no sense, patient about what is not there yet."""
+"""A run directory, read for its report. Invalid files are refused; missing values are allowed in an unfinished run."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedfm.errors import InputError
+from fedfm.report.text import finite, numbers
 from fedfm.runtime import logs
 
-SCHEMA = 1  # the newest manifest that this module understands
+SCHEMA = 1  # newest version of the manifest that this module reads
 SERVER = "server"
 
 
 @dataclass(frozen=True)
 class Round:
-    """One line of metrics.jsonl; a value is None where it is not defined, and may be NaN where training diverged.
+    """One line of metrics.jsonl; values are None if undefined, and NaN if training diverged.
 
     Attributes:
         number: 0 before training, then 1, 2, ...
         values: accuracy, global_accuracy, local_accuracy, loss, balanced_accuracy, macro_f1, perplexity, local_loss,
             train_loss.
-        seconds: of this round alone, although the file counts from the start of the run.
+        seconds: of this round; the file counts from the start of the run.
         bytes_up, bytes_down: of the method's own messages since the start of the run.
-        clients: accuracy of each client on its own test rows; None where it has none.
-        losses: the same of the loss, where no accuracy is defined.
+        clients: accuracy of each client on its own test rows; None if it has none.
+        losses: loss of each client, if no accuracy is defined.
     """
 
     number: int
@@ -44,7 +45,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Traffic:
-    """All crossings of one handler that went one way in one form."""
+    """All crossings of one handler in one direction and form."""
 
     handler: str
     direction: str  # up, down, across
@@ -57,25 +58,25 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the files of one run say.
+    """Content of the files of one run.
 
     Attributes:
         result: the result line, empty while the run is unfinished.
         rounds: committed rounds in order of number.
         traffic: the crossings, summed; largest first.
-        missing: what of the record is damaged or gone, and what the run went on without, a sentence each.
+        missing: one sentence for each damaged or missing record, and for each file that the run continued without.
     """
 
     path: Path
     manifest: Mapping[str, Any]
     result: Mapping[str, Any]
     rounds: tuple[Round, ...]
-    traffic: tuple[Traffic, ...] = field(default=())
-    missing: tuple[str, ...] = field(default=())
+    traffic: tuple[Traffic, ...]
+    missing: tuple[str, ...]
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run has ended."""
         return bool(self.manifest.get("finished")) and bool(self.result)
 
     @property
@@ -85,7 +86,7 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """The run's own name, else its directory's."""
+        """The run's name, else its directory's."""
         return str(self.manifest.get("name") or self.path.resolve().name)
 
     @property
@@ -95,46 +96,46 @@ class RunFiles:
 
     @property
     def planned_rounds(self) -> int | None:
-        """How many rounds the experiment asks for."""
+        """Rounds of the experiment."""
         asked = numeric(mapping(self.experiment.get("method")).get("rounds"))
-        return int(asked) if asked is not None and math.isfinite(asked) else None
+        return int(asked) if finite(asked) else None
 
     @property
     def done_rounds(self) -> int:
-        """How many rounds of training were committed."""
+        """Committed rounds of training."""
         return max((r.number for r in self.rounds), default=0)
 
     def value(self, name: str) -> float | None:
-        """A metric at the end: of the result line, else of the last committed round."""
+        """A metric of the result line, else of the last committed round."""
         if name in self.result:
             return numeric(self.result[name])
         return self.rounds[-1].values.get(name) if self.rounds else None
 
     @property
     def client_accuracy(self) -> Mapping[str, float | None]:
-        """Each client's accuracy at the end; None where it has no test rows."""
+        """Each client's accuracy at the end; None if it has no test rows."""
         final = _by_client(self.result.get("client_accuracy"))
         return final or next((r.clients for r in reversed(self.rounds) if r.clients), {})
 
     @property
     def client_loss(self) -> Mapping[str, float | None]:
-        """Each client's loss at the end, where no accuracy is defined; None where it has no test rows."""
+        """Each client's loss at the end, if no accuracy is defined; None if it has no test rows."""
         final = _by_client(mapping(self.result.get("details")).get("client_loss"))
         return final or next((r.losses for r in reversed(self.rounds) if r.losses), {})
 
     @property
     def measured(self) -> list[float]:
-        """The clients' accuracies that are numbers."""
-        return [v for v in self.client_accuracy.values() if v is not None and math.isfinite(v)]
+        """The clients' finite accuracies."""
+        return numbers(self.client_accuracy.values())
 
     @property
     def worst(self) -> float | None:
-        """The least of the clients' accuracies."""
+        """The lowest of the clients' accuracies."""
         return min(self.measured, default=None)
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation over the clients (of these clients, not of a population behind them)."""
+        """Standard deviation over the clients (of these clients, not of a larger population)."""
         return statistics.pstdev(self.measured) if self.measured else None
 
     @property
@@ -143,7 +144,7 @@ class RunFiles:
         total = numeric(self.result.get("seconds"))
         if total is not None or not self.rounds:
             return total
-        return sum(r.seconds for r in self.rounds if r.seconds is not None and math.isfinite(r.seconds))
+        return sum(numbers(r.seconds for r in self.rounds))
 
     def traffic_total(self, direction: str) -> float | None:
         """Bytes of the method's own messages ``"up"`` or ``"down"``."""
@@ -154,7 +155,7 @@ class RunFiles:
 
     @property
     def excluded(self) -> list[tuple[int, str, str, str]]:
-        """(round, client, code, reason) of whoever was left out of a round."""
+        """(round, client, code, reason) of every exclusion."""
         return [(r.number, *e) for r in self.rounds for e in r.excluded]
 
 
@@ -163,10 +164,10 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
 
     Args:
         run_dir: holds manifest.json, metrics.jsonl and messages.jsonl.
-        messages: whether to sum up messages.jsonl too, which may be long.
+        messages: read messages.jsonl too, which may be long.
 
     Raises:
-        InputError: the manifest is missing or not what it should be, or a newer fedfm wrote it.
+        InputError: the manifest is missing or invalid, or a newer fedfm wrote it.
     """
     run_dir = Path(run_dir)
     path = run_dir / "manifest.json"
@@ -177,7 +178,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON ({error}); restore the file as fedfm wrote it") from error
     if not isinstance(manifest, dict):
-        raise InputError(f"{path}: a JSON object is wanted, not {type(manifest).__name__}")
+        raise InputError(f"{path}: expected a JSON object, not {type(manifest).__name__}")
     schema = manifest.get("schema", SCHEMA)
     if not isinstance(schema, int) or schema > SCHEMA:
         raise InputError(
@@ -186,53 +187,48 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
     result = mapping(manifest.get("result"))
     # A resumed round replaces the one written before the kill.
     rounds = {r.number: r for r in map(_round, _lines(run_dir / logs.METRICS))}
+    lost = [mapping(mark) for mark in sequence(manifest.get("lost"))]
+    missing = [f"{mark.get('file')} {mark.get('how')}: the run continued without it" for mark in lost]
     return RunFiles(
         path=run_dir,
         manifest=manifest,
         result=result,
         rounds=_spans([rounds[t] for t in sorted(rounds)]),
         traffic=_traffic(run_dir / logs.MESSAGES) if messages else (),
-        missing=(*_gone(manifest), *_gaps(run_dir, result, max(rounds, default=0), messages)),
+        missing=(*missing, *_gaps(run_dir, result, max(rounds, default=0), messages)),
     )
 
 
 def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The objects of a log that can be read; what cannot is named in ``RunFiles.missing``."""
+    """The valid objects of a log; ``RunFiles.missing`` names the others."""
     return (line for _, line, _ in logs.lines(path) if line is not None)
 
 
 def _gaps(run_dir: Path, result: Mapping[str, Any], last: int, messages: bool) -> list[str]:
-    """What the logs lack: up to the end of a finished run, else up to the newest checkpoint."""
-    committed = [t - 1 for t in _committed(run_dir)]  # a round's line is written after its checkpoint
-    last = int(_whole(result.get("rounds"))) if result else max([last, *committed])
-    finished = result or None
+    """Missing records: up to the end of a finished run, else up to the newest checkpoint."""
+    if result:
+        last = int(whole(result.get("rounds")))
+    else:
+        files = [f for where in ("", "private/") for f in run_dir.glob(f"{where}checkpoint/round-*.safetensors")]
+        committed = [name for f in files if (name := f.stem.removeprefix("round-")).isdigit()]
+        last = max([last, *(int(t) - 1 for t in committed)])  # a round's line is written after its checkpoint
     if messages:
-        return logs.gaps(run_dir, last, finished)
-    return logs.gaps_of_metrics(run_dir / logs.METRICS, last, finished)
-
-
-def _committed(run_dir: Path) -> list[int]:
-    names = [path.stem for where in ("", "private/") for path in run_dir.glob(f"{where}checkpoint/round-*.safetensors")]
-    return [int(name.removeprefix("round-")) for name in names if name.removeprefix("round-").isdigit()]
-
-
-def _gone(manifest: Mapping[str, Any]) -> list[str]:
-    marks = [mapping(mark) for mark in sequence(manifest.get("lost"))]
-    return [f"{mark.get('file')} {mark.get('how')}: the run went on without it" for mark in marks]
+        return logs.gaps(run_dir, last, result or None)
+    return logs.gaps_of_metrics(run_dir / logs.METRICS, last, result or None)
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """The value where it is a JSON object, else an empty one."""
+    """The value if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def sequence(value: Any) -> Sequence[Any]:
-    """The value where it is a JSON array, else an empty one."""
+    """The value if it is a JSON array, else an empty one."""
     return value if isinstance(value, list) else []
 
 
 def numeric(value: Any) -> float | None:
-    """The value where it is a number, else None."""
+    """The value if it is a number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -251,34 +247,34 @@ _VALUES = ("accuracy", "global_accuracy", "local_accuracy", "loss", "balanced_ac
 def _round(line: Mapping[str, Any]) -> Round:
     left_out = (mapping(e) for e in sequence(line.get("excluded")))
     return Round(
-        number=int(_whole(line.get("round"))),
+        number=int(whole(line.get("round"))),
         seconds=numeric(line.get("seconds")),
         values={name: numeric(line.get(name)) for name in (*_VALUES, "local_loss", "train_loss")},
         clients=_by_client(line.get("client_accuracy")),
         losses=_by_client(line.get("client_loss")),
         cohort=tuple(str(c) for c in sequence(line.get("cohort"))),
         excluded=tuple((str(e.get("client", "")), str(e.get("code", "")), str(e.get("reason", ""))) for e in left_out),
-        bytes_up=_whole(line.get("bytes_up")),
-        bytes_down=_whole(line.get("bytes_down")),
+        bytes_up=whole(line.get("bytes_up")),
+        bytes_down=whole(line.get("bytes_down")),
     )
 
 
 def _spans(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """The rounds with their own seconds instead of the run's so far."""
+    """The rounds with their own seconds in place of the run's so far."""
     out, before = [], 0.0
     for r in rounds:
-        if r.seconds is None or not math.isfinite(r.seconds):
-            out.append(r)
-            continue
-        own = r.seconds - before
-        before = r.seconds
-        out.append(replace(r, seconds=own if own >= 0 else r.seconds))  # less than before: the clock began anew
+        own = r.seconds
+        if finite(r.seconds):
+            own, before = r.seconds - before, r.seconds
+            own = own if own >= 0 else before  # the clock restarted
+        out.append(replace(r, seconds=own))
     return tuple(out)
 
 
-def _whole(value: Any) -> float:
+def whole(value: Any) -> float:
+    """The value if it is a finite number, else 0."""
     x = numeric(value)
-    return x if x is not None and math.isfinite(x) else 0.0
+    return x if finite(x) else 0.0
 
 
 def _traffic(path: Path) -> tuple[Traffic, ...]:
@@ -286,14 +282,10 @@ def _traffic(path: Path) -> tuple[Traffic, ...]:
     for line in _lines(path):
         sender, receiver = str(line.get("from", "")), str(line.get("to", ""))
         direction = "up" if receiver == SERVER else "down" if sender == SERVER else "across"
-        key = (
-            str(line.get("handler", "")),
-            direction,
-            str(line.get("form", "plain")),
-            line.get("counted") is not False,
-        )
+        counted = line.get("counted") is not False
+        key = (str(line.get("handler", "")), direction, str(line.get("form", "plain")), counted)
         n, total, clients = sums.get(key, (0, 0.0, set()))
         clients.add(receiver if direction == "down" else sender)
-        sums[key] = (n + 1, total + _whole(line.get("bytes")), clients)
+        sums[key] = (n + 1, total + whole(line.get("bytes")), clients)
     rows = (Traffic(*key, n, total, len(clients)) for key, (n, total, clients) in sums.items())
     return tuple(sorted(rows, key=lambda r: (not r.counted, -r.bytes, r.handler, r.direction)))

@@ -1,6 +1,5 @@
-"""Small plots as inline SVG text. Colours come from the page's style sheet by class (``s1`` to ``s8``), so that one
-drawing serves light and dark; every drawing says in ``aria-label`` what it shows. Values that are absent or not finite
-leave a gap.
+"""Small plots as inline SVG. The page's style sheet gives colours by class (``s1`` to ``s8``), light or dark; each
+``aria-label`` describes its drawing. Values that are absent or not finite leave a gap.
 """
 
 from __future__ import annotations
@@ -9,20 +8,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fedfm.report.text import NBSP, esc, finite, shorten, width_of
+from fedfm.report.text import NBSP, esc, finite, numbers, shorten, width_of
 
 Point = tuple[float, float | None]
 Format = Callable[[float | None], str]
-MOST_POINTS = 1200  # more are below the resolution of a screen and only make the file large
+MOST_POINTS = 1200  # more are below the resolution of a screen and enlarge the file
 COLOURS = 8
-_HOVER = 30  # rows and columns up to which every cell of a matrix says its value
-_LEVELS = 20  # of ink
+_HOVER = 30  # most rows of a matrix whose cells show their values on hover
+_LEVELS = 20  # of opacity
 _COLUMN = 6.6  # mean width of a character at 12 px
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its name, its points in order of x, the number of its colour and dash (1 to 8)."""
+    """A line: name, points in order of x, number of its colour and dash (1 to 8)."""
 
     name: str
     points: Sequence[Point]
@@ -41,18 +40,16 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         """The pixel of a value."""
-        at = (
-            (math.log10(value), math.log10(self.low), math.log10(self.high))
-            if self.log
-            else (value, self.low, self.high)
-        )
-        share = (at[0] - at[1]) / (at[2] - at[1]) if at[2] > at[1] else 0.5
+        at, low, high = value, self.low, self.high
+        if self.log:
+            at, low, high = math.log10(at), math.log10(low), math.log10(high)
+        share = (at - low) / (high - low) if high > low else 0.5
         return self.start + min(max(share, -0.01), 1.01) * (self.end - self.start)
 
 
 @dataclass(frozen=True)
 class ChartBar:
-    """A row of a bar chart. ``text`` stands behind the bar, ``value`` None draws none; ``title`` shows on hover."""
+    """A row of a bar chart. ``text`` stands after the bar, ``value`` None draws none; ``title`` shows on hover."""
 
     label: str
     value: float | None
@@ -75,20 +72,19 @@ def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> list[f
 
 
 def domain(values: Sequence[float], within: tuple[float, float] | None = None) -> tuple[float, float]:
-    """A range with round ends that holds the values with some air, inside ``within`` if given."""
+    """A range with round ends that holds the values and a margin, inside ``within`` if given."""
+    least, most = within or (-math.inf, math.inf)
     low, high = min(values), max(values)
-    air = max((high - low) * 0.06, abs(high) * 0.01, 1e-2 if within else 1e-9)  # shares are labelled to 0.1 %
-    low, high = low - air, high + air
-    if within:
-        low, high = max(low, within[0]), min(high, within[1])
+    margin = max((high - low) * 0.06, abs(high) * 0.01, 1e-2 if within else 1e-9)  # fractions are labelled to 0.1 %
+    low, high = max(low - margin, least), min(high + margin, most)
     steps = ticks(low, high)
     step = steps[1] - steps[0] if len(steps) > 1 else high - low
     low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-    return (max(low, within[0]), min(high, within[1])) if within else (low, high)
+    return max(low, least), min(high, most)
 
 
 def thin(points: Sequence[Point]) -> Sequence[Point]:
-    """Every nth point and the last, so that no more than MOST_POINTS remain."""
+    """Every nth point and the last, at most MOST_POINTS."""
     stride = math.ceil(len(points) / MOST_POINTS)
     return points if stride < 2 else [*points[:-1:stride], points[-1]]
 
@@ -105,19 +101,19 @@ def lines(
     from_zero: bool = False,
 ) -> str:
     """Lines over whole-numbered x, with an optional band (x, least, greatest) behind them."""
-    shown = [y for s in series for _, y in s.points if finite(y)] + [y for _, *b in band for y in b if finite(y)]
-    known = [y for y in shown if y is not None and abs(y) < 1e100]
+    values = [*(y for s in series for _, y in s.points), *(y for _, *b in band for y in b)]
+    known = [y for y in numbers(values) if abs(y) < 1e100]
     if not known:
         return empty(width, label)
     known += [0.0] if from_zero else []
     height = height or (300 if width > 500 else 230)
     log = within is None and not from_zero and min(known) > 0 and max(known) / min(known) > 1000
-    low, high = (
-        (min(known) / 1.3, max(known) * 1.3)
-        if log
-        else domain(known, within or ((0.0, math.inf) if from_zero else None))
-    )
-    marks = [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)] if log else []
+    marks: list[float] = []
+    if log:
+        low, high = min(known) / 1.3, max(known) * 1.3
+        marks = [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    else:
+        low, high = domain(known, within or ((0.0, math.inf) if from_zero else None))
     marks = marks[:: math.ceil(len(marks) / 6)] if len(marks) > 1 else ticks(low, high)
     named = [form(t) for t in marks]
     if all(".0" + NBSP in name for name in named):
@@ -140,10 +136,10 @@ def lines(
 
 
 def _runs(points: Sequence[tuple[float, float | None, float | None]]) -> list[list[tuple[float, float, float]]]:
-    """The points cut where a value is missing."""
+    """The points, cut at missing values."""
     runs: list[list[tuple[float, float, float]]] = [[]]
     for a, lo, hi in points:
-        if lo is not None and hi is not None and math.isfinite(lo) and math.isfinite(hi):
+        if finite(lo) and finite(hi):
             runs[-1].append((a, lo, hi))
         elif runs[-1]:
             runs.append([])
@@ -154,10 +150,9 @@ def _band(run: list[tuple[float, float, float]], x: Scale, y: Scale) -> str:
     if len(run) == 1:
         a, lo, hi = run[0]
         return f'<line class="band-1" x1="{x(a):.1f}" x2="{x(a):.1f}" y1="{y(lo):.1f}" y2="{y(hi):.1f}"/>'
-    top = [f"{x(a):.1f},{y(hi):.1f}" for a, _, hi in run]
-    return (
-        f'<polygon class="band" points="{" ".join(top + [f"{x(a):.1f},{y(lo):.1f}" for a, lo, _ in reversed(run)])}"/>'
-    )
+    edge = [(a, hi) for a, _, hi in run] + [(a, lo) for a, lo, _ in reversed(run)]
+    points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in edge)
+    return f'<polygon class="band" points="{points}"/>'
 
 
 def _line(s: Series, x: Scale, y: Scale, form: Format) -> list[str]:
@@ -179,7 +174,7 @@ def bars(
     reference: tuple[float, str] | None = None,
     spans: Sequence[tuple[float, float] | None] = (),
 ) -> str:
-    """Horizontal bars, one a row; stacked where they have parts; with spans, dots on their ranges."""
+    """Horizontal bars, one a row: stacked if they have parts; with ``spans``, dots on their ranges."""
     if not rows:
         return empty(width, label)
     step, top = 26, 22 if reference else 4
@@ -194,7 +189,7 @@ def bars(
         body.append(f'<text class="name" x="{left - 8:.1f}" y="{y + 17}" text-anchor="end">{name}</text>')
         body.append(f'<rect class="track" x="{left:.1f}" y="{y + 4}" width="{x.end - left:.1f}" height="18" rx="2"/>')
         value, end = row.value, left
-        if value is not None and math.isfinite(value):
+        if finite(value):
             end = x(max(value, 0.0))
             span = spans[i] if spans else None
             if row.parts:
@@ -205,9 +200,8 @@ def bars(
                     body.append(f'<line class="span" x1="{a:.1f}" x2="{b:.1f}" y1="{y + 13}" y2="{y + 13}"/>')
                 body.append(f'<circle class="dot s1" cx="{end:.1f}" cy="{y + 13}" r="5"/>')
             else:
-                body.append(
-                    f'<rect class="s1" x="{left:.1f}" y="{y + 4}" width="{end - left:.1f}" height="18" rx="2"/>'
-                )
+                size = f'width="{end - left:.1f}" height="18"'
+                body.append(f'<rect class="s1" x="{left:.1f}" y="{y + 4}" {size} rx="2"/>')
         body.append(f'<text class="value" x="{x.end + 8:.1f}" y="{y + 17}">{esc(row.text)}</text></g>')
     height = top + len(rows) * step
     if reference and math.isfinite(reference[0]):
@@ -219,10 +213,10 @@ def bars(
 
 
 def _parts(row: ChartBar, x: Scale, y: int) -> list[str]:
-    out, sum_ = [], 0.0
+    out, total = [], 0.0
     for i, (value, hover) in enumerate(row.parts):
-        a, b = x(sum_), x(sum_ + value)
-        sum_ += value
+        a, b = x(total), x(total + value)
+        total += value
         if value > 0:
             shape = f'<rect class="s{i % COLOURS + 1} part" x="{a:.1f}" y="{y + 4}"'
             out.append(f'{shape} width="{max(b - a, 0.5):.1f}" height="18"><title>{esc(hover)}</title></rect>')
@@ -232,7 +226,7 @@ def _parts(row: ChartBar, x: Scale, y: int) -> list[str]:
 def heat(
     width: int, rows: Sequence[tuple[str, Sequence[float], str]], columns: Sequence[str], label: str, high: float
 ) -> str:
-    """Cells by share: rows (name, share per column, text at the right end); the darker, the nearer to ``high``."""
+    """Cells by share: rows (name, share per column, text at the right end), darker towards ``high``."""
     if not rows or not columns:
         return empty(width, label)
     left = min(max(width_of(r[0]) for r in rows) * _COLUMN + 12, width * 0.28)
@@ -246,14 +240,10 @@ def heat(
     body = []
     for j, name in enumerate(names if cell >= 13 else ()):
         at = left + (j + 0.5) * cell
-        place = (
-            f'transform="translate({at + 4:.1f} {top - 6:.1f}) rotate(-90)"'
-            if upright
-            else f'x="{at:.1f}" y="{top - 6:.1f}"'
-        )
-        body.append(
-            f"<text {place}{'' if upright else ' text-anchor=' + chr(34) + 'middle' + chr(34)}>{esc(name)}</text>"
-        )
+        place = f'x="{at:.1f}" y="{top - 6:.1f}" text-anchor="middle"'
+        if upright:
+            place = f'transform="translate({at + 4:.1f} {top - 6:.1f}) rotate(-90)"'
+        body.append(f"<text {place}>{esc(name)}</text>")
     if cell < 13:
         body.append(f'<text x="{left:.1f}" y="{top - 6:.1f}">{esc(shorten(columns[0], 14))}</text>')
         last = esc(shorten(columns[-1], 14))
@@ -262,12 +252,9 @@ def heat(
         y = top + i * step
         cut = esc(shorten(name, int((left - 10) / _COLUMN)))
         base = f"{y + step / 2 + 4:.1f}"
-        body.append(
-            f'<text class="name" x="{left - 8:.1f}" y="{base}" text-anchor="end">{cut}<title>{esc(name)}</title></text>'
-        )
-        body.append(
-            f'<rect class="track" x="{left:.1f}" y="{y:.1f}" width="{cell * len(columns):.1f}" height="{step - 1.5}"/>'
-        )
+        place, size = f'x="{left - 8:.1f}" y="{base}"', f'width="{cell * len(columns):.1f}" height="{step - 1.5}"'
+        body.append(f'<text class="name" {place} text-anchor="end">{cut}<title>{esc(name)}</title></text>')
+        body.append(f'<rect class="track" x="{left:.1f}" y="{y:.1f}" {size}/>')
         for j, share in enumerate(shares):
             if share > 0:
                 ink = 0.14 + 0.86 * math.sqrt(min(share / high, 1.0)) if high > 0 else 1.0
@@ -279,7 +266,7 @@ def heat(
 
 
 def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], label: str, high: float) -> str:
-    """Square cells by value, darker towards ``high``, below 0 in the second colour; without names cells alone."""
+    """Square cells by value, darker towards ``high``, below 0 in the second colour; ``names`` may be empty."""
     if not cells:
         return empty(width, label)
     left = min(max(width_of(n) for n in names) * _COLUMN + 12, width * 0.3) if names else 0.0
@@ -292,7 +279,7 @@ def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], l
     for j, name in enumerate(columns):
         at = f"translate({left + (j + 0.5) * cell + 4:.1f} {top - 6:.1f}) rotate(-90)"
         body.append(f'<text transform="{at}">{esc(name)}</text>')
-    every = 1 if cell >= 11 else math.ceil(11 / cell)  # names that would touch are left out
+    every = 1 if cell >= 11 else math.ceil(11 / cell)  # skip names that would touch
     for i, name in enumerate(names):
         if i % every == 0:
             cut = esc(shorten(name, int((left - 10) / _COLUMN)))
@@ -322,7 +309,7 @@ def _opacity(level: int) -> float:
 
 
 def empty(width: int, label: str) -> str:
-    """What stands where there is nothing to draw."""
+    """A placeholder for a drawing without values."""
     text = f'<text x="{width / 2:.1f}" y="42" text-anchor="middle">no values yet</text>'
     return frame(width, 72, label, [f'<rect class="track" width="{width}" height="72" rx="4"/>', text])
 

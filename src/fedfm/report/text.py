@@ -1,7 +1,7 @@
-"""Words and numbers for people: escaping what a run says, and units.
+"""Text and numbers for people: escaping and units.
 
-Names of clients, classes and files come from whoever ran the experiment, so nothing of a run reaches a page or a
-terminal except through :func:`visible`, and nothing reaches a page except through :func:`esc`.
+Names of clients, classes and files are untrusted: text of a run reaches a terminal only through :func:`visible`, and a
+page only through :func:`esc`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping
 from html import escape
-from typing import Any
+from typing import Any, TypeGuard
 
 from fedfm.core.text import visible
 
 NBSP = "\N{NO-BREAK SPACE}"
-NONE = "\N{EN DASH}"  # what stands where there is no value
+NONE = "\N{EN DASH}"  # a missing value
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -27,14 +27,14 @@ def esc(text: object) -> str:
 
 
 def width_of(text: str) -> int:
-    """Columns that the text takes in a fixed-width font: East Asian wide characters take two, combining ones none."""
+    """Columns of the text in a fixed-width font: East Asian wide characters take two, combining ones none."""
     return sum(
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in visible(text)
     )
 
 
 def shorten(text: object, columns: int) -> str:
-    """At most so many columns, the cut marked by an ellipsis."""
+    """The text cut to ``columns``, with an ellipsis."""
     text = visible(text)
     if width_of(text) <= columns:
         return text
@@ -43,26 +43,19 @@ def shorten(text: object, columns: int) -> str:
     return text.rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def finite(value: float | None) -> bool:
-    """Whether there is a value and it is a number that can be drawn."""
+def finite(value: float | None) -> TypeGuard[float]:
+    """Whether the value is a finite number."""
     return value is not None and math.isfinite(value)
 
 
 def numbers(values: Iterable[float | None]) -> list[float]:
-    """Those of the values that can be drawn."""
-    return [v for v in values if v is not None and math.isfinite(v)]
-
-
-def sound(value: float | None, otherwise: float) -> float:
-    """The value where it can be drawn."""
-    return value if value is not None and math.isfinite(value) else otherwise
+    """The finite values."""
+    return [v for v in values if finite(v)]
 
 
 def percent(value: float | None, digits: int = 1) -> str:
     """``0.8421`` as ``84.2 %``."""
-    if value is None or not math.isfinite(value):
-        return number(value)
-    return f"{100 * value:.{digits}f}{NBSP}%"
+    return f"{100 * value:.{digits}f}{NBSP}%" if finite(value) else number(value)
 
 
 def number(value: float | None) -> str:
@@ -85,7 +78,7 @@ def count(value: int) -> str:
 
 def size(value: float | None) -> str:
     """Bytes in decimal units: ``1.23 MB``."""
-    if value is None or not math.isfinite(value):
+    if not finite(value):
         return number(value)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(value) < 999.5 or unit == "TB":
@@ -97,7 +90,7 @@ def size(value: float | None) -> str:
 
 def duration(seconds: float | None) -> str:
     """``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``2 h 13 min``."""
-    if seconds is None or not math.isfinite(seconds):
+    if not finite(seconds):
         return number(seconds)
     if seconds < 59.95:
         return f"{seconds:.{2 if seconds < 9.995 else 1}f}{NBSP}s"
@@ -114,7 +107,7 @@ def plural(n: int, one: str, many: str = "") -> str:
 
 
 def toml(table: Mapping[str, Any]) -> str:
-    """The mapping as TOML; a key without a value stands as a comment, since TOML has no null."""
+    """The mapping as TOML; null values become comments, since TOML has no null."""
     return "\n".join(_lines(table, ())).strip() + "\n"
 
 

@@ -1,1 +1,1 @@
-"""The mathematics of what an adversary infers: arrays in, figures out. Nothing here knows what a run is."""
+"""Mathematics of inference attacks, on arrays alone."""

@@ -1,4 +1,4 @@
-"""Whether a released mean sits on one row: distances of means to rows, beside those to rows that were never used."""
+"""Distances of released means to rows, to find means that equal one row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = NDArray[Any]
 
 
 def nearest(points: Array, rows: Array) -> tuple[Array, Array]:
-    """Of each point the nearest row's index and its Euclidean distance; infinite where there are no rows.
+    """Index and Euclidean distance of each point's nearest row; without rows infinite.
 
     Args:
         points: (k, d).
@@ -24,17 +24,17 @@ def nearest(points: Array, rows: Array) -> tuple[Array, Array]:
         return np.zeros(len(points), dtype=np.int64), np.full(len(points), np.inf)
     squares = _squares(points, rows)
     index = squares.argmin(1)
-    # The expansion of |a - b|^2 loses the digits of small distances, which are those that matter here.
+    # The expansion of |a - b|^2 loses digits of small distances.
     exact = np.linalg.norm(points.astype(np.float64) - rows[index], axis=1)
     return index, exact
 
 
 def typical_gap(rows: Array, most: int = 1000) -> float:
-    """The median distance of a row to its nearest other one that is not equal to it; 0 where there is none.
+    """Median distance of a row to its nearest different row; 0 if there is none.
 
     Args:
         rows: (n, d).
-        most: rows looked at, evenly spread, where there are more.
+        most: rows to use, evenly spread, if there are more.
     """
     rows = rows[:: -(-len(rows) // most)] if len(rows) > most else rows
     rows = np.unique(rows.astype(np.float64), axis=0)
@@ -49,6 +49,6 @@ def typical_gap(rows: Array, most: int = 1000) -> float:
 def _squares(a: Array, b: Array) -> Array:
     """Squared distances (k, n)."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    middle = b.mean(0)  # features far from the origin would lose digits
+    middle = b.mean(0)  # without it features far from the origin would lose digits
     a, b = a - middle, b - middle
     return np.maximum((a * a).sum(1)[:, None] - 2 * a @ b.T + (b * b).sum(1), 0.0)  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
-"""What of a foundation model that the server keeps and mixes in can be read off the models that it sends.
+"""Estimators of a foundation model that the server mixes into the models that it sends.
 
-FedBaF (methods/fedbaf.py) sends w_{t+1} = (w' + a_t w_pre) / (1 + a_t) with a secret a_t. With u_t = w', v_t = w_{t+1}
-and d_t = v_t - u_t that is a line through w_pre, w_pre = u_t + c_t d_t with c_t = 1 + 1/a_t: T rounds give T unknown
-scalars and T P equations. The range of a_t is known, since alpha_t = (psi / tau_ref) U(1, 2) and whoever knows w' can
-compute tau_t: l_t <= a_t <= 2 l_t with l_t = psi tau_t / tau_ref.
+FedBaF sends w_{t+1} = (w' + a_t w_pre) / (1 + a_t) with a secret a_t. With u_t = w', v_t = w_{t+1} and d_t = v_t - u_t,
+w_pre lies on the line u_t + c_t d_t, at c_t = 1 + 1/a_t: T rounds give T unknown scalars and T P equations. The range
+of a_t is known: alpha_t = (psi / tau_ref) U(1, 2), and tau_t follows from w', so l_t <= a_t <= 2 l_t with
+l_t = psi tau_t / tau_ref.
 
 Models are vectors (P,) of any floating type, sequences of them (T, P); sums are in float64. ``groups`` are slices of
 the P entries, one a tensor.
@@ -22,24 +22,24 @@ Array = NDArray[Any]
 Groups = Sequence[slice]
 WORST = 1e12  # condition of the normal equations above which lines count as parallel
 STILL = 1e-6  # of the length of v: a shorter d is rounding, and nothing was mixed in
-SHORT, LONG = 0.8, 2.4  # of l_t: where the alternating estimator looks for a_t, wider than [1, 2] since l_t is guessed
+SHORT, LONG = 0.8, 2.4  # of l_t: range of a_t in the alternating estimator, wider than [1, 2] since l_t is an estimate
 SWEEPS = 200
 TURN = 1.3  # an active client aims at w' = -(TURN - 1) w_t
-GRID = 65  # points of an interval at which a density is summed
+GRID = 65  # points of the sum over a density on an interval
 BLOCK = 1 << 16  # coordinates at a time
 
 
 class NoIntersectionError(ValueError):
-    """The lines do not meet in one point: there is one line only, or all of them are parallel."""
+    """The lines do not meet in one point: there are fewer than two, or all are parallel."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where lines meet.
+    """Intersection of lines.
 
     Attributes:
         x: (P,) float64.
-        c: (T,) the place of it on each line; NaN for a line that was left out.
+        c: (T,) its place on each line; NaN for a line that was not used.
         condition: of the normal equations.
     """
 
@@ -51,13 +51,13 @@ class Meeting:
 def intersection(u: Array, v: Array, groups: Groups | None = None) -> Meeting:
     """The point nearest to T lines u_t + c_t (v_t - u_t), in closed form.
 
-    G_ij = <d_i, d_j> (1[i = j] - 1/T), r_i = -<d_i, u_i - mean u>, G c = r, x = mean_t (u_t + c_t d_t). Where some
-    rounds mix some groups only, a group counts in the rounds in which it moved, and 1/T is one over their number.
+    G_ij = <d_i, d_j> (1[i = j] - 1/T), r_i = -<d_i, u_i - mean u>, G c = r, x = mean_t (u_t + c_t d_t). If rounds mix
+    some groups only, a group counts in the rounds in which it moved, and T is their number.
 
     Args:
         u: (T, P) before mixing.
         v: (T, P) after it.
-        groups: mixed or not as a whole; None where a round mixes all entries or none.
+        groups: each is mixed as a whole or not at all; None if a round mixes all entries or none.
 
     Raises:
         NoIntersectionError: fewer than two lines, or no two that are not parallel (condition of G above 1e12).
@@ -88,16 +88,16 @@ def intersection(u: Array, v: Array, groups: Groups | None = None) -> Meeting:
 
 
 def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> tuple[Array, int]:
-    """As :func:`intersection`, with scalars of its own for each group, held to [low_t, high_t].
+    """As :func:`intersection`, with own scalars for each group, in [low_t, high_t].
 
-    Where a group's lines do not meet in one point (a tensor of one entry, one round), c is the harmonic mean of its
-    range, and the group's lines are averaged.
+    If a group's lines do not meet in one point (a tensor of one entry, one round), c is the harmonic mean of its range,
+    and x the mean over the lines.
 
     Args:
         low, high: (T,) range of c_t.
 
     Returns:
-        (P,) and how many groups have lines that meet.
+        (P,), and the number of groups whose lines meet.
     """
     x, met = np.empty(u.shape[1]), 0
     for g in groups:
@@ -117,10 +117,10 @@ def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> t
 
 
 def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["uniform", "log"] = "uniform") -> Array:
-    """Each coordinate has an a_t of its own: it lies in the intersection of T intervals u + [low, high] d.
+    """Estimate if each coordinate has its own a_t: it lies in the intersection of T intervals u + [low, high] d.
 
-    Within it the estimate is the mean of what a_t = d_t / (x - v_t) makes likely: a density of prod_t |x - v_t|^-2 for
-    a uniform a, of prod_t |x - v_t|^-1 for a log-uniform one.
+    The estimate is the mean over the intersection, with a_t = d_t / (x - v_t): the density is prod_t |x - v_t|^-2 for a
+    uniform a, prod_t |x - v_t|^-1 for a log-uniform one.
 
     Args:
         low, high: (T,) range of c_t.
@@ -134,14 +134,14 @@ def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["
         a, b = u[:, g].astype(np.float64), v[:, g].astype(np.float64)
         d = b - a
         ends = np.stack([a + low[:, None] * d, a + high[:, None] * d])  # (2, T, p)
-        still = np.abs(d) <= STILL * np.abs(b)  # says nothing about x
+        still = np.abs(d) <= STILL * np.abs(b)  # not mixed: no information on x
         least = np.where(still, -np.inf, ends.min(0)).max(0)
         most = np.where(still, np.inf, ends.max(0)).min(0)
         known = np.isfinite(least)
         middle = b.mean(0)
         least, most = np.where(known, least, middle), np.where(known, most, middle)
-        least, most = np.minimum(least, most), np.maximum(least, most)  # rounding may leave them the wrong way round
-        sign = np.where(d.sum(0) >= 0, 1.0, -1.0)  # x lies beyond v: the near end is the likelier one
+        least, most = np.minimum(least, most), np.maximum(least, most)  # rounding may swap them
+        sign = np.where(d.sum(0) >= 0, 1.0, -1.0)  # x lies beyond v: the near end is more likely
         near, far = np.where(sign > 0, least, most), np.where(sign > 0, most, least)
         logs = np.zeros((GRID, x[g].size))
         points = near + (far - near) * s**2  # denser at the near end
@@ -154,17 +154,17 @@ def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["
 
 
 def harmonic(low: Array | float, high: Array | float) -> Any:
-    """The c of a range that errs least, relative to the true one: by (high - low) / (high + low) at most."""
+    """The c of a range with the least relative error: (high - low) / (high + low) at most."""
     return 2 * low * high / (low + high)
 
 
 def place(least: Array | float, most: Array | float) -> tuple[Any, Any]:
-    """Range of c = 1 + 1/a of the range of a."""
+    """Range of c = 1 + 1/a, given the range of a."""
     return 1 + 1 / most, 1 + 1 / least
 
 
 def one_round(u: Array, v: Array, low: float, high: float) -> Array:
-    """One line and the range of c: u + c d at the harmonic mean; errs by (high-low)/(high+low) of |w_pre - u| at most.
+    """The point u + c d at the harmonic mean of c's range; errs by at most (high-low)/(high+low) of |w_pre - u|.
 
     Example:
         >>> import numpy as np
@@ -177,14 +177,14 @@ def one_round(u: Array, v: Array, low: float, high: float) -> Array:
 
 
 def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: float = SHORT) -> tuple[Array, Array]:
-    """The estimate of a part of the cohort, whose own mean u_t stands for w': a_t and w_pre in turns.
+    """Alternating estimate of a_t and w_pre by a part of the cohort, with its own mean u_t in place of w'.
 
     E_t = v_t - u_t; a = 1.5 l; repeat: p = sum_t a_t (E_t + a_t v_t) / sum_t a_t^2;
-    a_t = clip(<E_t, p - v_t> / |p - v_t|^2, .8 l_t, 2.4 l_t).
+    a_t = clip(<E_t, p - v_t> / |p - v_t|^2, 0.8 l_t, 2.4 l_t).
 
     Args:
-        guess: (T,) l_t, from the coalition's own means; rounds with 0 are left out.
-        free: False leaves a_t at 1.5 l_t.
+        guess: (T,) l_t, from the coalition's own means; rounds with 0 are not used.
+        free: False keeps a_t at 1.5 l_t.
 
     Returns:
         (P,) estimate and (T,) a_t.
@@ -197,7 +197,7 @@ def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: f
         raise NoIntersectionError("no round in which anything was mixed in")
     l = guess[used]  # noqa: E741 - the symbol of the specification
     n = len(used)
-    # p is a combination of the E_t and the v_t: their inner products are all that the repetitions need.
+    # p is a combination of the E_t and the v_t: the repetitions need only their inner products.
     inner = np.zeros((2 * n, 2 * n))
     for start in range(0, u.shape[1], BLOCK):
         z = _from_middle(u[used, start : start + BLOCK], v[used, start : start + BLOCK])
@@ -225,10 +225,9 @@ def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: f
 
 
 def turned_around(w: Array, share: float) -> Array:
-    """What an active client of this share p of the cohort's weight uploads in w_t's place: -((1.3 - p) / p) w_t.
+    """Upload of an active client with this share p of the cohort's weight, in place of w_t: -((1.3 - p) / p) w_t.
 
-    The others stay near w_t, hence w' is near -0.3 w_t: it points the other way, tau_t is the largest there is, and
-    so is what the server mixes in.
+    The others stay near w_t, so w' is near -0.3 w_t, the opposite direction: tau_t and a_t are the largest possible.
 
     Raises:
         ValueError: share is not in (0, 1].
@@ -246,14 +245,14 @@ def relative_error(x: Array, truth: Array) -> float:
 
 
 def dist(w: Array, truth: Array) -> float:
-    """Appendix G's Dist, mean |w - w_pre| / |w| over coordinates with w != 0: driven by those where |w| is tiny."""
+    """Appendix G's Dist, mean |w - w_pre| / |w| over coordinates with w != 0; tiny |w| dominate it."""
     w = w.astype(np.float64)
     on = w != 0
     return float((np.abs(w - truth)[on] / np.abs(w[on])).mean()) if on.any() else np.nan
 
 
 def _lines(u: Array, v: Array, g: slice) -> tuple[Array, Array, Array]:
-    """(u, d, their rounds) of a group, of the rounds in which it moved."""
+    """(u, d, rounds) of a group, for the rounds in which it moved."""
     a, b = u[:, g].astype(np.float64), v[:, g].astype(np.float64)
     d = b - a
     on = np.flatnonzero(np.linalg.norm(d, axis=1) > STILL * np.linalg.norm(b, axis=1))
@@ -261,7 +260,7 @@ def _lines(u: Array, v: Array, g: slice) -> tuple[Array, Array, Array]:
 
 
 def _on_lines(u: Array, v: Array, g: slice, c: Array) -> Array:
-    """Mean of u + c d over the rounds in which a group moved and c is known; where there is none, of v."""
+    """Mean of u + c d over the rounds in which a group moved and c is known; without such rounds, of v."""
     a, d, on = _lines(u, v, g)
     known = np.isfinite(c[on])
     if known.any():
@@ -297,7 +296,7 @@ def _held(gram: Array, right: Array, start: Array, low: Array, high: Array) -> A
 
 
 def _from_middle(u: Array, v: Array) -> Array:
-    """E_t and then v_t from their mean, (2 T, p) float64: sums of large equal parts would lose digits."""
+    """E_t, then v_t minus their mean, (2 T, p) float64: sums of large equal parts would lose digits."""
     z = np.empty((2 * len(u), u.shape[1]))
     z[: len(u)] = v
     z[len(u) :] = z[: len(u)] - z[: len(u)].mean(0)

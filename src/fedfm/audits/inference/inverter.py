@@ -1,7 +1,7 @@
-"""Feature inversion: a network that paints 32 x 32 pictures from features, trained on the attacker's own pictures.
+"""Feature inversion: a network that computes 32 x 32 pictures from features, trained on the attacker's own pictures.
 
-A small deterministic relative of the diffusion models in FedPFT (arXiv:2402.01862), section 6.3 and Appendix H: a
-lower bound on what an attacker with a larger machine can do.
+It replaces the diffusion models in FedPFT (arXiv:2402.01862), section 6.3 and Appendix H, by a small decoder, and so
+bounds a larger attack from below.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 SIDE = 32
 STEPS, BATCH, RATE = 500, 32, 2e-3
-PROBE, PATIENCE = 50, 3  # steps between looks at the attacker's validation pictures; looks without a better one
-JITTER = 0.1  # noise on standardised features: the features to invert are not those that it was trained on
+PROBE, PATIENCE = 50, 3  # steps between validations; validations without a better loss before the stop
+JITTER = 0.1  # noise on standardised features, since the targets' features differ from the training features
 
 
 class Inverter:
@@ -42,7 +42,7 @@ class Inverter:
 
 
 def train(features: Array, pictures: Array, seed: int, steps: int = STEPS) -> Inverter:
-    """Least squares on the attacker's own pairs; a tenth of them decides when to stop.
+    """Least squares on the attacker's own pairs, with early stopping on a tenth of them.
 
     Args:
         features: (n, d), n >= 10.
@@ -83,7 +83,7 @@ def train(features: Array, pictures: Array, seed: int, steps: int = STEPS) -> In
 
 
 def _decoder(dim: int, middle: Any) -> nn.Module:
-    """(n, d) -> (n, 3, 32, 32): 4 x 4 cells, doubled three times, on top of the mean picture."""
+    """(n, d) -> (n, 3, 32, 32): 4 x 4 cells, doubled three times, added to the mean picture."""
     import torch
     from torch import nn
 

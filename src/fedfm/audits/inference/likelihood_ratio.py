@@ -1,7 +1,7 @@
 """Membership inference on a released density by likelihood ratio: log g(x) - log g_shadow(x).
 
-A row that g was fitted to is likelier under g than under a density fitted in the same way to other rows of the same
-kind. The shadow takes away what makes a row likely under any fit; without it, typical rows look like members.
+A training row of g is more likely under g than under a shadow, a density fitted in the same way to other rows of the
+same kind. Without the shadow, typical rows look like members.
 Sankararaman, Obozinski, Jordan, Halperin: Genomic privacy and limits of individual detection in a pool. 2009; Carlini
 et al.: Membership inference attacks from first principles. 2022. arXiv:2112.03570.
 """
@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-_LARGE = 1e15  # instead of infinity: means and spreads of scores stay finite
+_LARGE = 1e15  # in place of infinity: means and spreads of scores stay finite
 
 
 class Density(Protocol):
-    """What was released, and what the attacker fits for comparison."""
+    """The released density, or the attacker's shadow."""
 
     def log_prob(self, x: Array) -> Array:
         """Log density at every row of (n, d): (n,)."""
 
 
 def scores(x: Array, released: Density, shadow: Density) -> Array:
-    """(n,): high where a row was among those that ``released`` was fitted to."""
-    with np.errstate(invalid="ignore"):  # both may vanish: that says nothing
+    """(n,): high for rows that ``released`` was fitted to."""
+    with np.errstate(invalid="ignore"):  # both may be 0: no evidence
         ratio: Array = released.log_prob(x) - shadow.log_prob(x)
     return np.nan_to_num(ratio, nan=0.0, posinf=_LARGE, neginf=-_LARGE)

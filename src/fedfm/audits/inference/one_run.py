@@ -1,8 +1,8 @@
-"""A lower bound on epsilon from one run, in which many coins were tossed.
+"""A lower bound on epsilon from one run with many coins.
 
 Steinke, Nasr, Jagielski: Privacy auditing with one (1) training run. NeurIPS 2023. arXiv:2305.08846, Theorem 5.2 and
-Appendix D. The guesses may depend on each other in any way: a mechanism that is (epsilon, delta)-private in each coin
-lets no more of r guesses be right than r tosses of a coin of bias e^epsilon/(1 + e^epsilon), up to a term in delta.
+Appendix D. Guesses may depend on each other in any way. If a mechanism is (epsilon, delta)-private in each coin, r
+guesses are right no more often than r tosses of a coin of bias e^epsilon/(1 + e^epsilon), up to a term in delta.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SHARES = (1.0, 0.5, 0.2, 0.05)  # of the guesses that are made, the surest first; the level is split among them
+SHARES = (1.0, 0.5, 0.2, 0.05)  # of the guesses, the surest first; each is a test with a part of the level
 
 
 def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """The chance of so many right guesses, or more, were the mechanism (epsilon, delta)-private in each coin.
+    """Probability of at least so many right guesses if the mechanism is (epsilon, delta)-private in each coin.
 
     Args:
         coins: tossed.
@@ -33,7 +33,7 @@ def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) 
         return 1.0
     bias = 1 / (1 + math.exp(-epsilon))
     beyond = float(binom.sf(right - 1, guesses, bias))
-    # Failures of probability delta may turn i wrong guesses right: at worst by the largest mean of the next i terms.
+    # Failures of probability delta may correct i wrong guesses: at worst by the largest mean of the next i terms.
     just_below = np.cumsum(binom.pmf(right - np.arange(1, right + 1), guesses, bias))
     return min(beyond + 2 * coins * delta * float((just_below / np.arange(1, right + 1)).max()), 1.0)
 
@@ -41,14 +41,14 @@ def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) 
 def epsilon_bound(
     readings: Sequence[float], delta: float, confidence: float = 0.95, steps: int = 1, most: float = 64.0
 ) -> float:
-    """The largest epsilon that these readings refute, at this confidence; 0 where they refute none.
+    """The largest epsilon that these readings refute at this confidence; 0 if they refute none.
 
     Args:
-        readings: one for each coin; its sign is the guess, right where positive, and its size how sure it is.
+        readings: one for each coin; the guess is right if positive, and sure if large.
         delta: of the promise.
-        steps: how many neighbouring steps the other side of a coin is away: 2 where neighbours differ by a row more or
-            less and the coin exchanges two rows. Then (k epsilon, delta (1 + e^epsilon)) is promised of a coin.
-        most: larger bounds are not looked for.
+        steps: neighbouring steps between the sides of a coin: 2 if neighbours differ by one row more or less and the
+            coin exchanges two rows. Each coin then has the promise (k epsilon, delta (1 + e^epsilon)).
+        most: upper limit of the search.
     """
     x = np.asarray(readings, dtype=np.float64)
     if not len(x):
@@ -76,7 +76,7 @@ def _refutes(coins: int, guesses: int, right: int, epsilon: float, delta: float,
 
 
 def largest_auc(epsilon: float, delta: float) -> float:
-    """No test of one row's presence has a larger AUC under (epsilon, delta)-privacy.
+    """Largest AUC of any test of one row's presence under (epsilon, delta)-privacy.
 
     The area under the dual of its trade-off curve max(0, 1 - delta - e^eps a, e^-eps (1 - delta - a)).
 

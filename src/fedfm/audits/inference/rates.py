@@ -1,21 +1,24 @@
-"""How well an attacker tells two sets of scores apart, with intervals.
+"""How well scores separate two sets of rows, with intervals.
 
-The two sets are "positives" (rows that were used) and "negatives" (rows that were not); a higher score says "used".
+The sets are "positives" (rows that were used) and "negatives" (rows that were not); a higher score says "used".
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
 REPEATS = 2000  # of a bootstrap
+FEW = 5  # fewest negatives of a cell that give its scores a scale
+NOTABLE, NOTABLE_TPR, ALARMS = 0.55, 0.05, 0.01  # an attacker that only guesses has AUC 0.5 and TPR 0.01
 
 
 def auc(positives: Array, negatives: Array) -> float:
-    """The chance that a positive scores above a negative, ties counting half (Mann-Whitney).
+    """Probability that a positive scores above a negative; ties count half (Mann-Whitney).
 
     Raises:
         ValueError: a set is empty.
@@ -28,13 +31,13 @@ def auc(positives: Array, negatives: Array) -> float:
 
     n, m = len(positives), len(negatives)
     if not n or not m:
-        raise ValueError(f"{n} positives and {m} negatives: neither may be none")
+        raise ValueError(f"{n} positives and {m} negatives: expected at least one of each")
     ranks = rankdata(np.concatenate([positives, negatives]))
     return float((ranks[:n].sum() - n * (n + 1) / 2) / (n * m))
 
 
 def threshold_at(negatives: Array, share: float) -> float:
-    """The lowest score above which no larger share than ``share`` of the negatives lies.
+    """The lowest score with at most a share ``share`` of the negatives above it.
 
     With fewer than 1/share negatives that is their highest score, and the rate found is 0.
 
@@ -47,7 +50,7 @@ def threshold_at(negatives: Array, share: float) -> float:
 
 
 def clopper_pearson(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The exact interval of a rate: at most (1 - confidence)/2 on either side.
+    """The exact interval of a rate, with at most (1 - confidence)/2 on either side.
 
     Clopper, Pearson: The use of confidence or fiducial limits. Biometrika 26, 1934.
 
@@ -66,9 +69,9 @@ def clopper_pearson(hits: int, trials: int, confidence: float = 0.95) -> tuple[f
 
 
 def bootstrap(parts: Array, weights: Array, rng: np.random.Generator, confidence: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of a weighted mean, drawing whole parts with replacement.
+    """Percentile interval of a weighted mean; draws whole parts with replacement.
 
-    Rows of one part (one client's class) share a fit and its noise, so that they are no independent trials; parts are.
+    Rows of one part (one client's class) share a fit and its noise, so only parts are independent trials.
     """
     values, w = np.asarray(parts, dtype=np.float64), np.asarray(weights, dtype=np.float64)
     drawn = rng.integers(0, len(values), (REPEATS, len(values)))  # (repeats, parts)
@@ -86,3 +89,64 @@ def auc_error(value: float, positives: int, negatives: int) -> float:
     q1, q2 = value / (2 - value), 2 * value**2 / (1 + value)
     spread = value * (1 - value) + (positives - 1) * (q1 - value**2) + (negatives - 1) * (q2 - value**2)
     return float(np.sqrt(max(spread, 0.0) / (positives * negatives)))
+
+
+def auc_interval(
+    by_cell: Array, weights: Array, negatives: int, rng: np.random.Generator, confidence: float, z: float
+) -> tuple[float, float, float]:
+    """(mean AUC over cells, low, high): the wider of the bootstrap over cells and of independent scores.
+
+    Args:
+        weights: positives of each cell.
+        negatives: different ones of all cells.
+        z: normal quantile of the confidence.
+    """
+    mean = float(np.average(by_cell, weights=weights))
+    low, high = bootstrap(by_cell, weights, rng, confidence)
+    margin = z * auc_error(mean, int(weights.sum()), negatives)
+    return mean, max(min(low, mean - margin), 0.0), min(max(high, mean + margin), 1.0)
+
+
+class Rate(NamedTuple):
+    """Positives above a threshold: rate, 95 % interval, and counts (``alarms`` of ``negatives`` are above it, too)."""
+
+    tpr: float
+    low: float
+    high: float
+    threshold: float
+    hits: int
+    positives: int
+    alarms: int
+    negatives: int
+
+
+def tpr_at(cells: Sequence[tuple[Array, Array]], share: float, rng: np.random.Generator) -> Rate | None:
+    """True positives at a share of false ones; None without a cell of FEW negatives.
+
+    All cells have one threshold, on scores in units of their negatives' spread: noisy cells spread more than others.
+
+    Args:
+        cells: (positives, negatives) of each.
+        share: of negatives that may lie above the threshold.
+    """
+    pairs = []
+    for a, b in cells:
+        if len(b) >= FEW:
+            middle, spread = float(np.median(b)), float(b.std()) or 1.0
+            pairs.append(((a - middle) / spread, (b - middle) / spread))
+    if not pairs:
+        return None
+    negatives = np.concatenate([b for _, b in pairs])
+    threshold = threshold_at(negatives, share)
+    hits, weights = np.array([[int((a > threshold).sum()), len(a)] for a, _ in pairs]).T
+    by_cell, exact = bootstrap(hits / weights, weights, rng), clopper_pearson(int(hits.sum()), int(weights.sum()))
+    return Rate(
+        float(hits.sum() / weights.sum()),
+        min(by_cell[0], exact[0]),
+        max(by_cell[1], exact[1]),
+        threshold,
+        int(hits.sum()),
+        int(weights.sum()),
+        int((negatives > threshold).sum()),
+        len(negatives),
+    )

@@ -1,4 +1,4 @@
-"""How like two pictures are: PSNR and SSIM. Pictures are float arrays (..., H, W, 3) in [0, 1].
+"""Similarity of two pictures: PSNR and SSIM. Pictures are float arrays (..., H, W, 3) in [0, 1].
 
 Wang, Bovik, Sheikh, Simoncelli: Image quality assessment: from error visibility to structural similarity. 2004.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-WINDOW = 7  # pixels a side, all of one weight
+WINDOW = 7  # side in pixels; uniform weights
 K1, K2 = 0.01, 0.03
 LUMA = np.array([0.299, 0.587, 0.114])
 
@@ -29,9 +29,9 @@ def psnr(a: Array, b: Array) -> Array:
 
 
 def ssim(a: Array, b: Array) -> Array:
-    """Structural similarity of the luma, mean over all windows that lie inside; (...,) by broadcasting.
+    """Structural similarity of the luma, mean over all windows inside the picture; (...,) by broadcasting.
 
-    Variances and covariance are those of a population (divided by 49, not 48).
+    Variances and covariance are population ones (divided by 49, not 48).
 
     Raises:
         ValueError: a picture is smaller than a window.

@@ -1,8 +1,8 @@
-"""What a task vector tau = theta - theta_bar tells: of which classes it was trained on, and how other clients that know
-the weights' formula compute it.
+"""Inference from a task vector tau = theta - theta_bar: of its classes; and of tau, by clients that know the formula of
+the weights.
 
 Label counts from the last layer's update: Wainakh et al., User-Level Label Leakage from Gradients in Federated
-Learning, PoPETs 2022, arXiv:2105.09369; here over many steps and solved for the shares of all classes together.
+Learning, PoPETs 2022, arXiv:2105.09369; here over many steps, and for the shares of all classes together.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-GRID = 2000  # places at which the one unknown is tried
+GRID = 2000  # values of the unknown to try
 
 
 def class_evidence(weight: Array, bias: Array | None, feature: Array | None = None) -> Array:
-    """(C,): higher, the more the class's logit was pushed up; a class without rows is only pushed down.
+    """(C,): change of the class's logit; training only lowers that of a class without rows.
 
     A step of cross-entropy changes a bias by eta (share of the class in the batch - mean predicted probability).
 
     Args:
         weight: (C, d), the head's rows in tau.
         bias: (C,), or None where the head has none.
-        feature: (d,) a typical feature, along which the rows stand for a bias that is not there.
+        feature: (d,) a typical feature; the rows along it replace a missing bias.
+
+    Raises:
+        ValueError: neither a bias nor a feature is given.
     """
     if bias is not None:
         return bias.astype(np.float64)
     if feature is None:
-        raise ValueError("a head without a bias is read along a typical feature")
+        raise ValueError("a head without a bias needs a typical feature")
     found: Array = weight.astype(np.float64) @ feature.astype(np.float64)
     return found
 
@@ -37,8 +40,8 @@ def class_evidence(weight: Array, bias: Array | None, feature: Array | None = No
 def class_shares(bias: Array, steps: float, predicted: Array) -> Array:
     """(C,) shares of the classes among the rows, non-negative and summing to 1.
 
-    A bias that has gone tau_c in steps of size eta obeys tau_c / (eta steps) = pi_c - sum_k pi_k Q_kc, where Q_kc is
-    the mean probability of c that rows of class k were given on the way. Solved by non-negative least squares.
+    A bias that moved by tau_c in steps of size eta satisfies tau_c / (eta steps) = pi_c - sum_k pi_k Q_kc. Q_kc is the
+    mean predicted probability of c for rows of class k during training. Solved by non-negative least squares.
 
     Args:
         bias: (C,) of tau.
@@ -56,17 +59,17 @@ def class_shares(bias: Array, steps: float, predicted: Array) -> Array:
 
 
 def overlap(a: Array, b: Array) -> float:
-    """1 - total variation of two distributions: 1 where they are equal, 0 where they share nothing."""
+    """1 - total variation of two distributions: 1 if they are equal, 0 if they are disjoint."""
     return float(np.minimum(a, b).sum())
 
 
 def shown(change: Array, others: Array, p: Array, own: float) -> Array:
-    """(P,) the victim's task vector where a client's row of weights is known: (Delta - sum_k p_k tau_k) / p_victim.
+    """(P,) the victim's task vector from a client's known weights: (Delta - sum_k p_k tau_k) / p_victim.
 
     Args:
-        change: (P,) what the client's aggregate changed by, Delta.
-        others: (M, P) task vectors of the colluders, the client's own among them.
-        p: (M,) its weights of those.
+        change: (P,) Delta, the change of the client's aggregate.
+        others: (M, P) task vectors of the colluders, including the client's own.
+        p: (M,) its weights of the colluders.
         own: its weight of the victim, not 0.
     """
     found: Array = (change - p @ others) / own
@@ -74,19 +77,19 @@ def shown(change: Array, others: Array, p: Array, own: float) -> Array:
 
 
 def unshown(change: Array, others: Array, at: int, negative: str, temperature: float = 1.0) -> list[Array]:
-    """The same where no weight is shown: the formula of the weights leaves one unknown, and gives one equation for it.
+    """The victim's task vector without the weights: their formula leaves one unknown, and gives one equation for it.
 
-    Rows sum to 1 and g_ii is known, so that p_ik = a g_ik for all colluders k, p_iv = 1 - a sum_k g_ik, with one
-    unknown a = 1/sum of row i. The victim's vector is then (Delta - a s)/p_iv with s = sum_k g_ik tau_k, and its cosine
-    with tau_i has to be the one that p_iv = a g_iv says.
+    Rows sum to 1 and g_ii is known, so p_ik = a g_ik for all colluders k, p_iv = 1 - a sum_k g_ik, with one unknown
+    a = 1/sum of row i. Then the victim's vector is (Delta - a s)/p_iv with s = sum_k g_ik tau_k, and its cosine with
+    tau_i must equal the one of p_iv = a g_iv.
 
     Args:
         others: (M, P) task vectors of the colluders, not zero.
-        at: which of them is client i, whose aggregate changed by ``change``.
-        negative: what becomes of cosines: ``clip``, ``raw`` or ``softmax``.
+        at: index of client i, whose aggregate changed by ``change``.
+        negative: FedBip's key: ``clip``, ``raw`` or ``softmax``.
 
     Returns:
-        A vector (P,) for every a that is consistent; none where the victim has no weight in row i.
+        A vector (P,) for every consistent a; none if the victim has no weight in row i.
     """
     from scipy.optimize import brentq
 
@@ -104,7 +107,7 @@ def unshown(change: Array, others: Array, at: int, negative: str, temperature: f
         cosine = np.sign(own) * (md - a * ms) / (norm * length) if length > 1e-9 * np.sqrt(dd) else 0.0
         return float(cosine - _cosine(own / a, negative, temperature))
 
-    # Clipped weights are none below 0; raw sums are at least a tenth.
+    # Clipped weights are not negative; raw sums are at least 0.1.
     ends = (1e-3 / total, (1 - 1e-6) / total) if negative != "raw" else (1e-3, 10.0)
     places = np.linspace(*ends, GRID)
     places = places[np.abs(1 - places * total) > 1e-9]
@@ -118,14 +121,14 @@ def unshown(change: Array, others: Array, at: int, negative: str, temperature: f
 
 
 def weight(cosine: Array, negative: str, temperature: float) -> Array:
-    """What a cosine weighs, before rows are normalised."""
+    """Weight of a cosine, before rows are normalised."""
     if negative == "softmax":
         return np.exp((cosine - 1) / temperature)
     return np.maximum(cosine, 0) if negative == "clip" else cosine
 
 
 def _cosine(g: float, negative: str, temperature: float) -> float:
-    """The cosine that a weight g says; NaN where none does."""
+    """The cosine of a weight g; NaN if there is none."""
     if negative == "softmax":
         return float(1 + temperature * np.log(g)) if g > 0 else float("nan")
     return g
