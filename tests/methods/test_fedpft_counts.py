@@ -157,11 +157,11 @@ def test_nobody_is_asked_for_scores_and_the_report_says_what_is_told(file, tmp_p
 def test_what_remains_is_said():
     told = " ".join(catalogue.method("fedpft").split())
     for part in (
-        "a class with several components has at least ten rows a component",
-        "a class that is absent has fewer than ``min_count``",
-        "Features of few values, such as whole numbers, tell a small count",
-        "how far their means lie apart tells most counts to within a factor of about two",
-        "Only [privacy] bounds what is told",
+        "a class with several components has at least ten rows for each",
+        "an absent class has fewer than ``min_count``",
+        "Features with few values, such as whole numbers, reveal a small count",
+        "the distance of their means reveals most counts to within a factor of about two",
+        "Only [privacy] bounds what is revealed",
     ):
         assert part in told
 

@@ -1,11 +1,11 @@
-"""What FedPFT refuses among its settings, and under [privacy]."""
+"""Settings of FedPFT that exclude each other, alone and under [privacy]."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fedfm.errors import InputError
-from fedfm.methods.fedpft.noisy_moments import Plan
+from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.methods.fedpft.topology import topological
 
 
@@ -16,7 +16,7 @@ def refuse(m: Any) -> None:
         InputError: with the key and what would be right.
     """
     if m.counts == "withheld":
-        _refuse_what_counts(m)
+        _refuse_counting(m)
     if (m.topology == "dag") != bool(m.edges):
         raise InputError('method.edges goes with topology = "dag", and a dag needs them')
     if m.shuffle and (m.topology != "star" or m.bound):
@@ -29,8 +29,8 @@ def refuse(m: Any) -> None:
     topological({n: [a for a, b in m.edges if b == n] for n in names})
 
 
-def _refuse_what_counts(m: Any) -> None:
-    """Refuse what would tell the counts that are to be withheld."""
+def _refuse_counting(m: Any) -> None:
+    """Refuse settings that would reveal the counts."""
     if not m.samples or m.topology != "star" or m.bound:
         raise InputError('method.samples: counts = "withheld" needs a number to draw, topology "star" and no bound')
     if m.verify:
@@ -51,7 +51,7 @@ def plan_of(m: Any, privacy: Any) -> Plan:
     """What a FedPFT ``m`` releases under the [privacy] table.
 
     Raises:
-        InputError: a promise that cannot be kept, with the key and what would be right.
+        InputError: a guarantee that cannot be given, with the key and what would be right.
     """
     if privacy.mechanism not in (None, "gaussian"):
         raise InputError(f'privacy.mechanism = "{privacy.mechanism}": fedpft has "gaussian"')

@@ -1,11 +1,10 @@
-"""Expectation-maximisation for many groups of rows: one group is the features of one (client, class).
+"""Expectation-maximisation for many groups of rows; a group is the features of one (client, class).
 
-Every group is fitted alone, from its own seed, so that its mixture does not depend on the other groups nor on how many
-of them are fitted at once (see ``group``).
+Every group is fitted alone, from its own seed, so its mixture does not depend on other groups (see ``group``).
 
 An M step adds the floor, 1e-6 times the group's mean variance plus 1e-12, to every variance (full: to the diagonal),
-as scikit-learn's ``reg_covar`` does. Where variances are as small as the floor that is not the maximiser, and the
-likelihood could fall; such a step is undone and ends the fit.
+as scikit-learn's ``reg_covar`` does. If variances are as small as the floor, this is not the maximiser and the
+likelihood may fall; such a step is undone and ends the fit.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ ROWS_A_COMPONENT = 10
 
 @dataclass(frozen=True)
 class Fit:
-    """One group's mixture and how it was reached.
+    """One group's mixture and the course of its fit.
 
     Attributes:
         mixture: after the last M step.
-        log_likelihood: mean over the rows, of the last E step, which the last M step followed; with one component, of
-            the mixture itself.
-        iterations: E steps.
+        log_likelihood: mean over the rows, in the last E step, before the last M step; with one component, of the
+            mixture itself.
+        iterations: number of E steps.
         converged: the last one changed the log-likelihood by less than the tolerance.
     """
 
@@ -45,7 +44,7 @@ class Fit:
 
 
 def capacity(n: int, components: int) -> int:
-    """K that ``n`` examples can carry: ten for each component, and at least one component.
+    """K for ``n`` examples: at least ten for each component, and at least one component.
 
     Example:
         >>> capacity(1000, 10), capacity(35, 10), capacity(4, 10)
@@ -68,24 +67,24 @@ def fit(
 ) -> list[Fit]:
     """One mixture for every group, by EM from k-means++ and a few iterations of k-means.
 
-    The first use compiles for some seconds; what it compiled is kept beside the sources or in the user's cache.
+    The first use compiles for some seconds; the result is cached beside the sources or in the user's cache.
 
     Args:
-        groups: features (n, d), n >= 1, of one d; float16, float32 or float64, computed in float32 about the group's
-            mean. They are not written to.
-        components: K of each group; lowered to n, and to the number of components that a start leaves rows.
+        groups: features (n, d), n >= 1, equal d; float16, float32 or float64, computed in float32 about the group's
+            mean.
+        components: K of each group; lowered to n, and to the number of components that have rows at the start.
         covariance: ``"spherical"``, ``"diag"`` or ``"full"``.
         seeds: one for each group; two groups of equal rows and seeds have equal mixtures.
         max_iter: E steps at most.
         tol: stop when the mean log-likelihood of a row changes by less.
         starts: labels (n,) in 0...K-1 of each group, instead of k-means++.
-        workers: threads. The mixtures are the same, bit for bit.
-        device: run EM in batches of tensors there (see ``batched``) instead of compiled loops on the CPU. The starts
-            are the same, the mixtures up to rounding. It has not run on a GPU; on "cpu" it is slower than the loops.
+        workers: threads; the mixtures have the same bits for any number.
+        device: run EM there in batches of tensors (see ``batched``) instead of compiled loops on the CPU. The starts
+            are the same, the mixtures equal up to rounding. It has not run on a GPU; "cpu" is slower than the loops.
 
     Raises:
-        ValueError: shapes, lengths or values that make no sense, with the group's index; NaN, infinity or numbers
-            beyond 1e15 among the features.
+        ValueError: invalid shapes, lengths or values, with the group's index; NaN, infinity or numbers beyond 1e15
+            among the features.
     """
     if covariance not in COVARIANCES:
         raise ValueError(f"covariance = {covariance!r}: expected one of {', '.join(COVARIANCES)}")
@@ -114,7 +113,7 @@ def fit(
             found = [one(i) for i in range(len(groups))]
         else:
             order = sorted(range(len(groups)), key=lambda i: -len(groups[i]) * components[i])
-            lots = min(len(order), 8 * workers)  # of long and short groups each
+            lots = min(len(order), 8 * workers)  # each has long and short groups
             with ThreadPoolExecutor(workers) as pool:
                 done = pool.map(lambda lot: [(i, one(i)) for i in order[lot::lots]], range(lots))
                 by_group = dict(pair for lot in done for pair in lot)
@@ -122,12 +121,8 @@ def fit(
     if device is not None:
         from fedfm.methods.fedpft.mixtures import batched
 
-        return [_ended(f) for f in batched.rest(found, covariance, max_iter, tol, device)]
-    return [_ended(f) for f in found if not isinstance(f, Started)]  # all of them
-
-
-def _ended(found: full.Found) -> Fit:
-    return Fit(Mixture(*found[:3]), *found[3:])
+        found = list(batched.rest(found, covariance, max_iter, tol, device))
+    return [Fit(Mixture(*f[:3]), *f[3:]) for f in found if not isinstance(f, Started)]  # all of them
 
 
 def _refuse(i: int, group: Array, k: int, first: Array, start: Array | None) -> None:
