@@ -132,6 +132,13 @@ def averaged(found: Sequence[Term], names: Sequence[str]) -> dict[str, Tensor]:
     return {n: sum(t.p * t.w[n].double() for t in found).to(found[0].w[n].dtype) for n in names}  # type: ignore[union-attr]
 
 
+def added(shift: Params, more: Mapping[str, Factors]) -> Params:
+    """The exact sum of a shift and ``more``, as factors that do not show one client's columns."""
+    before = as_factors(shift)
+    sums = {path: low_rank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
+    return as_params({path: low_rank.compressed(x) for path, x in sums.items()})
+
+
 def as_params(shift: Mapping[str, Factors]) -> Params:
     """Factors by path as one vector, float32; :func:`as_factors` is the inverse."""
     return Params({f"{path}/{part}": t.float() for path, x in shift.items() for part, t in zip("UV", x, strict=True)})

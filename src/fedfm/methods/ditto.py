@@ -36,4 +36,4 @@ class Ditto(FedAvg):
 
     def validate(self) -> None:
         if not isinstance(self.local, DittoOptimiser):
-            raise InputError('method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; a pull it has already')
+            raise InputError('method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; it has a pull already')

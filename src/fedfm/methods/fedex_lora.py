@@ -8,7 +8,7 @@ so a client that was absent has the same weights as the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedfm.core.client import Client, Update, each, on_client
@@ -16,7 +16,7 @@ from fedfm.core.federation import Federation
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Params
-from fedfm.methods._lora_products import Merged, Merging, Term, as_factors, as_params, averaged, delta_w, terms
+from fedfm.methods._lora_products import Merged, Merging, Term, added, as_factors, averaged, delta_w, terms
 from fedfm.models.adapters import lora
 from fedfm.training import any_rank
 
@@ -54,13 +54,6 @@ def frozen(state: Merged, rank: int) -> Params:
     if not any(bool(u.any()) for u, _ in rest.values()):
         return state.shift
     return added(state.shift, rest)
-
-
-def added(shift: Params, more: Mapping[str, Factors]) -> Params:
-    """The sum of the shift and ``more``, as factors that reveal no more than the sum."""
-    before = as_factors(shift)
-    sums = {path: low_rank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
-    return as_params({path: low_rank.compressed(x) for path, x in sums.items()})
 
 
 def residual(found: Sequence[Term], mean: Params, alpha: float) -> dict[str, Factors]:

@@ -18,9 +18,8 @@ import torch
 from fedfm import seeds
 from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
-from fedfm.linalg import low_rank
 from fedfm.linalg.params import Layout, Params
-from fedfm.methods._lora_products import Merged, Merging, as_factors, as_params, averaged, delta_w, terms
+from fedfm.methods._lora_products import Merged, Merging, added, as_factors, averaged, delta_w, terms
 from fedfm.models.adapters import lora
 from fedfm.training import any_rank
 
@@ -36,9 +35,8 @@ class FLoRA(Merging):
         rank = each({k: r[k] for k in starts})
         found = terms(fed, self.train, starts, head=head, shift=state.shift, rank=rank, restart=restart)
         dW = delta_w(found, state.alpha)  # B = [p_k s_k B_k]_k, A = [A_k]_k: rank sum_k r_k
-        before = as_factors(state.shift)
-        W = {path: merge(before.get(path), x) for path, x in dW.items()}  # W <- W + B A
-        return Merged(state.w.replace(averaged(found, list(head))), as_params(W), state.alpha)
+        W = added(state.shift, dW)  # W <- W + B A
+        return Merged(state.w.replace(averaged(found, list(head))), W, state.alpha)
 
     @on_client
     def train(self, client: Client, head: Params, shift: Params, rank: int, restart: int) -> Update:
@@ -46,11 +44,6 @@ class FLoRA(Merging):
         with lora.shifted(client.model, as_factors(shift)):
             w_k = any_rank.fit(self.local, client, w)
         return Update(w_k - w, self.weight(client), client.metrics)
-
-
-def merge(before: low_rank.Factors | None, stacked: low_rank.Factors) -> low_rank.Factors:
-    """The exact sum of all stacks so far and a new one, as factors that do not show one client's columns."""
-    return low_rank.compressed(stacked if before is None else low_rank.stack([(1.0, before), (1.0, stacked)]))
 
 
 def fresh(layout: Layout, head: Params, rank: int, seed: int) -> Params:

@@ -30,6 +30,10 @@ class Divergence:
     tv: float  # TV(p, g) = E_p[(1 - g / p)_+], in [0, 1]
 
 
+Counts = Sequence[Sequence[int]]  # by client and class
+Cells = Sequence[Sequence[Divergence]]
+
+
 def divergence(x: np.ndarray, g: Mixture, width: float, rng: np.random.Generator, draws: int = DRAWS) -> Divergence:
     """Monte Carlo on draws from p = (1/n) sum_j N(x_j, width^2 I).
 
@@ -67,18 +71,11 @@ class Bound:
     vacuous: bool  # ours is not below 1
 
 
-def bound(
-    errors: int,
-    draws: int,
-    counts: Sequence[Sequence[int]],
-    divergences: Sequence[Sequence[Divergence]],
-    withheld: int = 0,
-) -> Bound:
+def bound(errors: int, draws: int, counts: Counts, divergences: Cells, withheld: int = 0) -> Bound:
     """From the head's errors on fresh synthetic draws, and each client's classes.
 
     Args:
-        counts: n_ic by client and class.
-        divergences: of the same cells.
+        counts, divergences: n_ic and divergences by client and class.
         withheld: rows, at most, whose classes were not sent.
 
     Raises:
@@ -96,21 +93,14 @@ def bound(
     return assemble(limit, counts, divergences, withheld, margin)
 
 
-def assemble(
-    loss: float,
-    counts: Sequence[Sequence[int]],
-    divergences: Sequence[Sequence[Divergence]],
-    withheld: int = 0,
-    margin: float = 0.0,
-) -> Bound:
+def assemble(loss: float, counts: Counts, divergences: Cells, withheld: int = 0, margin: float = 0.0) -> Bound:
     """Both bounds from a synthetic loss; see :func:`bound`. ``margin`` is added to the mean divergence."""
     total = sum(map(sum, counts))
     ours, printed = loss, 2 * loss
     for n, cells in zip(counts, divergences, strict=True):
-        ours += sum(n_ic / total * cell.tv for n_ic, cell in zip(n, cells, strict=True))
-        printed += sum(
-            n_ic / max(sum(n), 1) * np.sqrt(max(cell.kl, 0.0) / 2) for n_ic, cell in zip(n, cells, strict=True)
-        )
+        pairs = list(zip(n, cells, strict=True))
+        ours += sum(n_ic / total * cell.tv for n_ic, cell in pairs)
+        printed += sum(n_ic / max(sum(n), 1) * np.sqrt(max(cell.kl, 0.0) / 2) for n_ic, cell in pairs)
     ours += margin
     ours = max(ours, (total * ours + withheld) / (total + withheld))  # with fewer such rows it would be smaller
     return Bound(float(ours), float(printed), loss, bool(ours >= 1))

@@ -127,7 +127,9 @@ def unpack(packed: Packed) -> list[Mixture]:
         mixture = Mixture(weights / total, small.reshape(k, d), wide)
         if not (np.isfinite(small).all() and np.isfinite(wide).all()):
             raise ClientFault(E_NONFINITE, f"mixture {i}: means or standard deviations are too large for float32")
-        if not (row := math.sqrt(_largest(means.reshape(k, d), scales.reshape(k, -1)))) <= MAX_ROW:
+        of_mean, of_scale = ((x.reshape(k, -1) ** 2).sum(1) for x in (means, scales))
+        row = math.sqrt((of_mean + (d if covariance == "spherical" else 1) * of_scale).max())  # |mu|^2 + trace of Sigma
+        if not row <= MAX_ROW:
             raise ClientFault(E_NORM, f"mixture {i}: rows of L2 norm {row:.3g}, above {MAX_ROW:.3g}")
         try:
             mixture.check()
@@ -135,12 +137,6 @@ def unpack(packed: Packed) -> list[Mixture]:
             raise ClientFault(E_WEIGHT, f"mixture {i}: {error}") from None
         out.append(mixture)
     return out
-
-
-def _largest(means: Array, scales: Array) -> float:
-    """The largest mean square norm of a component's rows: |mu|^2 + trace of Sigma."""
-    times = means.shape[1] if scales.shape[1] == 1 else 1  # one number for all features
-    return float((np.einsum("ij,ij->i", means, means) + times * np.einsum("ij,ij->i", scales, scales)).max())
 
 
 def _scales(covariance: str, flat: Array, k: int, d: int) -> Array:

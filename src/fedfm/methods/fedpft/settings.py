@@ -34,15 +34,15 @@ def _refuse_counting(m: Any) -> None:
     if not m.samples or m.topology != "star" or m.bound:
         raise InputError('method.samples: counts = "withheld" needs a number to draw, topology "star" and no bound')
     if m.verify:
-        raise InputError('method.verify: clients tell how many rows they have; with counts = "withheld" drop it')
+        raise InputError('method.verify: clients send their numbers of rows; with counts = "withheld" drop it')
     if m.covariance == "full":
         raise InputError(
-            'method.covariance = "full": the rank of a covariance matrix tells its rows; with counts = "withheld" '
-            "expected spherical, diag"
+            'method.covariance = "full": the rank of a covariance matrix reveals the number of rows; with '
+            'counts = "withheld" expected spherical, diag'
         )
     if m.min_count < 2:
         raise InputError(
-            f"method.min_count = {m.min_count}: a class of one row has no variance, which tells it; with "
+            f"method.min_count = {m.min_count}: a class of one row has no variance, which reveals it; with "
             'counts = "withheld" expected at least 2'
         )
 
@@ -71,7 +71,7 @@ def plan_of(m: Any, privacy: Any) -> Plan:
     if star and m.components > 1 and m.calibration != "analytic":
         raise InputError(f'method.calibration = "{m.calibration}": private EM has "analytic"')
     if m.bound or m.verify:
-        raise InputError("method.bound and method.verify tell what is not accounted for: drop them under [privacy]")
+        raise InputError("method.bound and method.verify reveal what is not accounted for: drop them under [privacy]")
     if m.components == 1 and m.shuffle:
         raise InputError("method.shuffle: noisy sums come with their sender; under [privacy] drop it")
     if m.counts == "withheld":

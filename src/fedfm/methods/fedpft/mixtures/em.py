@@ -10,7 +10,6 @@ likelihood may fall; such a step is undone and ends the fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,7 +61,6 @@ def fit(
     max_iter: int = 100,
     tol: float = 1e-3,
     starts: Sequence[Array] | None = None,
-    workers: int = 1,
     device: torch.device | str | None = None,
 ) -> list[Fit]:
     """One mixture for every group, by EM from k-means++ and a few iterations of k-means.
@@ -78,7 +76,6 @@ def fit(
         max_iter: E steps at most.
         tol: stop when the mean log-likelihood of a row changes by less.
         starts: labels (n,) in 0...K-1 of each group, instead of k-means++.
-        workers: threads; the mixtures have the same bits for any number.
         device: run EM there in batches of tensors (see ``batched``) instead of compiled loops on the CPU. The starts
             are the same, the mixtures equal up to rounding. It has not run on a GPU; "cpu" is slower than the loops.
 
@@ -91,33 +88,23 @@ def fit(
     for name, many in (("components", components), ("seeds", seeds), ("starts", groups if starts is None else starts)):
         if len(many) != len(groups):
             raise ValueError(f"{len(groups)} groups, but {len(many)} {name}")
-    if max_iter < 1 or not tol >= 0 or workers < 1:
-        raise ValueError(f"max_iter = {max_iter}, tol = {tol}, workers = {workers}: expected >= 1, >= 0, >= 1")
+    if max_iter < 1 or not tol >= 0:
+        raise ValueError(f"max_iter = {max_iter}, tol = {tol}: expected at least 1 and 0")
     for i, (group, k) in enumerate(zip(groups, components, strict=True)):
         _refuse(i, group, k, groups[0], None if starts is None else starts[i])
 
     from fedfm.methods.fedpft.mixtures.group import Started, begin, several
 
-    def one(i: int) -> full.Found | Started:
-        start = None if starts is None else starts[i]
-        try:
-            found = begin(groups[i], components[i], covariance, seeds[i], start)
-        except OverflowError as error:
-            raise ValueError(f"group {i} {error}") from None
-        if device is None and isinstance(found, Started):
-            return several(found, covariance, max_iter, tol)
-        return found
-
+    found: list[full.Found | Started] = []
     with one_thread() if covariance == "full" else nullcontext():
-        if workers == 1 or len(groups) < 2:
-            found = [one(i) for i in range(len(groups))]
-        else:
-            order = sorted(range(len(groups)), key=lambda i: -len(groups[i]) * components[i])
-            lots = min(len(order), 8 * workers)  # each has long and short groups
-            with ThreadPoolExecutor(workers) as pool:
-                done = pool.map(lambda lot: [(i, one(i)) for i in order[lot::lots]], range(lots))
-                by_group = dict(pair for lot in done for pair in lot)
-            found = [by_group[i] for i in range(len(groups))]
+        for i, group in enumerate(groups):
+            try:
+                one = begin(group, components[i], covariance, seeds[i], None if starts is None else starts[i])
+            except OverflowError as error:
+                raise ValueError(f"group {i} {error}") from None
+            if device is None and isinstance(one, Started):
+                one = several(one, covariance, max_iter, tol)
+            found.append(one)
     if device is not None:
         from fedfm.methods.fedpft.mixtures import batched
 
