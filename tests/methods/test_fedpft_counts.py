@@ -257,4 +257,4 @@ def test_a_ring_is_a_chain_in_every_figure(file, tmp_path):
     for key in ("params_sha256", "accuracy", "bytes_up", "bytes_down", "details", "client_accuracy"):
         assert ring[key] == chain[key]
     told = " ".join(catalogue.method("fedpft").split())
-    assert '``topology = "ring"`` goes round once and is ``chain`` in every figure' in told
+    assert '``topology = "ring"`` goes round once and equals ``chain`` in every figure' in told

@@ -71,7 +71,9 @@ class FedKT(OwnHeads):
         replies = fed.ask(self.students, check=are_students, d_aux=d_aux)
         for client, reply in replies.items():
             tell(fed, client, reply.metrics)
-        labels = torch.stack([torch.stack([_label(s, d_aux) for s in r.heads]) for r in replies.values()])  # (K, s, n)
+        labels = torch.stack(  # (K, s, n)
+            [torch.stack([F.linear(d_aux, *tensors_of(s)).argmax(1) for s in r.heads]) for r in replies.values()]
+        )
         v = consistent_votes(labels, classes)
         known = v.sum(1) > 0  # a row on which no client's students agree has no label
         if not known.any():
@@ -113,7 +115,3 @@ def consistent_votes(labels: Tensor, classes: int) -> Tensor:
     agree = (labels == labels[:, :1]).all(1)  # (K, n)
     votes = F.one_hot(labels[:, 0], classes) * agree[..., None]
     return labels.shape[1] * votes.sum(0)
-
-
-def _label(head: Params, x: Tensor) -> Tensor:
-    return F.linear(x, *tensors_of(head)).argmax(1)

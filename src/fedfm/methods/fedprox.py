@@ -46,6 +46,6 @@ class FedProx(FedAvg):
     def validate(self) -> None:
         if self.server_term == "literal" and self.weighting != "uniform":
             raise InputError(
-                'method.server_term = "literal": the server knows no sum of changes where their mean is weighted by '
-                'size; expected method.weighting = "uniform"'
+                'method.server_term = "literal": the server has no sum of changes if their mean is weighted by size; '
+                'expected method.weighting = "uniform"'
             )

@@ -20,7 +20,7 @@ from fedfm.methods.fedpft.summary import Summary, Synthetic
 
 
 def communication(
-    replies: Mapping[ClientId, Summary], dim: int, width: int, star: bool, counted: bool = True
+    replies: Mapping[ClientId, Summary], dim: int, width: int, star: bool, counted: bool
 ) -> dict[str, Any]:
     """Bytes by equations (10) to (12), ``width`` bytes a number; components used and classes withheld.
 

@@ -69,8 +69,8 @@ class FedPFT(Method[State]):
     counts to within a factor of about two. Features with few values, such as whole numbers, reveal a small count by
     their means. Only [privacy] bounds what is revealed.
 
-    ``topology = "ring"`` goes round once and equals ``chain``: what the last client would pass to the first contains
-    the first one's rows already, and no rows are counted twice.
+    ``topology = "ring"`` goes round once and equals ``chain`` in every figure: what the last client would pass to the
+    first contains the first one's rows already, and no rows are counted twice.
     """
 
     needs: ClassVar[Needs] = Needs("head", ("head",))

@@ -155,7 +155,7 @@ def _unkept(plan: Plan, n: int, client_rows: int) -> str | None:
     spent = plan.spent(n, client_rows=client_rows)
     return (
         f'no epsilon is claimed: calibration "paper_client" {spent.note}; a typical client truly spends '
-        f"{spent.epsilon:.3g}, and more where a class has fewer rows"
+        f"{spent.epsilon:.3g}, and more if a class has fewer rows"
     )
 
 

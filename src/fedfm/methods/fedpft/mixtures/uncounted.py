@@ -47,7 +47,7 @@ def fit_uncounted(
         [5, 1]
     """
     if covariance == "full":
-        raise ValueError('covariance = "full": its rank tells the rows; expected "spherical" or "diag"')
+        raise ValueError('covariance = "full": its rank reveals the number of rows; expected "spherical" or "diag"')
     k = [components if capacity(len(x), components) == components else 1 for x in groups]
     fits = fit_without_singles(groups, k, covariance, seeds=seeds, **options)
     return [
