@@ -16,8 +16,8 @@ from fedfm.core.client import Client, ClientData
 from fedfm.errors import InputError
 from fedfm.linalg import low_rank
 from fedfm.linalg.params import Params
-from fedfm.methods import fedex_lora, flexlora, flora
-from fedfm.methods._lora_products import Merged, Term, as_factors, as_params, averaged, delta_w
+from fedfm.methods import fedex_lora, flexlora
+from fedfm.methods._lora_products import Merged, Term, added, as_factors, as_params, averaged, delta_w
 from fedfm.methods.fedex_lora import FedExLoRA
 from fedfm.methods.flora import FLoRA
 from fedfm.models.adapters import lora
@@ -53,8 +53,9 @@ HALVES = [Term(0.5, unit(0)), Term(0.5, unit(1))]
 def test_the_exact_aggregate_and_floras_stack_are_half_the_identity():
     x = delta_w(HALVES, alpha=1.0)["q"]
     assert torch.equal(dense(x), torch.eye(2, dtype=torch.float64) / 2)
-    torch.testing.assert_close(dense(flora.merge(None, x)), torch.eye(2, dtype=torch.float64) / 2)
-    torch.testing.assert_close(dense(flora.merge(x, x)), torch.eye(2, dtype=torch.float64))
+    once = added(Params({}), {"q": x})
+    torch.testing.assert_close(dense(as_factors(once)["q"]), torch.eye(2, dtype=torch.float64) / 2)
+    torch.testing.assert_close(dense(as_factors(added(once, {"q": x}))["q"]), torch.eye(2, dtype=torch.float64))
     assert float(averaged(HALVES, [HEAD])[HEAD]) == 0.5
 
 
@@ -104,7 +105,7 @@ def test_all_three_aggregate_the_weighted_sum_of_products(seed, d_in, d_out, cli
         found.append(Term(weight / n, adapter(b, a)))
         expected += weight / n * alpha / r * b.double() @ a.double()
     x = delta_w(found, alpha)
-    torch.testing.assert_close(dense(flora.merge(None, x["q"])), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(dense(low_rank.compressed(x["q"])), expected, rtol=1e-9, atol=1e-9)
     most = max(r for r, _ in clients)
     like = adapter(torch.zeros(d_out, most), torch.zeros(most, d_in))
     tensors, sigma = flexlora.cut(x, like, alpha)

@@ -243,7 +243,7 @@ def test_honest_noisy_sums_are_never_too_large():
         x = np.repeat(np.eye(D)[:1], 40, axis=0)
         for i in range(200):
             cell = private.release(x, plan, bytes([i]) * 32, "c")
-            private._reached(cell, plan, D, 0)
+            private._check_norm(cell, plan, D, 0)
 
 
 def test_a_shuffler_forgets_who_sent_what(file, tmp_path):

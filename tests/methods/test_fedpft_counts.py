@@ -157,11 +157,11 @@ def test_nobody_is_asked_for_scores_and_the_report_says_what_is_told(file, tmp_p
 def test_what_remains_is_said():
     told = " ".join(catalogue.method("fedpft").split())
     for part in (
-        "a class with several components has at least ten rows a component",
-        "a class that is absent has fewer than ``min_count``",
-        "Features of few values, such as whole numbers, tell a small count",
-        "how far their means lie apart tells most counts to within a factor of about two",
-        "Only [privacy] bounds what is told",
+        "a class with several components has at least ten rows for each",
+        "an absent class has fewer than ``min_count``",
+        "Features with few values, such as whole numbers, reveal a small count",
+        "the distance of their means reveals most counts to within a factor of about two",
+        "Only [privacy] bounds what is revealed",
     ):
         assert part in told
 
@@ -182,7 +182,7 @@ def test_a_comparison_of_clients_estimates_counts_as_the_documents_say(file, tmp
     ("method", "said"),
     [
         ({"covariance": "full"}, r'method\.covariance = "full": the rank'),
-        ({"verify": True}, r"method\.verify: clients tell how many rows"),
+        ({"verify": True}, r"method\.verify: clients send their numbers of rows"),
         ({"min_count": 1}, r"method\.min_count = 1: a class of one row"),
         ({"topology": "chain"}, r"method\.samples"),
     ],
@@ -257,4 +257,4 @@ def test_a_ring_is_a_chain_in_every_figure(file, tmp_path):
     for key in ("params_sha256", "accuracy", "bytes_up", "bytes_down", "details", "client_accuracy"):
         assert ring[key] == chain[key]
     told = " ".join(catalogue.method("fedpft").split())
-    assert '``topology = "ring"`` goes round once and is ``chain`` in every figure' in told
+    assert '``topology = "ring"`` goes round once and equals ``chain`` in every figure' in told

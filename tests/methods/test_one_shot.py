@@ -360,9 +360,9 @@ def test_the_temperature_is_chosen_on_rows_that_do_not_train(monkeypatch, val):
     right, wrong = (torch.eye(2), torch.zeros(2)), (1 - torch.eye(2), torch.zeros(2))
     trained = []
 
-    def train(self, head, x, y, target, temperature, epochs, seed):
+    def train(self, head, x, y, epochs, seed, target, T):
         trained.append(len(x))
-        return right if temperature == 5.0 else wrong
+        return right if T == 5.0 else wrong
 
     monkeypatch.setattr(KD, "_train", train)
     rows = Rows({"features": x}, labels=y)

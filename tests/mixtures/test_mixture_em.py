@@ -237,7 +237,6 @@ X = np.zeros((4, 2))
         ({"max_iter": 0}, "max_iter"),
         ({"tol": -1.0}, "tol"),
         ({"tol": float("nan")}, "tol"),
-        ({"workers": 0}, "workers"),
     ],
 )
 def test_what_makes_no_sense_is_refused(change, says):

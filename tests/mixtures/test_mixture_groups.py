@@ -53,17 +53,14 @@ def test_the_log_likelihood_never_falls_and_the_mixture_is_one(group, covariance
 @settings(max_examples=40, deadline=None)
 @given(many=st.lists(groups, min_size=2, max_size=6), covariance=st.sampled_from(COVARIANCES), data=st.data())
 def test_a_group_has_the_bits_it_has_alone(many, covariance, data):
-    """Whatever its neighbours, their order and the number of threads."""
+    """Whatever its neighbours and their order."""
     pairs = [hard(n, 5, *rest) for n, _, *rest in many]
     x, k, seeds = [p[0] for p in pairs], [p[1] for p in pairs], [g[-1] for g in many]
     alone = [fit([a], [b], covariance, seeds=[c])[0] for a, b, c in zip(x, k, seeds, strict=True)]
     order = data.draw(st.permutations(range(len(x))))
-    for workers in (1, 3):
-        both = fit(
-            *([v[i] for i in order] for v in (x, k)), covariance, seeds=[seeds[i] for i in order], workers=workers
-        )
-        for i, got in zip(order, both, strict=True):
-            assert same(alone[i], got)
+    both = fit(*([v[i] for i in order] for v in (x, k)), covariance, seeds=[seeds[i] for i in order])
+    for i, got in zip(order, both, strict=True):
+        assert same(alone[i], got)
 
 
 @pytest.mark.parametrize("covariance", COVARIANCES)

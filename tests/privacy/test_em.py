@@ -9,9 +9,9 @@ from scipy import stats
 
 from fedfm.errors import InputError
 from fedfm.methods.fedpft import private_em
-from fedfm.methods.fedpft.noisy_moments import Cell, Plan, statistics, to_gaussian, unit_rows
+from fedfm.methods.fedpft.noisy_moments import Cell, statistics, to_gaussian, unit_rows
 from fedfm.methods.fedpft.private_em import NoisyMixture, iteration, plan_for, release_mixture, responsibilities, start
-from fedfm.methods.fedpft.release_plan import COVARIANCES, RELATIONS
+from fedfm.methods.fedpft.release_plan import COVARIANCES, RELATIONS, Plan
 from fedfm.privacy import gaussian
 from fedfm.privacy.accountant import together
 
@@ -245,7 +245,7 @@ def test_the_heaviest_component_is_split():
     ("plan", "options", "said"),
     [
         (Plan(), {"components": 0}, "components is 0"),
-        (Plan(), {"components": 2, "iterations": 0}, "iterations is 0"),
+        (Plan(), {"components": 2, "iterations": 0}, "iterations = 0"),
         (Plan("replace", calibration="paper"), {"components": 2}, "calibration 'analytic'"),
     ],
 )

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from fedfm.errors import InputError
-from fedfm.methods.fedpft.noisy_moments import Plan
+from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.privacy import gaussian
 from fedfm.privacy.accountant import together
 

@@ -8,8 +8,8 @@ import pytest
 from scipy.optimize import minimize
 
 from fedfm.errors import InputError
-from fedfm.methods.fedpft.noisy_moments import Plan, statistics, too_noisy, unit_rows
-from fedfm.methods.fedpft.release_plan import CALIBRATIONS, COVARIANCES, RELATIONS
+from fedfm.methods.fedpft.noisy_moments import statistics, unit_rows
+from fedfm.methods.fedpft.release_plan import CALIBRATIONS, COVARIANCES, RELATIONS, Plan, too_noisy
 from fedfm.privacy import gaussian
 
 HALF = [[1.0, 0.0], [-0.5, math.sqrt(0.75)]]  # two unit rows at cosine -1/2
@@ -233,18 +233,18 @@ def test_the_warning_knows_the_papers_noise():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"relation": "remove"}, "add_remove, replace, replace_any"),
-        ({"covariance": "tied"}, "spherical, diag, full"),
-        ({"calibration": "rdp"}, "analytic, paper, paper_client"),
-        ({"epsilon": 0.0}, "epsilon is 0"),
-        ({"epsilon": math.nan}, "epsilon is nan"),
-        ({"delta": 0.0}, "delta is 0"),
-        ({"delta": 1.0}, "delta is 1"),
+        ({"relation": "remove"}, '"replace" or "replace_any"'),
+        ({"covariance": "tied"}, '"diag" or "full"'),
+        ({"calibration": "rdp"}, '"paper" or "paper_client"'),
+        ({"epsilon": 0.0}, "epsilon = 0"),
+        ({"epsilon": math.nan}, "epsilon = nan"),
+        ({"delta": 0.0}, "delta = 0"),
+        ({"delta": 1.0}, "delta = 1"),
         ({"delta": 1e-13}, "1e-12"),
-        ({"delta": math.nan}, "delta is nan"),
-        ({"a": 0.0}, "a is 0"),
-        ({"a": math.inf}, "a is inf"),
-        ({"iterations": 0}, "iterations is 0"),
+        ({"delta": math.nan}, "delta = nan"),
+        ({"a": 0.0}, "a = 0"),
+        ({"a": math.inf}, "a = inf"),
+        ({"iterations": 0}, "iterations = 0"),
         ({"relation": "replace", "calibration": "paper", "iterations": 2}, "one release"),
     ],
 )

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from fedfm.errors import ClientFault, InputError
-from fedfm.methods.fedpft.noisy_moments import Plan, statistics, to_gaussian, unit_rows
+from fedfm.methods.fedpft.noisy_moments import statistics, to_gaussian, unit_rows
 from fedfm.methods.fedpft.noisy_sums import client_sums, federation_sum, width
-from fedfm.methods.fedpft.release_plan import COVARIANCES, RELATIONS
+from fedfm.methods.fedpft.release_plan import COVARIANCES, RELATIONS, Plan
 
 KEY = b"\3" * 32
 D, CLASSES = 5, 4

@@ -1,4 +1,4 @@
-"""What the robust rules share: the cohort's updates together in memory, worked on in blocks of coordinates."""
+"""Base of the robust rules: they hold all updates of a cohort in memory and work on blocks of coordinates."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fedfm.core.federation import Federation
 from fedfm.errors import RunError
 from fedfm.linalg.params import Params
 
-_ENTRIES = 1 << 20  # of all clients together that are worked on at a time
-_LEAST = 1024  # coordinates of a block, however many clients
+_ENTRIES = 1 << 20  # of all clients together in one block
+_LEAST = 1024  # coordinates of a block, for any number of clients
 
 
 @dataclass(frozen=True)
 class Robust(Aggregator):
-    """A rule that needs all updates x_1 ... x_m at once: the server's memory grows with the cohort, by P a client.
+    """A rule that needs all updates x_1 ... x_m at once: the server's memory grows by P for each client.
 
-    It sees every update in the clear, so it cannot stand on an aggregator that hides them.
+    It reads every update in the clear, so it excludes a transport that hides them.
     """
 
     def combined(self, fed: Federation, updates: Iterator[Update]) -> Params:
-        """The rule's result instead of the mean.
+        """Apply the rule.
 
         Raises:
             RunError: fewer updates came than the rule needs.
@@ -39,14 +39,13 @@ class Robust(Aggregator):
 
     @abstractmethod
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
-        """One update of m, of equal layout."""
+        """Combine m updates of equal layout into one."""
 
 
 def by_coordinate(x: Sequence[Params], rule: Callable[[Tensor], Tensor]) -> Params:
-    """``rule`` on (m, B) float64 -> (B,), over all coordinates in blocks; entries that are no floats: the first's."""
-    flats = {}
+    """Apply ``rule``, (m, B) float64 -> (B,), to blocks of coordinates; integer entries are those of x_1."""
+    flats = dict(x[0].flats)
     for dtype, like in x[0].flats.items():
-        flats[dtype] = like
         if dtype.is_floating_point:
             flats[dtype] = torch.empty_like(like)
             for part, block in _blocks(x, dtype):
@@ -83,7 +82,7 @@ def shares(weights: Sequence[float]) -> Tensor:
 def squared_distances(x: Sequence[Params]) -> Tensor:
     """||x_i - x_j||^2, (m, m), float64.
 
-    From differences, not from inner products: one update of enormous norm would drown the distances of all others.
+    Computed from differences: in inner products one update of enormous norm would cancel the distances of all others.
     """
     d = torch.zeros(len(x), len(x), dtype=torch.float64)
     for block in blocks(x):

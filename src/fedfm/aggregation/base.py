@@ -1,7 +1,7 @@
-"""How a mean is made: a transport brings the updates, a rule makes one of them, a mechanism may add noise.
+"""How a mean is made: a transport delivers the updates, a rule combines them, a mechanism may add noise.
 
-The transport decides what the server sees, the rule what one client can do, the mechanism what the mean tells. An
-aggregation's name names its rule.
+The transport decides what the server sees, the rule how much one client can change, the mechanism what the mean
+reveals. The name of an aggregation is that of its rule.
 """
 
 from __future__ import annotations
@@ -19,56 +19,49 @@ from fedfm.linalg.running_mean import RunningMean
 if TYPE_CHECKING:
     from fedfm.privacy.accountant import Accountant
 
+Half = Callable[..., Any]  # a method's client half
+Of = Iterable[ClientId] | None  # whom to ask; None: all clients
+Payload = Mapping[str, Any]
+
 
 class Transport:
-    """How updates reach the rule, and what the server sees of them. Here: each one, in the clear.
+    """How updates reach the rule, and what the server sees of them. This one sends each update in the clear.
 
-    One that hides them sends messages of its own before and after the updates: ``fed.ask`` of handlers that are marked
-    ``@on_client(kind="aggregate")``, and who did not answer is not in the reply. It keeps state in ``client.memory``
-    and ``fed.memory``, under keys that begin with its class's name: a method keeps its own there.
+    A transport that hides updates sends messages of its own before and after them: ``fed.ask`` of handlers marked
+    ``@on_client(kind="aggregate")``; a client that did not answer is missing from the replies. It keeps state in
+    ``client.memory`` and ``fed.memory`` under keys that begin with its class name, because methods keep state there
+    too.
 
     Attributes:
         form: what the server sees of a reply to the train message: plain, masked or encrypted.
-        wire_type: what :meth:`protect` returns.
+        wire_type: the type that :meth:`protect` returns.
     """
 
     form = "plain"
     wire_type: Any = Update
 
     def protect(self, client: Client, update: Update) -> Any:
-        """Client half: what is sent instead of ``update``, which may stay in ``client.memory`` for a later message."""
+        """Client half: what to send instead of ``update``, which may stay in ``client.memory`` for a later message."""
         return update
 
-    def updates(
-        self,
-        fed: Federation,
-        handler: Callable[..., Any],
-        of: Iterable[ClientId] | None,
-        payload: Mapping[str, Any],
-        like: Layout,
-    ) -> Iterator[Update]:
+    def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
         """Server half: the valid updates in order of names, or one that stands for their mean and their weight.
 
-        When all have come, the means of their metrics are in ``fed``.
+        Afterwards ``fed.metrics`` holds the means of their metrics.
         """
         means = update_metrics.Means()
-        replies = fed.exchange(
-            "train",
-            handler,
-            of,
-            payload,
-            self.wire_type,
-            form=self.form,
-            check=lambda client, u: match(u.delta, like, "delta"),
-        )
-        for _, update in replies:
+
+        def check(client: ClientId, update: Update) -> None:
+            match(update.delta, like, "delta")
+
+        for _, update in fed.exchange("train", handler, of, payload, self.wire_type, form=self.form, check=check):
             yield update
             means.add(update)
         fed.metrics.update(means.means())
 
 
 class Mechanism:
-    """What keeps the mean from telling of one client or record, and what that spends. Here: nothing."""
+    """What limits how much the mean reveals of one client or record, and what that spends. This one does nothing."""
 
     def bounded(self, client: Client, update: Update) -> Update:
         """Client half: the update as the mechanism needs it, e.g. of bounded norm."""
@@ -79,42 +72,35 @@ class Mechanism:
         return mean
 
     def spend(self, accountant: Accountant, rounds: int) -> None:
-        """Compose what so many rounds release."""
+        """Compose what this number of rounds releases."""
 
 
 class Aggregator:
-    """Transport, rule and mechanism. Here the rule is sum_k n_k x_k / sum_k n_k; subclasses have another."""
+    """Transport, rule and mechanism. The rule is sum_k n_k x_k / sum_k n_k; subclasses replace it."""
 
     transport = Transport()
     mechanism = Mechanism()
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """What may have handlers at the client."""
+        """The objects that may have handlers at the client."""
         return self, self.transport, self.mechanism
 
     def least(self) -> int:
-        """How many updates a mean needs."""
+        """Number of updates that a mean needs."""
         return 1
 
     def protect(self, client: Client, update: Update) -> Any:
-        """Client half: what is sent instead of ``update``."""
+        """Client half: what to send instead of ``update``."""
         return self.transport.protect(client, self.mechanism.bounded(client, update))
 
-    def mean(
-        self,
-        fed: Federation,
-        handler: Callable[..., Any],
-        of: Iterable[ClientId] | None,
-        payload: Mapping[str, Any],
-        like: Layout,
-    ) -> Params:
-        """Server half: ask the clients; what the method gets."""
+    def mean(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Params:
+        """Server half: ask the clients; return the combined update that the method gets."""
         updates = self.transport.updates(fed, handler, of, payload, like)
         return self.mechanism.released(fed, self.combined(fed, updates))
 
     def combined(self, fed: Federation, updates: Iterator[Update]) -> Params:
-        """The rule. Here one running sum in memory, whatever the number of updates."""
+        """The rule: one running sum in memory, for any number of updates."""
         mean = RunningMean()
         for update in updates:
             mean.add(update.weight, update.delta)

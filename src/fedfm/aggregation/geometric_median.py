@@ -1,9 +1,9 @@
 """Geometric median (RFA), by the smoothed Weiszfeld algorithm.
 
 Pillutla, Kakade, Harchaoui. Robust Aggregation for Federated Learning. IEEE Transactions on Signal Processing 2022.
-arXiv:1912.13445, Algorithm 2. Weights count: the objective is sum_k alpha_k ||v - x_k|| with alpha_k as n_k. Ours: the
-start. From the mean, where the paper begins, an update of enormous norm is forgotten only by a constant factor an
-iteration; from the coordinate-wise median it never enters. The minimum is the same.
+arXiv:1912.13445, Algorithm 2. The objective sum_k alpha_k ||v - x_k|| is weighted by alpha_k = n_k / n. The start
+differs: from the mean, the paper's start, an iteration shrinks the effect of an enormous update by a constant factor
+only; the coordinate-wise median excludes it. The minimum is the same.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fedfm.linalg.params import Params
 class GeometricMedian(Robust):
     """The vector with the smallest weighted sum of distances (not squared) to the updates."""
 
-    iterations: int = setting(10, "R at most; it ends earlier where nothing moves", ge=1)
-    epsilon: float = setting(1e-6, "nu: distances below it count as it", gt=0)
+    iterations: int = setting(10, "R, at most; it stops earlier once it has converged", ge=1)
+    epsilon: float = setting(1e-6, "nu: smallest distance that an update counts with", gt=0)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         alpha, d, beta = shares(weights), distances(x, median), torch.zeros(len(x), dtype=torch.float64)
@@ -40,7 +40,7 @@ class GeometricMedian(Robust):
 
 
 def distances(x: Sequence[Params], v: Callable[[Tensor], Tensor]) -> Tensor:
-    """||v - x_k||, (m,), where v (B,) is made of each block (m, B) and never kept whole."""
+    """||v - x_k||, (m,); ``v`` computes its part (B,) from each block (m, B)."""
     total = torch.zeros(len(x), dtype=torch.float64)
     for block in blocks(x):
         total += (block - v(block)).square_().sum(1)

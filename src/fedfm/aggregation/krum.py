@@ -20,7 +20,7 @@ from fedfm.linalg.params import Params
 class Krum(Robust):
     """The update x_i with the smallest score s(i) = sum of ||x_i - x_j||^2 over its m - f - 2 nearest x_j."""
 
-    byzantine: int = setting(1, "f, how many attackers a cohort may hold; it needs 2f + 3", ge=1)
+    byzantine: int = setting(1, "f, attackers in a cohort at most; it needs 2f + 3 updates", ge=1)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         return x[int(scores(squared_distances(x), self.byzantine).argmin())]  # ties: the first in order of names
@@ -30,5 +30,5 @@ class Krum(Robust):
 
 
 def scores(d: Tensor, f: int) -> Tensor:
-    """s(1) ... s(m) of squared distances (m, m); the nearest of all is an update itself, at distance 0."""
+    """s(1) ... s(m) from squared distances (m, m); column 0 of the sorted ones is each update itself."""
     return d.sort(1).values[:, 1 : len(d) - f - 1].sum(1)

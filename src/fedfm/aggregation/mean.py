@@ -1,7 +1,7 @@
-"""The weighted mean: what the method asks for.
+"""The weighted mean: the default.
 
 McMahan, Moore, Ramage, Hampson, Aguera y Arcas. Communication-Efficient Learning of Deep Networks from Decentralized
-Data. AISTATS 2017. arXiv:1602.05629, Algorithm 1. One client can move it as far as it likes.
+Data. AISTATS 2017. arXiv:1602.05629, Algorithm 1. One client can move it without limit.
 """
 
 from __future__ import annotations

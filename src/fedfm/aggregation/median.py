@@ -1,7 +1,7 @@
 """Coordinate-wise median.
 
 Yin, Chen, Ramchandran, Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates. ICML 2018.
-arXiv:1803.01498, Definition 1, Algorithm 1 option I. Weights do not count: a client claims its own.
+arXiv:1803.01498, Definition 1, Algorithm 1 option I. Weights do not count, because clients state their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedfm.linalg.params import Params
 
 @dataclass(frozen=True)
 class Median(Robust):
-    """Of each coordinate the median over the clients; the mean of the middle two where they are even in number."""
+    """The median over the clients of each coordinate; of an even number, the mean of the middle two."""
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         return by_coordinate(x, median)

@@ -19,10 +19,10 @@ from fedfm.linalg.params import Params
 
 @dataclass(frozen=True)
 class NormClipping(Robust):
-    """The weighted mean of x_k min(1, C / ||x_k||), C a constant or a multiple of the median norm of the round."""
+    """The weighted mean of x_k min(1, C / ||x_k||); C is a constant, or a multiple of the round's median norm."""
 
     bound: float | None = setting(None, "C [multiple times the median norm]", gt=0)
-    multiple: float = setting(1.0, "of the median norm, where no bound is given", gt=0)
+    multiple: float = setting(1.0, "C in units of the median norm, if there is no bound", gt=0)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         norms = [each.norm() for each in x]

@@ -1,8 +1,8 @@
 """Coordinate-wise trimmed mean.
 
 Yin, Chen, Ramchandran, Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates. ICML 2018.
-arXiv:1803.01498, Definition 2, Algorithm 1 option II. Weights do not count: a client claims its own. Ours: trim * m is
-rounded up, so that small cohorts are trimmed at all, to at most so many that one is left.
+arXiv:1803.01498, Definition 2, Algorithm 1 option II. Weights do not count, because clients state their own. Unlike
+the paper, trim * m is rounded up, so that small cohorts are trimmed too; at least one value stays.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fedfm.linalg.params import Params
 
 @dataclass(frozen=True)
 class TrimmedMean(Robust):
-    """Of each coordinate the mean without the largest and the smallest values."""
+    """The mean of each coordinate without its largest and smallest values."""
 
-    trim: float = setting(0.1, "beta, the share of the cohort that is left out on each side", gt=0, lt=0.5)
+    trim: float = setting(0.1, "beta, share of the cohort that is left out on each side", gt=0, lt=0.5)
 
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:
         m = len(x)

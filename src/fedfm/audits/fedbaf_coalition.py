@@ -89,7 +89,7 @@ class Pull:
         A client that joins late takes the first angle that it sees as that of round 1.
         """
         self._calls += 1
-        length = direction_distance(mean, w, self._names).distance
+        length = direction_distance(mean, w, self._names)
         tau = length / math.sqrt(t)
         if self._reference is None:
             if length <= STILL:

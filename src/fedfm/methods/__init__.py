@@ -1,1 +1,1 @@
-"""Federated methods: one file an algorithm, a folder where it owns numerics. The file's name is the method's."""
+"""Federated methods: one file for each algorithm, a folder if it owns numerics. The file's name is the method's."""

@@ -1,4 +1,4 @@
-"""Heads that did not reach their optimum: noted where they are trained, told in the run's notices."""
+"""Heads that did not reach their optimum: clients report them, and the run's notices say so."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _HEADS, _GRADIENT, _STEPS = "heads_not_converged", "head_gradient", "head_iterat
 
 @dataclass
 class Missed:
-    """How many of one party's heads did not converge, and how far off the worst is."""
+    """Counts one party's heads that did not converge; keeps the largest gradient and number of iterations."""
 
     heads: int = 0
     gradient: float = 0.0
     iterations: int = 0
 
     def __call__(self, found: Optimum) -> None:
-        """One more."""
+        """Add one head."""
         self.heads += 1
         self.gradient, self.iterations = max(self.gradient, found.gradient), max(self.iterations, found.iterations)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """For the reply; nothing where all converged."""
+        """Metrics for the reply; none if all converged."""
         if not self.heads:
             return {}
         return {_HEADS: float(self.heads), _GRADIENT: self.gradient, _STEPS: float(self.iterations)}
 
 
 def tell(fed: Federation, who: str, metrics: Mapping[str, float]) -> None:
-    """A notice of what ``who`` noted, if it noted anything."""
+    """Add a notice if the metrics of ``who`` report heads that did not converge."""
     heads = metrics.get(_HEADS, 0.0)
     if heads > 0:
         count = "a head" if heads == 1 else f"{heads:g} heads"
@@ -41,7 +41,7 @@ def tell(fed: Federation, who: str, metrics: Mapping[str, float]) -> None:
 
 
 def tell_mean(fed: Federation) -> None:
-    """The same of updates of one head each of which the server has the mean only."""
+    """The same from ``fed.metrics``, the means of the metrics of updates that hold one head each."""
     share = fed.metrics.get(_HEADS, 0.0)  # of the weights
     if share > 0:
         gradient, steps = (fed.metrics.get(key, 0.0) / share for key in (_GRADIENT, _STEPS))

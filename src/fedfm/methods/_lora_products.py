@@ -1,4 +1,4 @@
-"""What the exact aggregations of LoRA share: settings, ranks by client, local training at a rank, p_k, judging."""
+"""Base of the exact aggregations of LoRA: settings, ranks by client, local training at a rank, p_k, Delta W."""
 
 from __future__ import annotations
 
@@ -25,45 +25,54 @@ from fedfm.training import SGD, Local
 
 
 class Term(NamedTuple):
-    """A client's part in the aggregate: p_k, which sum to 1, and its trained parameters, of rank r_k."""
+    """A client's part in the aggregate: p_k (they sum to 1) and its trained parameters, of rank r_k."""
 
     p: float
     w: Params
 
 
 @dataclass(frozen=True)
-class Merged:
-    """Server state of a method that adds to frozen weights.
-
-    Attributes:
-        w: parameters of the model itself, its adapter and what is trained beside it.
-        shift: what was added to the frozen weights so far, as factors (:func:`as_params`); empty at the start.
-        alpha: of LoRA.
-    """
-
-    w: Params
-    shift: Params
-    alpha: float
-
-
-@dataclass(frozen=True)
 class ExactLora(Method[S]):
     """A global model whose round adds Delta W = sum_k p_k s_k B_k A_k, s_k = alpha / r_k, to every adapted module.
 
-    Its parameters may be LoRA of a larger rank than the model's (``models.lora``): that of what was merged so far.
+    Clients may have different ranks, in one model of the largest. The result may be LoRA of a larger rank than the
+    model's: that of all updates so far.
     """
 
     asks: ClassVar[tuple[str, ...]] = ("train",)
-    needs: ClassVar[Needs] = Needs(adaptations=("lora",))
 
     rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
     weighting: str = setting("size", "p_k: size (n_k / n) or uniform", choices=("size", "uniform"))
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
+    ranks: tuple[int, ...] = setting(
+        (), "r_k, assigned to the clients in order of names, in a cycle [model.adaptation.rank]", ge=1
+    )
 
-    def weight(self, client: Client) -> float:
-        """What p_k is proportional to."""
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """LoRA with room for the largest rank."""
+        return Needs(adaptations=("lora",), ranks=self.ranks)
+
+    def weight(self, client: Client) -> int:
+        """Client half: p_k is proportional to it."""
         return len(client.data.train) if self.weighting == "size" else 1
+
+    def ranks_of(self, fed: Federation) -> dict[ClientId, int]:
+        """r_k of every client.
+
+        Raises:
+            InputError: one is larger than the model's.
+        """
+        lora.need(fed.model)
+        most = fed.model.adaptation_spec.rank
+        ranks = self.ranks or (most,)
+        if max(ranks) > most:
+            raise InputError(
+                f"method.ranks = {list(ranks)}: {max(ranks)} is above model.adaptation.rank = {most}, the largest that "
+                "the model has room for; raise that one, and set alpha"
+            )
+        return {c: ranks[i % len(ranks)] for i, c in enumerate(fed.clients)}
 
     @contextmanager
     def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
@@ -76,37 +85,36 @@ class ExactLora(Method[S]):
 
 
 @dataclass(frozen=True)
-class AnyRanks(ExactLora[S]):
-    """Clients of different ranks, in one model of the largest."""
+class Merged:
+    """Server state of a method that adds to frozen weights.
 
-    ranks: tuple[int, ...] = setting(
-        (), "r_k, dealt over the clients in order of names, again from the first [model.adaptation.rank]", ge=1
-    )
+    Attributes:
+        w: trainable parameters of the model: its adapter, and its head if it has a new one.
+        shift: what was added to the frozen weights so far, as factors (:func:`as_params`); empty at the start.
+        alpha: of LoRA.
+    """
 
-    @property
-    def needs(self) -> Needs:  # type: ignore[override]
-        """LoRA with room for the largest rank."""
-        return Needs(adaptations=("lora",), ranks=self.ranks)
+    w: Params
+    shift: Params
+    alpha: float
 
-    def ranks_of(self, fed: Federation) -> dict[ClientId, int]:
-        """r_k of every client.
 
-        Raises:
-            InputError: one is larger than the model's.
-        """
-        lora.need(fed.model)
-        most = fed.model.adaptation_spec.rank
-        dealt = self.ranks or (most,)
-        if max(dealt) > most:
-            raise InputError(
-                f"method.ranks = {list(dealt)}: {max(dealt)} is above model.adaptation.rank = {most}, the largest that "
-                "the model has room for; raise that one, and set alpha"
-            )
-        return {c: dealt[i % len(dealt)] for i, c in enumerate(fed.clients)}
+@dataclass(frozen=True)
+class Merging(ExactLora[Merged]):
+    """A method that adds to the frozen weights in every round."""
+
+    state_type: ClassVar[Any] = Merged
+
+    def init(self, fed: Federation) -> Merged:
+        self.ranks_of(fed)  # refuses ranks before the first round
+        return Merged(fed.initial, Params({}), lora.alpha_of(fed.model))
+
+    def params_for(self, state: Merged, client: ClientId) -> Params:
+        return lora.merged(state.w, as_factors(state.shift), state.alpha)
 
 
 def terms(fed: Federation, handler: Any, starts: Mapping[ClientId, Params], **payload: Any) -> list[Term]:
-    """Ask clients to train from ``starts``; who sends a change of another shape is left out of the round."""
+    """Ask clients to train from ``starts``; a reply of another shape excludes its client from the round."""
     like = each({c: start.layout for c, start in starts.items()})
     replies: dict[ClientId, Update] = fed.ask(handler, of=starts, like=like, **payload)
     n = sum(update.weight for update in replies.values())
@@ -120,15 +128,22 @@ def delta_w(found: Sequence[Term], alpha: float) -> dict[str, Factors]:
 
 
 def averaged(found: Sequence[Term], names: Sequence[str]) -> dict[str, Tensor]:
-    """sum_k p_k w_k of these tensors, as FedAvg: what is trained beside LoRA."""
+    """sum_k p_k w_k of these tensors, as in FedAvg."""
     return {n: sum(t.p * t.w[n].double() for t in found).to(found[0].w[n].dtype) for n in names}  # type: ignore[union-attr]
 
 
+def added(shift: Params, more: Mapping[str, Factors]) -> Params:
+    """The exact sum of a shift and ``more``, as factors that do not show one client's columns."""
+    before = as_factors(shift)
+    sums = {path: low_rank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
+    return as_params({path: low_rank.compressed(x) for path, x in sums.items()})
+
+
 def as_params(shift: Mapping[str, Factors]) -> Params:
-    """Factors by path as a vector that travels, float32; :func:`as_factors` takes it apart again."""
+    """Factors by path as one vector, float32; :func:`as_factors` is the inverse."""
     return Params({f"{path}/{part}": t.float() for path, x in shift.items() for part, t in zip("UV", x, strict=True)})
 
 
 def as_factors(shift: Params) -> dict[str, Factors]:
-    """Path -> (U, V), as :func:`as_params` had them."""
+    """Path -> (U, V) from the vector of :func:`as_params`."""
     return {name[:-2]: (shift[name], shift[f"{name[:-2]}/V"]) for name in shift if name.endswith("/U")}

@@ -1,4 +1,4 @@
-"""What FedALA, FedPer and FedRep share: FedAvg whose clients keep models of their own, which the server never has."""
+"""Base of FedALA, FedPer and FedRep: FedAvg whose clients keep models of their own, which the server never has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class KeepingFedAvg(FedAvg):
-    """Client i keeps theta_i, what its last local pass ended with, and what that pass started from."""
+    """Client i keeps theta_i, the result of its last local pass, and the start of that pass."""
 
     own_models: ClassVar[bool] = True
 
@@ -22,7 +22,7 @@ class KeepingFedAvg(FedAvg):
         client.memory["start"], client.memory["theta"] = start, theta
 
     def own(self, client: Client, w: Params) -> Params:
-        theta: Params = client.memory.get("theta", w)  # w: it has not been asked yet
+        theta: Params = client.memory.get("theta", w)  # w: before the first local pass
         return theta
 
     def start_of(self, client: Client, w: Params) -> Params:

@@ -1,4 +1,4 @@
-"""Batch norm's running statistics beside a server optimiser: what clients measured, averaged, not what they learnt."""
+"""Batch norm's running statistics under a server optimiser: they are averaged, not optimised."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from fedfm.models.model import Model
 
 
 def averaged(model: Model, x: Params, w: Params, delta: Params) -> Params:
-    """``x`` with w + Delta, the clients' mean, in the place of what nobody trains: running means and variances.
+    """``x`` with its untrained entries, running means and variances, replaced by those of w + Delta.
 
-    A server optimiser's rule is for gradients. Adam's step is at most about eta long however far the statistics moved,
-    which leaves them rounds behind the weights, and momentum carries a variance past the clients' own, even below 0.
+    The rules of server optimisers are for gradients. A step of Adam is at most about eta long, so statistics would lag
+    rounds behind the weights; momentum carries a variance past the clients' own, even below 0.
 
     Args:
         model: its ``live()`` is what is trained.

@@ -2,9 +2,9 @@
 
 Luo, Chen, Hu, Zhang, Liang, Feng. NeurIPS 2021. arXiv:2106.05001, Algorithm 1; equations by their numbers there.
 
-The last round calibrates; the rounds before it are FedAvg's. Where only a head is trained the features never move and
-the calibrated head does not depend on the rounds before: one round is enough, and is the default. Left out: Tukey's
-transform of the features, which needs them non-negative. The server sees what its aggregator shows of the class sums.
+The last round calibrates; the rounds before it are FedAvg's. If only a head is trained, the features never change and
+earlier rounds have no effect on the calibrated head: one round, the default, is enough. Left out: Tukey's transform of
+the features, which needs them non-negative. The server sees what its aggregator shows of the class sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CCVR(FedAvg):
 
     rounds: int = setting(1, "the last one calibrates, those before it are FedAvg's", ge=0)
     covariance: str = setting("diag", "of a class: diag or full", choices=("diag", "full"))
-    virtual: int = setting(100, "M_c, virtual features a class", ge=1)
+    virtual: int = setting(100, "M_c, virtual features of each class", ge=1)
     head: HeadSpec = setting(HeadSpec(), "how the head is trained on them")
 
     @property
@@ -55,20 +55,20 @@ class CCVR(FedAvg):
         classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params(self._sums(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64), classes)).layout
         sums = fed.mean(self.moments, like=like, w=w)
-        sums = fed.heard * sums  # of equal weights: the total over all clients that answered
+        sums = fed.heard * sums  # weights are equal: the total over all clients that answered
         count, mu, sigma = pooled(sums["count"], sums["total"], sums["second"])
         seen = [c for c in range(classes) if count[c] > 0]
         z = torch.cat([draw(mu[c], sigma[c], self.virtual, fed.seed_for("virtual", c)) for c in seen])
         labels = torch.tensor(seen).repeat_interleave(self.virtual)
         missed = Missed()
-        weight, bias = fit_rows(z.float(), labels, classes, self.head, fed.seed_for("head"), missed)
+        found = fit_rows(z.float(), labels, classes, self.head, fed.seed_for("head"), missed)
         tell(fed, "server", missed.metrics)
-        found = zip(_head_names(fed.model), (weight, bias), strict=True)
-        return w.replace({name: tensor.to(w[name].dtype) for name, tensor in found})
+        names = _head_names(fed.model)
+        return w.replace({name: tensor.to(w[name].dtype) for name, tensor in zip(names, found, strict=True)})
 
     @on_client
     def moments(self, client: Client, w: Params) -> Update:
-        """Of each class: number, sum and sum of squares of the features under w."""
+        """Count, sum and sum of squares of each class's features under w."""
         client.model.load(w)
         return Update(Params(self._sums(*rows_of(client), len(client.model.classes))), 1.0)
 
@@ -83,10 +83,10 @@ class CCVR(FedAvg):
 
 
 def _head_names(model: Model) -> list[str]:
-    """The head's weight and bias among the tensors that travel.
+    """Names of the head's weight and bias among the tensors that travel.
 
     Raises:
-        InputError: it has none, or they are not trained.
+        InputError: there is no such head, or it is not trained.
     """
     head = getattr(model, "head", None)
     live = {id(tensor): name for name, tensor in model.live().items()}
@@ -97,9 +97,9 @@ def _head_names(model: Model) -> list[str]:
 
 
 def pooled(count: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers (C,), means (C, d) and covariances, (C, d) diagonals or (C, d, d), over all clients.
+    """Counts (C,), means (C, d) and covariances, (C, d) diagonals or (C, d, d), over all clients.
 
-    Equations (3) and (4) pool the clients' own means and unbiased covariances; multiplied out, (N_c - 1) Sigma_c is
+    Equations (3) and (4) pool the clients' means and unbiased covariances; multiplied out, (N_c - 1) Sigma_c is
     sum x x^T - N_c mu_c mu_c^T, so sums are enough. A class of one row has covariance 0.
     """
     n = count.clamp_min(1)[:, None]
@@ -114,7 +114,7 @@ def pooled(count: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor
 
 
 def draw(mu: Tensor, sigma: Tensor, m: int, seed: int) -> Tensor:
-    """(m, d) from N(mu, sigma); directions of negative variance, which rounding makes, count as flat."""
+    """(m, d) from N(mu, sigma); negative eigenvalues, which rounding causes, count as 0."""
     noise = torch.from_numpy(seeds.generator(seed, "noise").standard_normal((m, len(mu))))
     if sigma.dim() == 1:
         return mu + noise * sigma.sqrt()

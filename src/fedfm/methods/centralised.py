@@ -1,4 +1,4 @@
-"""Centralised: one model trained on the rows of all clients together, as no federation may. The upper baseline.
+"""Centralised: one model trained on the pooled rows of all clients, which no federation may do. The upper baseline.
 
 The pooled comparison of McMahan et al., AISTATS 2017, arXiv:1602.05629; Algorithm 1 with a single client.
 """
@@ -18,7 +18,7 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Centralised(FedAvg):
-    """E epochs a round on the pooled rows, as many as the clients of a federated run do together."""
+    """E epochs a round on the pooled rows, as many as the clients of a federated run train together."""
 
     needs: ClassVar[Needs] = Needs(pooled=True)
     means: ClassVar[tuple[str, ...]] = ()

@@ -19,9 +19,9 @@ from fedfm.training import DittoOptimiser, Local
 
 @dataclass(frozen=True)
 class Ditto(FedAvg):
-    """FedAvg trains w; beside it each client trains its v_k on f_k(v) + lambda/2 ||v - w^t||^2 and keeps it.
+    """FedAvg trains w; each client also trains its own v_k on f_k(v) + lambda/2 ||v - w^t||^2 and keeps it.
 
-    lambda is 0.1, or what ``[method.local]`` says with ``name = "ditto"`` and ``lambda``.
+    lambda is 0.1 unless ``[method.local]`` with ``name = "ditto"`` sets ``lambda``.
     """
 
     own_models: ClassVar[bool] = True
@@ -32,8 +32,8 @@ class Ditto(FedAvg):
         object.__setattr__(self, "local", DittoOptimiser.of(self.local))
 
     def start_models(self, w: Params) -> dict[ClientId, Params]:
-        return {"": w}  # no v_k starts from it: it stands beside them, for comparison
+        return {"": w}  # for comparison: no v_k starts from it
 
     def validate(self) -> None:
         if not isinstance(self.local, DittoOptimiser):
-            raise InputError('method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; a pull it has already')
+            raise InputError('method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; it has a pull already')

@@ -1,13 +1,12 @@
 """DSFL: Dynamic Sparsification for Federated Learning.
 
-Beitollahi, Liu, Lu. ICCSPA 2022; no arXiv number. As it stands in FedPFT's comparison (arXiv:2402.01862, Section 6):
-clients send the half of their change that is largest in magnitude. What is not sent is remembered and added to the next
-change, as in Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599, Algorithm 1;
-``feedback = false`` forgets it. Left out: DSFL's own choice of each client's share by its connection; one ``keep``
-holds for all.
+Beitollahi, Liu, Lu. ICCSPA 2022; no arXiv number. As in FedPFT's comparison (arXiv:2402.01862, Section 6): clients
+send the half of their change that is largest in magnitude. The rest is kept and added to the next change, as in Stich,
+Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599, Algorithm 1; ``feedback = false`` drops
+it. Left out: DSFL's choice of each client's share by its connection; one ``keep`` holds for all.
 
-What is not sent travels as zeros, because a mean of dense vectors is what an aggregator can hide: ``bytes_up`` counts
-them, and ``details`` says what values and positions alone would take.
+Entries that are not sent travel as zeros, because an aggregator can hide a mean of dense vectors only: ``bytes_up``
+counts them, and ``details`` gives the bytes of values and positions alone.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class DSFL(FedAvg):
     needs: ClassVar[Needs] = Needs("head", ("head",))
 
     keep: float = setting(0.5, "the share of coordinates that is sent", gt=0, le=1)
-    feedback: bool = setting(True, "what is not sent is added to the client's next change")
+    feedback: bool = setting(True, "add what is not sent to the client's next change")
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:
@@ -43,8 +42,7 @@ class DSFL(FedAvg):
         sent = delta.map(lambda flat: largest(flat, self.keep))  # comp_k
         if self.feedback:
             client.memory["residual"] = delta - sent  # line 5
-        n_k = len(client.data.train) if self.weighting == "size" else 1
-        return Update(sent, n_k, client.metrics)
+        return Update(sent, self.weight(client), client.metrics)
 
     def details(self, w: Params, judge: Judge | None) -> dict[str, Any]:
         kept = sum(_count(size, self.keep) for dtype, size in w.layout.sizes.items() if dtype.is_floating_point)

@@ -4,9 +4,9 @@ Guha, Talwalkar, Smith. NeurIPS 2018 workshop on machine learning on devices. ar
 clients selected; combined by the largest probability over the clients, as in FedPFT's comparison (arXiv:2402.01862,
 Section 6), or by their mean.
 
-The server sees every client's head, and every user of the result carries all of them. A class that a client has not
-seen has probability 0 at it. A head that has seen a single class gives it probability 1 on every row, which says
-nothing of the row and would win every maximum: such heads have no say as long as another head has seen two.
+The server sees every client's head, and the result contains all heads. A head gives a class that its client has not
+seen the probability 0. A head that has seen one class gives it probability 1 on every row and would win every maximum:
+such heads are ignored if another head has seen two classes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.methods._convergence import tell
-from fedfm.methods._one_shot import OwnHeads, as_heads, combined, each_head, mean_probability, same_shape
+from fedfm.methods._one_shot import OwnHeads, as_heads, combined, each_head, mean_probability
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
 
 
 @dataclass(frozen=True)
 class Ensemble(OwnHeads):
-    """Each client trains a head of its own; all of them predict together."""
+    """Each client trains its own head; all heads predict together."""
 
     asks: ClassVar[tuple[str, ...]] = ("fit",)
 
@@ -39,15 +38,12 @@ class Ensemble(OwnHeads):
         return as_heads(super().init(fed))
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
-        replies = fed.ask(self.fit, check=same_shape(fed))
-        for client, update in replies.items():
-            tell(fed, client, update.metrics)
-        return as_heads(*(update.delta for update in replies.values()))
+        return as_heads(*(update.delta for update in self.fitted(fed)))
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """Logarithm of max_k p_k(c|x), or of mean_k p_k(c|x)."""
         if self.combine == "mean":
             return mean_probability(model, w, rows)
-        heads = list(each_head(w))
-        told = [(w_k, b_k) for w_k, b_k in heads if int((b_k > NOBODY / 2).sum()) > 1]
-        return combined(told or heads, model.features(rows), torch.maximum).float()
+        heads = each_head(w)
+        informed = [(w_k, b_k) for w_k, b_k in heads if int((b_k > NOBODY / 2).sum()) > 1]
+        return combined(informed or heads, model.features(rows), torch.maximum).float()

@@ -37,12 +37,11 @@ class FedAdam(FedAvg):
     beta_1: float = setting(0.9, "decay of the first moment", ge=0, lt=1)
     beta_2: float = setting(0.99, "decay of the second moment", ge=0, lt=1)
     tau: float = setting(0.001, "adaptivity: added to the root of the second moment", gt=0)
-    v_0: float = setting(0.0, "start of the second moment; Algorithm 2 has tau^2", ge=0, finite=True)
+    v_0: float = setting(0.0, "initial second moment; Algorithm 2 has tau^2", ge=0, finite=True)
 
     def init(self, fed: Federation) -> Moments:  # type: ignore[override]
-        x = fed.initial
-        zero = 0.0 * x
-        return Moments(x, zero, zero.map(lambda v: v + self.v_0 if v.is_floating_point() else v))
+        zero = 0.0 * fed.initial
+        return Moments(fed.initial, zero, zero.map(lambda v: v + self.v_0 if v.is_floating_point() else v))
 
     def step(self, fed: Federation, state: Moments, t: int) -> Moments:  # type: ignore[override]
         delta = fed.mean(self.train, of=fed.sample(self.fraction), w=state.x)

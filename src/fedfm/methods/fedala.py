@@ -22,21 +22,21 @@ from fedfm.linalg.params import Params
 from fedfm.methods._personal import KeepingFedAvg
 from fedfm.models.layers import layers
 
-LOSSES = 10  # whose standard deviation says that W is learnt
-MOST = 100  # passes: under clipping W may swing for ever
+LOSSES = 10  # W has converged if the standard deviation of this many losses is small
+MOST = 100  # passes: with clipping W may oscillate forever
 
 
 @dataclass(frozen=True)
 class FedALA(KeepingFedAvg):
-    """FedAvg whose clients start not from the shared model but from a mixture of it and their own, entry by entry.
+    """FedAvg whose clients start from an entry-wise mixture of the shared model and their own.
 
-    A client's first round skips that: it has no model of its own yet. The server sees what FedAvg's does, and how many
-    passes the mixture took.
+    A client's first round starts from the shared model, because the client has no own model yet. The server sees what
+    FedAvg's does, and the number of passes that the mixture took.
     """
 
-    p: int = setting(1, "top layers that are mixed: a block, the final norm, the head; below is shared", ge=1)
+    p: int = setting(1, "top layers that are mixed (a block, the final norm, the head); the others are shared", ge=1)
     eta: float = setting(1.0, "learning rate of the weights W", gt=0)
-    share: float = setting(0.8, "of a client's rows, from which W is learnt; drawn each round", gt=0, le=1)
+    share: float = setting(0.8, "share of a client's rows that W is learnt from; drawn each round", gt=0, le=1)
     threshold: float = setting(0.1, "a client's second round learns W until 10 passes' losses deviate by less", gt=0)
 
     def init(self, fed: Federation) -> Params:
@@ -49,12 +49,13 @@ class FedALA(KeepingFedAvg):
         theta_hat, passes = self.aggregated(client, w) if "theta" in client.memory else (w, 0.0)
         theta = self.local(client, theta_hat)
         self.keep(client, theta_hat, theta)
-        n_k = len(client.data.train) if self.weighting == "size" else 1
-        return Update(theta - w, n_k, client.metrics | {PASSES: passes})
+        return Update(theta - w, self.weight(client), client.metrics | {PASSES: passes})
 
     def aggregated(self, client: Client, w: Params) -> tuple[Params, float]:
-        """Client half: theta_hat = theta_i + (theta - theta_i) * W in the top layers, theta below; theta is ``w``. And
-        how many passes over the client's rows W took, for the ledger.
+        """Client half: theta_hat = theta_i + (theta - theta_i) * W in the top layers, theta below; theta is ``w``.
+
+        Returns:
+            (theta_hat, passes over the client's rows that W took, for the ledger of computation).
         """
         model, memory, size = client.model, client.memory, self.local.batch_size
         top = [name for layer in list(layers(model, "layer").values())[-self.p :] for name in layer]
@@ -63,10 +64,8 @@ class FedALA(KeepingFedAvg):
         live = [model.live()[name] for name in top]
         own = [memory["theta"][name].to(x.device) for name, x in zip(top, live, strict=True)]
         apart = [w[name].to(x.device) - theta_i for name, x, theta_i in zip(top, live, own, strict=True)]
-        W = [
-            memory["W"][name].to(x.device) if "W" in memory else torch.ones_like(x)
-            for name, x in zip(top, live, strict=True)
-        ]
+        learnt = "W" in memory
+        W = [memory["W"][n].to(x.device) if learnt else torch.ones_like(x) for n, x in zip(top, live, strict=True)]
         mix_into(live, own, apart, W)
         rng, n = seeds.generator(client.seed, "ala"), len(client.data.train)
         rows = rng.permutation(n)[: max(int(self.share * n), 1)]
@@ -81,9 +80,8 @@ class FedALA(KeepingFedAvg):
                 mix_into(live, own, apart, W)
                 total += float(loss.detach()) * len(index)
             losses.append(total / len(rows))
-            if "W" in memory or len(losses) >= MOST:  # one pass, once it has been learnt
-                break
-            if len(losses) > LOSSES and np.std(losses[-LOSSES:]) < self.threshold:
+            converged = len(losses) > LOSSES and np.std(losses[-LOSSES:]) < self.threshold
+            if learnt or converged or len(losses) >= MOST:  # W that was learnt before takes one pass
                 break
         memory["W"] = Params(dict(zip(top, W, strict=True)))
         return model.params(), len(losses) * len(rows) / n

@@ -28,9 +28,9 @@ class Clouds:
     """Server state.
 
     Attributes:
-        w: w_i, every client's own model, as its last local pass ended.
+        w: w_i, every client's own model: the result of its last local pass.
         u: u_i, the cloud model that this pass started from.
-        xi: ``xi`` (1, K, K), the last round's weights; rows of clients that were not asked are zero.
+        xi: ``xi`` (1, K, K), the last round's weights; zero in the rows of clients that were not asked.
     """
 
     w: dict[ClientId, Params]
@@ -40,9 +40,9 @@ class Clouds:
 
 @dataclass(frozen=True)
 class FedAMP(Method[Clouds]):
-    """Attentive message passing: every client is pulled to a mean of all models, the near ones above all.
+    """Attentive message passing: each client is pulled towards a mean of all models, weighted by their proximity.
 
-    A client that a round does not ask keeps its w_i, and the others still hear of it.
+    A client that a round does not ask keeps its w_i, which still counts for the others.
     """
 
     own_models: ClassVar[bool] = True
@@ -52,7 +52,7 @@ class FedAMP(Method[Clouds]):
     rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
-    sigma: float | None = setting(None, "scale of squared distances in A; absent: their median, anew each round", gt=0)
+    sigma: float | None = setting(None, "scale of squared distances in A; absent: each round's median", gt=0)
     alpha: float | None = setting(None, "step of the message passing, at most sigma/(K - 1); absent: sigma/K", gt=0)
     mu: float = setting(0.1, "lambda/alpha: the local objective is f_i(w) + mu/2 ||w - u_i||^2, the norm squared", ge=0)
 
@@ -68,7 +68,7 @@ class FedAMP(Method[Clouds]):
 
     def step(self, fed: Federation, s: Clouds, t: int) -> Clouds:
         cohort, w_0 = fed.sample(self.fraction), fed.initial
-        # Less what all have in common, which would drown the differences.
+        # Subtract w_0: what all models have in common would cancel their differences.
         apart = list(Vectors({i: s.w[i] for i in fed.clients}).less(w_0).values())
         G = gram(apart, list(layers(fed.model, "model").values()))[0]
         xi = weights(squared_distances(G), self.sigma, self.alpha)
@@ -100,18 +100,18 @@ class FedAMP(Method[Clouds]):
 
 
 def squared_distances(G: np.ndarray) -> np.ndarray:
-    """||w_i - w_j||^2 (K, K) of inner products (K, K)."""
+    """||w_i - w_j||^2 (K, K) from inner products (K, K)."""
     square = np.diag(G)
     d: np.ndarray = np.maximum(square[:, None] + square - 2 * G, 0)
     return d
 
 
 def weights(d: np.ndarray, sigma: float | None = None, alpha: float | None = None) -> np.ndarray:
-    """The weights xi (K, K) of squared distances d (K, K): alpha A'(d_ij) for j != i, the rest of 1 for its own."""
+    """Weights xi (K, K) from squared distances d (K, K): xi_ij = alpha A'(d_ij), xi_ii = 1 - the others."""
     K, others = len(d), ~np.eye(len(d), dtype=bool)
     if sigma is None:
-        apart = d[others & (d > 0)]  # clients that have not been asked yet are alike and say nothing of the scale
-        sigma = float(np.median(apart)) if apart.size else 1.0  # all alike: any weights give the same
+        apart = d[others & (d > 0)]  # clients that were not asked yet have equal models: no information on the scale
+        sigma = float(np.median(apart)) if apart.size else 1.0  # all equal: any weights give the same
     if alpha is None:
         alpha = sigma / K
     xi: np.ndarray = np.where(others, alpha / sigma * np.exp(-d / sigma), 0.0)

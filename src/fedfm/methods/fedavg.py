@@ -37,8 +37,11 @@ class FedAvg(Method[Params]):
     @on_client
     def train(self, client: Client, w: Params) -> Update:
         w_k = self.local(client, w)  # ClientUpdate(k, w_t)
-        n_k = len(client.data.train) if self.weighting == "size" else 1
-        return Update(w_k - w, n_k, client.metrics)
+        return Update(w_k - w, self.weight(client), client.metrics)
+
+    def weight(self, client: Client) -> int:
+        """Client half: n_k, or 1 for a uniform mean."""
+        return len(client.data.train) if self.weighting == "size" else 1
 
     def params_for(self, w: Params, client: ClientId) -> Params:
         return w

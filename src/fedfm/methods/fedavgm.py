@@ -1,6 +1,6 @@
 """FedAvgM: Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification.
 
-Hsu, Qi, Brown. 2019. arXiv:1909.06335, Section 4 (the server's momentum on top of Algorithm 1 of FedAvg).
+Hsu, Qi, Brown. 2019. arXiv:1909.06335, Section 4 (server momentum on top of Algorithm 1 of FedAvg).
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class FedAvgM(FedAvg):
     server_learning_rate: float = setting(1.0, "eta", gt=0)
 
     def init(self, fed: Federation) -> Momentum:  # type: ignore[override]
-        w = fed.initial
-        return Momentum(w, 0.0 * w)
+        return Momentum(fed.initial, 0.0 * fed.initial)
 
     def step(self, fed: Federation, state: Momentum, t: int) -> Momentum:  # type: ignore[override]
         delta = fed.mean(self.train, of=fed.sample(self.fraction), w=state.w)

@@ -19,7 +19,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.models.layers import layers
 
-EPSILON = 1e-8  # of Adam, and below which a product of norms counts as that: torch's defaults
+EPSILON = 1e-8  # of Adam, and the least product of norms in a cosine: torch's defaults
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class FedAWA(FedAvg):
-    """The weights of the mean are learnt: towards clients whose vectors agree and whose models stay near the shared."""
+    """The weights of the mean are learnt: large for vectors close to their mean and models close to the shared one."""
 
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ("train",)
@@ -48,13 +48,12 @@ class FedAWA(FedAvg):
         replies = fed.ask(self.train, of=cohort, like=fed.initial.layout, w=s.w)
         tau = [update.delta for update in replies.values()]  # client vectors w_k - w
         n = sum(update.weight for update in replies.values())
-        # A client's first logit is its share n_k/n of the rows of the cohort that it first comes with.
-        a = {k: s.a.get(k, update.weight / n) for k, update in replies.items()}
-        lambda_ = softmax(np.array(list(a.values())))
+        # A client's first logit is n_k/n, its share of the rows of its first cohort.
+        a = np.array([s.a.get(k, update.weight / n) for k, update in replies.items()])
         G = gram([s.w, *tau], list(layers(fed.model, "model").values()))[0]  # (1 + K, 1 + K)
-        new = step(np.array(list(a.values())), G, self.server_learning_rate)
-        (w,) = mix(lambda_[None, None], tau, None, [s.w])  # with the lambda before the step
-        return Weighted(w, s.a | dict(zip(a, new.tolist(), strict=True)))
+        (w,) = mix(softmax(a)[None, None], tau, None, [s.w])  # with the lambda before the step
+        new = step(a, G, self.server_learning_rate)
+        return Weighted(w, s.a | dict(zip(replies, new.tolist(), strict=True)))
 
     def params_for(self, s: Weighted, client: ClientId) -> Params:  # type: ignore[override]
         return s.w
@@ -68,11 +67,12 @@ def softmax(a: np.ndarray) -> np.ndarray:
 
 
 def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
-    """Logits (K,) after one step of a fresh Adam on
+    """Logits (K,) after one step of a fresh Adam on an objective of the weights.
+
     sum_k lambda_k (1 - cos(w, w_k)) + sum_k lambda_k ||tau_k - sum_j lambda_j tau_j||.
 
     Args:
-        G: inner products (1 + K, 1 + K) of w, tau_1 ... tau_K: all that the objective knows of the vectors.
+        G: inner products (1 + K, 1 + K) of w, tau_1 ... tau_K: the objective depends on nothing else.
         eta: learning rate. Adam's first step is eta g / (|g| + epsilon), whatever its betas.
     """
     ww, wt, tt = G[0, 0], G[0, 1:], torch.from_numpy(G[1:, 1:])
@@ -81,7 +81,7 @@ def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
     logits = torch.from_numpy(a).requires_grad_(True)
     lambda_ = torch.softmax(logits, 0)
     square = torch.diagonal(tt) - 2 * tt @ lambda_ + lambda_ @ tt @ lambda_  # ||tau_k - sum_j lambda_j tau_j||^2
-    least = 1e-14 * max(float(torch.diagonal(tt).max()), 1e-300)  # below it is rounding; a root of 0 has no slope
+    least = 1e-14 * max(float(torch.diagonal(tt).max()), 1e-300)  # below it is rounding; a root of 0 has no gradient
     distance = torch.where(square > least, square.clamp_min(least).sqrt(), 0.0)
     (g,) = torch.autograd.grad(lambda_ @ (apart + distance), logits)
     found: np.ndarray = a - eta * (g / (g.abs() + EPSILON)).numpy()

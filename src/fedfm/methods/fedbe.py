@@ -3,9 +3,9 @@
 Chen, Chao. ICLR 2021. arXiv:2009.01974, Algorithm 1 with one round; equations by their numbers there.
 
 The paper distils the ensemble into one model on the server's unlabelled rows. Here the server has no rows, so the
-ensemble itself predicts, by the Bayesian mean of probabilities that distillation would teach (eq. 5), and the result is
-as many heads as the ensemble has. The ensemble is the clients' heads, their mean and the draws; ``members = "sampled"``
-leaves it the draws alone, as eq. (5) is printed. The server sees every client's head.
+ensemble itself predicts, by the Bayesian mean of probabilities that distillation would teach (eq. 5); the result
+contains all heads of the ensemble. These are the clients' heads, their mean and the draws; ``members = "sampled"``
+keeps the draws only, as eq. (5) is printed. The server sees every client's head.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.running_mean import weighted_mean
-from fedfm.methods._convergence import tell
-from fedfm.methods._one_shot import OwnHeads, as_heads, mean_probability, same_shape, zeros_for_unseen
+from fedfm.methods._one_shot import OwnHeads, as_heads, mean_probability, zeros_for_unseen
 from fedfm.models.model import Model
 
 
 @dataclass(frozen=True)
 class FedBE(OwnHeads):
-    """The clients' heads, their mean, and draws from the Gaussian of them predict together."""
+    """The clients' heads, their mean, and draws from their Gaussian predict together."""
 
     asks: ClassVar[tuple[str, ...]] = ("fit",)
 
@@ -42,13 +41,10 @@ class FedBE(OwnHeads):
         return as_heads(super().init(fed))
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
-        replies = fed.ask(self.fit, check=same_shape(fed))
-        for client, update in replies.items():
-            tell(fed, client, update.metrics)
-        heads = [update.delta for update in replies.values()]
-        mu, variance = gaussian([(update.weight, zeros_for_unseen(update.delta)) for update in replies.values()])
+        updates = self.fitted(fed)
+        mu, variance = gaussian([(update.weight, zeros_for_unseen(update.delta)) for update in updates])
         sampled = [sample(mu, variance, fed.seed_for("draw", m)) for m in range(self.draws)]
-        return as_heads(*sampled) if self.members == "sampled" else as_heads(*heads, mu, *sampled)
+        return as_heads(*([] if self.members == "sampled" else [*(u.delta for u in updates), mu]), *sampled)
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """Logarithm of p(y|x; S) = 1/M sum_m p(y|x; w^(m)), eq. (5)."""

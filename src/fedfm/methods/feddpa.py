@@ -20,10 +20,11 @@ from fedfm.training import DualAdapter, Local
 
 @dataclass(frozen=True)
 class FedDPA(FedAvg):
-    """FedAvg of the global adapter; beside it each client trains a local one, with the global frozen, and keeps it.
+    """FedAvg of the global adapter; each client also trains a local adapter, with the global one frozen, and keeps it.
 
-    A row meets W x + (1 - a) of the global adapter's output + a of the local one's: in training a = 1/2, afterwards by
-    how like the row is to the client's training rows. ``[method.local]`` with ``name = "dual_adapter"`` says more.
+    The output for a row is W x + (1 - a) of the global adapter's output + a of the local one's. In training a = 1/2;
+    afterwards a depends on the row's similarity to the client's training rows. ``[method.local]`` with
+    ``name = "dual_adapter"`` has more settings.
     """
 
     own_models: ClassVar[bool] = True

@@ -2,45 +2,38 @@
 
 Singhal, Ponkshe, Vepakomma. ACL 2025. arXiv:2410.09432. Algorithm: averaged factors and a residual.
 
-Clients keep nothing between rounds: they are sent the averaged adapter and the sum of all residuals so far, as factors,
-so that one that was away has the same weights as the others.
+Clients keep nothing between rounds: they receive the averaged adapter and the sum of all residuals so far, as factors,
+so a client that was absent has the same weights as the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from fedfm.core.client import Client, ClientId, Update, each, on_client
+from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Params
-from fedfm.methods._lora_products import AnyRanks, Merged, Term, as_factors, as_params, averaged, delta_w, terms
+from fedfm.methods._lora_products import Merged, Merging, Term, added, as_factors, averaged, delta_w, terms
 from fedfm.models.adapters import lora
 from fedfm.training import any_rank
 
 
 @dataclass(frozen=True)
-class FedExLoRA(AnyRanks[Merged]):
-    """Factors are averaged, and what the product of means misses of the mean of products goes into the frozen weights.
+class FedExLoRA(Merging):
+    """Factors are averaged; the mean of products less the product of means is added to the frozen weights.
 
-    The paper has one rank for all. Of different ranks here, the mean takes smaller factors as if zeros followed, and
-    what a client's rank does not hold of the averaged adapter stands in its frozen weights: all start from one model.
+    The paper has one rank for all. With different ranks, the mean pads smaller factors with zeros, and a client's
+    frozen weights include the part of the averaged adapter beyond its rank: all clients start from one model.
     """
-
-    state_type: ClassVar[Any] = Merged
-
-    def init(self, fed: Federation) -> Merged:
-        self.ranks_of(fed)
-        return Merged(fed.initial, Params({}), lora.alpha_of(fed.model))
 
     def step(self, fed: Federation, state: Merged, t: int) -> Merged:
         r = self.ranks_of(fed)
         starts = {k: lora.first(state.w, r[k]) for k in fed.sample(self.fraction)}
-        beside = {rank: frozen(state, rank) for rank in {r[k] for k in starts}}
-        found = terms(fed, self.train, starts, w=each(starts), shift=each({k: beside[r[k]] for k in starts}))
+        shifts = {rank: frozen(state, rank) for rank in {r[k] for k in starts}}
+        found = terms(fed, self.train, starts, w=each(starts), shift=each({k: shifts[r[k]] for k in starts}))
         wide = [Term(p, lora.widened(w_k, state.w.layout)) for p, w_k in found]
         w = state.w.replace(averaged(wide, list(state.w)))  # A-bar, B-bar, and the head's mean
         W_0 = added(state.shift, residual(found, w, state.alpha))
@@ -52,25 +45,15 @@ class FedExLoRA(AnyRanks[Merged]):
             w_k = any_rank.fit(self.local, client, w)
         return Update(w_k - w, self.weight(client), client.metrics)
 
-    def params_for(self, state: Merged, client: ClientId) -> Params:
-        return lora.merged(state.w, as_factors(state.shift), state.alpha)
-
 
 def frozen(state: Merged, rank: int) -> Params:
-    """What a client of this rank adds to the frozen weights: W_res of all rounds, and the rows of A-bar and columns of
-    B-bar from ``rank`` on.
+    """What a client of this rank adds to its frozen weights: W_res of all rounds, and the averaged adapter from row
+    and column ``rank`` on.
     """
     rest = {path: (u[:, rank:], v[rank:]) for path, (u, v) in lora.factors(state.w, state.alpha).items()}
     if not any(bool(u.any()) for u, _ in rest.values()):
         return state.shift
     return added(state.shift, rest)
-
-
-def added(shift: Params, more: Mapping[str, Factors]) -> Params:
-    """The shift and more of it, as factors that show no more than the sum."""
-    before = as_factors(shift)
-    sums = {path: low_rank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
-    return as_params({path: low_rank.compressed(x) for path, x in sums.items()})
 
 
 def residual(found: Sequence[Term], mean: Params, alpha: float) -> dict[str, Factors]:

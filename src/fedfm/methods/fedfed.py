@@ -3,10 +3,9 @@
 Yang, Zhang, Zheng, Tian, Peng, Liu, Han. NeurIPS 2023. arXiv:2310.05077, Algorithm 1.
 
 Clients share the performance-sensitive part x_s = x - q(x) of each row with noise, and train on their own rows and on
-what others have shared. The paper works on pixels, with a beta-VAE for q. On the features of a frozen backbone q is a
-linear autoencoder of low rank, the constraint ||x_s||^2 <= rho is a penalty, and sigma_s is in units of x_s's own size.
-No privacy is claimed for the noise: the server sees every row's noisy part with its label, and hands samples of them
-to other clients.
+shared ones. The paper works on pixels, with a beta-VAE for q. Here, on the features of a frozen backbone, q is a linear
+autoencoder of low rank, the constraint ||x_s||^2 <= rho is a penalty, and sigma_s is in units of the RMS of x_s. The
+noise gives no privacy guarantee: the server sees every noisy x_s with its label, and sends samples of them to clients.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class FedFed(FedAvg):
         return FedFedState(state.w + fed.mean(self.train, of=cohort, w=state.w, given=given), shared)
 
     def _distil(self, fed: Federation) -> dict[ClientId, Labelled]:
-        """T_d rounds of FedAvg on the generator theta, then x_p of everybody."""
+        """T_d rounds of FedAvg on the generator theta, then x_p of every client."""
         d, classes = fed.model.feature_dim, len(fed.model.classes)
         encode = seeds.generator(fed.seed_for("generator"), "start").standard_normal((self.rank, d)) / d**0.5
         zeros = {"decode": torch.zeros(d, self.rank), "w": torch.zeros(classes, d), "b": torch.zeros(classes)}
@@ -91,9 +90,9 @@ class FedFed(FedAvg):
 
     @on_client
     def distil(self, client: Client, theta: Params, r: int) -> Update:
-        """Adam on -log p(y | x_s) + penalty ||x_s||^2 / ||x||^2, on features of size 1."""
+        """Adam on -log p(y | x_s) + penalty ||x_s||^2 / ||x||^2, on features of RMS 1."""
         x, y = rows_of(client)
-        x = x / _size(x)
+        x = x / _rms(x)
         live = {name: tensor.clone().requires_grad_() for name, tensor in theta.items()}
         optimiser = torch.optim.Adam(live.values(), lr=0.01)
         for i in passes(len(y), 64, self.distillation_epochs, seeds.derive(client.seed, "distil", r)):
@@ -111,7 +110,7 @@ class FedFed(FedAvg):
         x, y = rows_of(client)
         x_s = sensitive(theta["encode"], theta["decode"], x)
         n = torch.from_numpy(seeds.generator(client.seed, "share").standard_normal(tuple(x.shape))).float()
-        return Labelled(x_s + self.noise * _size(x_s) * n, y)
+        return Labelled(x_s + self.noise * _rms(x_s) * n, y)
 
     @on_client
     def train(self, client: Client, w: Params, given: Labelled) -> Update:  # type: ignore[override]
@@ -119,7 +118,7 @@ class FedFed(FedAvg):
         x, y = rows_of(client)
         rows = Rows({"features": torch.cat([x, given.x])}, labels=torch.cat([y, given.y]))
         both = dataclasses.replace(client, data=ClientData(lambda: rows, Rows, Rows))
-        return Update(self.local(both, w) - w, len(y) if self.weighting == "size" else 1, both.metrics)
+        return Update(self.local(both, w) - w, self.weight(client), both.metrics)
 
     def params_for(self, state: FedFedState, client: ClientId) -> Params:  # type: ignore[override]
         return state.w
@@ -131,17 +130,16 @@ def sensitive(encode: Tensor, decode: Tensor, x: Tensor) -> Tensor:
 
 
 def others(shared: Mapping[ClientId, Labelled], client: ClientId, dim: int, seed: int) -> Labelled:
-    """Of what other clients shared, as many rows as the client has itself: half of each of its passes."""
+    """A sample of the rows that other clients shared, as many as the client has itself."""
     theirs = [s for c, s in shared.items() if c != client]
-    x, y = torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64)
-    if theirs and client in shared:
-        x, y = torch.cat([s.x for s in theirs]), torch.cat([s.y for s in theirs])
-        index = torch.from_numpy(seeds.generator(seed, "rows").permutation(len(y))[: len(shared[client].y)])
-        x, y = x[index], y[index]
-    return Labelled(x, y)
+    if not theirs or client not in shared:
+        return Labelled(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64))
+    x, y = torch.cat([s.x for s in theirs]), torch.cat([s.y for s in theirs])
+    index = torch.from_numpy(seeds.generator(seed, "rows").permutation(len(y))[: len(shared[client].y)])
+    return Labelled(x[index], y[index])
 
 
-def _size(x: Tensor) -> Tensor:
-    """Root mean square of the entries; 1 where all are zero."""
+def _rms(x: Tensor) -> Tensor:
+    """Root mean square of the entries; 1 if all are zero."""
     size = x.square().mean().sqrt()
     return torch.where(size > 0, size, torch.ones_like(size))

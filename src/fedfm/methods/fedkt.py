@@ -2,9 +2,9 @@
 
 Li, He, Song. IJCAI 2021. arXiv:2010.01017, Algorithm 1 without differential privacy (FedKT-L0).
 
-It needs public rows without labels, which a federation need not have. Here each client makes the features of a share
-``public`` of its rows public, without their labels: they reach every other client. Where that is too much, FedKT is
-not the method (a silo's policy without ``reply`` refuses them). Beyond them the server sees each client's students.
+The paper needs public unlabelled rows. Here each client publishes the features of a share ``public`` of its rows,
+without their labels: they reach every other client. If that reveals too much, do not use FedKT (a silo's policy
+without ``reply`` refuses it). The server also sees each client's students.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedfm.training.fit_head import fit_rows
 
 @dataclass(frozen=True)
 class Students:
-    """What a client sends: its students, and how the fits of them and of their teachers went."""
+    """A client's reply: its students, and metrics of the fits of students and teachers."""
 
     heads: list[Params]
     metrics: dict[str, float]
@@ -67,16 +67,17 @@ class FedKT(OwnHeads):
 
         d_aux = torch.cat(list(fed.ask(self.publish, check=is_features).values()))
         order = seeds.generator(fed.seed_for("public"), "order").permutation(len(d_aux))
-        d_aux = d_aux[torch.from_numpy(order)]  # whose row it is is not told
+        d_aux = d_aux[torch.from_numpy(order)]  # hides which client a row is from
         replies = fed.ask(self.students, check=are_students, d_aux=d_aux)
         for client, reply in replies.items():
             tell(fed, client, reply.metrics)
-        labels = [torch.stack([_label(s, d_aux) for s in replies[c].heads]) for c in sorted(replies)]
-        said = torch.stack(labels)  # (K, s, n)
-        v = consistent_votes(said, classes)
-        known = v.sum(1) > 0  # where no client's students agree there is no label to learn
+        labels = torch.stack(  # (K, s, n)
+            [torch.stack([F.linear(d_aux, *tensors_of(s)).argmax(1) for s in r.heads]) for r in replies.values()]
+        )
+        v = consistent_votes(labels, classes)
+        known = v.sum(1) > 0  # a row on which no client's students agree has no label
         if not known.any():
-            v, known = F.one_hot(said, classes).sum((0, 1)), ~known
+            v, known = F.one_hot(labels, classes).sum((0, 1)), ~known
         missed = Missed()
         final = fit_rows(d_aux[known], v[known].argmax(1), classes, self.head, fed.seed_for("head"), missed)
         tell(fed, "server", missed.metrics)
@@ -91,7 +92,7 @@ class FedKT(OwnHeads):
 
     @on_client
     def students(self, client: Client, d_aux: Tensor) -> Students:
-        """Lines 2 to 13: of each partition's teachers one student, which has seen public rows only."""
+        """Lines 2 to 13: the teachers of each partition train one student, which has seen public rows only."""
         x, y = rows_of(client)
         classes, students, missed = len(client.model.classes), [], Missed()
         for j in range(self.partitions):
@@ -104,17 +105,13 @@ class FedKT(OwnHeads):
         return Students(students, missed.metrics)
 
 
-def majority(said: Sequence[Tensor], classes: int) -> Tensor:
+def majority(labels: Sequence[Tensor], classes: int) -> Tensor:
     """(n,): the class with most votes of the teachers; the first of equals."""
-    return F.one_hot(torch.stack(list(said)), classes).sum(0).argmax(1)
+    return F.one_hot(torch.stack(list(labels)), classes).sum(0).argmax(1)
 
 
-def consistent_votes(said: Tensor, classes: int) -> Tensor:
-    """(n, C) votes from labels (K, s, n): a client has s votes for what all its students say, else none (line 18)."""
-    agree = (said == said[:, :1]).all(1)  # (K, n)
-    votes = F.one_hot(said[:, 0], classes) * agree[..., None]
-    return said.shape[1] * votes.sum(0)
-
-
-def _label(head: Params, x: Tensor) -> Tensor:
-    return F.linear(x, *tensors_of(head)).argmax(1)
+def consistent_votes(labels: Tensor, classes: int) -> Tensor:
+    """(n, C) votes from labels (K, s, n): a client has s votes if all its students agree, else none (line 18)."""
+    agree = (labels == labels[:, :1]).all(1)  # (K, n)
+    votes = F.one_hot(labels[:, 0], classes) * agree[..., None]
+    return labels.shape[1] * votes.sum(0)

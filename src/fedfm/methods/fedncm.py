@@ -1,11 +1,10 @@
 """FedNCM: Guiding The Last Layer in Federated Learning with Pre-Trained Models.
 
-Legate, Bernier, Caccia, Oyallon, Belilovsky. NeurIPS 2023. arXiv:2306.03937, Algorithm 1 without the fine-tuning that
-follows it there.
+Legate, Bernier, Caccia, Oyallon, Belilovsky. NeurIPS 2023. arXiv:2306.03937, Algorithm 1 without its fine-tuning.
 
 Clients send the sum and the number of their features of each class, once. Nearest class mean is a linear head:
 argmin_c ||x - mu_c||^2 = argmax_c 2 mu_c x - ||mu_c||^2, hence W = 2 mu, b = -||mu||^2; by the cosine, W = mu / ||mu||,
-b = 0. Its softmax is no calibrated probability. The server sees what its aggregator shows of the sums.
+b = 0. Its softmax is not a calibrated probability. The server sees what its aggregator shows of the sums.
 """
 
 from __future__ import annotations
@@ -51,4 +50,4 @@ def nearest_mean(count: Tensor, total: Tensor, distance: str) -> tuple[Tensor, T
         w, b = torch.nn.functional.normalize(mu, dim=1), torch.zeros_like(count)
     else:
         w, b = 2 * mu, -mu.square().sum(1)
-    return w, torch.where(count > 0, b, b.min() + NOBODY)  # below every other class, whatever the features' scale
+    return w, torch.where(count > 0, b, b.min() + NOBODY)  # below every other class, for features of any scale

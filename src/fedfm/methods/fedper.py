@@ -23,7 +23,7 @@ class Base:
     """Server state.
 
     Attributes:
-        w: the shared body W_B, and the head's first value, which no round changes.
+        w: the shared body W_B, and the head's initial value, which no round changes.
         begun: clients that have a head of their own.
     """
 
@@ -61,8 +61,7 @@ class FedPer(KeepingFedAvg):
         start = Params({name: (W_B if name in W_B else W_P)[name] for name in client.model.names})
         theta = self.update(client, start)
         self.keep(client, start, theta)
-        n_k = len(client.data.train) if self.weighting == "size" else 1
-        return Update(theta.only(W_B) - W_B, n_k, client.metrics)
+        return Update(theta.only(W_B) - W_B, self.weight(client), client.metrics)
 
     def update(self, client: Client, start: Params) -> Params:
         """Client half: SGD on (W_B, W_P) together."""

@@ -20,14 +20,14 @@ from fedfm.methods.fedavg import FedAvg
 class FedProx(FedAvg):
     """FedAvg whose clients minimise h_k(v; w^t) = F_k(v) + mu/2 ||v - w^t||^2 (eq. 2), the norm squared.
 
-    ``server_term`` is of FedBaF's paper (arXiv:2410.18352, Algorithm 1, line 8), which prints
-    sum_k p_k w^k - mu (w^k - w_t) without brackets: read with the second term inside the sum or, literally, after it.
+    ``server_term`` is from FedBaF's paper (arXiv:2410.18352, Algorithm 1, line 8), which prints
+    sum_k p_k w^k - mu (w^k - w_t) without brackets: the second term is inside the sum or, literally, after it.
     """
 
     mu: float = setting(0.01, "weight of the proximal term", ge=0, finite=True)
     server_term: str = setting(
         "none",
-        "a pull at the server, too: none; inside, literal (FedBaF's line 8)",
+        "a proximal term at the server: none; inside, literal (FedBaF's line 8)",
         choices=("none", "inside", "literal"),
     )
 
@@ -35,18 +35,17 @@ class FedProx(FedAvg):
         if self.server_term == "none":
             return super().step(fed, w, t)
         delta = fed.mean(self.train, of=fed.sample(self.fraction), w=w)  # sum_k p_k w^k - w_t
-        terms = fed.heard if self.server_term == "literal" else 1  # sum_k (w^k - w_t) = |S| delta where p_k = 1/|S|
+        terms = fed.heard if self.server_term == "literal" else 1  # sum_k (w^k - w_t) = |S| delta if p_k = 1/|S|
         return averaged(fed.model, w + (1 - self.mu * terms) * delta, w, delta)
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:
         w_k = self.local(client, w, mu=self.mu)  # argmin_v h_k(v; w^t), inexactly
-        n_k = len(client.data.train) if self.weighting == "size" else 1
-        return Update(w_k - w, n_k, client.metrics)
+        return Update(w_k - w, self.weight(client), client.metrics)
 
     def validate(self) -> None:
         if self.server_term == "literal" and self.weighting != "uniform":
             raise InputError(
-                'method.server_term = "literal": the server knows no sum of changes where their mean is weighted by '
-                'size; expected method.weighting = "uniform"'
+                'method.server_term = "literal": the server has no sum of changes if their mean is weighted by size; '
+                'expected method.weighting = "uniform"'
             )

@@ -18,11 +18,9 @@ from fedfm.training import Local
 
 @dataclass(frozen=True)
 class FedRep(FedPer):
-    """As FedPer, but one after the other: the head on the shared representation, then the representation below it."""
+    """FedPer in two phases: the head on the shared representation, then the representation under the head."""
 
-    weighting: str = setting(
-        "uniform", "of the mean: uniform, as in the paper, or size (n_k)", choices=("size", "uniform")
-    )
+    weighting: str = setting("uniform", "of the mean: uniform (the paper) or size (n_k)", choices=("size", "uniform"))
     head_epochs: int = setting(10, "tau, epochs of the head with the body frozen; local.epochs are the body's", ge=1)
 
     def update(self, client: Client, start: Params) -> Params:
@@ -32,10 +30,10 @@ class FedRep(FedPer):
 
     @cached_property
     def of_head(self) -> Local:
-        """The client optimiser for as many epochs as the head gets."""
+        """The client optimiser with the head's number of epochs."""
         return replace(self.local, epochs=self.head_epochs)
 
     @property
     def passes(self) -> int:
-        """Epochs that a round costs: of the head, whose body is run but not trained, and of the body."""
+        """Epochs of a round: the head's, which run the frozen body, and the body's."""
         return self.head_epochs + self.local.passes

@@ -13,7 +13,7 @@ from fedfm.methods.fedadam import FedAdam
 
 @dataclass(frozen=True)
 class FedYogi(FedAdam):
-    """FedAdam whose second moment moves by a step that does not depend on its own size."""
+    """FedAdam whose second moment changes by a step that does not depend on its own size."""
 
     def second_moment(self, v: Params, delta: Params) -> Params:
         """v_t = v_{t-1} - (1 - beta_2) Delta_t^2 sign(v_{t-1} - Delta_t^2), line 14."""

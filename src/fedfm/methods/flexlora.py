@@ -1,6 +1,6 @@
 """FlexLoRA: Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources.
 
-Bai, Chen, Qian, Yao, Li. NeurIPS 2024. arXiv:2402.11505. Algorithm: the full Delta W, and its SVD for each.
+Bai, Chen, Qian, Yao, Li. NeurIPS 2024. arXiv:2402.11505. Algorithm: the full Delta W, and its SVD for each client.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedfm.core.federation import Federation
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Params
-from fedfm.methods._lora_products import AnyRanks, averaged, delta_w, terms
+from fedfm.methods._lora_products import ExactLora, averaged, delta_w, terms
 from fedfm.models.adapters import lora
 from fedfm.training import any_rank
 
@@ -28,8 +28,8 @@ class Cut:
     """Server state.
 
     Attributes:
-        w: Delta W cut at the model's rank, and what is trained beside it.
-        error: rank -> sum over modules of ||Delta W - its cut at that rank||_F^2 in the last round.
+        w: Delta W truncated to the model's rank, and the head if it is trained.
+        error: rank -> sum over modules of ||Delta W - its truncation||_F^2 in the last round.
         energy: sum over modules of ||Delta W||_F^2.
     """
 
@@ -39,8 +39,8 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class FlexLoRA(AnyRanks[Cut]):
-    """The exact Delta W is cut by its singular values to each client's rank; the result is the cut at the largest."""
+class FlexLoRA(ExactLora[Cut]):
+    """The exact Delta W is truncated by its SVD to each client's rank; the result has the largest rank."""
 
     state_type: ClassVar[Any] = Cut
 
@@ -65,7 +65,7 @@ class FlexLoRA(AnyRanks[Cut]):
         return state.w
 
     def details(self, state: Cut, judge: Judge | None) -> dict[str, Any]:
-        """What the last cut lost, by rank: the squared Frobenius norm, and its share of Delta W's."""
+        """The error of the last truncation by rank: its squared Frobenius norm, and its share of Delta W's."""
         share = {r: e / state.energy if state.energy else 0.0 for r, e in state.error.items()}
         return {"cut": {"squared_error": dict(state.error), "share": share}}
 
@@ -81,7 +81,7 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
         r = len(like[a])
         x, values = low_rank.truncate(dW[path], r)
         u, v = low_rank.padded(x, r)
-        if (k := len(x[1])) < r:  # of a cohort of small ranks: rows as a full SVD has them, or they would never move
+        if (k := len(x[1])) < r:  # a cohort of small ranks: orthonormal rows in A, or they would never train
             whole = torch.linalg.qr(torch.cat([x[1].T, like[a].double().T], 1)[:, :r])[0].T  # (min(r, d_in), d_in)
             v[k : len(whole)] = whole[k:]
         tensors[a], tensors[b] = v.to(like[a].dtype), (u * (r / alpha)).to(like[b].dtype)
@@ -90,5 +90,5 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
 
 
 def lost(sigma: Sequence[Tensor], rank: int) -> float:
-    """Squared singular values from ``rank`` on, over all modules: the error of the best cut (Eckart and Young 1936)."""
+    """Squared singular values from ``rank`` on, over all modules: the least error (Eckart and Young 1936)."""
     return sum(float(values[rank:].square().sum()) for values in sigma)

@@ -2,39 +2,31 @@
 
 Wang, Shen, He, Sun, Wang, Lyu, Li. NeurIPS 2024. arXiv:2409.05976. Algorithm: stacking in place of averaging.
 
-The stack of a round is merged into the frozen weights, and adapters start afresh: A drawn anew, alike for all
-clients, B = 0. A client keeps nothing between rounds: it is sent the sum of all stacks so far, so that one that was
-away or comes late has the same weights as the others. The paper's clients merge for themselves and are sent the last
-stack alone; here round t sends them t - 1 stacks, at most twice the dense matrices.
+Each round's stack is merged into the frozen weights, and adapters restart: a new random A, equal for all clients, and
+B = 0. Clients keep nothing between rounds: they receive the sum of all stacks so far, so an absent or late client has
+the same weights as the others. In the paper, clients merge by themselves and receive the last stack only; here round t
+sends t - 1 stacks, at most twice the dense matrices.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 
 from fedfm import seeds
-from fedfm.core.client import Client, ClientId, Update, each, on_client
+from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
-from fedfm.linalg import low_rank
 from fedfm.linalg.params import Layout, Params
-from fedfm.methods._lora_products import AnyRanks, Merged, as_factors, as_params, averaged, delta_w, terms
+from fedfm.methods._lora_products import Merged, Merging, added, as_factors, averaged, delta_w, terms
 from fedfm.models.adapters import lora
 from fedfm.training import any_rank
 
 
 @dataclass(frozen=True)
-class FLoRA(AnyRanks[Merged]):
+class FLoRA(Merging):
     """Clients' adapters are stacked, not averaged: exact for any ranks, merged into the frozen weights each round."""
-
-    state_type: ClassVar[Any] = Merged
-
-    def init(self, fed: Federation) -> Merged:
-        self.ranks_of(fed)
-        return Merged(fed.initial, Params({}), lora.alpha_of(fed.model))
 
     def step(self, fed: Federation, state: Merged, t: int) -> Merged:
         r = self.ranks_of(fed)
@@ -43,9 +35,8 @@ class FLoRA(AnyRanks[Merged]):
         rank = each({k: r[k] for k in starts})
         found = terms(fed, self.train, starts, head=head, shift=state.shift, rank=rank, restart=restart)
         dW = delta_w(found, state.alpha)  # B = [p_k s_k B_k]_k, A = [A_k]_k: rank sum_k r_k
-        before = as_factors(state.shift)
-        W = {path: merge(before.get(path), x) for path, x in dW.items()}  # W <- W + B A
-        return Merged(state.w.replace(averaged(found, list(head))), as_params(W), state.alpha)
+        W = added(state.shift, dW)  # W <- W + B A
+        return Merged(state.w.replace(averaged(found, list(head))), W, state.alpha)
 
     @on_client
     def train(self, client: Client, head: Params, shift: Params, rank: int, restart: int) -> Update:
@@ -54,19 +45,9 @@ class FLoRA(AnyRanks[Merged]):
             w_k = any_rank.fit(self.local, client, w)
         return Update(w_k - w, self.weight(client), client.metrics)
 
-    def params_for(self, state: Merged, client: ClientId) -> Params:
-        return lora.merged(state.w, as_factors(state.shift), state.alpha)
-
-
-def merge(before: low_rank.Factors | None, stacked: low_rank.Factors) -> low_rank.Factors:
-    """What was merged so far and a new stack, as factors of their sum: nothing is lost, and since all clients are sent
-    them, they do not show one client's columns beside another's.
-    """
-    return low_rank.compressed(stacked if before is None else low_rank.stack([(1.0, before), (1.0, stacked)]))
-
 
 def fresh(layout: Layout, head: Params, rank: int, seed: int) -> Params:
-    """An adapter of this rank before any training: A uniform in +-1/sqrt(d_in), as PEFT draws it, and B = 0.
+    """An untrained adapter of this rank: A uniform in +-1/sqrt(d_in), as in PEFT, and B = 0.
 
     Adapters of smaller rank have the first rows of those of larger rank.
     """

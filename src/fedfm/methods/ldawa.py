@@ -18,30 +18,26 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class LDAWA(FedAvg):
-    """w_l = 1/K sum_k cos(w_kl, w_l) w_kl: who has turned away from the shared model counts less, tensor by tensor.
+    """w_l = 1/K sum_k cos(w_kl, w_l) w_kl: a tensor that has turned away from the shared model counts less.
 
-    A client knows both vectors of its cosine. It turns w_k into cos(w_kl, w_l) w_kl itself, and the server needs the
-    mean alone.
+    A client knows both vectors of its cosine, so it sends cos(w_kl, w_l) w_kl and the server needs a mean only.
     """
 
-    weighting: str = setting(
-        "uniform", "of the mean: uniform, as in the paper, or size (n_k)", choices=("size", "uniform")
-    )
+    weighting: str = setting("uniform", "of the mean: uniform (the paper) or size (n_k)", choices=("size", "uniform"))
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:
         w_k = self.local(client, w)
-        n_k = len(client.data.train) if self.weighting == "size" else 1
-        return Update(scaled(w_k, w, client.model.live()) - w, n_k, client.metrics)
+        return Update(scaled(w_k, w, client.model.live()) - w, self.weight(client), client.metrics)
 
 
 def scaled(w_k: Params, w: Params, trained: Container[str]) -> Params:
-    """delta_kl w_kl for every tensor l, delta_kl = cos(w_kl, w_l); numbers and running statistics as they are."""
+    """delta_kl w_kl for every trained tensor l, delta_kl = cos(w_kl, w_l); scalars and running statistics unchanged."""
     return Params({n: delta(x, w[n]) * x if x.dim() and n in trained else x for n, x in w_k.items()})
 
 
 def delta(x: Tensor, y: Tensor) -> float:
-    """cos(x, y), in float64; 1 where either is zero, as LoRA's B at the start: it has no angle."""
+    """cos(x, y), in float64; 1 if either is zero, e.g. LoRA's B at the start."""
     a, b = x.double().reshape(-1), y.double().reshape(-1)
     norms = float(a.norm() * b.norm())
     return float(a @ b) / norms if norms else 1.0

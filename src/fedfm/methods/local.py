@@ -1,4 +1,4 @@
-"""Local: every client trains alone, for as many epochs as a federated run would give it. The lower baseline.
+"""Local: every client trains alone, for as many epochs as in a federated run. The lower baseline.
 
 Named "local training" in McMahan et al., AISTATS 2017, arXiv:1602.05629; Algorithm 1 without its communication.
 """
@@ -17,7 +17,7 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class LocalOnly(FedAvg):
-    """Nothing is averaged: client k goes on from its own model each round."""
+    """Nothing is averaged: client k continues from its own model each round."""
 
     own_models: ClassVar[bool] = True
     means: ClassVar[tuple[str, ...]] = ()

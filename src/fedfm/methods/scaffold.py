@@ -28,7 +28,7 @@ class Controlled:
 
 @dataclass(frozen=True)
 class Scaffold(FedAvg):
-    """Clients correct their drift by control variates: each local step follows g(y) - c_k + c. Means are uniform."""
+    """Control variates correct the clients' drift: each local step follows g(y) - c_k + c. Means are uniform."""
 
     state_type: ClassVar[Any] = Controlled
 
@@ -36,8 +36,7 @@ class Scaffold(FedAvg):
     server_learning_rate: float = setting(1.0, "eta_g", gt=0)
 
     def init(self, fed: Federation) -> Controlled:  # type: ignore[override]
-        x = fed.initial
-        return Controlled(x, 0.0 * x)
+        return Controlled(fed.initial, 0.0 * fed.initial)
 
     def step(self, fed: Federation, state: Controlled, t: int) -> Controlled:  # type: ignore[override]
         x, c = state.x, state.c
@@ -46,7 +45,7 @@ class Scaffold(FedAvg):
         mean = fed.mean(self.train, of=cohort, like=like, x=x, c=c)  # 1/|S| sum (Delta y_k, Delta c_k), line 16
         y = mean.part("y")
         x = averaged(fed.model, x + self.server_learning_rate * y, x, y)  # line 17
-        c = c + (fed.heard / len(fed.clients)) * mean.part("c")  # |S|/K, S being those whose update arrived
+        c = c + (fed.heard / len(fed.clients)) * mean.part("c")  # |S|/K, S: the clients whose update arrived
         return Controlled(x, c)
 
     @on_client

@@ -1,7 +1,7 @@
 """Weight initialisation: an averaging method that starts from a foundation model, which every client then has.
 
-The baseline of FedBaF (arXiv:2410.18352, Section 5): line 1 of its Algorithm 1 with w_pre for w_0, on the same matched
-entries, and nothing mixed afterwards.
+The baseline of FedBaF (arXiv:2410.18352, Section 5): line 1 of its Algorithm 1 with w_pre for w_0 in the matched
+entries, and no mixing afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedfm.methods.fedbaf.server_foundation import Around
 
 @dataclass(frozen=True)
 class WeightInit(Around):
-    """w_0 is the foundation model where it matches: it is disclosed to every client in the first message."""
+    """w_0 is the foundation model where it matches: the first message discloses it to every client."""
 
     def init(self, fed: Federation) -> Any:
         state = self.base.init(fed)

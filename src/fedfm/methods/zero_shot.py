@@ -1,7 +1,7 @@
-"""Zero-shot: the foundation model as it is, without a round of training. The baseline at the start.
+"""Zero-shot: the foundation model without any training. The baseline at the start.
 
-For a CLIP-like model the classifier is the text encoder's view of the class names (Radford et al., ICML 2021,
-arXiv:2103.00020, Section 3.1); for others it is the untrained head. No Algorithm: nothing is trained.
+The classifier of a CLIP-like model is the text encoder's embedding of the class names (Radford et al., ICML 2021,
+arXiv:2103.00020, Section 3.1); that of other models is the untrained head. No Algorithm: nothing is trained.
 """
 
 from __future__ import annotations

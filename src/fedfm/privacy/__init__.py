@@ -1,1 +1,1 @@
-"""What a release tells of one record (noise, its calibration, what was spent), and what a silo's policy lets out."""
+"""What a release reveals of one record (noise, calibration, accounting), and what a silo's policy allows."""

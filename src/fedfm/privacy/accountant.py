@@ -1,4 +1,4 @@
-"""What a release cost, in words and numbers that a person can check."""
+"""The privacy ledger: what each release spends, and the sum of all."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fedfm.privacy import gaussian
 
 @dataclass(frozen=True)
 class Spent:
-    """The privacy that one mechanism spent on one unit.
+    """The privacy that one mechanism spends on one unit.
 
     Attributes:
         mechanism: e.g. ``"Gaussian, analytic"``.
         unit: whose presence is hidden: ``"record"``, a row of one client's data set.
         relation: which data sets are neighbours: ``"add_remove"``, ``"replace"`` or ``"replace_any"``.
-        epsilon: infinite where nothing is guaranteed.
+        epsilon: infinite if nothing is guaranteed.
         delta: fixed before the data are seen.
         sensitivity: largest L2 distance between the statistics of neighbours.
         sigma: standard deviation of the noise on these statistics.
         composition: how the cells and rounds of the release add up.
-        note: what a reader must know besides.
+        note: what else a reader must know.
     """
 
     mechanism: str
@@ -41,8 +41,8 @@ class Spent:
 def together(spent: Sequence[Spent]) -> Spent:
     """What several Gaussian releases cost a record that is in all of them: two clients, two runs, several rounds.
 
-    Exact: releases of sensitivity s_i under noise sigma_i are as one of sensitivity sqrt(sum s_i^2/sigma_i^2) under
-    noise 1 (Dong, Roth, Su 2022, Corollary 3.3), also when a later one is chosen after an earlier one was seen.
+    Exact: releases of sensitivity s_i under noise sigma_i equal one of sensitivity sqrt(sum s_i^2/sigma_i^2) under
+    noise 1 (Dong, Roth, Su 2022, Corollary 3.3), also if a later one is chosen after an earlier one was seen.
 
     Raises:
         InputError: there is none, or they differ in unit, relation or delta.
@@ -59,13 +59,11 @@ def together(spent: Sequence[Spent]) -> Spent:
         if len(values := {getattr(one, name) for one in spent}) > 1:
             raise InputError(f"releases of different {name} do not add up: {sorted(values)}; account them one by one")
     ratio = math.hypot(*(one.sensitivity / one.sigma if one.sigma else math.inf for one in spent))
-    epsilon = gaussian.epsilon_of(1.0, ratio, first.delta) if ratio < math.inf else math.inf
-    if any(one.epsilon == math.inf for one in spent):
-        epsilon = math.inf
+    unbounded = ratio == math.inf or any(one.epsilon == math.inf for one in spent)
     return replace(
         first,
         mechanism=" + ".join(dict.fromkeys(one.mechanism for one in spent)),
-        epsilon=epsilon,
+        epsilon=math.inf if unbounded else gaussian.epsilon_of(1.0, ratio, first.delta),
         sensitivity=ratio,
         sigma=1.0,
         composition=f"{len(spent)} Gaussian releases of one record, exact",
@@ -91,12 +89,12 @@ class Accountant:
         self._events.append(event)
 
     def entries(self) -> list[dict[str, Any]]:
-        """The ledger's lines, one a release."""
+        """The lines of the ledger, one for each release."""
         return [asdict(event) for event in self._events]
 
     @property
     def epsilon(self) -> float | None:
-        """What all releases spend together; None where nothing is claimed.
+        """What all releases spend together; None if nothing is claimed.
 
         Raises:
             InputError: they do not add up (see :func:`together`).

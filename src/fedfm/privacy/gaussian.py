@@ -1,21 +1,22 @@
 """The Gaussian mechanism, calibrated exactly.
 
 Balle, Wang: Improving the Gaussian Mechanism for Differential Privacy: Analytical Calibration and Optimal Denoising.
-ICML 2018. arXiv:1805.06530, Theorem 8 and Algorithm 1. The noise of FedPFT (Beitollahi et al. 2024, Theorem 4.1) is
-here too, with a check of what it is worth.
+ICML 2018. arXiv:1805.06530, Theorem 8 and Algorithm 1. Also the noise of FedPFT (Beitollahi et al. 2024, Theorem 4.1),
+with a numerical check of its guarantee.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedfm.errors import InputError
 
-_SLACK = 1 + 1e-12  # on sigma and epsilon: covers the rounding of delta_of, so that what is promised holds in floats
+_SLACK = 1 + 1e-12  # on sigma and epsilon: covers the rounding of delta_of, so that the guarantee holds in floats
 
 
 def delta_of(sigma: float, sensitivity: float, epsilon: float) -> float:
@@ -35,13 +36,11 @@ def delta_of(sigma: float, sensitivity: float, epsilon: float) -> float:
         >>> round(delta_of(3.730632, 1.0, 1.0), 9)
         1e-05
     """
-    _finite("sigma", sigma, least=0.0)
-    _finite("sensitivity", sensitivity, least=0.0)
+    _finite("sigma", sigma)
+    _finite("sensitivity", sensitivity)
     if not epsilon >= 0:
         raise InputError(f"epsilon is {epsilon}; it must be a number of at least 0")
-    if sensitivity == 0:
-        return 0.0  # the two data sets cannot be told apart
-    if epsilon == math.inf:
+    if sensitivity == 0 or epsilon == math.inf:
         return 0.0
     if sigma == 0 or sensitivity / sigma == math.inf:
         return 1.0
@@ -51,7 +50,7 @@ def delta_of(sigma: float, sensitivity: float, epsilon: float) -> float:
     low, high = shift - half, shift + half
     if abs(low) > 1e150:
         return 1.0 if low < 0 else 0.0
-    # e^epsilon phi(high) = phi(low), so that e^epsilon, which overflows, is not needed. With Mills' ratio M,
+    # e^epsilon phi(high) = phi(low) avoids e^epsilon, which overflows. With Mills' ratio M,
     # delta = phi(low) (M(low) - M(high)).
     scale = 0.5 * math.exp(-0.5 * low * low)
     if high - low < 0.5:  # the difference would cancel: integrate -M'(u) = 1 - u M(u)
@@ -66,7 +65,7 @@ def delta_of(sigma: float, sensitivity: float, epsilon: float) -> float:
 
 @functools.lru_cache(maxsize=1)
 def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Gauss-Legendre on [-1, 1]: exact to rounding for so smooth a function on so short an interval."""
+    """Gauss-Legendre on [-1, 1], 12 nodes: exact to rounding for this smooth integrand on a short interval."""
     nodes, weights = np.polynomial.legendre.leggauss(12)
     return nodes, weights
 
@@ -76,7 +75,7 @@ def sigma_for(epsilon: float, delta: float, sensitivity: float = 1.0) -> float:
 
     Args:
         epsilon: above 0.
-        delta: between 0 and 1, both excluded.
+        delta: in (0, 1).
         sensitivity: the result is proportional to it.
 
     Raises:
@@ -87,20 +86,24 @@ def sigma_for(epsilon: float, delta: float, sensitivity: float = 1.0) -> float:
         3.730632
     """
     _target(epsilon, delta)
-    _finite("sensitivity", sensitivity, least=0.0)
+    _finite("sensitivity", sensitivity)
     return sensitivity * _unit_sigma(epsilon, delta)
 
 
 @functools.lru_cache(maxsize=64)
 def _unit_sigma(epsilon: float, delta: float) -> float:
-    """For sensitivity 1: delta_of falls as sigma grows."""
     low = high = 1.0
     while delta_of(low, 1.0, epsilon) <= delta:
         low /= 2
     while delta_of(high, 1.0, epsilon) > delta:
         high *= 2
+    return _least(lambda sigma: delta_of(sigma, 1.0, epsilon) <= delta, low, high)
+
+
+def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """The smallest number for which ``holds``, by bisection, rounded up; it holds at ``high``, not at ``low``."""
     while low < (middle := 0.5 * (low + high)) < high:
-        if delta_of(middle, 1.0, epsilon) <= delta:
+        if holds(middle):
             high = middle
         else:
             low = middle
@@ -110,7 +113,7 @@ def _unit_sigma(epsilon: float, delta: float) -> float:
 def epsilon_of(sigma: float, sensitivity: float, delta: float) -> float:
     """The smallest epsilon for which noise of standard deviation ``sigma`` is (epsilon, delta)-private.
 
-    Infinite where there is no noise, 0 where delta alone covers it.
+    Infinite without noise, 0 if delta alone suffices.
 
     Raises:
         InputError: sigma or the sensitivity is negative, or delta is not in (0, 1).
@@ -125,22 +128,17 @@ def epsilon_of(sigma: float, sensitivity: float, delta: float) -> float:
     ratio = sensitivity / sigma if sigma else math.inf
     if ratio > 1e150:
         return math.inf
-    # The privacy loss is N(ratio^2/2, ratio^2); its tail beyond the right-hand end has mass below delta.
-    low, high = 0.0, 0.5 * ratio * ratio + ratio * math.sqrt(2 * math.log(1 / delta))
+    # The privacy loss is N(ratio^2/2, ratio^2); its tail beyond ``high`` has mass below delta.
+    high = 0.5 * ratio * ratio + ratio * math.sqrt(2 * math.log(1 / delta))
     while delta_of(1.0, ratio, high) > delta:  # only by rounding
         high *= _SLACK
-    while low < (middle := 0.5 * (low + high)) < high:
-        if delta_of(1.0, ratio, middle) <= delta:
-            high = middle
-        else:
-            low = middle
-    return high * _SLACK
+    return _least(lambda epsilon: delta_of(1.0, ratio, epsilon) <= delta, 0.0, high)
 
 
 def paper_sigma(epsilon: float, delta: float, n: float) -> float:
-    """The noise that FedPFT prints: s = 4/(n epsilon) sqrt(5 ln(4/delta)), Beitollahi et al. 2024, Theorem 4.1.
+    """FedPFT's noise as printed: s = 4/(n epsilon) sqrt(5 ln(4/delta)), Beitollahi et al. 2024, Theorem 4.1.
 
-    It is printed with the client's rows for ``n``; its proof needs the rows of one class at one client.
+    The paper sets ``n`` to the client's rows; its proof needs the rows of one class at one client.
 
     Raises:
         InputError: epsilon, delta or n is out of range.
@@ -158,7 +156,7 @@ def paper_sigma(epsilon: float, delta: float, n: float) -> float:
 def paper_holds(epsilon: float, delta: float, n: float, sensitivity: float) -> bool:
     """Whether :func:`paper_sigma` is (epsilon, delta)-private for statistics of this true sensitivity, numerically.
 
-    Theorem 4.1 says so for every epsilon; from about 10 at its own sensitivity, it is not.
+    Theorem 4.1 claims it for every epsilon; it fails from about 10 on at its own sensitivity.
 
     Args:
         epsilon: above 0.
@@ -176,13 +174,12 @@ def paper_holds(epsilon: float, delta: float, n: float, sensitivity: float) -> b
     return delta_of(paper_sigma(epsilon, delta, n), sensitivity, epsilon) <= delta
 
 
-def _finite(name: str, value: float, least: float) -> None:
-    if not least <= value < math.inf:
-        raise InputError(f"{name} is {value}; it must be a finite number of at least {least:g}")
+def _finite(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise InputError(f"{name} is {value}; it must be a finite number of at least 0")
 
 
 def _target(epsilon: float, delta: float) -> None:
-    """Refuse what no noise can promise."""
     if not 0 < epsilon < math.inf:
         raise InputError(f"epsilon is {epsilon}; it must be a finite number above 0, e.g. 1.0")
     if not 0 < delta < 1:

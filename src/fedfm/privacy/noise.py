@@ -1,7 +1,7 @@
-"""Normal noise from a secret key: what protects records must not come from a generator whose state can be guessed.
+"""Normal noise from a secret key: noise that protects records must not come from a generator with a guessable state.
 
-HKDF-SHA256 makes one subkey a purpose, ChaCha20 its stream, Box-Muller the normals. The same key, purpose and shape
-give the same numbers, so a run that was interrupted repeats its noise instead of averaging it away.
+HKDF-SHA256 derives a subkey for each purpose, ChaCha20 its stream, Box-Muller the normals. The same key, purpose and
+shape give the same numbers, so an interrupted run repeats its noise instead of averaging it away.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _GRID_BITS = 20  # the lattice of a release has steps of about sigma / 2^20: bel
 def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
     """Standard normals, float64, of this shape.
 
-    Streams of two purposes, or of two shapes, are independent. A purpose is for one release only: the same noise on
-    two data sets shows their difference.
+    Streams of two purposes, or of two shapes, are independent. Use a purpose for one release only: the same noise on
+    two data sets reveals their difference.
 
     The radius takes 64 random bits: the tails are cut at 9.5, beyond which a normal number has mass 1e-20.
 
@@ -43,48 +43,34 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
     size = math.prod(shape)
     pairs = -(-size // 2)
     words = np.frombuffer(stream(key, f"{purpose}\x1f{tuple(map(int, shape))}", 16 * pairs), dtype="<u8")
-    # A 64-bit word keeps its low bits where it is small: there the logarithm needs them.
+    # A small 64-bit word keeps its low bits as a float: there the logarithm needs them.
     radius = np.sqrt(-2 * np.log((words[:pairs].astype(np.float64) + 0.5) * 2.0**-64))
     angle = (2 * math.pi * 2.0**-53) * (words[pairs:] >> np.uint64(11)).astype(np.float64)
-    out = np.empty(2 * pairs)
-    out[:pairs], out[pairs:] = radius * np.cos(angle), radius * np.sin(angle)
-    return out[:size].reshape(shape)
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size].reshape(shape)
 
 
 def packed(key: bytes, purpose: str, d: int) -> Array:
-    """The lower triangle, row by row, of :func:`symmetric`: (d (d + 1) / 2,)."""
+    """The lower triangle, row by row, of symmetric noise (d, d): (d (d + 1) / 2,).
+
+    Standard deviation 1 on the diagonal, 1/sqrt(2) off it: independent noise on the vector (M_jj, sqrt(2) M_jk), whose
+    L2 distance is the Frobenius distance of the matrices.
+    """
     row, column = np.tril_indices(d)
     return gaussian(key, purpose, (len(row),)) * np.where(row == column, 1.0, math.sqrt(0.5))
-
-
-def symmetric(key: bytes, purpose: str, d: int) -> Array:
-    """Symmetric noise: diagonal of standard deviation 1, off-diagonal 1/sqrt(2), mirrored.
-
-    The law of (Z + Z^T)/2 up to the diagonal's factor is that of independent noise on the vector (M_jj, sqrt(2) M_jk),
-    whose L2 distance is the Frobenius distance of the matrices: d (d + 1) / 2 draws do what d^2 would.
-
-    Returns:
-        (d, d), float64.
-
-    Raises:
-        InputError: the key is shorter than 16 bytes.
-    """
-    return unpack(packed(key, purpose, d), d)
 
 
 def unpack(lower: Array, d: int) -> Array:
     """The symmetric matrix (d, d) of a packed lower triangle (d (d + 1) / 2,)."""
     out = np.zeros((d, d))
     row, column = np.tril_indices(d)
-    out[row, column] = lower
-    out[column, row] = lower
+    out[row, column] = out[column, row] = lower
     return out
 
 
 def on_grid(values: Array, sigma: float) -> Array:
-    """Values rounded to a lattice whose step, a power of two, depends on sigma alone: same shape.
+    """Round ``values`` to a lattice whose step, a power of two, depends on sigma alone.
 
-    The last bits of (float + float noise) tell which float it was (Mironov 2012); every point of the lattice has many.
+    The last bits of (float + float noise) reveal the float (Mironov 2012); each lattice point stands for many floats.
     """
     step = 2.0 ** (math.frexp(sigma)[1] - _GRID_BITS)
     rounded: Array = np.round(values / step) * step
@@ -102,6 +88,6 @@ def stream(key: bytes, purpose: str, length: int) -> bytes:
             f"a noise key has {len(key)} bytes; it needs at least {_LEAST_KEY}, e.g. secrets.token_bytes(32)"
         )
     subkey = HKDF(algorithm=SHA256(), length=32, salt=None, info=b"fedfm noise 1\x1f" + purpose.encode()).derive(key)
-    # Each subkey serves one stream, so that a constant nonce is safe.
+    # Each subkey serves one stream, so a constant nonce is safe.
     cipher: Any = Cipher(algorithms.ChaCha20(subkey, bytes(16)), mode=None).encryptor()
     return bytes(cipher.update(bytes(length)))

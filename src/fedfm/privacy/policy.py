@@ -1,12 +1,12 @@
-"""A silo's policy, in words of what a request exposes of it, not in names of handlers.
+"""A silo's policy: what a request may expose of it, in four words.
 
     mean      its update goes into a mean, of which the server sees what the aggregation shows
     reply     the server sees a reply of this silo by itself
     scores    the server sees metrics of a model on this silo's own rows
     reveal    the server gets this silo's own final model
 
-A request names its kind, and each kind exposes one thing. A server cannot ask for one thing under the name of another:
-a handler answers under its own kind only.
+A request names its kind, and each kind exposes one thing. A handler answers requests of its own kind only, so a server
+cannot ask for one thing under the name of another.
 """
 
 from __future__ import annotations
@@ -18,29 +18,27 @@ from fnmatch import fnmatchcase
 
 from fedfm.errors import InputError, close, listed
 
-HELLO = "query.hello"  # says who the silo is: answered where anything is allowed
+HELLO = "query.hello"  # asks for the silo's name: answered if anything is allowed
 WORDS = ("mean", "reply", "scores", "reveal")
 EXPOSES = {"train": "mean", "aggregate": "mean", "query": "reply", "scores": "scores", "reveal": "reveal"}  # by kind
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a silo lets out.
+    """What a silo allows.
 
     Attributes:
         allow: words, for every method that ``allow_by_method`` does not name.
-        allow_by_method: words by a method's name; they take the place of ``allow``.
+        allow_by_method: words by a method's name; they replace ``allow``.
+
+    Raises:
+        InputError: an unknown word, with its key and the words that exist.
     """
 
     allow: tuple[str, ...] = WORDS
     allow_by_method: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse what is no word.
-
-        Raises:
-            InputError: with the key, and the words to write.
-        """
         _check("allow", self.allow)
         for name, words in self.allow_by_method.items():
             _check(f"allow_by_method.{name}", words)
@@ -51,7 +49,7 @@ class Policy:
 
     @property
     def words(self) -> set[str]:
-        """All that some method may do; without any the silo takes part in nothing."""
+        """All words that some method may use; without any the silo takes part in nothing."""
         return {*self.allow, *(word for words in self.allow_by_method.values() for word in words)}
 
 
@@ -64,7 +62,7 @@ def _check(key: str, words: Sequence[str]) -> None:
 
 
 def _meant(pattern: str) -> list[str]:
-    """What a pattern of handlers, e.g. ``query.*_evaluate``, stands for; empty for what is none."""
+    """The words that a pattern of handler names, e.g. ``query.*_evaluate``, stands for; empty if it is none."""
     kind, dot, rest = pattern.partition(".")
     if pattern in WORDS:
         return [pattern]

@@ -9,13 +9,13 @@ from fedfm.core.fields import setting
 
 @dataclass(frozen=True)
 class PrivacySpec:
-    """The [privacy] table: what is claimed, and how it is kept."""
+    """The [privacy] table: the guarantee and its mechanism."""
 
     aggregator: str = setting("plain", "plain; secagg is not in this release", choices=("plain", "secagg"))
     mechanism: str | None = setting(None, "gaussian, distributed_gaussian, dp_sgd")
     unit: str | None = setting(None, "client or record", choices=("record", "client"), required=True)
     target_epsilon: float | None = setting(None, "calibrate the noise to this epsilon", gt=0, required=True)
-    noise_multiplier: float | None = setting(None, "sigma / clip_norm, instead", gt=0)
+    noise_multiplier: float | None = setting(None, "sigma / clip_norm, instead of target_epsilon", gt=0)
     delta: float | None = setting(None, "of (epsilon, delta)", gt=0, lt=1, required=True)
-    clip_norm: float | None = setting(None, "bound C on an update's norm", gt=0)
-    halt_at_epsilon: float | None = setting(None, "stop before spending more", gt=0)
+    clip_norm: float | None = setting(None, "C, bound on the norm of an update", gt=0)
+    halt_at_epsilon: float | None = setting(None, "stop before spending more than this", gt=0)

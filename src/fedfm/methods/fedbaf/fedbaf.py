@@ -26,12 +26,13 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedbaf.pull import Piece, direction_distance, mix
 from fedfm.methods.fedbaf.server_foundation import Around
 from fedfm.methods.weight_init import WeightInit
+from fedfm.privacy.noise import gaussian, stream
 
 HARDENED = (
     *("none", "per_tensor", "per_coordinate", "log_uniform", "half"),
     *("first_round", "noise_once", "noise_afresh"),
 )
-STILL = 1e-6  # a model whose direction moves by less than this has not moved
+STILL = 1e-6  # a model whose direction changes by less has not moved
 LOG_RANGE = (0.02, 2.0)  # of harden = "log_uniform"
 
 
@@ -39,8 +40,8 @@ LOG_RANGE = (0.02, 2.0)  # of harden = "log_uniform"
 class FedBaF(Around):
     """The server pulls each round's aggregate towards a foundation model that no client ever sees.
 
-    The pull a_t = alpha_t tau_t follows how far the aggregate turned, and is blurred by a secret draw. That blur does
-    not keep clients who see several rounds from computing the model: ``fedfm audit RUN --attack extraction``.
+    The pull a_t = alpha_t tau_t depends on how far the aggregate turned and on a secret random factor. This factor does
+    not prevent clients that see several rounds from computing the model: ``fedfm audit RUN --attack extraction``.
     """
 
     keeps_foundation: ClassVar[bool] = True
@@ -63,17 +64,14 @@ class FedBaF(Around):
     )
 
     def init(self, fed: Federation) -> Any:
-        self.matching(fed)  # what does not match is refused before the first round
+        self.matching(fed)  # refuses a foundation that does not match before the first round
         return self.base.init(fed)  # line 1: w_0 is random, never w_pre
 
     def step(self, fed: Federation, state: Any, t: int) -> Any:
         w_t = self.base.params_for(state, "")
         state = self.base.step(fed, state, t)  # lines 3 to 8, with the base's own server step
         w = self.base.params_for(state, "")  # w'_{t+1}
-        if not self.psi:
-            return state
-        tau = self.tau(fed, w, w_t, t - 1)
-        if not tau:
+        if not self.psi or not (tau := self.tau(fed, w, w_t, t - 1)):
             return state
         pre = self.w_pre(fed, t - 1)
         return with_model(state, w, mix(w, pre, self.a(fed, pre, tau, t - 1)))  # line 11
@@ -81,16 +79,16 @@ class FedBaF(Around):
     def tau(self, fed: Federation, w: Params, w_t: Params, t: int) -> float:
         """Line 9 over tau_0: ||w'/||w'|| - w_t/||w_t|||| / sqrt(t + 1), in units of the first round that moved.
 
-        With ``cap`` the numerator is at most that round's: the printed one grows where local training is vehement, and
-        then glues w_{t+1} to w_pre, which one active client can provoke.
+        ``cap`` limits the numerator to that round's. The printed one grows if local training changes the model a lot,
+        which one active client can cause, and then pulls w_{t+1} all the way to w_pre.
         """
-        length = direction_distance(w, w_t, fed.model.live()).distance
+        length = direction_distance(w, w_t, fed.model.live())
         if not math.isfinite(length):
             raise RunError(f"round {fed.round}: the aggregate is not finite")
         if "reference" not in fed.memory:
-            if length <= STILL:  # tau_0 = 0 divides nothing
+            if length <= STILL:  # tau_0 = 0 cannot be divided by
                 return 0.0
-            fed.memory["reference"] = {"length": length, "t": t}  # server-only, like the key: private/
+            fed.memory["reference"] = {"length": length, "t": t}  # server-only, in private/ like the key
         reference: dict[str, Any] = fed.memory["reference"]
         if self.cap == "reference":
             length = min(length, reference["length"])
@@ -102,7 +100,7 @@ class FedBaF(Around):
     def a(self, fed: Federation, pre: Mapping[str, Piece], tau: float, t: int) -> float | dict[str, float | Tensor]:
         """a_t = alpha_t tau_t with alpha_t = (psi / tau_0) U(1, 2), line 10; ``tau`` is tau_t / tau_0.
 
-        The draw is a function of a key and of t: a resumed run repeats it, and gives no second release.
+        The draw is a function of a key and of t: a resumed run repeats it instead of making a second release.
         """
         key, scale = fed.secret("alpha"), self.psi * tau
         if self.harden == "per_tensor":
@@ -111,33 +109,28 @@ class FedBaF(Around):
             chance = {name: _uniform(key, t, f"half\x1f{name}") for name in pre}
             chosen = sorted(pre, key=chance.__getitem__)[: -(-len(pre) // 2)]
             return {name: scale * (1 + _uniform(key, t, "")) for name in chosen}
-        if self.harden == "per_coordinate":
-            return {name: scale * (1 + _uniforms(key, t, name, p.tensor)) for name, p in pre.items()}
-        if self.harden == "log_uniform":
+        if self.harden in ("per_coordinate", "log_uniform"):
+            u = {name: _uniforms(key, t, name, p.tensor) for name, p in pre.items()}
+            if self.harden == "per_coordinate":
+                return {name: scale * (1 + x) for name, x in u.items()}
             low, high = map(math.log, LOG_RANGE)
-            return {
-                name: scale * torch.exp(low + (high - low) * _uniforms(key, t, name, p.tensor))
-                for name, p in pre.items()
-            }
+            return {name: scale * torch.exp(low + (high - low) * x) for name, x in u.items()}
         return scale * (1 + _uniform(key, t, ""))
 
     def w_pre(self, fed: Federation, t: int) -> Mapping[str, Piece]:
-        """The foundation model's matched entries; with noise if so asked, drawn once or at every round."""
+        """The foundation model's matched entries; with noise, drawn once or in every round, if ``harden`` says so."""
         pieces = self.matching(fed).pieces
         if self.harden not in ("noise_once", "noise_afresh"):
             return pieces
-        key = fed.secret("alpha")
-        if self.harden == "noise_once" and key in self._noised:
+        key, once = fed.secret("alpha"), self.harden == "noise_once"
+        if once and key in self._noised:
             return self._noised[key]
-        from fedfm.privacy.noise import gaussian
-
-        sigma = self.sigma(fed)
-        purpose = "noise_once" if self.harden == "noise_once" else f"noise_afresh/{t}"
+        sigma, purpose = self.sigma(fed), self.harden if once else f"{self.harden}/{t}"
         noised = {}
         for name, (region, p) in pieces.items():
             z = torch.from_numpy(gaussian(key, f"{purpose}/{name}", region))
             noised[name] = Piece(region, (p.double() + sigma * z).to(p.dtype))
-        if self.harden == "noise_once":
+        if once:
             self._noised[key] = noised
         return noised
 
@@ -148,10 +141,11 @@ class FedBaF(Around):
 
     def sigma(self, fed: Federation) -> float:
         """Standard deviation of the noise on every entry of w_pre: from w_0, which is public, never from w_pre."""
-        return self.noise * fed.initial.only(fed.model.live()).norm() / math.sqrt(sum(_sizes(fed)))
+        live = fed.model.live()
+        return self.noise * fed.initial.only(live).norm() / math.sqrt(sum(x.numel() for x in live.values()))
 
     def baselines(self) -> dict[str, Method[Any]]:
-        """Without a foundation model, and with one that every client is given."""
+        """Without a foundation model, and with one that every client receives."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Around)}
         return {"no-foundation": self.base, "weight-initialisation": WeightInit(**given)}
 
@@ -163,12 +157,6 @@ def _uniform(key: bytes, t: int, name: str) -> float:
 
 
 def _uniforms(key: bytes, t: int, name: str, like: Tensor) -> Tensor:
-    """One for each entry, float32, from a ChaCha20 stream of their own."""
-    from fedfm.privacy.noise import stream
-
+    """One for each entry, float32, from a ChaCha20 stream for this round and tensor."""
     words = np.frombuffer(stream(key, f"alpha/{t}/{name}", 4 * like.numel()), dtype="<u4")
     return torch.from_numpy((words >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)).view(like.shape)
-
-
-def _sizes(fed: Federation) -> list[int]:
-    return [tensor.numel() for tensor in fed.model.live().values()]

@@ -1,9 +1,9 @@
-"""A foundation model that its owner keeps: read as it was saved, and matched with the model that a federation trains.
+"""A foundation model that its owner keeps: read as it was saved, and matched with the federation's model.
 
 FedBaF: Federated Learning Aggregation Biased by a Foundation Model. Park, Pranav, Moura, Joe-Wong. arXiv:2410.18352,
-Section 3: same shapes by name; of a deeper model the blocks that align, counted from the input; of a wider one the
-first entries of each layer. The paper takes them of the flat layer, which scrambles rows and columns; here it is the
-leading slice of every dimension.
+Section 3: equal shapes by name; of a deeper model the aligned blocks, counted from the input; of a wider one the first
+entries of each layer. The paper takes them from the flattened layer, which scrambles rows and columns; here the leading
+slice of every dimension is taken.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _FUSED = ("c_attn", "qkv", "query_key_value", "Wqkv", "in_proj_weight", "in_proj
 
 @dataclass(frozen=True)
 class Match:
-    """One line of the table: what becomes of one trainable tensor.
+    """One line of the table: what happens to one trainable tensor.
 
     Attributes:
         name: of the tensor in the federation's model.
         shape: its shape.
-        source: shape of the foundation model's tensor; None where it has none.
-        region: the leading slice that mixes; None where nothing does.
+        source: shape of the foundation model's tensor, or None.
+        region: the leading slice that mixes, or None.
         why: "same shape", "leading slice", or the reason why it is left out.
     """
 
@@ -54,7 +54,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Matching:
-    """What of a foundation model mixes with what.
+    """Which entries of a foundation model mix with which of the federation's.
 
     Attributes:
         table: a line for every trainable tensor, in the model's order.
@@ -72,7 +72,7 @@ class Matching:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Counts, and what is left out, by reason."""
+        """Counts, and the tensors that are left out, by reason."""
         left: dict[str, list[str]] = {}
         for m in self.table:
             if m.region is None:
@@ -86,60 +86,60 @@ class Matching:
 
 
 def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Matching:
-    """Read ``foundation`` and say what of it mixes with the trainable tensors of ``model``.
+    """Read ``foundation`` and match it with the trainable tensors of ``model``.
 
     Args:
         model: the federation's model, at the server.
         foundation: built-in name, folder or hub id; with LoRA a folder with a PEFT adapter.
-        identical: "labels" and "vocabulary", where both models number them alike. Equal shapes do not show it.
+        identical: "labels" and "vocabulary", if both models number them alike, which equal shapes do not show.
 
     Raises:
         InputError: the foundation cannot be read, is of another kind, or nothing matches.
     """
     tensors = {n: t for n, t in _tensors(model, foundation).items() if t.is_floating_point()}
-    roles = _roles(model)
-    live = model.live()
-    lines = {
-        name: _match(name, tuple(own.shape), tensors.get(_bare(name)), roles.get(name, "body"), identical)
-        for name, own in live.items()
-    }
+    roles, live = _roles(model), model.live()
+    lines = {}
+    for name, own in live.items():
+        shape, source = tuple(own.shape), tensors.get(_bare(name))
+        there = None if source is None else tuple(source.shape)
+        lines[name] = Match(name, shape, there, *_region(name, shape, there, roles.get(name, "body"), identical))
     table, pieces = _whole_layers(lines, roles), {}
     for line in table:
-        name, own = line.name, live[line.name]
         if line.region is not None:
-            part = tensors[_bare(name)][tuple(slice(length) for length in line.region)]
-            pieces[name] = Piece(line.region, part.to("cpu", own.dtype).contiguous())
+            part = tensors[_bare(line.name)][tuple(map(slice, line.region))]
+            pieces[line.name] = Piece(line.region, part.to("cpu", live[line.name].dtype).contiguous())
     if not pieces:
         reasons = sorted({m.why for m in table})
         raise InputError(f'method.foundation = "{foundation}": nothing of it matches the model: {"; ".join(reasons)}')
     for name, piece in pieces.items():
         if not torch.isfinite(piece.tensor).all():
             raise InputError(f'method.foundation = "{foundation}": {_bare(name)} has entries that are not finite')
-    packed = Params({name: piece.tensor for name, piece in pieces.items()})  # neighbours in memory mix in one pass
+    packed = Params({name: piece.tensor for name, piece in pieces.items()})  # one block of memory
     return Matching(tuple(table), {name: Piece(piece.region, packed[name]) for name, piece in pieces.items()})
 
 
-def _match(name: str, shape: tuple[int, ...], source: Tensor | None, role: str, identical: Collection[str]) -> Match:
-    if source is None:
-        return Match(name, shape, None, None, "the foundation model has none")
-    there = tuple(source.shape)
+def _region(
+    name: str, shape: tuple[int, ...], there: tuple[int, ...] | None, role: str, identical: Collection[str]
+) -> tuple[tuple[int, ...] | None, str]:
+    """(region that mixes or None, the reason) of a tensor and the foundation model's of shape ``there``."""
+    if there is None:
+        return None, "the foundation model has none"
     if role in DECLARED and role not in identical:
-        return Match(name, shape, there, None, f'{role}: not declared identical (method.identical = ["{role}"])')
+        return None, f'{role}: not declared identical (method.identical = ["{role}"])'
     if there == shape:
-        return Match(name, shape, there, shape, "same shape")
+        return shape, "same shape"
     if len(there) != len(shape):
-        return Match(name, shape, there, None, "another number of dimensions")
+        return None, "another number of dimensions"
     if role != "body":
         what = {"input": "input layer", "positions": "position table", "output": "output layer"}.get(role, role)
-        return Match(name, shape, there, None, f"{what} of another shape: never sliced")
+        return None, f"{what} of another shape: never sliced"
     if any(part in _FUSED for part in name.split(".")):
-        return Match(name, shape, there, None, "fused projections of another width: a slice would mix q, k and v")
-    region = tuple(min(a, b) for a, b in zip(shape, there, strict=True))
-    return Match(name, shape, there, region, "leading slice")
+        return None, "fused projections of another width: a slice would mix q, k and v"
+    return tuple(map(min, shape, there)), "leading slice"
 
 
 def _whole_layers(lines: Mapping[str, Match], roles: Mapping[str, str]) -> list[Match]:
-    """First and last layers mix as a whole or not at all: the bias of a layer that differs fits other weights."""
+    """First and last layers mix as a whole or not at all: the bias of a layer that differs belongs to other weights."""
     differ = {
         (_layer(name), role): name
         for name, line in lines.items()
@@ -160,11 +160,11 @@ def _layer(name: str) -> str:
 
 
 def _roles(model: Model) -> dict[str, str]:
-    """Which trainable tensors are no body: labels, vocabulary, output, positions, input."""
+    """Name -> labels, vocabulary, output, positions or input; tensors of the body are not in it."""
     root: Any = unwrapped(model.module)
     ends = getattr(model, "ends", None) or Ends.of(model.parts)
     tables = {id(m.weight): path for path, m in root.named_modules() if isinstance(m, nn.Embedding)}
-    vocabulary = {i for i, path in tables.items() if not (_is_position(path) or _SEGMENTS.search(path))}
+    vocabulary = {i for i, path in tables.items() if not (_POSITIONS.search(path) or _SEGMENTS.search(path))}
     last = _last(model, root, ends.output, {root.get_submodule(tables[i]).num_embeddings for i in vocabulary})
     inside = {id(p) for p in ends.entrance}
     roles: dict[str, str] = {}
@@ -174,7 +174,7 @@ def _roles(model: Model) -> dict[str, str]:
             roles[name] = "vocabulary"
         elif ends.output is not None and (not ends.output or f"{path}.".startswith(f"{ends.output}.")):
             roles[name] = last
-        elif _is_position(path):
+        elif _POSITIONS.search(path):
             roles[name] = "positions"
         elif id(parameter) in inside or id(parameter) in tables or path.startswith(("conv1.", "conv_stem.")):
             roles[name] = "input"
@@ -182,7 +182,7 @@ def _roles(model: Model) -> dict[str, str]:
 
 
 def _last(model: Model, root: Any, path: str | None, vocabularies: Collection[int]) -> str:
-    """What the last layer gives one number each: labels, the words of a vocabulary, or neither."""
+    """What the outputs of the last layer stand for: labels, the words of a vocabulary, or neither."""
     if model.is_language_model:
         return "vocabulary"
     if model.task != "own" or model.classes:
@@ -191,17 +191,13 @@ def _last(model: Model, root: Any, path: str | None, vocabularies: Collection[in
     return "vocabulary" if words in vocabularies else "output"
 
 
-def _is_position(path: str) -> bool:
-    return bool(_POSITIONS.search(path))
-
-
 def _bare(name: str) -> str:
-    """A tensor's name without what PEFT puts around it."""
+    """A tensor's name without PEFT's wrapping."""
     return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default", "")
 
 
 def check_place(foundation: str) -> None:
-    """Refuse what names no foundation model, before anything is loaded.
+    """Refuse a name that is no foundation model, before anything is loaded.
 
     Raises:
         InputError: no built-in name, no folder of a model, an adapter or a trained head, and no hub id.
@@ -217,7 +213,7 @@ def check_place(foundation: str) -> None:
 
 @contextlib.contextmanager
 def _as_foundation() -> Iterator[None]:
-    """What is said of model.name is said of the foundation model."""
+    """Errors about model.name become errors about method.foundation."""
     try:
         yield
     except InputError as error:
@@ -226,7 +222,7 @@ def _as_foundation() -> Iterator[None]:
 
 
 def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
-    """The foundation model's tensors under the names that the federation's model has for them."""
+    """The foundation model's tensors under the names of the federation's model."""
     folder = Path(foundation).expanduser()
     lora = hasattr(model.module, "peft_config")
     if (folder / "adapter_config.json").is_file():

@@ -1,6 +1,6 @@
-"""What FedBaF's server computes over whole parameter vectors: Algorithm 1, lines 9 and 11.
+"""FedBaF's whole-vector operations at the server: Algorithm 1, lines 9 and 11.
 
-Sums run in float64: the norm of 10^8 entries in float32 is off by one per cent.
+Sums run in float64: the norm of 10^8 entries in float32 has an error of one per cent.
 """
 
 from __future__ import annotations
@@ -19,25 +19,11 @@ TINY = 1e-12  # a norm below this has no direction
 _PIECE = 1 << 15  # entries in float64 at a time: they stay in the caches
 
 
-class Directions(NamedTuple):
-    """How far apart u and w point.
-
-    Attributes:
-        distance: || u/|u| - w/|w| ||_2; 0 where a norm has no direction.
-        norm_u, norm_w, norm_difference: |u|, |w|, |u - w|.
-    """
-
-    distance: float
-    norm_u: float
-    norm_w: float
-    norm_difference: float
-
-
 class Piece(NamedTuple):
     """What mixes into one tensor.
 
     Attributes:
-        region: the leading slice of every dimension that takes part, as its length.
+        region: lengths of the leading slice that takes part, one for each dimension.
         tensor: of that shape.
     """
 
@@ -45,36 +31,34 @@ class Piece(NamedTuple):
     tensor: Tensor
 
 
-def direction_distance(u: Params, w: Params, names: Collection[str] | None = None) -> Directions:
+def direction_distance(u: Params, w: Params, names: Collection[str] | None = None) -> float:
     """|| u/|u| - w/|w| ||_2 over the floating-point entries, of these names if given: FedBaF, Algorithm 1, line 9.
 
-    In one pass, by |x/|x| - y/|y||^2 = (|x - y|^2 - (|x| - |y|)^2) / (|x| |y|), which does not cancel where u is close
-    to w. Not finite where an entry is not.
+    Computed in one pass as |x/|x| - y/|y||^2 = (|x - y|^2 - (|x| - |y|)^2) / (|x| |y|), which does not cancel if u is
+    close to w. The result is 0 if a norm is below :data:`TINY`, not finite if an entry is not.
 
     Raises:
-        KeyError: names differ, or one of ``names`` is not there.
+        KeyError: names differ, or one of ``names`` is missing.
         ValueError: shapes or dtypes differ.
 
     Example:
         >>> w = Params({"w": torch.tensor([5.0, 0.0])})
         >>> u = Params({"w": torch.tensor([3.0, 4.0])})
         >>> direction_distance(u, w)
-        Directions(distance=0.894427190999916, norm_u=5.0, norm_w=5.0, norm_difference=4.47213595499958)
+        0.894427190999916
     """
     u.check_like(w.layout)
-    if extra := [name for name in names or () if name not in u]:
-        raise KeyError(f"no such parameters: {sorted(extra)[:6]}")
+    _check_names(u, names or ())
     chosen = [name for name in u if names is None or name in names]
     squares = [each for name in chosen for each in _squares(u[name], w[name])]
     a, b, c = (math.sqrt(math.fsum(column)) for column in zip(*squares, strict=True)) if squares else (0.0, 0.0, 0.0)
     if a < TINY or b < TINY:
-        return Directions(0.0, a, b, c)
-    square = (c - abs(a - b)) * (c + abs(a - b)) / (a * b)
-    return Directions(0.0 if square < 0 else math.sqrt(square), a, b, c)
+        return 0.0
+    return math.sqrt(max((c - abs(a - b)) * (c + abs(a - b)) / (a * b), 0.0))
 
 
 def _squares(u: Tensor, w: Tensor) -> Iterator[list[float]]:
-    """Sum u^2, sum w^2 and sum (u - w)^2 of each piece, in float64; of integers nothing."""
+    """Sum u^2, sum w^2 and sum (u - w)^2 of each piece, in float64; nothing for integers."""
     if u.is_floating_point():
         for x, y in zip(torch.split(u.flatten(), _PIECE), torch.split(w.flatten(), _PIECE), strict=True):
             x, y = x.double(), y.double()
@@ -82,27 +66,26 @@ def _squares(u: Tensor, w: Tensor) -> Iterator[list[float]]:
 
 
 def mix(u: Params, pieces: Mapping[str, Piece], a: float | Mapping[str, float | Tensor]) -> Params:
-    """(u + a p) / (1 + a) where there is a piece, u elsewhere: FedBaF, Algorithm 1, line 11.
+    """(u + a p) / (1 + a) in the regions of the pieces, u elsewhere: FedBaF, Algorithm 1, line 11.
 
-    Computed as u/(1 + a) + p a/(1 + a) in float64 and rounded to u's dtype. Where a is the number 0, and in what is
-    not floating-point, u's bits.
+    Computed as u/(1 + a) + p a/(1 + a) in float64 and rounded to u's dtype. Integer entries, and those where a is the
+    number 0, keep u's bits.
 
     Args:
         pieces: name -> what it is mixed with.
-        a: at least 0; one number, or one for each name: a number or a tensor of the piece's shape. Names without one
-            keep u's bits.
+        a: at least 0; one number, or for each name a number or a tensor of the piece's shape. Names without one keep
+            u's bits.
 
     Raises:
         KeyError: u has no parameter of that name.
-        ValueError: a region is not within its tensor, or p or a not of its shape, or a negative or not a number.
+        ValueError: a region exceeds its tensor, p or a has another shape, or a is negative, infinite or NaN.
 
     Example:
         >>> u = Params({"w": torch.tensor([3.0, 4.0, 7.0])})
         >>> mix(u, {"w": Piece((2,), torch.tensor([-3.0, 6.0]))}, 1.0)["w"].tolist()
         [0.0, 5.0, 7.0]
     """
-    if extra := [name for name in pieces if name not in u]:
-        raise KeyError(f"no such parameters: {sorted(extra)[:6]}")
+    _check_names(u, pieces)
     mixed = Params.from_flat(u.layout, {d: buffers.empty(len(flat), d).copy_(flat) for d, flat in u.flats.items()})
     for name, (region, p) in pieces.items():
         shape = tuple(u[name].shape)
@@ -117,7 +100,7 @@ def mix(u: Params, pieces: Mapping[str, Piece], a: float | Mapping[str, float | 
 
 
 def _mix(x: Tensor, p: Tensor, a: float | Tensor) -> None:
-    """Replace x by the mixture, so many rows of the first dimension at a time."""
+    """Replace x by the mixture, in blocks of rows."""
     x, p = (t if t.dim() else t.view(1) for t in (x, p))
     rows = max(1, _PIECE * len(p) // max(1, p.numel()))
     for at in range(0, len(p), rows):
@@ -135,6 +118,11 @@ def _a_of(name: str, region: tuple[int, ...], a: float | Mapping[str, float | Te
         least = float(value.min()) if value.numel() else 0.0
     else:
         value = least = float(value)
-    if not least >= 0 or math.isinf(least):
+    if not 0 <= least < math.inf:
         raise ValueError(f"{name}: a = {least}, expected a finite number of at least 0")
     return value
+
+
+def _check_names(u: Params, names: Collection[str]) -> None:
+    if extra := [name for name in names if name not in u]:
+        raise KeyError(f"no such parameters: {sorted(extra)[:6]}")

@@ -1,4 +1,4 @@
-"""What stands around an averaging method and leaves it as it is: its settings, its state, its model replaced."""
+"""Base of FedBaF and of weight initialisation: an averaging method and a foundation model that the server reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedfm.training import SGD, Local
 
 @dataclass(frozen=True)
 class Around(Method[Any]):
-    """An averaging method with a foundation model that the server alone reads; its state is the base method's."""
+    """An averaging method with a foundation model that only the server reads; its state is the base method's."""
 
     needs: ClassVar[Needs] = Needs("full")
 
@@ -43,11 +43,10 @@ class Around(Method[Any]):
 
     def __post_init__(self) -> None:
         plain, usual = FedAvg(), type(self.base)()
-        for key in ("rounds", "fraction", "local"):
-            theirs, ours = getattr(self.base, key), getattr(self, key)
-            if theirs not in (ours, getattr(plain, key), getattr(usual, key)):
+        settings: dict[str, Any] = {key: getattr(self, key) for key in ("rounds", "fraction", "local")}
+        for key, ours in settings.items():
+            if getattr(self.base, key) not in (ours, getattr(plain, key), getattr(usual, key)):
                 raise InputError(f"method.base.{key}: say it once, as method.{key}")
-        settings: dict[str, Any] = {"rounds": self.rounds, "fraction": self.fraction, "local": self.local}
         object.__setattr__(self, "base", dataclasses.replace(self.base, **settings))
 
     @property
@@ -66,7 +65,7 @@ class Around(Method[Any]):
         return self.base.state_type
 
     def matching(self, fed: Federation) -> Matching:
-        """What of the foundation model mixes with what; read once."""
+        """Which entries of the foundation model mix with which of the federation's; read once."""
         if not self._matched or self._matched[0]() is not fed.model:
             self._matched[:] = [weakref.ref(fed.model), self.match_with(fed.model)]
         return self._matched[1]  # type: ignore[no-any-return]
@@ -79,7 +78,7 @@ class Around(Method[Any]):
 
     @cached_property
     def _matched(self) -> list[Any]:
-        """The model that was matched last, and how."""
+        """The model that was matched last, and its matching."""
         return []
 
     def params_for(self, state: Any, client: ClientId) -> Any:
@@ -100,7 +99,7 @@ class Around(Method[Any]):
         try:
             self.base.validate()
         except InputError as error:
-            text = str(error)  # the base's own keys stand under [method.base]
+            text = str(error)  # the base's own keys belong to [method.base]
             own = [f.name for f in dataclasses.fields(self.base) if f.name not in ("rounds", "fraction", "local")]
             moved = any(text.startswith(f"method.{key} ") for key in own)
             raise InputError(text.replace("method.", "method.base.", 1) if moved else text) from None

@@ -31,19 +31,19 @@ from fedfm.models.layers import GRANULARITIES
 from fedfm.models.model import Model
 from fedfm.training import SGD, Local, any_rank
 
-LEAST = 0.1  # a smaller sum of raw similarities is no denominator
+LEAST = 0.1  # smallest sum of raw similarities that is used as a denominator
 
 
 @dataclass(frozen=True)
 class BipState:
-    """Server state, a vector a client each.
+    """Server state, by client.
 
     Attributes:
-        theta: theta_i, what the client's last local pass ended with.
-        theta_bar: theta_bar_i, what its next one starts from.
-        tau: its last task vector; of clients that have been asked.
-        p: ``p`` (L, K, K), the last round's weights; rows of clients that did not take part are zero.
-        cut: in the space of products, how much of the aggregates did not fit their ranks, relative, in Frobenius norm.
+        theta: theta_i, the result of the client's last local pass.
+        theta_bar: theta_bar_i, the start of its next one.
+        tau: its last task vector, for clients that have been asked.
+        p: ``p`` (L, K, K), the last round's weights; zero in the rows of clients that did not take part.
+        cut: for ``space = "product"``: relative error, in Frobenius norm, of truncating aggregates to their ranks.
     """
 
     theta: dict[ClientId, Params]
@@ -56,7 +56,7 @@ class BipState:
 
 @dataclass(frozen=True)
 class FedBip(Method[BipState]):
-    """Every client its own aggregate: the sum of all task vectors, weighted by how similar they are to its own."""
+    """Each client gets its own aggregate: the sum of all task vectors, weighted by their similarity to its own."""
 
     own_models: ClassVar[bool] = True
     asks: ClassVar[tuple[str, ...]] = ("train",)
@@ -65,16 +65,12 @@ class FedBip(Method[BipState]):
     rounds: int = setting(10, "T, communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
-    granularity: str = setting(
-        "model", "model: FedBip; layer (a transformer block): FedBip-L; or module", choices=GRANULARITIES
-    )
+    granularity: str = setting("model", "model (FedBip), layer: a block (FedBip-L), or module", choices=GRANULARITIES)
     similarity: str = setting(
         "cosine", "g: cosine, pearson, or l2: 1/(1 + d/median d)", choices=("cosine", "pearson", "l2")
     )
     negative: str = setting(
-        "clip",
-        "what g becomes: clip, max(0, g); raw, as printed; softmax, exp(g/temperature)",
-        choices=("clip", "raw", "softmax"),
+        "clip", "what g becomes: clip, max(0, g); raw; softmax, exp(g/temperature)", choices=("clip", "raw", "softmax")
     )
     temperature: float = setting(0.3, "of softmax", gt=0)
     weights_from: str = setting(
@@ -84,29 +80,22 @@ class FedBip(Method[BipState]):
         "task_vector", "what is summed: task_vector or parameters", choices=("task_vector", "parameters")
     )
     space: str = setting(
-        "factors",
-        "LoRA's A and B: factors, as they are, or product, what they add (B A)",
-        choices=("factors", "product"),
+        "factors", "of LoRA: factors, A and B as they are, or product, B A", choices=("factors", "product")
     )
     ranks: tuple[int, ...] = setting(
-        (),
-        "of space = product: LoRA's rank by client, dealt in order of names, again from the first "
-        "[model.adaptation.rank]",
-        ge=1,
+        (), "of space = product: LoRA's ranks, assigned in order of names, in a cycle [model.adaptation.rank]", ge=1
     )
     absent: str = setting(
-        "cached",
-        "whose tau count: cached, also the last ones of clients that a round does not ask; or present",
-        choices=("cached", "present"),
+        "cached", "whose tau count: cached, absent clients' last ones too, or present", choices=("cached", "present")
     )
     transport: str = setting(
         "float32", "of task vectors: float32, or bfloat16 at half the bytes", choices=("float32", "bfloat16")
     )
-    norm_cap: float | None = setting(None, "no task vector counts with more than this many times the median norm", ge=1)
+    norm_cap: float | None = setting(None, "largest norm of a task vector, in units of the median norm", ge=1)
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """Products are of LoRA's factors."""
+        """LoRA for products of its factors."""
         if self.space != "product":
             return Needs()
         return Needs(adaptations=("lora",), ranks=self.ranks, because='method.space = "product"')
@@ -122,7 +111,7 @@ class FedBip(Method[BipState]):
         replies = fed.ask(self.train, of=fed.sample(self.fraction), like=like, theta_bar=each(theta_bar))  # lines 3-7
         now = Vectors({i: update.delta for i, update in replies.items()}).cast(theta_bar)  # tau_i, equation 3
         tau, theta = s.tau | now, s.theta | theta_bar + now
-        pool = sorted(tau if self.absent == "cached" else now)  # from whom the clients of this round learn
+        pool = sorted(tau if self.absent == "cached" else now)  # clients whose vectors are summed
         x = [Change(tau[k], theta[k]) for k in pool]
         G = self.gram(space, x)
         p = self.weights(fed, G, {k: tau[k] for k in pool}, list(now))  # (L, |now|, |pool|)
@@ -134,22 +123,23 @@ class FedBip(Method[BipState]):
     @on_client
     def train(self, client: Client, theta_bar: Params) -> Update:
         theta = any_rank.fit(self.local, client, theta_bar)  # equation 2
-        tau = theta - theta_bar  # equation 3; sums know no n_k
+        tau = theta - theta_bar  # equation 3; n_k does not occur in the sums
         return Update(tau.cast(self.sent(tau.layout)), 1.0, client.metrics)
 
     def sent(self, layout: Layout) -> Layout:
-        """What task vectors look like on their way: their cosines survive 16 bits, those of weights do not."""
+        """Layout of task vectors on the wire. bfloat16 keeps their cosines; it would destroy those of weights."""
         return in_dtype(layout, torch.bfloat16) if self.transport == "bfloat16" else layout
 
     def weights(
         self, fed: Federation, G: np.ndarray, tau: Mapping[ClientId, Params], now: Sequence[ClientId]
     ) -> np.ndarray:
-        """Rows of the clients ``now`` of the ``p`` of equation 4, by layer equation 6: (L, |now|, K). Of vectors that
-        are equal bit for bit one counts.
+        """The rows of the clients ``now`` of p, equation 4, by layer equation 6: (L, |now|, K).
+
+        Of vectors that are equal bit for bit one counts.
         """
         clients = list(tau)
         g, counts = similarities(G, self.similarity)
-        for k, of in copies({k: tau[k] for k in sorted(tau, key=lambda k: k in now)}):  # what is cached came first
+        for k, of in copies({k: tau[k] for k in sorted(tau, key=lambda k: k in now)}):  # cached vectors came first
             counts[:, :, clients.index(k)] = False
             if k in now:
                 fed.exclude(k, E_DUPLICATE, f"its task vector is that of {of} bit for bit: the sums take it once")
@@ -163,15 +153,15 @@ class FedBip(Method[BipState]):
         return p
 
     def factors(self, space: Entries, x: Sequence[Change], G: np.ndarray) -> np.ndarray:
-        """(K,), by which ``norm_cap`` multiplies each vector. G has their squared norms, if it compares them."""
+        """Factors (K,) by which ``norm_cap`` shortens each vector."""
         if self.norm_cap is None:
             return np.ones(len(x))
-        known = self.weights_from == "task_vector" and self.similarity != "pearson"
+        known = self.weights_from == "task_vector" and self.similarity != "pearson"  # G has the squared norms
         squares = np.einsum("lkk->k", G) if known else np.array([space.gram([change]).sum() for change in x])
         return capped(squares, self.norm_cap)
 
     def gram(self, space: Entries, x: Sequence[Change]) -> np.ndarray:
-        """Inner products (L, K, K) of what g compares."""
+        """Inner products (L, K, K) of the vectors that g compares."""
         return space.gram(x, self.weights_from == "parameters", self.similarity == "pearson")
 
     def space_of(self, model: Model) -> Entries:
@@ -179,7 +169,7 @@ class FedBip(Method[BipState]):
         return (Products if self.space == "product" else Entries)(model, self.granularity)
 
     def starting(self, fed: Federation) -> dict[ClientId, Params]:
-        """theta_pre by client: LoRA of rank r_i has the first r_i rows of the one A.
+        """theta_pre by client: LoRA of rank r_i has the first r_i rows of one A.
 
         Raises:
             InputError: a rank is larger than the model's.
@@ -218,7 +208,7 @@ class FedBip(Method[BipState]):
     def newcomer(
         self, model: Model, s: BipState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """Equation 4 over its own vector and what every other client has got so far: vectors of one round fail."""
+        """Equation 4 over its own vector and the sums of all rounds of the others: vectors of one round fail."""
         theta = adapt(w_0)
         begun = {k: lora.first(w_0, lora.rank_of(bar)) if self.ranks else w_0 for k, bar in s.theta_bar.items()}
         sigma = Vectors(s.theta_bar) - begun
@@ -235,7 +225,7 @@ class FedBip(Method[BipState]):
         return theta_bar, dict(zip([client, *sigma], p.mean((0, 1)).tolist(), strict=True))
 
     def baselines(self) -> dict[str, Method[Any]]:
-        """Every client alone, and one model for all."""
+        """Each client alone, and one model for all."""
         plan: dict[str, Any] = {"rounds": self.rounds, "fraction": self.fraction, "local": self.local}
         return {"alone": LocalOnly(**plan), "one-for-all": FedAvg(**plan)}
 
@@ -247,7 +237,7 @@ class FedBip(Method[BipState]):
 
 
 def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """The g of equation 4 (L, K, K) from inner products, and which of them count: a zero vector has only itself."""
+    """Similarities g of equation 4 (L, K, K) from inner products, and which count: of a zero vector only its own."""
     square, same = np.einsum("lkk->lk", G), np.eye(G.shape[1], dtype=bool)
     counts = (square[:, :, None] > 0) & (square[:, None] > 0) | same
     if kind == "l2":
@@ -259,19 +249,19 @@ def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float = 1.0) -> np.ndarray:
-    """Rows of the p of equation 4 (L, K, K), over what counts; NaN where a raw sum is too small to divide by."""
+    """Weights p of equation 4 (L, K, K) over the entries that count; NaN in rows with too small a raw sum."""
     if negative == "softmax":
         g = np.exp((g - 1) / temperature)
     elif negative == "clip":
         g = np.maximum(g, 0)
     g = g * counts
-    total = g.sum(2, keepdims=True)  # of clip and softmax at least 1: g_ii, or that of the vector it is a copy of
+    total = g.sum(2, keepdims=True)  # with clip and softmax at least 1: g_ii, or that of the vector it copies
     p: np.ndarray = np.divide(g, total, out=np.full_like(g, np.nan), where=total >= LEAST)
     return p
 
 
 def spread(p: np.ndarray, clients: Sequence[ClientId], rows: Sequence[ClientId], columns: Sequence[ClientId]) -> Params:
-    """The weights of these rows and columns among those of all clients, (L, K, K); the others are zero."""
+    """Weights p (L, K, K) of all clients from its part for these rows and columns; the other entries are zero."""
     at, of = ([clients.index(k) for k in some] for some in (rows, columns))
     shown = np.zeros((len(p), len(clients), len(clients)), dtype=np.float32)
     shown[np.ix_(range(len(p)), at, of)] = p
@@ -279,7 +269,7 @@ def spread(p: np.ndarray, clients: Sequence[ClientId], rows: Sequence[ClientId],
 
 
 def copies(tau: Mapping[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]]:
-    """(client, the first client that has the same vector bit for bit); zero vectors are no copies."""
+    """(client, the first client with the same vector bit for bit); zero vectors do not count as copies."""
     first: dict[bytes, ClientId] = {}
     for client, x in tau.items():
         digest = hashlib.sha256()
@@ -291,7 +281,7 @@ def copies(tau: Mapping[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]
 
 
 def capped(squares: np.ndarray, cap: float) -> np.ndarray:
-    """Factors (K,) by which vectors of these squared norms get no longer than ``cap`` times the median."""
+    """Factors (K,) that shorten vectors of these squared norms to at most ``cap`` times the median norm."""
     norms = np.sqrt(squares)
     factors: np.ndarray = np.minimum(1, cap * np.median(norms) / np.where(norms > 0, norms, 1))
     return factors

@@ -1,14 +1,13 @@
-"""Task vectors of LoRA and of everything else: inner products and mixtures, of A and B as they are or of what they add.
+"""Inner products and mixtures of task vectors: of their entries, or of the products that LoRA's factors add.
 
 tau_i = theta_i - theta_bar_i. In the space of products an adapted module's part of it is s (B_i A_i - B_bar_i A_bar_i)
-= [s B_i, -s B_bar_i][A_i; A_bar_i], never made dense: ranks may differ by client, and LoRA's own freedom (B A is
-(B R)(R^-1 A) for every R) does not show.
+= [s B_i, -s B_bar_i][A_i; A_bar_i]. It is never made dense, ranks may differ by client, and LoRA's own freedom (B A is
+(B R)(R^-1 A) for every R) has no effect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,11 +31,11 @@ class Change(NamedTuple):
 
 
 class Entries:
-    """Vectors as their entries are.
+    """Vectors of entries.
 
     Attributes:
         layers: layer -> names of its tensors.
-        statistics: what travels and is not trained, e.g. batch norm's.
+        statistics: names of what travels and is not trained, e.g. batch norm's statistics.
     """
 
     def __init__(self, model: Model, granularity: str) -> None:
@@ -49,18 +48,18 @@ class Entries:
 
         Args:
             whole: of the parameters theta instead.
-            centre: of each vector less the mean of its layer's entries (Pearson).
+            centre: subtract from each vector the mean of its layer's entries (Pearson).
         """
         return gram([c.theta if whole else c.tau for c in x], list(self.layers.values()), centre=centre)
 
     def mix(
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
-        """(onto_i + sum_k p_ik tau_k, or ``whole``: sum_k p_ik theta_k; the share of it that was cut off: none).
+        """(onto_i + sum_k p_ik tau_k, or with ``whole`` sum_k p_ik theta_k; the share of it that was truncated: 0).
 
         Args:
             p: (L, M, K).
-            onto: M vectors; what belongs to no layer is theirs.
+            onto: M vectors; entries that are in no layer are theirs.
         """
         if whole:
             return mix(p, [c.theta for c in x], list(self.layers.values()), shelved(0.0 * w for w in onto)), 0.0
@@ -69,7 +68,7 @@ class Entries:
     def aggregates(
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
-        """As :meth:`mix`; statistics, which are no task vectors, as the clients' means: |p| is a weight of each."""
+        """As :meth:`mix`; statistics, which are no task vectors, become the clients' means, weighted by |p|."""
         found, cut = self.mix(p, x, onto, whole)
         if self.statistics:
             q = np.abs(p).mean(0, keepdims=True)
@@ -78,16 +77,8 @@ class Entries:
         return found, cut
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Adapted modules of a layer, and its other tensors."""
-
-    paths: tuple[str, ...]
-    plain: tuple[str, ...]
-
-
 class Products(Entries):
-    """Vectors as what LoRA adds to the weights, (alpha / r) B A, beside the tensors that are not LoRA's.
+    """Vectors of what LoRA adds to the weights, (alpha / r) B A, and of the tensors that are not LoRA's.
 
     Raises:
         InputError: the model is not adapted by LoRA on linear maps.
@@ -96,29 +87,26 @@ class Products(Entries):
     def __init__(self, model: Model, granularity: str) -> None:
         super().__init__(model, granularity)
         lora.need(model)
-        self.alpha, pairs = lora.alpha_of(model), lora.pairs(model.names)
-        owner = {name: path for path, pair in pairs.items() for name in pair}
-        self._pairs = pairs
-        self._layers = [
-            _Layer(
-                tuple(dict.fromkeys(owner[n] for n in names if n in owner)), tuple(n for n in names if n not in owner)
-            )
+        self.alpha, self._pairs = lora.alpha_of(model), lora.pairs(model.names)
+        owner = {name: path for path, pair in self._pairs.items() for name in pair}
+        self._layers = [  # (paths of adapted modules, names of other tensors)
+            (list(dict.fromkeys(owner[n] for n in names if n in owner)), [n for n in names if n not in owner])
             for names in self.layers.values()
         ]
 
     def gram(self, x: Sequence[Change], whole: bool = False, centre: bool = False) -> np.ndarray:
-        """As :class:`Entries`, O(K^2 r^2 d) a module; in memory are all clients' factors of one."""
+        """As :class:`Entries`, O(K^2 r^2 d) for each module; in memory are all clients' factors of one module."""
         found = []
-        for layer in self._layers:
+        for paths, others in self._layers:
             G, total, count = np.zeros((len(x), len(x))), np.zeros(len(x)), 0
-            for path in layer.paths:
+            for path in paths:
                 changes = self._changes(path, x, whole)
                 G += low_rank.inners(changes).numpy()
                 total += [float(u.sum(0) @ v.sum(1)) for u, v in changes]
                 u, v = changes[0]
                 count += len(u) * v.shape[1]
-            if layer.plain:
-                plain = shelved((c.theta if whole else c.tau).only(layer.plain) for c in x)
+            if others:
+                plain = shelved((c.theta if whole else c.tau).only(others) for c in x)
                 G += gram(plain)[0]
                 total += [sum(float(t.double().sum()) for t in w.values()) for w in plain]
                 count += sum(t.numel() for t in plain[0].values())
@@ -128,10 +116,10 @@ class Products(Entries):
     def mix(
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
-        """As :class:`Entries`, each module's sum cut to the rank of onto_i: the closest there is (Eckart, Young)."""
-        found, lost, all_of_it = shelved(map(Params, onto)), 0.0, 0.0  # copies, to be written to
-        for weights, layer in zip(p, self._layers, strict=True):
-            for path in layer.paths:
+        """As :class:`Entries`; each module's sum is truncated to the rank of onto_i (Eckart and Young 1936)."""
+        found, lost, energy = shelved(map(Params, onto)), 0.0, 0.0  # copies, to be written to
+        for weights, (paths, others) in zip(p, self._layers, strict=True):
+            for path in paths:
                 a, b = self._pairs[path]
                 changes = self._changes(path, x, whole)
                 for out, base, row in zip(found, onto, weights, strict=True):
@@ -143,17 +131,17 @@ class Products(Entries):
                     out[b].copy_(rank / self.alpha * u)
                     out[a].copy_(v)
                     lost += float((sigma[rank:] ** 2).sum())
-                    all_of_it += float((sigma**2).sum())
-            if layer.plain:
-                plain = shelved((c.theta if whole else c.tau).only(layer.plain) for c in x)
-                under = None if whole else shelved(w.only(layer.plain) for w in onto)
+                    energy += float((sigma**2).sum())
+            if others:
+                plain = shelved((c.theta if whole else c.tau).only(others) for c in x)
+                under = None if whole else shelved(w.only(others) for w in onto)
                 for out, mixed in zip(found, mix(weights[None], plain, None, under), strict=True):
-                    for name in layer.plain:
+                    for name in others:
                         out[name].copy_(mixed[name])
-        return found, float(np.sqrt(lost / all_of_it)) if all_of_it else 0.0
+        return found, float(np.sqrt(lost / energy)) if energy else 0.0
 
     def _changes(self, path: str, x: Sequence[Change], whole: bool) -> list[Factors]:
-        """Of one module: factors of what each theta adds, less what its start added."""
+        """Factors of one module's s B A in each theta, less that of its start unless ``whole``."""
         ends = [self._factors(path, c.theta) for c in x]
         if whole:
             return ends

@@ -1,4 +1,4 @@
-"""What a run of FedPFT tells beside its head: communication by the paper's formulas, and Theorem 4.2's bound."""
+"""Details of a FedPFT run: communication by the paper's formulas, rows that were left out, and Theorem 4.2's bound."""
 
 from __future__ import annotations
 
@@ -20,27 +20,25 @@ from fedfm.methods.fedpft.summary import Summary, Synthetic
 
 
 def communication(
-    replies: Mapping[ClientId, Summary], dim: int, width: int, star: bool, counted: bool = True
+    replies: Mapping[ClientId, Summary], dim: int, width: int, star: bool, counted: bool
 ) -> dict[str, Any]:
-    """By equations (10) to (12), ``width`` bytes a number, and what was lowered or withheld.
+    """Bytes by equations (10) to (12), ``width`` bytes a number; components used and classes withheld.
 
-    Without ``counted`` nobody knows how many rows there are, nor how large their features would be.
+    Without ``counted`` the number of rows is unknown, and so is the size of their features.
     """
-    used = {c: dict(zip(map(str, s.labels), s.mixtures.components, strict=True)) for c, s in replies.items()}
-    numbers = sum(
-        formula_numbers(s.mixtures.covariance, dim, k) for s in replies.values() for k in s.mixtures.components
-    )
-    rows = sum(sum(s.counts) for s in replies.values())
-    told: dict[str, Any] = {
-        "formula_bytes": width * numbers,
-        **({"raw_feature_bytes": width * rows * dim} if counted else {}),
-        "components_used": used,
+    sent = [(s.mixtures.covariance, k) for s in replies.values() for k in s.mixtures.components]
+    told: dict[str, Any] = {"formula_bytes": width * sum(formula_numbers(kind, dim, k) for kind, k in sent)}
+    if counted:
+        told["raw_feature_bytes"] = width * dim * sum(sum(s.counts) for s in replies.values())
+    lower = star and counted and told["raw_feature_bytes"] < told["formula_bytes"]
+    warnings = ["the raw features would be smaller than the mixtures: lower method.components"] if lower else []
+    return told | {
+        "components_used": {
+            c: dict(zip(map(str, s.labels), s.mixtures.components, strict=True)) for c, s in replies.items()
+        },
         "withheld": {c: s.withheld for c, s in replies.items() if s.withheld},
-        "warnings": [],
+        "warnings": warnings,
     }
-    if star and counted and told["raw_feature_bytes"] < told["formula_bytes"]:
-        told["warnings"].append("the raw features would be smaller than the mixtures: lower method.components")
-    return told
 
 
 def held_back(summaries: Iterable[Summary]) -> dict[str, int]:
@@ -50,7 +48,7 @@ def held_back(summaries: Iterable[Summary]) -> dict[str, int]:
 
 
 def left_out(told: Mapping[str, Any], min_count: int, private: bool) -> list[str]:
-    """What a run should say of rows that are in no mixture, or in none that stands out of its noise."""
+    """Notices about rows that are in no mixture, or in a sum that does not stand out of its noise."""
     if rows := told.get("withheld_rows"):
         drawn = " (rows drawn from noisy sums)" if private else ""
         return [
@@ -73,7 +71,7 @@ def _many(n: int, one: str, more: str = "") -> str:
 def divergences(
     client: Client, x: np.ndarray, y: np.ndarray, sent: Mapping[int, Mixture], smoothing: float
 ) -> list[Divergence]:
-    """Client half of the bound, Appendix F: of each class from the mixture as it is sent."""
+    """Client half of the bound, Appendix F: the divergence of each class from its mixture as it is sent."""
     width = smoothing * float(x.std(0).mean())
     return [divergence(x[y == c], g, width, seeds.generator(client.seed, "bound", c)) for c, g in sent.items()]
 
@@ -85,9 +83,9 @@ def bounded(
     received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]],
     min_count: int,
 ) -> dict[str, Any]:
-    """Theorem 4.2 as it holds and as it is printed, with the head's errors on fresh draws.
+    """Theorem 4.2, corrected and as printed, with the head's errors on fresh draws.
 
-    A class that was withheld has fewer than ``min_count`` rows, on all of which the head may err.
+    A class that was withheld has fewer than ``min_count`` rows, and the head may err on all of them.
     """
     errors = draws = 0
     for c, found in sorted(received.items()):

@@ -1,9 +1,9 @@
-"""What a server may conclude about real features from synthetic ones: FedPFT's Theorem 4.2 and Appendix F, corrected.
+"""FedPFT's Theorem 4.2 and Appendix F, corrected: a bound on the loss on real features from that on synthetic ones.
 
 The printed bound (9) is loss <= 2 loss~ + sum_i E_c[sqrt(KL_ic / 2)] (by Pinsker). By the definition of total variation
 loss <= loss~ + TV holds without the factor 2, and the sum over clients is weighted by n_i / n. An empirical
-distribution has no density, so both speak of features smoothed by N(0, w^2 I): then both densities are known and the
-divergences are means over draws. A nearest-neighbour estimate of the entropy is no way out: at 192 dimensions it gives
+distribution has no density, so both bounds are for features smoothed by N(0, w^2 I): then both densities are known and
+the divergences are means over draws. A nearest-neighbour estimate of the entropy fails: in 192 dimensions it gives
 negative divergences, hence a bound of 0.
 """
 
@@ -19,7 +19,7 @@ from fedfm.methods.fedpft.mixtures import Mixture
 
 DRAWS = 400  # of each smoothed class
 CONFIDENCE = 0.95  # of our bound: the loss and the divergences are measured on draws
-_BLOCK = 256  # draws whose distances to all rows are held at a time
+_BLOCK = 256  # draws whose distances to all rows are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Divergence:
 
     kl: float  # KL(p || g) = E_p[ln p - ln g], nats
     tv: float  # TV(p, g) = E_p[(1 - g / p)_+], in [0, 1]
+
+
+Counts = Sequence[Sequence[int]]  # by client and class
+Cells = Sequence[Sequence[Divergence]]
 
 
 def divergence(x: np.ndarray, g: Mixture, width: float, rng: np.random.Generator, draws: int = DRAWS) -> Divergence:
@@ -64,21 +68,14 @@ class Bound:
     ours: float  # loss~ + sum_i (n_i/n) sum_c (n_ic/n_i) TV_ic; rows without a mixture count as errors
     printed: float  # 2 loss~ + sum_i mean_c sqrt(KL_ic / 2)
     synthetic_loss: float  # loss~ on fresh draws, its upper 97.5 % confidence limit
-    vacuous: bool  # ours says nothing: it is not below 1
+    vacuous: bool  # ours is not below 1
 
 
-def bound(
-    errors: int,
-    draws: int,
-    counts: Sequence[Sequence[int]],
-    divergences: Sequence[Sequence[Divergence]],
-    withheld: int = 0,
-) -> Bound:
+def bound(errors: int, draws: int, counts: Counts, divergences: Cells, withheld: int = 0) -> Bound:
     """From the head's errors on fresh synthetic draws, and each client's classes.
 
     Args:
-        counts: n_ic by client and class.
-        divergences: of the same cells.
+        counts, divergences: n_ic and divergences by client and class.
         withheld: rows, at most, whose classes were not sent.
 
     Raises:
@@ -86,31 +83,24 @@ def bound(
     """
     from scipy.stats import beta
 
-    miss = (1 - CONFIDENCE) / 2  # shared by the synthetic loss and the divergences
+    miss = (1 - CONFIDENCE) / 2  # half for the synthetic loss, half for the divergences
     if draws < 1 or not any(map(len, counts)):
         raise ValueError("a bound needs draws and cells")
     limit = 1.0 if errors >= draws else float(beta.ppf(1 - miss, errors + 1, draws - errors))  # Clopper-Pearson
     n = np.concatenate([np.asarray(c, dtype=np.float64) for c in counts])
-    # Hoeffding: sum_ic (n_ic/n) TV_ic is a weighted mean of DRAWS numbers in [0, 1] a cell.
+    # Hoeffding: sum_ic (n_ic/n) TV_ic is a weighted mean of DRAWS numbers in [0, 1] from each cell.
     margin = math.sqrt(-math.log(miss) * float(((n / n.sum()) ** 2).sum()) / (2 * DRAWS))
     return assemble(limit, counts, divergences, withheld, margin)
 
 
-def assemble(
-    loss: float,
-    counts: Sequence[Sequence[int]],
-    divergences: Sequence[Sequence[Divergence]],
-    withheld: int = 0,
-    margin: float = 0.0,
-) -> Bound:
-    """Both bounds from a synthetic loss; see :func:`bound`. ``margin``: the mean divergence may be larger by it."""
+def assemble(loss: float, counts: Counts, divergences: Cells, withheld: int = 0, margin: float = 0.0) -> Bound:
+    """Both bounds from a synthetic loss; see :func:`bound`. ``margin`` is added to the mean divergence."""
     total = sum(map(sum, counts))
     ours, printed = loss, 2 * loss
     for n, cells in zip(counts, divergences, strict=True):
-        ours += sum(n_ic / total * cell.tv for n_ic, cell in zip(n, cells, strict=True))
-        printed += sum(
-            n_ic / max(sum(n), 1) * np.sqrt(max(cell.kl, 0.0) / 2) for n_ic, cell in zip(n, cells, strict=True)
-        )
+        pairs = list(zip(n, cells, strict=True))
+        ours += sum(n_ic / total * cell.tv for n_ic, cell in pairs)
+        printed += sum(n_ic / max(sum(n), 1) * np.sqrt(max(cell.kl, 0.0) / 2) for n_ic, cell in pairs)
     ours += margin
-    ours = max(ours, (total * ours + withheld) / (total + withheld))  # of fewer such rows it would be less
+    ours = max(ours, (total * ours + withheld) / (total + withheld))  # with fewer such rows it would be smaller
     return Bound(float(ours), float(printed), loss, bool(ours >= 1))

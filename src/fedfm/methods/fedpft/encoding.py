@@ -1,9 +1,9 @@
-"""What travels of a client's mixtures: one tensor, one scale, and how many components there are of each.
+"""A client's mixtures on the wire: one tensor, one scale, and the number of components of each.
 
 A variance below 6e-8 underflows in float16 and one above 65,504 overflows; a rounded covariance matrix may lose its
-positive eigenvalues. So standard deviations travel (full: Cholesky factors, whose product is positive whatever they
-are rounded to), and they and the means are divided by one power of two that puts the largest number of them just
-below 32,768. Means beyond 65,504 and standard deviations a billion times smaller than the largest mean pass.
+positive eigenvalues. Therefore standard deviations are sent (full: Cholesky factors, whose product stays positive
+when they are rounded). They and the means are divided by one power of two, so that the largest number is just below
+32,768. Means beyond 65,504 and standard deviations a billion times smaller than the largest mean can be sent.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from fedfm.core.federation import MAX_NORM
-from fedfm.errors import E_DTYPE, E_FIELD, E_FORMAT, E_NONFINITE, E_NORM, E_SHAPE, E_SIZE, E_WEIGHT, ClientFault
+from fedfm.errors import E_DTYPE, E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, E_SIZE, E_WEIGHT, ClientFault
 from fedfm.methods.fedpft.mixtures.mixture import COVARIANCES, Array, Mixture
 
 LARGEST = 15  # scaled numbers lie below 2**15, float16's largest is just below 2**16
 MAX_DIM = 1 << 20  # no backbone's features are wider
-# L2 norm of a row that a mixture describes, in the root mean square. Other methods send sums of squares, whose limit is
-# MAX_NORM: no single row may exceed it. Below it squares summed over rows stay within float32.
+# Largest root mean square L2 norm of a mixture's rows. Other methods send sums of squares, whose limit is MAX_NORM; no
+# single row may exceed it. Below it, squares summed over rows stay within float32.
 MAX_ROW = math.sqrt(MAX_NORM)
-ROUNDED = 1e-2  # how far from 1 the weights may add up after float16: 2**-11 of each
+ROUNDED = 1e-2  # largest deviation of the sum of weights from 1 after float16, which rounds each by 2**-11
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
@@ -35,11 +34,11 @@ class Packed:
 
     Attributes:
         components: K of each mixture.
-        covariance: ``"spherical"``, ``"diag"`` or ``"full"``, of all of them.
+        covariance: ``"spherical"``, ``"diag"`` or ``"full"``, of all mixtures.
         dim: d.
-        scale: what means and standard deviations were divided by, a power of two.
-        numbers: float16 or float32, of one dimension; of each mixture :func:`formula_numbers`, of a full covariance the
-            lower triangle of the Cholesky factor row by row.
+        scale: a power of two by which means and standard deviations were divided.
+        numbers: float16 or float32, one dimension; :func:`formula_numbers` for each mixture; a full covariance as the
+            lower triangle of the Cholesky factor, row by row.
     """
 
     components: list[int]
@@ -50,7 +49,7 @@ class Packed:
 
 
 def formula_numbers(covariance: str, d: int, k: int) -> int:
-    """Numbers of one class's mixture of K components in d dimensions, equations (10) to (12).
+    """Numbers in a mixture of K components in d dimensions, equations (10) to (12).
 
     full (2d + (d^2 - d)/2 + 1)K, diag (2d + 1)K, spherical (d + 2)K.
 
@@ -58,22 +57,17 @@ def formula_numbers(covariance: str, d: int, k: int) -> int:
         >>> [3 * formula_numbers(c, 4, 2) for c in ("full", "diag", "spherical")]
         [90, 54, 36]
     """
-    if covariance not in COVARIANCES:
-        raise ValueError(f"covariance = {covariance!r}: expected one of {', '.join(COVARIANCES)}")
     return {"spherical": d + 2, "diag": 2 * d + 1, "full": 2 * d + (d * d - d) // 2 + 1}[covariance] * k
 
 
 def pack(mixtures: Sequence[Mixture], dtype: str) -> Packed:
-    """The mixtures as they travel, in ``"float16"`` or ``"float32"``.
+    """The mixtures for the wire, in ``"float16"`` or ``"float32"``.
 
     A standard deviation too small for the type becomes its smallest positive number, not 0.
 
     Raises:
-        ValueError: there are none, they differ in covariance or dimension, one of them is not a mixture
-            (:meth:`Mixture.check`), or the type is another.
+        ValueError: there are none, they differ in covariance or dimension, or one is invalid (:meth:`Mixture.check`).
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype = {dtype!r}: expected float16 or float32")
     kinds = {(m.covariance, m.dim) for m in mixtures}
     if len(kinds) != 1:
         raise ValueError(f"expected mixtures of one covariance and dimension, got {sorted(kinds)}")
@@ -99,10 +93,7 @@ def pack(mixtures: Sequence[Mixture], dtype: str) -> Packed:
 
 
 def nothing(covariance: str, d: int, dtype: str) -> Packed:
-    """No mixture at all, as it travels: of a client none of whose classes may be sent.
-
-    Args:
-        covariance, d, dtype: as of the mixtures that others send.
+    """The message of a client without mixtures; ``covariance``, ``d`` and ``dtype`` as in the others' messages.
 
     Example:
         >>> unpack(nothing("diag", 4, "float16"))
@@ -112,18 +103,17 @@ def nothing(covariance: str, d: int, dtype: str) -> Packed:
 
 
 def unpack(packed: Packed) -> list[Mixture]:
-    """The mixtures that a client sent, checked; their weights add up to 1 again.
+    """The mixtures that a client sent, checked, with weights that sum to 1.
 
     Raises:
-        ClientFault: E_FIELD, a field of the wrong type, or a covariance that there is not; E_SIZE, no or too many
-            dimensions or components, or numbers without a mixture;
-            E_DTYPE; E_SHAPE, not as many numbers as the fields say; E_NONFINITE; E_WEIGHT,
-            weights not on the simplex, or a scale or standard deviation that is not positive; E_NORM, rows beyond any
-            feature (:data:`MAX_ROW`).
+        ClientFault: E_FIELD, an unknown covariance; E_SIZE, no or too many dimensions or components, or numbers
+            without a mixture; E_DTYPE; E_SHAPE, another number of numbers than the fields say; E_NONFINITE; E_WEIGHT,
+            weights not on the simplex, or a scale or standard deviation that is not positive; E_NORM, rows longer than
+            :data:`MAX_ROW`.
     """
-    components, d, scale, values = _fields(packed)
-    covariance, out, at = packed.covariance, [], 0
-    for i, k in enumerate(components):
+    scale, values = _fields(packed)
+    covariance, d, out, at = packed.covariance, packed.dim, [], 0
+    for i, k in enumerate(packed.components):
         size = formula_numbers(covariance, d, k)
         part = values[at : at + size].astype(np.float64)
         at += size
@@ -137,7 +127,9 @@ def unpack(packed: Packed) -> list[Mixture]:
         mixture = Mixture(weights / total, small.reshape(k, d), wide)
         if not (np.isfinite(small).all() and np.isfinite(wide).all()):
             raise ClientFault(E_NONFINITE, f"mixture {i}: means or standard deviations are too large for float32")
-        if not (row := math.sqrt(_largest(means.reshape(k, d), scales.reshape(k, -1)))) <= MAX_ROW:
+        of_mean, of_scale = ((x.reshape(k, -1) ** 2).sum(1) for x in (means, scales))
+        row = math.sqrt((of_mean + (d if covariance == "spherical" else 1) * of_scale).max())  # |mu|^2 + trace of Sigma
+        if not row <= MAX_ROW:
             raise ClientFault(E_NORM, f"mixture {i}: rows of L2 norm {row:.3g}, above {MAX_ROW:.3g}")
         try:
             mixture.check()
@@ -147,14 +139,8 @@ def unpack(packed: Packed) -> list[Mixture]:
     return out
 
 
-def _largest(means: Array, scales: Array) -> float:
-    """Mean square of the norm of a component's rows, of the component with the largest: |mu|^2 + trace of Sigma."""
-    times = means.shape[1] if scales.shape[1] == 1 else 1  # one number for all features
-    return float((np.einsum("ij,ij->i", means, means) + times * np.einsum("ij,ij->i", scales, scales)).max())
-
-
 def _scales(covariance: str, flat: Array, k: int, d: int) -> Array:
-    """In the shape of :class:`Mixture`; (K, d, d) is allocated only for triangles that came."""
+    """The scales in the shape of :class:`Mixture`."""
     if covariance == "spherical":
         return flat
     if covariance == "diag":
@@ -164,18 +150,10 @@ def _scales(covariance: str, flat: Array, k: int, d: int) -> Array:
     return out
 
 
-def _fields(packed: Any) -> tuple[list[int], int, float, Array]:
-    """What the fields hold, of the right types and lengths, all finite."""
-    if not isinstance(packed, Packed):
-        raise ClientFault(E_FORMAT, f"expected Packed, got {type(packed).__name__}")
-    if not isinstance(packed.components, list | tuple) or not all(type(k) is int for k in packed.components):
-        raise ClientFault(E_FIELD, "components is not a list of integers")
-    if type(packed.covariance) is not str or packed.covariance not in COVARIANCES:
+def _fields(packed: Packed) -> tuple[float, Array]:
+    """(scale, numbers) of fields whose types ``core.checks.conform`` has checked; values and lengths are valid."""
+    if packed.covariance not in COVARIANCES:
         raise ClientFault(E_FIELD, f"covariance is none of {', '.join(COVARIANCES)}")
-    if type(packed.dim) is not int or type(packed.scale) not in (int, float):
-        raise ClientFault(E_FIELD, "dim is not an integer, or scale not a number")
-    if not isinstance(packed.numbers, torch.Tensor):
-        raise ClientFault(E_FIELD, "numbers is not a tensor")
     numbers, d = packed.numbers.detach(), packed.dim
     if numbers.dtype not in DTYPES.values():
         raise ClientFault(E_DTYPE, f"numbers are {numbers.dtype}, expected float16 or float32")
@@ -198,9 +176,9 @@ def _fields(packed: Any) -> tuple[list[int], int, float, Array]:
         raise ClientFault(E_NONFINITE, "scale is NaN or infinite")
     if not scale > 0:
         raise ClientFault(E_WEIGHT, f"scale = {scale:g} is not positive")
-    return list(packed.components), d, scale, numbers.numpy()
+    return scale, numbers.numpy()
 
 
 def _short(n: int) -> str:
-    """A number that a stranger chose, in few characters (Python refuses to print some integers at all)."""
+    """A client's number in few characters (Python refuses to print some integers)."""
     return str(n) if abs(n) < 10**12 else "absurdly many"

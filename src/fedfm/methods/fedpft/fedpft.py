@@ -2,15 +2,15 @@
 
 Beitollahi, Bie, Hemati, Brunswic, Li, Chen, Zhang. 2024. arXiv:2402.01862, Algorithm 1; equations by their numbers
 there. Clients send Gaussian mixtures of the features f(x) of each class, once; the server trains a head h on samples
-from them, and w = h o f. Section 4.2, decentralised, shares its two steps (``_topology`` carries the messages); what is
-sent under differential privacy instead of mixtures stands in ``_fedpft_private``.
+from them, and w = h o f. Section 4.2, decentralised, uses the same two steps (``topology`` carries the messages);
+``private`` has what clients send under differential privacy instead of mixtures.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -33,8 +33,8 @@ from fedfm.methods.fedpft import private
 from fedfm.methods.fedpft.account import bounded, communication, divergences, held_back, left_out
 from fedfm.methods.fedpft.encoding import DTYPES, nothing, pack, unpack
 from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture, capacity, fit_uncounted, fit_without_singles
-from fedfm.methods.fedpft.noisy_moments import Plan
 from fedfm.methods.fedpft.private import Noised
+from fedfm.methods.fedpft.release_plan import CALIBRATIONS, RELATIONS, Plan
 from fedfm.methods.fedpft.settings import plan_of, refuse
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, opened
 from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
@@ -45,12 +45,12 @@ from fedfm.training.fit_head import HeadSpec
 
 __all__ = ["FedPFT", "Handed", "Noised", "Passed", "State", "Summary"]
 
-KEEP = 1 << 26  # synthetic numbers that the server holds; beyond it they are drawn again at every pass
+KEEP = 1 << 26  # synthetic numbers that the server keeps; if there are more, it draws them again in every pass
 
 
 @dataclass(frozen=True)
 class State:
-    """Server state: the head, the heads along the way (decentralised), and what the result line tells."""
+    """Server state: the head, each client's head (decentralised), and details for the result line."""
 
     w: Params
     heads: dict[str, Params]
@@ -61,16 +61,16 @@ class State:
 class FedPFT(Method[State]):
     """One round: mixtures up, a head down.
 
-    ``counts = "withheld"``: a client sends no count, no list of classes that it holds back, and no score. Mixtures are
-    rounded to grids that are the same for every count, and a class has ``components`` components or one. One message
-    tells that a class with several components has at least ten rows a component, that a class with one component has at
-    least ``min_count`` rows and mostly fewer than ten times ``components``, and that a class that is absent has fewer
-    than ``min_count``. A comparison tells more: where clients' rows are alike, how far their means lie apart tells most
-    counts to within a factor of about two. Features of few values, such as whole numbers, tell a small count by the
-    values of their means. Only [privacy] bounds what is told.
+    ``counts = "withheld"``: a client sends no counts, no list of withheld classes and no scores. Mixtures are rounded
+    to grids that do not depend on the count, and a class has ``components`` components or one. A message still reveals
+    that a class with several components has at least ten rows for each, that a class with one component has at least
+    ``min_count`` rows and mostly fewer than ten times ``components``, and that an absent class has fewer than
+    ``min_count``. A comparison reveals more: if clients' rows are alike, the distance of their means reveals most
+    counts to within a factor of about two. Features with few values, such as whole numbers, reveal a small count by
+    their means. Only [privacy] bounds what is revealed.
 
-    ``topology = "ring"`` goes round once and is ``chain`` in every figure: what the last client would hand to the first
-    holds the first one's rows already, and nothing is counted twice.
+    ``topology = "ring"`` goes round once and equals ``chain`` in every figure: what the last client would pass to the
+    first contains the first one's rows already, and no rows are counted twice.
     """
 
     needs: ClassVar[Needs] = Needs("head", ("head",))
@@ -86,7 +86,7 @@ class FedPFT(Method[State]):
     )
     components: int | None = setting(
         None,
-        "K at most; a class carries one per ten examples, none of a single one; under [privacy] 1",
+        "K at most; one for every ten examples of a class, none for a single example; under [privacy] 1",
         ge=1,
         metadata={"usual": 10},
     )
@@ -97,19 +97,13 @@ class FedPFT(Method[State]):
     )
     edges: tuple[tuple[str, ...], ...] = setting((), 'of a dag: [["a", "b"], ["b", "c"]]')
     min_count: int = setting(5, "a class with fewer examples is withheld; under [privacy] noise decides", ge=1)
-    samples: int = setting(0, "drawn per mixture; 0: as many as the class has examples", ge=0, le=MOST)
-    shuffle: bool = setting(False, "forget who sent which mixture (Appendix A.3)")
+    samples: int = setting(0, "drawn from each mixture; 0: as many as the class has examples", ge=0, le=MOST)
+    shuffle: bool = setting(False, "drop the senders of mixtures (Appendix A.3)")
     counts: str = setting(
-        "exact",
-        "of classes: exact; withheld: not sent, yet not beyond estimates (give samples)",
-        choices=("exact", "withheld"),
+        "exact", "of classes: exact; withheld: not sent, only estimable (give samples)", choices=("exact", "withheld")
     )
-    calibration: str = setting(
-        "analytic", "of private noise: analytic; paper, paper_client", choices=("analytic", "paper", "paper_client")
-    )
-    relation: str = setting(
-        "add_remove", "neighbours: add_remove, replace, replace_any", choices=("add_remove", "replace", "replace_any")
-    )
+    calibration: str = setting("analytic", "of private noise: analytic; paper, paper_client", choices=CALIBRATIONS)
+    relation: str = setting("add_remove", "neighbours: add_remove, replace, replace_any", choices=RELATIONS)
     bound: bool = setting(False, "clients also send what Theorem 4.2 needs (the report shows it)")
     smoothing: float = setting(0.1, "of features in the bound, times their standard deviation", gt=0, finite=True)
     iterations: int = setting(5, "of private EM, where components > 1 (not recommended)", ge=1)
@@ -126,7 +120,7 @@ class FedPFT(Method[State]):
         return self._summary(client, x, y, np.ones(len(y), dtype=bool))
 
     def _summary(self, client: Client, x: np.ndarray, y: np.ndarray, own: np.ndarray) -> Summary:
-        """The mixtures of all classes with at least ``min_count`` rows; ``own`` are the client's, the others drawn."""
+        """The mixtures of all classes with at least ``min_count`` rows; rows that are not ``own`` were drawn."""
         counts = {int(c): int(n) for c, n in zip(*np.unique(y, return_counts=True), strict=True)}
         labels = [c for c, n in counts.items() if n >= self.min_count]
         mixtures = self._fitted(client, {c: x[y == c] for c in labels})
@@ -141,7 +135,6 @@ class FedPFT(Method[State]):
         return Summary(labels, sizes, packed, withheld, len(away), [d.kl for d in apart], [d.tv for d in apart])
 
     def _fitted(self, client: Client, groups: Mapping[int, np.ndarray]) -> list[Mixture]:
-        """Of each class, from its features."""
         device = client.model.device
         how: dict[str, Any] = {
             "seeds": [seeds.derive(client.seed, "em", c) for c in groups],
@@ -155,12 +148,12 @@ class FedPFT(Method[State]):
 
     @on_client
     def pass_on(self, client: Client, received: list[Handed]) -> Passed:
-        """Section 4.2: EM on F^{i,c} and the samples of what was received; a head on the same rows."""
+        """Section 4.2: EM on F^{i,c} and samples from the received mixtures; a head on the same rows."""
         return self._passed(client, received, *(t.numpy() for t in rows_of(client)))
 
     @on_client
     def pass_noisy(self, client: Client, received: list[Handed]) -> Passed:
-        """The same on draws from the client's noisy release instead of its rows: all that follows costs nothing."""
+        """The same on draws from the client's noisy release instead of its rows: post-processing."""
         return self._passed(client, received, *private.drawn(client, self._plan))
 
     def _passed(self, client: Client, received: list[Handed], x: np.ndarray, y: np.ndarray) -> Passed:
@@ -169,36 +162,31 @@ class FedPFT(Method[State]):
         everything, labels = (np.concatenate([block[i] for block in blocks]) for i in (0, 1))
         own = np.arange(len(labels)) < len(y)
         summary = self._summary(client, everything, labels, own)
-        if not len(labels):  # nothing stands out of the noise, and nobody went before
-            return Passed(summary, head_of(client.model, *private.no_head(*_shape(client.model))), {})
-        w, b = fit_head.fit_rows(
-            torch.from_numpy(everything),
-            torch.from_numpy(labels),
-            len(client.model.classes),
-            self.head,
-            client.seed,
-            missed := Missed(),
-        )
+        (classes, dim), missed = _shape(client.model), Missed()
+        w, b = torch.zeros(classes, dim), torch.zeros(classes)  # if no class stands out of the noise
+        if len(labels):
+            rows = torch.from_numpy(everything), torch.from_numpy(labels)
+            w, b = fit_head.fit_rows(*rows, classes, self.head, client.seed, missed)
         return Passed(summary, head_of(client.model, w, b), missed.metrics)
 
     @on_client
     def release(self, client: Client) -> Noised:
-        """Theorem 4.1 as it holds: noisy sums of every class, from a key that never leaves the client."""
+        """Theorem 4.1, corrected: noisy sums of every class, from a key that never leaves the client."""
         return private.noisy_sums(client, self._plan)
 
     @on_client
     def release_mixtures(self, client: Client) -> Summary:
-        """Private EM, K > 1. One component does better."""
+        """Private EM, K > 1. One component is mostly better."""
         return private.noisy_mixtures(client, self._plan, self._most(client), self.iterations)
 
     @on_client
     def sums(self, client: Client) -> Update:
-        """Exact sums of every class, for a mean: the noise is added once, to the sum over the federation."""
+        """Exact sums of every class, for a mean: the server adds noise once, to the sum over the federation."""
         return private.exact_sums(client, self._plan)
 
     @on_client
     def count_errors(self, client: Client, w: Params) -> dict[str, int]:
-        """Of the head on the client's own training rows: what a bound can only bound."""
+        """Errors of the head on the client's own training rows."""
         rows = client.data.train
         assert rows.labels is not None  # noqa: S101 - a classification task has labels
         wrong = self.logits(client.model, w, rows).argmax(1).ne(rows.labels)
@@ -249,6 +237,10 @@ class FedPFT(Method[State]):
     def _head(self, fed: Federation, received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]]) -> Params:
         """Lines 9 to 13: D~ = union of |F^{i,c}| draws from g^{i,c} with label c; h by cross-entropy on it."""
         drawn = [Synthetic(found, self.samples, fed.seed_for("draw", c)) for c, found in sorted(received.items())]
+
+        def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+            return itertools.chain.from_iterable(d() for d in drawn)
+
         size = sum(d.numbers for d in drawn)
         if not size:
             raise RunError(
@@ -256,16 +248,13 @@ class FedPFT(Method[State]):
                 if self.privacy is None
                 else "no class stands out of the noise: give a larger target_epsilon, or pooled = true"
             )
-        kept = [list(d()) for d in drawn] if size <= KEEP else None
-        sources: Sequence[Any] = [lambda blocks=blocks: blocks for blocks in kept] if kept is not None else drawn
-        blocks = lambda: itertools.chain.from_iterable(source() for source in sources)  # noqa: E731
-        missed = Missed()
-        w, b = fit_head.fit(blocks, *_shape(fed.model), self.head, fed.seed_for("head"), missed)
+        kept, missed = list(blocks()) if size <= KEEP else [], Missed()
+        w, b = fit_head.fit(lambda: kept or blocks(), *_shape(fed.model), self.head, fed.seed_for("head"), missed)
         tell(fed, "server", missed.metrics)
         return head_of(fed.model, w, b)
 
     def _decentralised(self, fed: Federation) -> State:
-        """Section 4.2: the server only carries messages; the head of whom most clients' rows have reached is kept."""
+        """Section 4.2: the server only carries messages; it keeps the head that rows of most clients have reached."""
         parents = parents_of(self.topology, self.edges, fed.clients)
         handler = self.pass_on if self.privacy is None else self.pass_noisy
         sent, heads, dropped = carry(fed, handler, parents, checker(*_shape(fed.model)))
@@ -276,7 +265,7 @@ class FedPFT(Method[State]):
         return State(heads[last], heads, told)
 
     def _told(self, fed: Federation, replies: Mapping[ClientId, Summary]) -> dict[str, Any]:
-        fitted = self.privacy is None or self.topology != "star"  # to rows or draws, by _summary
+        fitted = self.privacy is None or self.topology != "star"  # by _summary, to rows or draws
         width = 2 if self.transport == "float16" and fitted else 4
         counted = self.counts == "exact"
         told = communication(replies, fed.model.feature_dim, width, self.topology == "star", counted)
@@ -287,7 +276,7 @@ class FedPFT(Method[State]):
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         model.load(w)
-        if self.privacy is not None:  # the head was trained on unit features, and is used on them
+        if self.privacy is not None:  # the head was trained on unit features
             rows = Rows({"features": private.as_trained(model.features(rows))})
         said: Tensor = model.predict(rows)
         return said
@@ -311,17 +300,17 @@ class FedPFT(Method[State]):
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]
-        """With one noise for the federation: exact sums, for a mean."""
+        """With ``pooled``: exact sums."""
         return ("sums",) if self.pooled and self.privacy is not None else ()
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """With one noise for the federation: its key."""
+        """With ``pooled``: the key of the noise."""
         return ("noise",) if self.means else ()
 
     @property
     def asks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What each client's mixtures travel by; with ``verify`` a second message."""
+        """The message with each client's mixtures; with ``verify`` a second one."""
         if self.means:
             return ()
         if self.privacy is not None and self.topology != "star":
@@ -338,13 +327,9 @@ class FedPFT(Method[State]):
 
     def settled(self, privacy: Any) -> FedPFT:
         covariance, components = ("diag", 10) if privacy is None else ("spherical", 1)
-        if None not in (self.covariance, self.components):
+        if self.covariance and self.components:
             return self
-        return replace(
-            self,
-            covariance=covariance if self.covariance is None else self.covariance,
-            components=components if self.components is None else self.components,
-        )
+        return replace(self, covariance=self.covariance or covariance, components=self.components or components)
 
     def protected(self, privacy: Any) -> FedPFT:
         method = copy.copy(self.settled(privacy))
@@ -362,13 +347,13 @@ class FedPFT(Method[State]):
         return self.privacy
 
     def _most(self, client: Client | None = None) -> int:
-        """K at most, of this client."""
+        """K at most, of this client or of all."""
         assert self.components is not None  # noqa: S101 - settled() has filled it in
         return self.budgets.get(client.id, self.components) if client else self.components
 
     @property
     def shape(self) -> str:
-        """Of covariances."""
+        """Form of the covariances."""
         assert self.covariance is not None  # noqa: S101 - settled() has filled it in
         return self.covariance
 
@@ -376,17 +361,17 @@ class FedPFT(Method[State]):
 def _shuffled(
     received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]], rng: np.random.Generator
 ) -> list[tuple[int, int, Mixture]]:
-    """All mixtures in random order, without their senders: what a relay between clients and server would pass on.
+    """All mixtures in random order, without their senders, as from a relay between clients and server.
 
-    It hides which client has which classes. It hides no row: a mixture says as much about its rows as before, and two
-    mixtures of one client may be linked by what the client's rows have in common.
+    This hides which client has which classes. It protects no row, and similar mixtures may still be linked to one
+    client.
     """
     everything = [mixture for found in received.values() for mixture in found]
     return [everything[i] for i in rng.permutation(len(everything))]
 
 
 def _counted(reply: dict[str, int]) -> None:
-    """Refuse what counts no errors among rows."""
+    """Refuse a reply that does not count errors among rows."""
     if reply.keys() != {"errors", "rows"} or not 0 <= reply["errors"] <= reply["rows"] <= MOST:
         raise ClientFault(E_FIELD, "errors that do not go with the rows")
 

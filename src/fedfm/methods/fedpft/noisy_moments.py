@@ -1,11 +1,11 @@
-"""What FedPFT releases of one class at one client under differential privacy, and what the server makes of it.
+"""FedPFT's release of one class at one client under differential privacy, and the Gaussian that the server derives.
 
 Beitollahi, Bie, Hemati, Brunswic, Li, Chen, Zhang: Parametric Feature Transfer: One-shot Federated Learning with
 Foundation Models. 2024. arXiv:2402.01862, Theorem 4.1 and Appendix E, with exact noise and true sensitivities instead
-of the printed ones. One mixture component a class; :mod:`fedfm.methods.fedpft.private_em` has several.
+of the printed ones. A class has one mixture component; :mod:`fedfm.methods.fedpft.private_em` has several.
 
-The noise is added at the client: nobody else sees anything but a :class:`Cell`. A row touches one cell (two, if its
-label may change), so all cells of a client together cost what :attr:`Plan.epsilon_spent` says.
+The client adds the noise: others see only a :class:`Cell`. A row affects one cell (two, if its label may change), so
+all cells of a client together cost :attr:`Plan.epsilon_spent`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedfm.errors import E_NONFINITE, E_SHAPE, E_WEIGHT, ClientFault, InputError
-from fedfm.methods.fedpft.release_plan import Plan, too_noisy
+from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.privacy import noise
 from fedfm.privacy.noise import Array
-
-__all__ = ["Cell", "Plan", "release", "statistics", "to_gaussian", "too_noisy", "unit_rows"]
 
 _LEAST, _FLOOR = 1e-4, 1e-6  # of the mean variance; of an eigenvalue, relative to the mean variance
 
 
 def unit_rows(x: Array) -> Array:
-    """Rows of norm 1, float64: the zero row becomes e_1, so that every record has the same bound.
+    """Rows scaled to norm 1, float64; a zero row becomes e_1, so that every record has the same bound.
 
     Args:
         x: (n, d) features.
@@ -46,17 +44,17 @@ def unit_rows(x: Array) -> Array:
         raise InputError("features have a NaN or infinite entry: no norm bounds such a row")
     largest = np.abs(x).max(axis=1, initial=0.0)
     x[largest == 0, 0] = 1.0
-    x /= np.where(largest == 0, 1.0, largest)[:, None]  # first the scale: a norm of tiny or huge entries is 0 or inf
+    x /= np.where(largest == 0, 1.0, largest)[:, None]  # scale first: a norm of tiny or huge entries is 0 or inf
     unit: Array = x / np.linalg.norm(x, axis=1, keepdims=True)
     return unit
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What travels: the noisy statistics of one class at one client, or of one class in the federation.
+    """The statistics that are released of one class, at one client or in the federation.
 
     Attributes:
-        count: n~; exact only where the relation makes counts public.
+        count: n~; exact only if the relation makes counts public.
         total: (d,) noisy sum of the rows.
         second: None (spherical); (d,) noisy sum of squares (diag); (d (d + 1) / 2,) lower triangle, row by row, of the
             noisy sum of x x^T (full).
@@ -68,15 +66,12 @@ class Cell:
 
 
 def statistics(x: Array, plan: Plan, weights: Array | None = None) -> Cell:
-    """The exact sums: not to be sent.
+    """The exact sums, a cell without noise. Do not send it.
 
     Args:
         x: (n, d) unit rows of one class; n may be 0.
         plan: says which sums.
         weights: (n,) of the rows, from 0 to 1; all 1 if None.
-
-    Returns:
-        A cell without noise.
 
     Raises:
         InputError: x is not a matrix of unit rows.
@@ -97,18 +92,18 @@ def statistics(x: Array, plan: Plan, weights: Array | None = None) -> Cell:
 
 
 def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
-    """Client half: the noisy statistics of one class, the only thing that leaves.
+    """Client half: the noisy statistics of one class.
 
-    The noise depends on key, purpose, plan and the rows themselves: repeated, the release has the same bits and shows
-    nothing new; after a row was withdrawn, or under another plan, it is fresh, so that no difference of two releases
-    is free of noise. Each release on other rows spends anew.
+    The noise depends on key, purpose, plan and rows. A repeated release has the same bits and reveals nothing new.
+    With other rows or another plan the noise is new, so no difference of two releases is free of noise. Each release
+    on other rows spends again.
 
     Args:
-        x: (n, d) unit rows of the class. Under ``add_remove`` and ``replace_any`` every class is to be released, n = 0
-            as well: a missing cell would tell.
-        plan: the public half.
+        x: (n, d) unit rows of the class. Under ``add_remove`` and ``replace_any`` release every class, also with n = 0:
+            a missing cell would reveal that it is empty.
+        plan: the public part.
         key: the client's secret, at least 16 bytes.
-        purpose: names client and class, e.g. ``"c3/moments/7"``; never used for two cells.
+        purpose: names client and class, e.g. ``"c3/moments/7"``; different for every cell.
         client_rows: rows of the client in all classes, for calibration ``paper_client``.
 
     Raises:
@@ -125,19 +120,17 @@ def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int 
 
 
 def noised(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
-    """A cell with the plan's noise: on a n, on every sum, on the off-diagonal sums 1/sqrt(2) of it."""
+    """A cell with the plan's noise on a n and on every sum; off-diagonal sums get 1/sqrt(2) of it."""
     d, sigma = len(exact.total), plan.sum_sigma(exact.count, client_rows=client_rows)
     purpose = f"{purpose}\x1f{plan}"
 
     def add(values: Array, normals: Array, scale: float = sigma) -> Array:
         return noise.on_grid(values + scale * normals, scale)
 
-    second = exact.second
+    count, second = exact.count, exact.second
     if second is not None:
-        where = f"{purpose}\x1fsecond"
-        full = plan.covariance == "full"
+        where, full = f"{purpose}\x1fsecond", plan.covariance == "full"
         second = add(second, noise.packed(key, where, d) if full else noise.gaussian(key, where, (d,)))
-    count = exact.count
     if not plan.counts_public:
         normal = noise.gaussian(key, f"{purpose}\x1fcount", (1,))
         count = float(add(np.array([count]), normal, sigma / plan.a)[0])
@@ -145,20 +138,20 @@ def noised(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: in
 
 
 def to_gaussian(cell: Cell, plan: Plan, d: int, *, client_rows: int = 0) -> tuple[float, Array, Array | float] | None:
-    """Server half: the normal distribution that a cell describes; post-processing, which costs no privacy.
+    """Server half: the normal distribution that a cell describes. It is post-processing and costs no privacy.
 
     Args:
         cell: noisy statistics of one class.
-        plan: the public half, the same as the client's.
-        d: features.
+        plan: the public part, the same as the client's.
+        d: number of features.
         client_rows: rows of the client in all classes, for calibration ``paper_client``.
 
     Returns:
-        (n~, mean (d,), variance: a float (spherical), (d,) (diag) or (d, d) positive definite (full)); None where the
+        (n~, mean (d,), variance: a float (spherical), (d,) (diag) or (d, d) positive definite (full)); None if the
         count does not stand out of its noise, n~ <= 2 sigma/a.
 
     Raises:
-        ClientFault: the cell has another shape, is not finite, or has no rows where counts are public.
+        ClientFault: the cell has another shape, is not finite, or has no rows though counts are public.
     """
     _check(cell, plan, d)
     if cell.count <= 2 * plan.count_sigma:
@@ -167,7 +160,7 @@ def to_gaussian(cell: Cell, plan: Plan, d: int, *, client_rows: int = 0) -> tupl
 
 
 def normal_of(cell: Cell, sigma: float) -> tuple[float, Array, Array | float]:
-    """As :func:`to_gaussian`, for noise of this standard deviation on the sums and a count above 0."""
+    """:func:`to_gaussian` for noise of this standard deviation on the sums and a count above 0."""
     n, d = cell.count, len(cell.total)
     mean = cell.total / n
     inflated = (sigma / n) ** 2  # E mean~ mean~^T = mean mean^T + inflated I
@@ -192,14 +185,14 @@ def project(matrix: Array, floor: float) -> Array:
 
 
 def _check(cell: Cell, plan: Plan, d: int) -> None:
-    """Refuse what this plan does not release."""
-    shapes = {"spherical": None, "diag": (d,), "full": (d * (d + 1) // 2,)}
+    """Refuse a cell that this plan does not release."""
+    right = (plan.seconds(d),) if plan.seconds(d) else None
     second = None if cell.second is None else cell.second.shape
-    if cell.total.shape != (d,) or second != shapes[plan.covariance]:
+    if cell.total.shape != (d,) or second != right:
         raise ClientFault(
             E_SHAPE,
             f"a cell has shapes {cell.total.shape} and {second}; covariance {plan.covariance!r} in {d} features needs "
-            f"{(d,)} and {shapes[plan.covariance]}",
+            f"{(d,)} and {right}",
         )
     parts = [cell.total] if cell.second is None else [cell.total, cell.second]
     if not (math.isfinite(cell.count) and all(np.isfinite(part).all() for part in parts)):

@@ -1,24 +1,23 @@
-"""One noisy sum over the federation: the noise of one client, whatever the number of clients.
+"""One noisy sum over the federation: the noise of one client, for any number of clients.
 
 Every client gives the exact sums of its classes (:func:`client_sums`), the aggregator takes their mean, the server adds
-one noise (:func:`federation_sum`). A record is in one client, so it moves the sum over the clients no further than it
-moves its client's: the sensitivity of a :class:`~fedfm.methods.fedpft.release_plan.Plan` holds as it is. The mean of a
-class over ``m`` clients so has 1/m of the noise of one client's, where the average of ``m`` noisy means has 1/sqrt(m).
+noise once (:func:`federation_sum`). A record is at one client, so it changes the sum over the clients no more than its
+client's: the sensitivity of a :class:`~fedfm.methods.fedpft.release_plan.Plan` holds unchanged. The mean of a class
+over ``m`` clients has 1/m of the noise of one client's; the average of ``m`` noisy means has 1/sqrt(m).
 
-=====================  =============================================  ==========================================
-who                    sees                                           is trusted
-=====================  =============================================  ==========================================
-aggregator             masked or encrypted: nothing; plain: the exact  plain: with the exact sums of every client
-                       sums of every client
-server                 the exact sum over all clients                 to add the noise and keep no exact sum
-clients, the model     the noisy sum                                  -
-=====================  =============================================  ==========================================
+==================  ====================================  ======================================
+party               sees                                  is trusted
+==================  ====================================  ======================================
+plain aggregator    the exact sums of every client        with these sums
+hiding aggregator   nothing (masked or encrypted)         -
+server              the exact sum over all clients        to add the noise and keep no exact sum
+clients, the model  the noisy sum                         -
+==================  ====================================  ======================================
 
-So (epsilon, delta) is against whoever sees what the server makes of it, not against the server, and against the server
-alone nothing is promised but the sum. Where it must not have that, each client releases on its own
-(:func:`fedfm.methods.fedpft.noisy_moments.release`).
+So (epsilon, delta) holds against those who see the result, not against the server. If the server must not have the
+exact sum, each client releases by itself (:func:`fedfm.methods.fedpft.noisy_moments.release`).
 
-Nothing but a mean is needed. It has to be unweighted: a weight by rows would send an exact count.
+The mean has to be unweighted: a weight by rows would reveal an exact count.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from fedfm.privacy.noise import Array
 
 
 def width(plan: Plan, d: int) -> int:
-    """Numbers a class in :func:`client_sums`: 1 + d (spherical), 1 + 2 d (diag), 1 + d + d (d + 1) / 2 (full)."""
-    return 1 + d + {"spherical": 0, "diag": d, "full": d * (d + 1) // 2}[plan.covariance]
+    """Numbers of a class in :func:`client_sums`: 1 + d (spherical), 1 + 2 d (diag), 1 + d + d (d + 1) / 2 (full)."""
+    return 1 + d + plan.seconds(d)
 
 
 def client_sums(x: Array, labels: np.ndarray[tuple[int], np.dtype[np.integer]], classes: int, plan: Plan) -> Array:
-    """Client half: count, sum and second sum of every class, exact: for an aggregator that shows only a mean.
+    """Client half: exact count, sum and second sum of every class, for an aggregator that shows only a mean.
 
     Send it in float64: float32 rounds a sum of 10^5 rows by 10^-2, which is not far enough below the sensitivity 1.
 
@@ -66,19 +65,19 @@ def client_sums(x: Array, labels: np.ndarray[tuple[int], np.dtype[np.integer]], 
 
 
 def federation_sum(mean: Array, clients: int, plan: Plan, d: int, key: bytes, purpose: str) -> dict[int, Cell]:
-    """Server half: one noise on the sum over the clients; :func:`fedfm.methods.fedpft.noisy_moments.to_gaussian` reads
-    the cells.
+    """Server half: add noise once to the sum over the clients.
 
     Args:
         mean: (C, :func:`width`) unweighted mean over the clients of :func:`client_sums`.
-        clients: how many there are in the mean.
-        plan: the public half, calibration ``analytic``.
-        d: features.
+        clients: how many clients are in the mean.
+        plan: calibration ``analytic``.
+        d: number of features.
         key: the server's secret, at least 16 bytes.
         purpose: names the release, e.g. ``"federation sum 0"``.
 
     Returns:
-        Class -> cell: all classes, or those that have rows where counts are public.
+        Class -> cell, for :func:`fedfm.methods.fedpft.noisy_moments.to_gaussian`; without empty classes if counts are
+        public.
 
     Raises:
         InputError: the calibration is not ``analytic``, the key is short, or ``clients`` is below 1.
@@ -99,6 +98,6 @@ def federation_sum(mean: Array, clients: int, plan: Plan, d: int, key: bytes, pu
         count = float(np.rint(row[0]))  # the mean of whole numbers, times their number
         if plan.counts_public and count < 1:
             continue
-        exact = Cell(count, row[1 : 1 + d], row[1 + d :] if width(plan, d) > 1 + d else None)
+        exact = Cell(count, row[1 : 1 + d], row[1 + d :] if plan.seconds(d) else None)
         cells[c] = noised(exact, plan, key, f"{purpose}\x1f{c}\x1f{digest}")
     return cells

@@ -1,7 +1,7 @@
-"""FedPFT under differential privacy: Theorem 4.1 of arXiv:2402.01862 as it holds, private EM, one sum for all.
+"""FedPFT under differential privacy: Theorem 4.1 of arXiv:2402.01862, corrected; private EM; one sum for all clients.
 
-The noise is added at the client, from a key that never leaves it; ``pooled`` adds it once, at the server. What the
-server makes of noisy sums is post-processing.
+The client adds the noise, from a key that never leaves it; with ``pooled`` the server adds it, once. What the server
+computes from noisy sums is post-processing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from fedfm.linalg.params import Params, layout_of
 from fedfm.methods._one_shot import rows_of
 from fedfm.methods.fedpft.encoding import nothing, pack
 from fedfm.methods.fedpft.mixtures import Mixture
-from fedfm.methods.fedpft.noisy_moments import Cell, Plan, release, to_gaussian, too_noisy, unit_rows
+from fedfm.methods.fedpft.noisy_moments import Cell, release, to_gaussian, unit_rows
 from fedfm.methods.fedpft.noisy_sums import client_sums, federation_sum, width
 from fedfm.methods.fedpft.private_em import plan_for, release_mixture
+from fedfm.methods.fedpft.release_plan import Plan, too_noisy
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, from_variances, gaussian
 from fedfm.privacy.accountant import Accountant
 from fedfm.privacy.gaussian import paper_sigma
@@ -35,13 +36,13 @@ Drawn = Mapping[ClientId, list[tuple[int, int, Mixture]]]  # by client: (class, 
 
 @dataclass(frozen=True)
 class Noised:
-    """What a client sends under differential privacy: noisy sums of every class, also of those that it has not.
+    """A client's reply under differential privacy: noisy sums of every class, also of its empty classes.
 
     Attributes:
         counts: (C,) noisy.
         totals: (C, d) noisy sums of unit features.
         seconds: (C, s) noisy second moments: none (spherical), the squares (diag) or the lower triangle (full).
-        rows: of the client, where the paper's other reading of n needs it; else 0.
+        rows: of the client, for calibration ``paper_client``; else 0.
     """
 
     counts: Tensor
@@ -54,7 +55,7 @@ class Noised:
 
 
 def noisy_sums(client: Client, plan: Plan) -> Noised:
-    """Sums of every class, one component each."""
+    """Noisy sums of every class, one component each."""
     x, y = (t.numpy() for t in rows_of(client))
     x, key = unit_rows(x), client.secret("noise")
     classes, dim = len(client.model.classes), x.shape[1]
@@ -63,7 +64,7 @@ def noisy_sums(client: Client, plan: Plan) -> Noised:
     for c in range(classes):
         of_class = x[y == c]
         if plan.counts_public and not len(of_class):
-            continue  # under this relation everybody may know it
+            continue
         cell = release(of_class, plan, key, f"{client.id}/moments/{c}", client_rows=len(y))
         counts[c], totals[c] = cell.count, torch.from_numpy(cell.total)
         if cell.second is not None:
@@ -72,7 +73,7 @@ def noisy_sums(client: Client, plan: Plan) -> Noised:
 
 
 def noisy_mixtures(client: Client, plan: Plan, components: int, iterations: int) -> Summary:
-    """Private EM: every iteration of every class is noisy, and paid for."""
+    """Private EM: every iteration of every class is noisy, and accounted."""
     x, y = (t.numpy() for t in rows_of(client))
     x, key = unit_rows(x), client.secret("noise")
     found = {
@@ -88,7 +89,7 @@ def noisy_mixtures(client: Client, plan: Plan, components: int, iterations: int)
 
 
 def drawn(client: Client, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (n~, d) float32 and labels (n~,) from what the client's noisy sums describe, in the place of its own."""
+    """Rows (n~, d) float32 and labels (n~,) drawn from the client's noisy sums, instead of its own rows."""
     dim = client.model.feature_dim
     found = _normals(noisy_sums(client, plan), plan, len(client.model.classes), dim)
     blocks = list(Synthetic(found, 0, seeds.derive(client.seed, "own"))())
@@ -96,13 +97,8 @@ def drawn(client: Client, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(x + [b.numpy() for b, _ in blocks]), np.concatenate(y + [b.numpy() for _, b in blocks])
 
 
-def no_head(classes: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Of a client that has nothing to train on: every class is as likely."""
-    return torch.zeros(classes, dim), torch.zeros(classes)
-
-
 def exact_sums(client: Client, plan: Plan) -> Update:
-    """Of every class, for a mean: the noise is added to the sum over the federation."""
+    """Exact sums of every class, for a mean: the server adds noise to the sum over the federation."""
     x, y = (t.numpy() for t in rows_of(client))
     found = client_sums(unit_rows(x), y, len(client.model.classes), plan)
     return Update(Params({"sums": torch.from_numpy(found)}), 1.0)
@@ -112,7 +108,7 @@ def exact_sums(client: Client, plan: Plan) -> Update:
 
 
 def asked(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
-    """Noisy sums of every client as Gaussians, and what to tell of them."""
+    """Noisy sums of every client as Gaussians, and details of the run."""
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shapes = [(classes,), (classes, dim), (classes, plan.seconds(dim))]
 
@@ -125,33 +121,25 @@ def asked(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, A
 
     replies = fed.ask(handler, check=check)
     received = {client: _normals(reply, plan, classes, dim) for client, reply in replies.items()}
+    kept = {(client, label) for client, found in received.items() for label, _, _ in found}
+    lost = [float(r.counts[c]) for client, r in replies.items() for c in range(classes) if (client, c) not in kept]
     typical = max(1, round(sum(n for found in received.values() for _, n, _ in found) / (classes * len(replies))))
     rows = max(typical, round(sum(reply.rows for reply in replies.values()) / len(replies)))  # 0 but for paper_client
-    exact = plan.sum_sigma(typical, client_rows=rows)
+    sigma = plan.sum_sigma(typical, client_rows=rows)
+    warnings = (too_noisy(plan, dim, typical, client_rows=rows), _unkept(plan, typical, client_rows=rows))
     return received, {
         "formula_bytes": 4 * classes * (1 + dim + plan.seconds(dim)) * len(replies),
-        "cells_kept": sum(map(len, received.values())),
+        "cells_kept": len(kept),
         "cells": classes * len(replies),
-        **_left_out(
-            plan,
-            [
-                float(reply.counts[c])
-                for client, reply in replies.items()
-                for c in set(range(classes)) - {label for label, _, _ in received[client]}
-            ],
-        ),
-        "noise_std_of_sums": exact,
-        "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / exact,
-        "warnings": [
-            text
-            for text in (too_noisy(plan, dim, typical, client_rows=rows), _unkept(plan, typical, client_rows=rows))
-            if text
-        ],
+        **_left_out(plan, lost),
+        "noise_std_of_sums": sigma,
+        "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / sigma,
+        "warnings": [text for text in warnings if text],
     }
 
 
 def _left_out(plan: Plan, counts: Sequence[float]) -> dict[str, Any]:
-    """How many rows the cells have that are not used, as far as their noisy counts tell: the server knows no other."""
+    """How many rows the unused cells hold, estimated from their noisy counts."""
     if plan.counts_public:
         return {}  # such cells are empty
     return {
@@ -161,28 +149,28 @@ def _left_out(plan: Plan, counts: Sequence[float]) -> dict[str, Any]:
 
 
 def _unkept(plan: Plan, n: int, client_rows: int) -> str | None:
-    """A warning where the noise does not keep what was asked for."""
+    """A warning if the noise does not give the guarantee that was asked for."""
     if plan.calibration != "paper_client":
         return None
     spent = plan.spent(n, client_rows=client_rows)
     return (
         f'no epsilon is claimed: calibration "paper_client" {spent.note}; a typical client truly spends '
-        f"{spent.epsilon:.3g}, and more where a class has fewer rows"
+        f"{spent.epsilon:.3g}, and more if a class has fewer rows"
     )
 
 
 def told_of_sums(plan: Plan) -> dict[str, Any]:
-    """What to tell of the noise of every client's own release, in a decentralised run."""
+    """Details of the noise of each client's own release, in a decentralised run."""
     sigma = plan.sum_sigma(1, client_rows=1)
     return {"noise_std_of_sums": sigma, "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / sigma}
 
 
 def told_of_mixtures(plan: Plan, components: int, iterations: int) -> dict[str, Any]:
-    """What to tell of private EM: its noise, and that one component has less."""
-    spent = plan_for(plan, iterations)
-    times = spent.sum_sigma(1) / replace(plan, covariance="spherical").sum_sigma(1)
+    """Details of private EM: its noise, and the advice that one component has less."""
+    sigma = plan_for(plan, iterations).sum_sigma(1)
+    times = sigma / replace(plan, covariance="spherical").sum_sigma(1)
     return {
-        "noise_std_of_sums": spent.sum_sigma(1),
+        "noise_std_of_sums": sigma,
         "warnings": [
             f"private EM with up to {components} components has {times:.2g} times the noise of one component's mean, "
             'which a class shares out among its components: covariance = "spherical", components = 1 mostly does better'
@@ -191,7 +179,7 @@ def told_of_mixtures(plan: Plan, components: int, iterations: int) -> dict[str, 
 
 
 def pooled(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
-    """One noise for all clients' sums together, so 1/m of a client's noise on a mean over m clients."""
+    """Noise once for the sum over all clients: 1/m of a client's noise on a mean over m clients."""
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shape = (classes, width(plan, dim))
     mean = fed.mean(handler, like=layout_of((("sums", torch.float64, shape),)))
@@ -216,15 +204,15 @@ def _normals(reply: Noised, plan: Plan, classes: int, dim: int) -> list[tuple[in
             continue
         second = reply.seconds[c].double().numpy() if plan.seconds(dim) else None
         cell = Cell(float(reply.counts[c]), reply.totals[c].double().numpy(), second)
-        _reached(cell, plan, dim, reply.rows)
+        _check_norm(cell, plan, dim, reply.rows)
         if (normal := to_gaussian(cell, plan, dim, client_rows=reply.rows)) is not None:
             found.append((c, _drawable(normal[0]), gaussian(*normal[1:])))
     return found
 
 
-def _reached(cell: Cell, plan: Plan, dim: int, rows: int) -> None:
-    """Refuse a sum that n unit rows and noise do not reach: n is not 10 standard deviations above the noisy count, and
-    the norm of the noise is not sigma (sqrt(d) + 10).
+def _check_norm(cell: Cell, plan: Plan, dim: int, rows: int) -> None:
+    """Refuse a sum longer than n unit rows and noise can be: n is at most 10 standard deviations above the noisy count,
+    the norm of the noise at most sigma (sqrt(d) + 10).
     """
     n = max(cell.count, 0.0) + 10 * plan.count_sigma
     most = n + plan.sum_sigma(max(cell.count, 1.0), client_rows=rows) * (dim**0.5 + 10)
@@ -233,19 +221,19 @@ def _reached(cell: Cell, plan: Plan, dim: int, rows: int) -> None:
 
 
 def _drawable(count: float) -> int:
-    """Rows to draw for a noisy count."""
+    """Number of rows to draw for a noisy count."""
     return min(max(round(count), 1), MOST)
 
 
 def as_trained(x: Tensor) -> Tensor:
-    """Unit features (n, d): what a head was trained on under differential privacy."""
+    """Unit features (n, d), which heads are trained on under differential privacy."""
     return torch.from_numpy(unit_rows(x.numpy())).float()
 
 
 def spend(accountant: Accountant, plan: Plan, components: int, iterations: int, pooled: bool) -> None:
     """Compose a run's release."""
     if plan.calibration == "paper_client":
-        return  # it promises nothing
+        return  # it guarantees nothing
     spent = (plan if components == 1 else plan_for(plan, iterations)).spent()
     if pooled:
         spent = replace(spent, note="against who sees the head, not against the server, which adds the noise")

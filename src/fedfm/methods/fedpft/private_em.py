@@ -2,12 +2,12 @@
 
 A release of FedPFT (Beitollahi et al. 2024, Section 4.1) with K > 1; the paper has no privacy for it. One iteration
 releases a r_k, r_k x and, if asked, r_k x x^T, summed over the rows, for every component k. The responsibilities r of
-a row are at least 0 and sum to 1, so |r| <= 1, and a row moves these sums no further than it moves those of one
-component (:attr:`Plan.sum_sensitivity`), whatever the mixture that r came from. J iterations of a Gaussian mechanism,
-each chosen after the last, are as one with noise sigma/sqrt(J): exact, no bound. The start looks at no data.
+a row are at least 0 and sum to 1, so |r| <= 1, and for any mixture a row changes these sums no more than those of one
+component (:attr:`Plan.sum_sensitivity`). J iterations of a Gaussian mechanism, each chosen after the last, equal one
+with noise sigma/sqrt(J): exact, no bound. The start does not depend on the data.
 
-The noise is added at the client; what leaves is the last mixture. At small epsilon one component is better: J = 5
-iterations cost sqrt(5) times the noise, K components have 1/K of the rows each.
+The client adds the noise and sends the last mixture. At small epsilon one component is better: J = 5 iterations cost
+sqrt(5) times the noise, K components have 1/K of the rows each.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fedfm.seeds import generator
 
 @dataclass(frozen=True)
 class NoisyMixture:
-    """A mixture of normal distributions, and how sure its means are.
+    """A mixture of normal distributions, and the noise in its means.
 
     Attributes:
-        count: n~ of all components; exact where counts are public.
+        count: n~ of all components; exact if counts are public.
         weights: (K,) on the simplex.
         means: (K, d).
         variances: (K,) spherical, (K, d) diag or (K, d, d) full.
@@ -46,10 +46,10 @@ class NoisyMixture:
 
 
 def plan_for(plan: Plan, iterations: int) -> Plan:
-    """The plan of DP-EM: its noise covers all iterations.
+    """The plan of DP-EM, whose noise covers all iterations.
 
-    Under ``replace`` the count of a class is public but those of its components are not: a row that is replaced may
-    change component as it may change class under ``replace_any``, whose sensitivity is the one that holds.
+    Under ``replace`` the count of a class is public but not those of its components: a replaced row may change its
+    component as it may change its class under ``replace_any``, so that relation's sensitivity holds.
 
     Raises:
         InputError: the calibration is not ``analytic``, or there is no iteration.
@@ -59,7 +59,7 @@ def plan_for(plan: Plan, iterations: int) -> Plan:
 
 
 def start(k: int, d: int, covariance: str) -> NoisyMixture:
-    """Random directions, the same for everybody: (k, d) unit means, equal weights, variance 1/d."""
+    """Random directions, the same for all clients: (k, d) unit means, equal weights, variance 1/d."""
     means = generator(0, "dp-em start").normal(size=(k, d))
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     shape = {"spherical": np.ones(k), "diag": np.ones((k, d)), "full": np.tile(np.eye(d), (k, 1, 1))}[covariance]
@@ -69,7 +69,7 @@ def start(k: int, d: int, covariance: str) -> NoisyMixture:
 def responsibilities(x: Array, mixture: NoisyMixture) -> Array:
     """E-step: the probability of each component for each row, (n, K), rows sum to 1.
 
-    The noise of a mean widens its component, else a component of few rows, whose mean is long, would lose them all.
+    The noise of a mean widens its component; else a component of few rows, whose mean is long, would lose them all.
     """
     k, d = mixture.means.shape
     log = np.empty((len(x), k))
@@ -88,7 +88,7 @@ def responsibilities(x: Array, mixture: NoisyMixture) -> Array:
 
 
 def iteration(x: Array, mixture: NoisyMixture, plan: Plan) -> list[Cell]:
-    """The exact sums of one iteration, a cell a component: not to be sent."""
+    """The exact sums of one iteration, one cell for each component. Do not send them."""
     r = responsibilities(x, mixture)
     return [statistics(x, plan, r[:, k]) for k in range(r.shape[1])]
 
@@ -100,15 +100,15 @@ def release_mixture(
 
     Args:
         x: (n, d) unit rows of the class; n may be 0 unless counts are public.
-        plan: of one component; :func:`plan_for` makes the plan that is spent.
+        plan: of one component; :func:`plan_for` derives the plan that is spent.
         key: the client's secret, at least 16 bytes.
-        purpose: names client and class; never used for two cells.
+        purpose: names client and class; different for every cell.
         components: K, fixed before the data are seen.
         iterations: J, fixed before the data are seen.
 
     Returns:
-        At most K components: those whose count does not stand out of its noise are pooled into one. None where that
-        one does not stand out either and there is no other. Whether it is None costs no privacy.
+        At most K components: those whose count does not stand out of its noise are pooled into one. None if that one
+        does not stand out either and there is no other; this costs no privacy.
 
     Raises:
         InputError: x has no unit rows, the key is short, the calibration is not ``analytic``, or K or J is below 1.
@@ -132,7 +132,7 @@ def release_mixture(
 
 
 def maximise(cells: list[Cell], plan: Plan) -> NoisyMixture | None:
-    """M-step on noisy sums; the components that do not stand out of the noise are pooled."""
+    """M-step on noisy sums; components that do not stand out of the noise are pooled."""
     sigma, least = plan.sum_sigma(1), 2 * plan.count_sigma
     kept = [(cell, sigma) for cell in cells if cell.count > least]
     weak = [cell for cell in cells if cell.count <= least]
@@ -160,7 +160,7 @@ def maximise(cells: list[Cell], plan: Plan) -> NoisyMixture | None:
 
 
 def spread(mixture: NoisyMixture, components: int, j: int) -> NoisyMixture:
-    """The mixture with ``components`` components again: its heaviest is split along random directions."""
+    """Restore the number of components: the heaviest is split along random directions."""
     missing, d = components - len(mixture.weights), mixture.means.shape[1]
     if not missing:
         return mixture

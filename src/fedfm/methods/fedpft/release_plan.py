@@ -1,48 +1,50 @@
-"""What is public about a release of moments: who counts as a neighbour, which statistics, how much noise."""
+"""The public part of a release of moments: neighbouring relation, statistics, amount of noise."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from fedfm.core.fields import check, setting
 from fedfm.errors import InputError
+from fedfm.methods.fedpft.mixtures.mixture import COVARIANCES
 from fedfm.privacy import gaussian
 from fedfm.privacy.accountant import Spent
 
 RELATIONS = ("add_remove", "replace", "replace_any")
-COVARIANCES = ("spherical", "diag", "full")
 CALIBRATIONS = ("analytic", "paper", "paper_client")
 
-_LEAST_DELTA = 1e-12  # the tails of the noise are cut at mass 1e-20 a number: what is promised must be far above it
+_LEAST_DELTA = 1e-12  # the tails of the noise are cut at mass 1e-20 a number: delta must be far above it
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The public half of a release; client and server make the same one from the experiment.
+    """The public part of a release; client and server derive the same one from the experiment.
 
-    ===========  ==============================  ========================  ===============================
-    relation     neighbours differ in            who may know the counts   cells
-    ===========  ==============================  ========================  ===============================
-    add_remove   one row more or less            nobody: they are noisy    all classes, empty ones as well
-    replace      one row, its label kept         everybody                 the classes present
-    replace_any  one row, its label too          nobody: they are noisy    all classes, empty ones as well
-    ===========  ==============================  ========================  ===============================
+    ===========  =======================  ========  ================================
+    relation     neighbours differ in     counts    cells
+    ===========  =======================  ========  ================================
+    add_remove   one row more or less     noisy     all classes, also empty ones
+    replace      one row, its label kept  public    the classes present
+    replace_any  one row, its label too   noisy     all classes, also empty ones
+    ===========  =======================  ========  ================================
 
-    Rows have norm 1. Released are sums over one class's rows: a n and sum x; for ``diag`` also sum x_j^2, for ``full``
-    also sum x x^T. ``spherical`` needs no second moment: the trace of the covariance of unit rows is 1 - |mean|^2.
+    Rows have norm 1. A release consists of sums over one class's rows: a n and sum x; for ``diag`` also sum x_j^2, for
+    ``full`` also sum x x^T. ``spherical`` needs no second moment: the trace of the covariance of unit rows is
+    1 - |mean|^2.
 
     Attributes:
         relation: which data sets are neighbours.
         covariance: ``spherical``, ``diag`` or ``full``.
-        epsilon: promised for one row of one client.
-        delta: the same for all cells, whatever their size: delta = 1/n promises nothing at n = 1.
+        epsilon: guarantee for one row of one client.
+        delta: the same for all cells, whatever their size: delta = 1/n guarantees nothing at n = 1.
         calibration: ``analytic`` (Balle & Wang 2018); ``paper``, FedPFT's Theorem 4.1 with the rows of the class,
-            refused where it does not hold; ``paper_client``, with the client's rows, which promises nothing.
-        a: weight of the count beside the sums; its noise is sigma/a.
-        iterations: releases of the same rows, 1 but for DP-EM; the noise grows with its square root.
+            refused if it does not hold; ``paper_client``, with the client's rows, which guarantees nothing.
+        a: weight of the count relative to the sums; its noise is sigma/a.
+        iterations: releases of the same rows, 1 except in DP-EM; the noise grows with its square root.
 
     Raises:
-        InputError: a field is not one of its values, or the combination promises nothing.
+        InputError: a field is outside its bounds, or the combination guarantees nothing.
 
     Example:
         >>> plan = Plan("add_remove", "spherical", epsilon=1.0, delta=1e-5)
@@ -50,27 +52,16 @@ class Plan:
         (3.8454, 15.382)
     """
 
-    relation: str = "add_remove"
-    covariance: str = "spherical"
-    epsilon: float = 1.0
-    delta: float = 1e-5
-    calibration: str = "analytic"
-    a: float = 0.25
-    iterations: int = 1
+    relation: str = setting("add_remove", choices=RELATIONS)
+    covariance: str = setting("spherical", choices=COVARIANCES)
+    epsilon: float = setting(1.0, gt=0, finite=True)
+    delta: float = setting(1e-5, ge=_LEAST_DELTA, lt=1)
+    calibration: str = setting("analytic", choices=CALIBRATIONS)
+    a: float = setting(0.25, gt=0, finite=True)
+    iterations: int = setting(1, ge=1)
 
     def __post_init__(self) -> None:
-        for name, allowed in (("relation", RELATIONS), ("covariance", COVARIANCES), ("calibration", CALIBRATIONS)):
-            if getattr(self, name) not in allowed:
-                raise InputError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
-        gaussian.sigma_for(self.epsilon, max(self.delta, _LEAST_DELTA))
-        if self.delta < _LEAST_DELTA:
-            raise InputError(
-                f"delta is {self.delta}; it must be at least {_LEAST_DELTA:g}, as the tails of the noise are cut"
-            )
-        if not 0 < self.a < math.inf:
-            raise InputError(f"a is {self.a}; the weight of the count must be above 0, e.g. 0.25")
-        if self.iterations < 1:
-            raise InputError(f"iterations is {self.iterations}; it must be at least 1")
+        check(self, "")
         if self.calibration == "analytic":
             return
         if self.relation != "replace" or self.iterations > 1:
@@ -85,32 +76,30 @@ class Plan:
             )
 
     def seconds(self, d: int) -> int:
-        """How many second moments a cell of d features carries."""
+        """Number of second moments in a cell of d features."""
         return {"spherical": 0, "diag": d, "full": d * (d + 1) // 2}[self.covariance]
 
     @property
     def counts_public(self) -> bool:
-        """Whether the relation leaves the count of every class as it is."""
+        """Whether the relation keeps the count of every class."""
         return self.relation == "replace"
 
     @property
     def sum_sensitivity(self) -> float:
         """Largest L2 distance between the sums of neighbours, over all cells of one client, in one iteration.
 
-        Of unit rows x and y at cosine c, |x - y|^2 = 2 - 2c and |xx^T - yy^T|^2 = 2 - 2c^2. Their sum is largest,
-        4.5, at c = -1/2 and for the diagonals of xx^T and yy^T as well. FedPFT's Remark E.3 has sqrt(8), its theorem
-        sqrt(40).
+        For unit rows x and y at cosine c, |x - y|^2 = 2 - 2c and |xx^T - yy^T|^2 = 2 - 2c^2. Their sum is at most 4.5,
+        at c = -1/2, and also for the diagonals of xx^T and yy^T. FedPFT's Remark E.3 has sqrt(8), its theorem sqrt(40).
         """
         second = 0.0 if self.covariance == "spherical" else 1.0
+        entering = self.a**2 + 1 + second  # one row enters or leaves a cell
         if self.relation == "add_remove":
-            return math.sqrt(self.a**2 + 1 + second)
+            return math.sqrt(entering)
         within = 4.5 if second else 4.0  # the row changes and its class stays
-        if self.relation == "replace":
-            return math.sqrt(within)
-        return math.sqrt(max(within, 2 * (self.a**2 + 1 + second)))  # or it leaves one cell and enters another
+        return math.sqrt(within if self.relation == "replace" else max(within, 2 * entering))
 
     def sensitivity(self, n: float) -> float:
-        """Of what the paper releases: the means of n rows under ``replace``, else the sums, whatever n.
+        """Sensitivity of what the paper releases: the means of n rows under ``replace``, else the sums.
 
         Raises:
             InputError: n is below 1 under ``replace``.
@@ -145,12 +134,12 @@ class Plan:
 
     @property
     def count_sigma(self) -> float:
-        """Standard deviation of the noise on the count; 0 where counts are public."""
+        """Standard deviation of the noise on the count; 0 if counts are public."""
         return 0.0 if self.counts_public else self.sum_sigma(1) / self.a
 
     @property
     def epsilon_spent(self) -> float:
-        """What a row of one client truly spends: less than ``epsilon`` for ``paper``, infinite for ``paper_client``."""
+        """The epsilon that a row truly spends: less than ``epsilon`` for ``paper``, infinite for ``paper_client``."""
         if self.calibration == "analytic":
             return self.epsilon
         if self.calibration == "paper":
@@ -158,10 +147,10 @@ class Plan:
         return math.inf
 
     def spent(self, n: float = 1, *, client_rows: int = 0) -> Spent:
-        """The line of the ledger, for the client whose smallest released class has n rows.
+        """The ledger's line for a client whose smallest released class has n rows.
 
-        For ``paper_client`` it carries the epsilon that this client truly spends, which its data decide; for the
-        others n does not matter to epsilon.
+        For ``paper_client`` epsilon is what this client truly spends, which depends on its data; for the others
+        epsilon does not depend on n.
 
         Raises:
             InputError: as :meth:`sigma`.
@@ -197,13 +186,12 @@ class Plan:
 
 
 def too_noisy(plan: Plan, d: int, n: float, *, client_rows: int = 0) -> str | None:
-    """A warning where the noise on a class's mean is longer than the mean can be: sigma_mu sqrt(d) > 1; else None.
+    """A warning if the noise on a class's mean is longer than the mean can be, sigma_mu sqrt(d) > 1; else None.
 
-    With d = 192 and epsilon = 1 that is 103 rows and below under ``replace``, 53 under ``add_remove``.
+    With d = 192 and epsilon = 1 this holds up to 103 rows under ``replace``, 53 under ``add_remove``.
 
     Args:
-        plan: of the release.
-        d: features.
+        d: number of features.
         n: rows of the class.
         client_rows: for ``paper_client`` only.
 
@@ -211,7 +199,7 @@ def too_noisy(plan: Plan, d: int, n: float, *, client_rows: int = 0) -> str | No
         InputError: as :meth:`Plan.sigma`.
     """
     if n <= 0:
-        return None  # an empty cell has no mean to lose
+        return None  # an empty cell has no mean
     length = plan.sum_sigma(n, client_rows=client_rows) * math.sqrt(d) / n
     if length <= 1:
         return None

@@ -1,11 +1,11 @@
-"""What FedPFT refuses among its settings, and under [privacy]."""
+"""Settings of FedPFT that exclude each other, alone and under [privacy]."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fedfm.errors import InputError
-from fedfm.methods.fedpft.noisy_moments import Plan
+from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.methods.fedpft.topology import topological
 
 
@@ -16,7 +16,7 @@ def refuse(m: Any) -> None:
         InputError: with the key and what would be right.
     """
     if m.counts == "withheld":
-        _refuse_what_counts(m)
+        _refuse_counting(m)
     if (m.topology == "dag") != bool(m.edges):
         raise InputError('method.edges goes with topology = "dag", and a dag needs them')
     if m.shuffle and (m.topology != "star" or m.bound):
@@ -29,20 +29,20 @@ def refuse(m: Any) -> None:
     topological({n: [a for a, b in m.edges if b == n] for n in names})
 
 
-def _refuse_what_counts(m: Any) -> None:
-    """Refuse what would tell the counts that are to be withheld."""
+def _refuse_counting(m: Any) -> None:
+    """Refuse settings that would reveal the counts."""
     if not m.samples or m.topology != "star" or m.bound:
         raise InputError('method.samples: counts = "withheld" needs a number to draw, topology "star" and no bound')
     if m.verify:
-        raise InputError('method.verify: clients tell how many rows they have; with counts = "withheld" drop it')
+        raise InputError('method.verify: clients send their numbers of rows; with counts = "withheld" drop it')
     if m.covariance == "full":
         raise InputError(
-            'method.covariance = "full": the rank of a covariance matrix tells its rows; with counts = "withheld" '
-            "expected spherical, diag"
+            'method.covariance = "full": the rank of a covariance matrix reveals the number of rows; with '
+            'counts = "withheld" expected spherical, diag'
         )
     if m.min_count < 2:
         raise InputError(
-            f"method.min_count = {m.min_count}: a class of one row has no variance, which tells it; with "
+            f"method.min_count = {m.min_count}: a class of one row has no variance, which reveals it; with "
             'counts = "withheld" expected at least 2'
         )
 
@@ -51,7 +51,7 @@ def plan_of(m: Any, privacy: Any) -> Plan:
     """What a FedPFT ``m`` releases under the [privacy] table.
 
     Raises:
-        InputError: a promise that cannot be kept, with the key and what would be right.
+        InputError: a guarantee that cannot be given, with the key and what would be right.
     """
     if privacy.mechanism not in (None, "gaussian"):
         raise InputError(f'privacy.mechanism = "{privacy.mechanism}": fedpft has "gaussian"')
@@ -71,7 +71,7 @@ def plan_of(m: Any, privacy: Any) -> Plan:
     if star and m.components > 1 and m.calibration != "analytic":
         raise InputError(f'method.calibration = "{m.calibration}": private EM has "analytic"')
     if m.bound or m.verify:
-        raise InputError("method.bound and method.verify tell what is not accounted for: drop them under [privacy]")
+        raise InputError("method.bound and method.verify reveal what is not accounted for: drop them under [privacy]")
     if m.components == 1 and m.shuffle:
         raise InputError("method.shuffle: noisy sums come with their sender; under [privacy] drop it")
     if m.counts == "withheld":

@@ -1,4 +1,4 @@
-"""A client's summary, the message of FedPFT, and what the other side makes of it: mixtures, and draws from them."""
+"""A client's summary, the message of FedPFT; its check, its mixtures, and draws from them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fedfm.errors import E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, ClientFault
 from fedfm.methods.fedpft.encoding import Packed, unpack
 from fedfm.methods.fedpft.mixtures.mixture import Mixture
 
-MOST = 1 << 20  # rows that one client may claim of one class: the server draws as many, at every pass
+MOST = 1 << 20  # rows that one client may claim of one class: the server draws as many, in every pass
 _BLOCK = 1 << 14  # rows drawn at a time
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a client sends: a mixture g^{i,c} for each class c that it has.
+    """A client's reply: a mixture g^{i,c} for each class c that it has.
 
     Attributes:
-        labels, counts: the classes, and |F^{i,c}|; where counts are withheld, ``samples`` for each.
+        labels, counts: the classes, and |F^{i,c}|; if counts are withheld, ``samples`` for each.
         mixtures: of these classes, in this order.
-        withheld: classes with fewer examples than ``min_count``; none is named where counts are withheld.
-        withheld_rows: how many examples these classes have in all.
+        withheld: classes with fewer examples than ``min_count``; empty if counts are withheld.
+        withheld_rows: number of examples of these classes.
         kl, tv: divergences of the classes' smoothed features from their mixtures; empty unless ``bound`` is set.
     """
 
@@ -43,7 +43,7 @@ class Summary:
 
 
 def opened(summaries: Sequence[Summary]) -> list[tuple[int, int, Mixture]]:
-    """(class, count, mixture) of everything in the summaries."""
+    """(class, count, mixture) of all classes in the summaries."""
     return [(c, n, g) for s in summaries for c, n, g in zip(s.labels, s.counts, unpack(s.mixtures), strict=True)]
 
 
@@ -59,7 +59,7 @@ def from_variances(weights: np.ndarray, means: np.ndarray, variances: np.ndarray
 
 
 def checker(classes: int, dim: int, bounded: bool = False) -> Callable[[Summary], None]:
-    """Refuses a summary that cannot be used, before anything is drawn from it."""
+    """A function that refuses invalid summaries, before anything is drawn from them."""
 
     def check(s: Summary) -> None:
         if not len(s.labels) == len(s.counts) == len(s.mixtures.components):
@@ -87,7 +87,7 @@ def checker(classes: int, dim: int, bounded: bool = False) -> Callable[[Summary]
 
 
 class Synthetic:
-    """Draws from mixtures: the same at every pass, each mixture from a stream of its own."""
+    """Draws from mixtures: the same in every pass; each mixture has its own random stream."""
 
     def __init__(self, mixtures: Sequence[tuple[int, int, Mixture]], samples: int, seed: int) -> None:
         self._parts = [(c, samples or n, g) for c, n, g in mixtures]

@@ -1,4 +1,4 @@
-"""Who hears whom in a decentralised run, and what the server carries from each client to its successors."""
+"""Order of clients in a decentralised run, and what the server carries from each client to its successors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedfm.methods.fedpft.summary import Summary
 
 @dataclass(frozen=True)
 class Handed:
-    """What travels along a chain: a summary, and whose rows are in it."""
+    """What a client passes to its successors: a summary, and whose rows are in it."""
 
     origins: list[str]
     summary: Summary
@@ -25,7 +25,7 @@ class Handed:
 
 @dataclass(frozen=True)
 class Passed:
-    """A client's answer in a decentralised run: the refit for its successors, its own head, and how its fit went."""
+    """A client's reply in a decentralised run: the refit for its successors, its own head, and metrics of its fit."""
 
     summary: Summary
     head: Params
@@ -41,7 +41,8 @@ def carry(
     """Ask every client after its parents, with what they sent.
 
     Returns:
-        What each passed on, its head, and what was not handed on, in words: it would count an origin twice.
+        What each passed on, its head, and a line on each summary that was dropped because it would count an origin
+        twice.
 
     Raises:
         RunError: fewer clients than ``min_clients`` passed something on.
@@ -64,7 +65,7 @@ def carry(
                 handed.append(h)
         replies = fed.ask(handler, of=[client], check=both, least=0, received=each({client: handed}))
         if client not in replies:
-            continue  # left out, with a line that says why; its successors do without it
+            continue  # excluded, with a reason; its successors do without it
         tell(fed, client, replies[client].metrics)
         origins = [o for h in handed for o in h.origins] + [client]
         sent[client], heads[client] = Handed(origins, replies[client].summary), replies[client].head
@@ -76,11 +77,10 @@ def carry(
 def parents_of(
     topology: str, edges: Sequence[Sequence[str]], clients: Sequence[ClientId]
 ) -> dict[ClientId, list[ClientId]]:
-    """Who sends to whom. A ring is a chain cut at its start: what the last client would hand to the first has the
-    first one's rows among its origins, which would be counted twice.
+    """Client -> the clients that send to it. A ring is a chain: its last edge would count the first one's rows twice.
 
     Raises:
-        InputError: an edge names somebody else.
+        InputError: an edge names an unknown client.
     """
     if topology in ("chain", "ring"):
         return {c: list(clients[i - 1 : i]) if i else [] for i, c in enumerate(clients)}
@@ -94,7 +94,7 @@ def parents_of(
 
 
 def topological(parents: Mapping[ClientId, Sequence[ClientId]]) -> list[ClientId]:
-    """Every client after its parents, in order of names where that leaves a choice.
+    """Every client after its parents; ties in order of names.
 
     Raises:
         InputError: there is a cycle.
@@ -102,9 +102,9 @@ def topological(parents: Mapping[ClientId, Sequence[ClientId]]) -> list[ClientId
     done: list[ClientId] = []
     left = sorted(parents)
     while left:
-        ready = [c for c in left if all(p in done for p in parents[c])]
-        if not ready:
+        ready = next((c for c in left if all(p in done for p in parents[c])), None)
+        if ready is None:
             raise InputError(f"method.edges: {', '.join(left)} form a cycle")
-        done.append(ready[0])
-        left.remove(ready[0])
+        done.append(ready)
+        left.remove(ready)
     return done

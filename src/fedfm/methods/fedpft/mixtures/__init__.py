@@ -1,7 +1,4 @@
-"""Gaussian mixtures of features: fitted for many classes of many clients, sampled, sent.
-
-The mixtures of FedPFT (Beitollahi et al., "Parametric Feature Transfer: One-shot Federated Learning with Foundation
-Models", 2024, arXiv:2402.01862), equation (2).
+"""Gaussian mixtures of features, equation (2) of FedPFT (Beitollahi et al. 2024, arXiv:2402.01862): fit and sample.
 
 Example:
     >>> import numpy as np
@@ -17,12 +14,4 @@ from fedfm.methods.fedpft.mixtures.mixture import COVARIANCES, Mixture
 from fedfm.methods.fedpft.mixtures.singles import fit_without_singles
 from fedfm.methods.fedpft.mixtures.uncounted import fit_uncounted
 
-__all__ = [
-    "COVARIANCES",
-    "Fit",
-    "Mixture",
-    "capacity",
-    "fit",
-    "fit_uncounted",
-    "fit_without_singles",
-]
+__all__ = ["COVARIANCES", "Fit", "Mixture", "capacity", "fit", "fit_uncounted", "fit_without_singles"]

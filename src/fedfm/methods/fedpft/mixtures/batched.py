@@ -1,10 +1,10 @@
 """EM for many groups at once as batches of tensors, for a GPU; the steps, floors and stopping rules of ``kernel``.
 
-Groups of similar size share a bucket, in which they are padded by rows of no weight and components of none; at most a
-quarter of a bucket's rows are padding. Everything is float64: there the squares of centred rows may be expanded, so
-that distances and sums are products of matrices. A group's mixture is that of the compiled loops up to rounding; its
-bits may depend on its bucket. The host waits once a step, for who has ended (full covariances: twice, a factor may
-fail). It has not run on a GPU: tests run it on device "cpu", and on one that refuses the host's tensors.
+Groups of similar size share a bucket, padded with rows and components of weight 0; at most a quarter of a bucket's rows
+are padding. Everything is float64, so that squares of centred rows may be expanded and distances and sums are matrix
+products. A group's mixture equals that of the compiled loops up to rounding; its bits may depend on its bucket. The
+host waits once a step to learn which groups have ended (full covariances: twice, because a factor may fail). It has not
+run on a GPU: tests run it on device "cpu", and on one that refuses the host's tensors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fedfm.methods.fedpft.mixtures.full import Found
 from fedfm.methods.fedpft.mixtures.group import Started
 from fedfm.methods.fedpft.mixtures.mixture import Array
 
-ENTRIES = 1 << 27  # numbers of a bucket: 1 GiB
-FILLED = 0.75  # a group has at least this part of the rows of its bucket's largest
+ENTRIES = 1 << 27  # numbers in a bucket: 1 GiB
+FILLED = 0.75  # least rows of a group, as a share of those of its bucket's largest
 
 
 def rest(
     groups: Sequence[Found | Started], covariance: str, max_iter: int, tol: float, device: torch.device | str
 ) -> list[Found]:
-    """The groups in their order, those that have only started fitted by EM on the device."""
+    """The groups in their order; those that have only started are fitted by EM on the device."""
     out = {i: g for i, g in enumerate(groups) if not isinstance(g, Started)}
     starts = {i: g for i, g in enumerate(groups) if isinstance(g, Started)}
     shapes = {i: (*s.x.shape, s.k) for i, s in starts.items()}
@@ -56,7 +56,7 @@ def buckets(shapes: Mapping[int, tuple[int, int, int]], covariance: str) -> list
 
 
 def _em(starts: Sequence[Started], covariance: str, max_iter: int, tol: float, device: torch.device) -> list[Found]:
-    """One bucket: B groups, N rows and K components at most. A group that has ended leaves the batch."""
+    """One bucket: B groups of at most N rows and K components. A group that has ended leaves the batch."""
     many, rows, d = len(starts), max(len(s.x) for s in starts), starts[0].x.shape[1]
     most = max(s.k for s in starts)
     fall = full.FALL if covariance == "full" else kernel.FALL
@@ -68,7 +68,7 @@ def _em(starts: Sequence[Started], covariance: str, max_iter: int, tol: float, d
     sizes = np.array([(len(s.x), s.floor) for s in starts])
     n, floor = torch.from_numpy(sizes).to(device).unbind(1)  # (B,)
     real = r.sum(2)  # (B, N): 1 of a row, 0 of padding
-    place = list(range(many))  # of the groups that still run
+    place = list(range(many))  # indices of the groups that still run
     w, mu = x.new_zeros(many, most), x.new_zeros(many, most, d)
     v = x.new_ones(many, most, *{"spherical": (1,), "diag": (d,), "full": (d, d)}[covariance])
     if covariance == "full":
@@ -126,7 +126,7 @@ def _log_normal(x: Tensor, mu: Tensor, v: Tensor) -> Tensor:
 
 
 def _maximise(x: Tensor, r: Tensor, n: Tensor, floor: Tensor, old: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """M step; a component of no rows keeps its place."""
+    """M step; a component without rows does not change."""
     counts = r.sum(1)  # (B, K)
     any_rows = counts > kernel.NONE
     safe = torch.where(any_rows, counts, 1.0)[..., None]
@@ -140,12 +140,12 @@ def _maximise(x: Tensor, r: Tensor, n: Tensor, floor: Tensor, old: tuple[Tensor,
     else:
         v = (r.mT @ x.square() / safe - mu.square()).clamp_min(0)
         v = (v if old[2].shape == v.shape else v.mean(2, keepdim=True)) + floor[:, None, None]
-    w = torch.where(old[0] + counts > 0, counts.clamp_min(1e-300), 0.0) / n[:, None]  # padding has had none
+    w = torch.where(old[0] + counts > 0, counts.clamp_min(1e-300), 0.0) / n[:, None]  # 0 for padding
     mu = torch.where(any_rows[..., None], mu, old[1])
     return w, mu, torch.where(any_rows.view(*any_rows.shape, *[1] * (v.ndim - 2)), v, old[2])
 
 
 def _found(one: Sequence[Array], k: int, covariance: str, steps: int, converged: bool) -> Found:
-    """Of one group (w, mu, scales, log-likelihood) on the host, without the padding."""
+    """One group's result from (w, mu, scales, log-likelihood) on the host, without the padding."""
     w, mu, scales = (t[:k].copy() for t in one[:3])
     return w, mu, scales[:, 0] if covariance == "spherical" else scales, float(one[3]), steps, converged

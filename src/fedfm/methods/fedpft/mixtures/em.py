@@ -1,17 +1,15 @@
-"""Expectation-maximisation for many groups of rows: one group is the features of one (client, class).
+"""Expectation-maximisation for many groups of rows; a group is the features of one (client, class).
 
-Every group is fitted alone, from its own seed, so that its mixture does not depend on the other groups nor on how many
-of them are fitted at once (see ``group``).
+Every group is fitted alone, from its own seed, so its mixture does not depend on other groups (see ``group``).
 
 An M step adds the floor, 1e-6 times the group's mean variance plus 1e-12, to every variance (full: to the diagonal),
-as scikit-learn's ``reg_covar`` does. Where variances are as small as the floor that is not the maximiser, and the
-likelihood could fall; such a step is undone and ends the fit.
+as scikit-learn's ``reg_covar`` does. If variances are as small as the floor, this is not the maximiser and the
+likelihood may fall; such a step is undone and ends the fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,13 +26,13 @@ ROWS_A_COMPONENT = 10
 
 @dataclass(frozen=True)
 class Fit:
-    """One group's mixture and how it was reached.
+    """One group's mixture and the course of its fit.
 
     Attributes:
         mixture: after the last M step.
-        log_likelihood: mean over the rows, of the last E step, which the last M step followed; with one component, of
-            the mixture itself.
-        iterations: E steps.
+        log_likelihood: mean over the rows, in the last E step, before the last M step; with one component, of the
+            mixture itself.
+        iterations: number of E steps.
         converged: the last one changed the log-likelihood by less than the tolerance.
     """
 
@@ -45,7 +43,7 @@ class Fit:
 
 
 def capacity(n: int, components: int) -> int:
-    """K that ``n`` examples can carry: ten for each component, and at least one component.
+    """K for ``n`` examples: at least ten for each component, and at least one component.
 
     Example:
         >>> capacity(1000, 10), capacity(35, 10), capacity(4, 10)
@@ -63,71 +61,55 @@ def fit(
     max_iter: int = 100,
     tol: float = 1e-3,
     starts: Sequence[Array] | None = None,
-    workers: int = 1,
     device: torch.device | str | None = None,
 ) -> list[Fit]:
     """One mixture for every group, by EM from k-means++ and a few iterations of k-means.
 
-    The first use compiles for some seconds; what it compiled is kept beside the sources or in the user's cache.
+    The first use compiles for some seconds; the result is cached beside the sources or in the user's cache.
 
     Args:
-        groups: features (n, d), n >= 1, of one d; float16, float32 or float64, computed in float32 about the group's
-            mean. They are not written to.
-        components: K of each group; lowered to n, and to the number of components that a start leaves rows.
+        groups: features (n, d), n >= 1, equal d; float16, float32 or float64, computed in float32 about the group's
+            mean.
+        components: K of each group; lowered to n, and to the number of components that have rows at the start.
         covariance: ``"spherical"``, ``"diag"`` or ``"full"``.
         seeds: one for each group; two groups of equal rows and seeds have equal mixtures.
         max_iter: E steps at most.
         tol: stop when the mean log-likelihood of a row changes by less.
         starts: labels (n,) in 0...K-1 of each group, instead of k-means++.
-        workers: threads. The mixtures are the same, bit for bit.
-        device: run EM in batches of tensors there (see ``batched``) instead of compiled loops on the CPU. The starts
-            are the same, the mixtures up to rounding. It has not run on a GPU; on "cpu" it is slower than the loops.
+        device: run EM there in batches of tensors (see ``batched``) instead of compiled loops on the CPU. The starts
+            are the same, the mixtures equal up to rounding. It has not run on a GPU; "cpu" is slower than the loops.
 
     Raises:
-        ValueError: shapes, lengths or values that make no sense, with the group's index; NaN, infinity or numbers
-            beyond 1e15 among the features.
+        ValueError: invalid shapes, lengths or values, with the group's index; NaN, infinity or numbers beyond 1e15
+            among the features.
     """
     if covariance not in COVARIANCES:
         raise ValueError(f"covariance = {covariance!r}: expected one of {', '.join(COVARIANCES)}")
     for name, many in (("components", components), ("seeds", seeds), ("starts", groups if starts is None else starts)):
         if len(many) != len(groups):
             raise ValueError(f"{len(groups)} groups, but {len(many)} {name}")
-    if max_iter < 1 or not tol >= 0 or workers < 1:
-        raise ValueError(f"max_iter = {max_iter}, tol = {tol}, workers = {workers}: expected >= 1, >= 0, >= 1")
+    if max_iter < 1 or not tol >= 0:
+        raise ValueError(f"max_iter = {max_iter}, tol = {tol}: expected at least 1 and 0")
     for i, (group, k) in enumerate(zip(groups, components, strict=True)):
         _refuse(i, group, k, groups[0], None if starts is None else starts[i])
 
     from fedfm.methods.fedpft.mixtures.group import Started, begin, several
 
-    def one(i: int) -> full.Found | Started:
-        start = None if starts is None else starts[i]
-        try:
-            found = begin(groups[i], components[i], covariance, seeds[i], start)
-        except OverflowError as error:
-            raise ValueError(f"group {i} {error}") from None
-        if device is None and isinstance(found, Started):
-            return several(found, covariance, max_iter, tol)
-        return found
-
+    found: list[full.Found | Started] = []
     with one_thread() if covariance == "full" else nullcontext():
-        if workers == 1 or len(groups) < 2:
-            found = [one(i) for i in range(len(groups))]
-        else:
-            order = sorted(range(len(groups)), key=lambda i: -len(groups[i]) * components[i])
-            lots = min(len(order), 8 * workers)  # of long and short groups each
-            with ThreadPoolExecutor(workers) as pool:
-                done = pool.map(lambda lot: [(i, one(i)) for i in order[lot::lots]], range(lots))
-                by_group = dict(pair for lot in done for pair in lot)
-            found = [by_group[i] for i in range(len(groups))]
+        for i, group in enumerate(groups):
+            try:
+                one = begin(group, components[i], covariance, seeds[i], None if starts is None else starts[i])
+            except OverflowError as error:
+                raise ValueError(f"group {i} {error}") from None
+            if device is None and isinstance(one, Started):
+                one = several(one, covariance, max_iter, tol)
+            found.append(one)
     if device is not None:
         from fedfm.methods.fedpft.mixtures import batched
 
-        return [_ended(f) for f in batched.rest(found, covariance, max_iter, tol, device)]
-    return [_ended(f) for f in found if not isinstance(f, Started)]  # all of them
-
-
-def _ended(found: full.Found) -> Fit:
-    return Fit(Mixture(*found[:3]), *found[3:])
+        found = list(batched.rest(found, covariance, max_iter, tol, device))
+    return [Fit(Mixture(*f[:3]), *f[3:]) for f in found if not isinstance(f, Started)]  # all of them
 
 
 def _refuse(i: int, group: Array, k: int, first: Array, start: Array | None) -> None:

@@ -1,4 +1,4 @@
-"""EM with full covariances, in float64 through BLAS: with fewer rows than dimensions there are no digits to lose."""
+"""EM with full covariances, in float64 through BLAS, which fewer rows than dimensions need."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fedfm.methods.fedpft.mixtures.mixture import Array
 
 Found = tuple[Array, Array, Array, float, int, bool]  # weights, means, scales, log-likelihood, E steps, converged
 
-FALL = 1e-10  # of the log-likelihood's size: rounding is no fall
-NONE = 1e-10  # rows: a component of less keeps its place
-FAR = 1e-14  # responsibilities below it are none
-FEW = 3  # times the rows, at most as many dimensions: the small matrix costs less than the trace of the large one
+FALL = 1e-10  # relative to the log-likelihood: a smaller fall is rounding
+NONE = 1e-10  # rows: a component with fewer does not change
+FAR = 1e-14  # smaller responsibilities count as 0
+FEW = 3  # if FEW n <= d, the (n, n) matrix costs less than the trace of the (d, d) one
 
 
 def _factor(t: Array, n: float, floor: float) -> Array:
@@ -26,7 +26,7 @@ def _factor(t: Array, n: float, floor: float) -> Array:
 
 
 def _inverse(lower: Array) -> Array:
-    """Of a lower triangular matrix (d, d)."""
+    """The inverse of a lower triangular matrix (d, d)."""
     from scipy.linalg.lapack import dtrtri
 
     inverse: Array = dtrtri(lower, lower=1)[0]
@@ -34,12 +34,11 @@ def _inverse(lower: Array) -> Array:
 
 
 def one(x: Array, middle: Array, floor: float, lower: Array) -> float:
-    """One component at rows ``x`` (n, d), float32: fill ``lower`` (d, d) with its Cholesky factor.
+    """One component for rows ``x`` (n, d), float32: fill ``lower`` (d, d) with its Cholesky factor.
 
-    Returns the mean log-likelihood of a row, for which no row is solved: with S the rows' covariance about ``middle``
-    and Sigma = S + floor I, the mean squared Mahalanobis distance is tr(Sigma^-1 S) = d - floor tr(Sigma^-1). Where
-    there are few rows, det and trace are those of the small matrix: S = Y^T Y and Y Y^T have the same eigenvalues
-    above 0.
+    Returns the mean log-likelihood of a row, without solving for any row: with S the rows' covariance about ``middle``
+    and Sigma = S + floor I, the mean squared Mahalanobis distance is tr(Sigma^-1 S) = d - floor tr(Sigma^-1). With few
+    rows, det and trace come from the small matrix: S = Y^T Y and Y Y^T have the same eigenvalues above 0.
     """
     n, d = x.shape
     y = np.subtract(x, middle, dtype=np.float64)  # (n, d)
@@ -54,7 +53,7 @@ def one(x: Array, middle: Array, floor: float, lower: Array) -> float:
 
 
 def several(x: Array, labels: Array, k: int, floor: float, max_iter: int, tol: float) -> Found:
-    """K components at centred rows ``x`` (n, d) from hard labels, each of which has a row."""
+    """K components for centred rows ``x`` (n, d) from hard labels, each of which has a row."""
     n, d = x.shape
     x = x.astype(np.float64)
     weights, mu, lower, inverse = np.empty(k), np.empty((k, d)), np.empty((k, d, d)), np.empty((k, d, d))

@@ -1,4 +1,4 @@
-"""One group: one component has a closed form; several start by k-means and run in ``kernel`` or ``full``."""
+"""One group: one component in closed form; several by k-means, then EM in ``kernel`` or ``full``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedfm.methods.fedpft.mixtures.moments import moments, normal
 
 FLOOR, FLOOR_ALWAYS = 1e-6, 1e-12
 LLOYD = 3  # iterations of k-means after k-means++
-LARGEST = 1e15  # squares and their sums stay far inside float32
+LARGEST = 1e15  # keeps squares and their sums within float32
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Started:
     floor: float
 
     def ended(self, found: Found) -> Found:
-        """With means where the rows were."""
+        """The result of EM on centred rows, with the mean added."""
         weights, means, scales, *how = found
         return weights, (means + self.middle.astype(np.float64)).astype(np.float32), scales, *how  # type: ignore[return-value]
 
 
 def begin(group: Array, k: int, covariance: str, seed: int, start: Array | None = None) -> Found | Started:
-    """Of rows (n, d), in float32: the mixture if it has a closed form, else where EM starts.
+    """From rows (n, d), in float32: the mixture if it has a closed form, else the start of EM.
 
     Raises:
         OverflowError: NaN, infinity or numbers beyond 1e15 among the rows.
@@ -49,10 +49,10 @@ def begin(group: Array, k: int, covariance: str, seed: int, start: Array | None 
     n, d = group.shape
     k = min(k, n)
     if group.dtype != np.float32:
-        with np.errstate(over="ignore"):  # to infinity, which is refused
+        with np.errstate(over="ignore"):  # overflow gives infinity, which is refused
             group = group.astype(np.float32)
     x = np.ascontiguousarray(group).view()  # (n, d)
-    x.flags.writeable = False  # of one type, whatever it was: compiled once
+    x.flags.writeable = False  # one type of array, so the kernel compiles once
     middle, variances = np.empty((1, d), np.float32), np.empty(d)
     if (mean_variance := moments(x, middle[0], variances, LARGEST)) < 0:
         raise OverflowError(f"holds NaN, infinity or numbers beyond {LARGEST:g}")
@@ -61,7 +61,7 @@ def begin(group: Array, k: int, covariance: str, seed: int, start: Array | None 
         centred = np.subtract(x, middle, out=aligned(n, d))
         labels = kmeans.start(centred, k, seed, LLOYD) if start is None else np.ascontiguousarray(start, np.int64)
         rows = np.bincount(labels)
-        if (k := int(np.count_nonzero(rows))) < len(rows):  # a component without rows is none
+        if (k := int(np.count_nonzero(rows))) < len(rows):  # drop components without rows
             labels = (np.cumsum(rows > 0) - 1)[labels]
         if k > 1:
             return Started(centred, middle, labels, k, floor)
@@ -75,7 +75,7 @@ def begin(group: Array, k: int, covariance: str, seed: int, start: Array | None 
 
 
 def several(s: Started, covariance: str, max_iter: int, tol: float) -> Found:
-    """EM by the compiled loops."""
+    """EM for several components."""
     if covariance == "full":
         return s.ended(full.several(s.x, s.labels, s.k, s.floor, max_iter, tol))
     weights, work = np.empty(s.k), aligned(7, s.k, s.x.shape[1])

@@ -1,15 +1,15 @@
 """EM over one group's rows, compiled; spherical and diagonal covariances.
 
-One fused pass over the rows an iteration: a row's responsibilities (E step) and what it adds to the sums (M step).
+Each iteration makes one pass over the rows: a row's responsibilities (E step) and its part of the sums (M step).
 
-Sums run in float32 about the previous mean, because E[x^2] - mu^2 loses a tight component's variance, and move into
-float64 every ``SPAN`` rows.
+Sums run in float32 about the previous mean, because E[x^2] - mu^2 loses a tight component's variance; they are added to
+float64 sums every ``SPAN`` rows.
 
-Most components are far from most rows. For each row i and component k stands a lower bound b_ik of the Mahalanobis
-distance D_ik, D^2 = sum_j (x_j - mu_j)^2 / v_j. When an M step moves mu to mu' and v to v', the triangle inequality
-gives D' >= D min_j sqrt(v_j / v'_j) - sqrt(sum_j (mu'_j - mu_j)^2 / v'_j). A component whose bound already puts its
-responsibility below e^-FAR is not computed for that row; what is left out of a sum is below K e^-FAR = K 2e-9 of it,
-less than float32 rounds off.
+Most components are far from most rows. For each row i and component k, b_ik is a lower bound of the Mahalanobis
+distance D_ik, D^2 = sum_j (x_j - mu_j)^2 / v_j. When an M step changes mu to mu' and v to v', the triangle inequality
+gives D' >= D min_j sqrt(v_j / v'_j) - sqrt(sum_j (mu'_j - mu_j)^2 / v'_j). A component whose bound implies a
+responsibility below e^-FAR is skipped for that row; a sum loses less than K e^-FAR = K 2e-9 of its value, below the
+rounding of float32.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 from fedfm.linalg.kernels.jit import SLACK, SPAN, compiled, part
 
 FAR = 20.0
-FALL = 1e-6  # of the log-likelihood's size: float32's rounding is no fall
-NONE = 1e-10  # rows: a component of less keeps its place
+FALL = 1e-6  # relative to the log-likelihood: a smaller fall is float32's rounding
+NONE = 1e-10  # rows: a component with fewer does not change
 
 
 @part
 def _flush(sums: Any, whole: Any) -> None:
-    """Move the float32 sums into the float64 ones."""
+    """Add the float32 sums to the float64 ones and clear them."""
     for c in range(whole.shape[0]):
         for j in range(whole.shape[1]):
             whole[c, j] += sums[c, j]
@@ -39,7 +39,7 @@ def _flush(sums: Any, whole: Any) -> None:
 def _update(c: int, n: float, floor: float, first: Any, second: Any, mu: Any, v: Any, inverse: Any) -> Any:
     """M step of component c from its sums over ``n`` rows: (log det Sigma, shrink, move) of the new mu and v.
 
-    In several loops, each of which has few enough arrays for the compiler to use vector lanes.
+    In several loops, each with few enough arrays for the compiler to vectorise.
     """
     d, per, moved, shrink, log_det = mu.shape[1], 1 / n, 0.0, 1e300, 0.0
     if second.shape[1] == 1:
@@ -65,7 +65,7 @@ def _update(c: int, n: float, floor: float, first: Any, second: Any, mu: Any, v:
         v[c, j] = second[c, j]
     for j in range(d):
         mu[c, j] += first[c, j]
-    for at in range(0, d, 8):  # a logarithm for eight: each is between 1e-12 and 1e31
+    for at in range(0, d, 8):  # one logarithm for eight factors, each between 1e-12 and 1e31
         product = 1.0
         for j in range(at, min(at + 8, d)):
             product *= second[c, j]
@@ -75,7 +75,7 @@ def _update(c: int, n: float, floor: float, first: Any, second: Any, mu: Any, v:
 
 @part
 def _copy(mu: Any, v: Any, mu0: Any, v0: Any) -> None:
-    """The first two into the others, number by number: assigning whole arrays takes seconds more to compile."""
+    """Copy mu and v to mu0 and v0, number by number: assigning whole arrays takes seconds more to compile."""
     for c in range(mu.shape[0]):
         for j in range(mu.shape[1]):
             mu0[c, j] = mu[c, j]
@@ -85,10 +85,10 @@ def _copy(mu: Any, v: Any, mu0: Any, v0: Any) -> None:
 
 @compiled
 def em(x: Any, labels: Any, diag: bool, floor: float, tol: float, steps: int, weights: Any, work: Any) -> Any:
-    """Fit centred rows ``x`` (n, d) from hard first labels, each of which has a row.
+    """Fit centred rows ``x`` (n, d) from hard labels, each of which has a row.
 
-    Fills ``weights`` (K,), and of ``work`` (7, K, d), float32 and full of zeros, the first two: means, and variances
-    (spherical: only the first column). Returns the number of E steps, whether the last one changed the
+    Fills ``weights`` (K,), ``work[0]`` with the means and ``work[1]`` with the variances (spherical: the first column);
+    ``work`` (7, K, d) is float32 and zero before. Returns the number of E steps, whether the last one changed the
     log-likelihood by less than ``tol``, and that log-likelihood, the mean over the rows.
     """
     (n, d), k = x.shape, len(weights)
@@ -177,7 +177,7 @@ def em(x: Any, labels: Any, diag: bool, floor: float, tol: float, steps: int, we
                 log_det, low, far = _update(c, counts[c], floor, first64, second64, mu, v, inverse)
                 shrink[c], move[c] = low * SLACK, far / SLACK
                 const[c] = -0.5 * (d * math.log(2 * math.pi) + log_det)
-            else:  # it keeps its place
+            else:  # it does not change
                 shrink[c], move[c] = 1, 0
                 const[c] -= math.log(weights0[c])
             const[c] += math.log(weights[c])

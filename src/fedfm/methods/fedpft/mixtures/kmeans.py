@@ -1,7 +1,7 @@
-"""First labels of a group's rows: k-means++ and a few iterations of k-means.
+"""Initial labels of a group's rows: k-means++ and a few iterations of k-means.
 
-Like EM's kernel it keeps lower bounds of the distances of rows from centres, and computes only those that might be the
-least: a centre that moved by m is at least as far as it was, less m.
+Like EM's kernel it keeps lower bounds of the distances between rows and centres, and computes only those that may be
+the least: if a centre moves by m, its distance falls by at most m.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _apart(x: Any, i: int, mu: Any, c: int) -> Any:
 
 
 def start(x: Any, k: int, seed: int, lloyd: int) -> Any:
-    """First labels (n,) of the rows: k-means++ and ``lloyd`` iterations of k-means. A label may be missing."""
+    """Initial labels (n,): k-means++ and ``lloyd`` iterations of k-means. A label may have no row."""
     labels = np.zeros(len(x), np.int64)
     _kmeans(x, np.random.Generator(np.random.PCG64(seed)).random(k), labels, lloyd)
     return labels
@@ -50,7 +50,7 @@ def _kmeans(x: Any, draws: Any, labels: Any, lloyd: int) -> None:
                 near[i], labels[i] = q, k
             total += near[i]
         k += 1
-        if k == most or not total > 0:  # as many as asked for, or as there are different rows
+        if k == most or not total > 0:  # all that were asked for, or no more distinct rows
             break
         rest = draws[k] * total
         for i in range(n):  # with probability proportional to the squared distance

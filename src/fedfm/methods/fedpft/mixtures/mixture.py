@@ -12,16 +12,14 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-COVARIANCES = ("spherical", "diag", "full")  # by the number of dimensions of the scales, less one
-ON_SIMPLEX = 1e-3  # how far from 1 the weights may add up
-ENTRIES = 1 << 21  # of one block of rows and features, whose densities are computed at once: 16 MiB
+COVARIANCES = ("spherical", "diag", "full")  # by the scales' number of dimensions, less one
+ON_SIMPLEX = 1e-3  # largest deviation of the sum of weights from 1
+ENTRIES = 1 << 21  # in one block of rows and features, whose densities are computed at once: 16 MiB
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """One mixture of K components in d dimensions.
-
-    Nothing is checked when it is made: :meth:`check` does.
+    """One mixture of K components in d dimensions; :meth:`check` validates it.
 
     Attributes:
         weights: pi, (K,) float64, on the simplex.
@@ -49,10 +47,7 @@ class Mixture:
         return int(self.means.shape[1])
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """``count`` rows, (count, d) float32; how many of each component is multinomial in the weights.
-
-        The rows come in the order of their components: shuffle before a part of them is taken.
-        """
+        """``count`` rows, (count, d) float32, in the order of their components, whose counts are multinomial."""
         of = rng.multinomial(count, self.weights / self.weights.sum())  # (K,)
         x = rng.standard_normal((count, self.dim), dtype=np.float32)  # (count, d)
         at = 0
@@ -75,26 +70,26 @@ class Mixture:
         return out
 
     def nearest(self, x: Array) -> Array:
-        """The component that most probably made each row of ``x`` (n, d): (n,) int64."""
+        """The most probable component of each row of ``x`` (n, d): (n,) int64."""
         out = np.empty(len(x), dtype=np.int64)
         for at, joint in self._joint(x):
             out[at : at + joint.shape[1]] = joint.argmax(0)
         return out
 
     def _joint(self, x: Array) -> Iterator[tuple[int, Array]]:
-        """Of blocks of rows: the first one's index, and the logarithms of pi_k times the k-th density, (K, rows)."""
+        """For blocks of rows: (index of the first one, logarithms of pi_k times the k-th density (K, rows))."""
         x = np.asarray(x)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ValueError(f"x has shape {x.shape}, expected (n, {self.dim})")
         with np.errstate(divide="ignore"):
-            log_weights = np.log(self.weights)  # -inf where a component has faded away
+            log_weights = np.log(self.weights)  # -inf of a component whose weight is 0
         step = max(1, ENTRIES // self.dim)
         for at in range(0, len(x), step):
             part = x[at : at + step].astype(np.float64)
             yield at, np.stack([log_weights[k] + self._log_normal(k, part) for k in range(self.components)])
 
     def _log_normal(self, k: int, x: Array) -> Array:
-        """Of one component at float64 rows."""
+        """Logarithm of one component's density at float64 rows (n, d): (n,)."""
         scale = self.scales[k].astype(np.float64)
         t = x - self.means[k]  # (n, d)
         if scale.ndim == 2:
@@ -108,12 +103,12 @@ class Mixture:
         return -0.5 * (np.einsum("ij,ij->i", t, t) + self.dim * math.log(2 * math.pi)) - log_det  # type: ignore[no-any-return]
 
     def check(self) -> None:
-        """Refuse what is no mixture.
+        """Refuse an invalid mixture.
 
         Raises:
-            ValueError: shapes that do not fit each other, NaN or infinity, weights that are not on the simplex to
-                within 1e-3, standard deviations (full: the Cholesky factor's diagonal) that are not positive, a
-                Cholesky factor that is not lower triangular.
+            ValueError: inconsistent shapes, NaN or infinity, weights that are not on the simplex to within 1e-3,
+                standard deviations (full: the Cholesky factor's diagonal) that are not positive, a Cholesky factor
+                that is not lower triangular.
         """
         if self.weights.ndim != 1 or self.means.ndim != 2 or not self.weights.size or not self.means.shape[1]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Mean and variances of a group's rows, and the one component that they are."""
+"""Mean and variances of a group's rows, and the mixture of one component that follows from them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from fedfm.linalg.kernels.jit import SPAN, compiled, in_order
 
 @in_order
 def moments(x: Any, middle: Any, variances: Any, largest: float) -> float:
-    """Fill mean (d,), float32, and population variances about it (d,), float64, of rows ``x`` (n, d), only read.
+    """Fill the mean (d,), float32, and the population variances about it (d,), float64, of rows ``x`` (n, d).
 
-    Returns the mean variance; -1, with nothing of use filled in, if there is NaN, infinity or a number beyond
-    ``largest``.
+    Returns the mean variance; -1, with undefined results, if there is NaN, infinity or a number beyond ``largest``.
     """
     n, d = x.shape
     s, total = np.empty(d, np.float32), 0.0
     for j in range(d):
         variances[j] = 0
-        middle[j] = x[0, j]  # sums of differences from a row: a large mean costs no digits
+        middle[j] = x[0, j]  # sums of differences from a row: a large mean loses no digits
     for at in range(0, n, SPAN):
         end = min(at + SPAN, n)
         four = at + (end - at) // 4 * 4
         s[:] = 0
-        for i in range(at, four, 4):  # four rows for one pass over the sums
+        for i in range(at, four, 4):  # four rows in one pass over the sums
             for j in range(d):
                 m = middle[j]
                 s[j] += ((x[i, j] - m) + (x[i + 1, j] - m)) + ((x[i + 2, j] - m) + (x[i + 3, j] - m))
@@ -62,9 +61,9 @@ def moments(x: Any, middle: Any, variances: Any, largest: float) -> float:
 
 @compiled
 def normal(variances: Any, floor: float, scales: Any) -> float:
-    """Fill standard deviations ``scales``, (d,) or (1,), float32, of one component at rows of these variances (d,).
+    """Fill the standard deviations ``scales``, (d,) or (1,), float32, of one component from variances (d,).
 
-    Returns the mean log-likelihood of a row. It needs no row: the mean squared distance is sum_j s_j / v_j.
+    Returns the mean log-likelihood of a row, without the rows: the mean squared distance is sum_j s_j / v_j.
     """
     d, log_det, square = len(variances), 0.0, 0.0
     if len(scales) < d:
@@ -73,7 +72,7 @@ def normal(variances: Any, floor: float, scales: Any) -> float:
         v = square / d + floor
         scales[0] = math.sqrt(v)
         return -0.5 * (square / v + d * math.log(v) + d * math.log(2 * math.pi))
-    for at in range(0, d, 8):  # a logarithm for eight: each is between 1e-12 and 1e31
+    for at in range(0, d, 8):  # one logarithm for eight factors, each between 1e-12 and 1e31
         product = 1.0
         for j in range(at, min(at + 8, d)):
             product *= variances[j] + floor

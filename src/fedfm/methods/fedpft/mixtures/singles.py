@@ -1,4 +1,4 @@
-"""Mixtures without a component that sits on a single row, which would be a copy of it."""
+"""Mixtures without components that stand for a single row and so would copy it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ from typing import Any
 from fedfm.methods.fedpft.mixtures.em import Fit, fit
 from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
 
-ALONE = 2 - 0.005  # rows below which a component stands for one; EM's end leaves a little of two to others
+ALONE = 2 - 0.005  # a component of fewer rows stands for one; at EM's end others have a small share of two rows
 
 
 def fit_without_singles(
     groups: Sequence[Array], components: Sequence[int], covariance: str, *, seeds: Sequence[int], **options: Any
 ) -> list[Fit]:
-    """What :func:`~fedfm.methods.fedpft.mixtures.fit` finds, where components that end as one row's are dropped.
+    """:func:`~fedfm.methods.fedpft.mixtures.fit`, then drop components that stand for one row.
 
-    ``capacity`` alone does not prevent them: an outlier draws a component to itself whatever K is. A component stands
-    for n times its weight rows; those of less than two go, all but the heaviest, and EM goes on from the rows of the
-    others, until there is none. Only a group of one row keeps a component of one.
+    ``capacity`` alone does not prevent them: an outlier attracts a component for any K. A component stands for n times
+    its weight rows; those of less than two are dropped, except the heaviest, and EM continues from the rows of the
+    others, until none is left. Only a group of one row keeps a component of one.
 
-    Args:
-        groups, components, covariance, seeds: as of ``fit``; K is lowered further by what is dropped.
-        options: the others of ``fit``.
-
-    Raises:
-        ValueError: as ``fit``.
+    The arguments and errors are those of ``fit``.
     """
     fits = fit(groups, components, covariance, seeds=seeds, **options)
     while rest := {i: left for i, f in enumerate(fits) if (left := _shared(f.mixture, len(groups[i])))}:
@@ -42,7 +37,7 @@ def fit_without_singles(
 
 
 def _shared(g: Mixture, rows: int) -> Mixture | None:
-    """The components that stand for several of the rows, and the heaviest; None where all of them do."""
+    """The components that stand for several rows, and the heaviest; None if these are all."""
     stay = rows * g.weights >= ALONE
     stay[g.weights.argmax()] = True
     return None if stay.all() else Mixture(g.weights[stay], g.means[stay], g.scales[stay])

@@ -1,16 +1,16 @@
-"""Mixtures that do not tell how many rows they were fitted to.
+"""Mixtures that do not reveal the number n of rows they were fitted to.
 
-A component's weight is close to a multiple of 1/n, the number of components follows n where each needs ten rows, and
-the mean of rows that lie on a grid lies on a grid n times as fine. So K takes two values, and everything is rounded to
-grids that are the same for every n:
+A component's weight is close to a multiple of 1/n, the number of components depends on n if each needs ten rows, and
+the mean of rows on a grid lies on a grid n times as fine. So K takes two values, and all numbers are rounded to grids
+that are the same for every n:
 
-- K is the one asked for where n is at least ten times that, and else 1. A component that would stand for a single row
-  is made up for by splitting another. (Rows that are nearly all equal cannot be split so far, and have K = 1.)
-- Weights are multiples of a power of two between 1/(8K) and 1/(4K). With ten rows a component all such weights occur
-  for every n.
+- K is the requested number if n is at least ten times that, else 1. Another component is split in place of one that
+  would stand for a single row. (Rows that are nearly all equal cannot be split so often, and have K = 1.)
+- Weights are multiples of a power of two between 1/(8K) and 1/(4K). With ten rows for each component all such weights
+  occur for every n.
 - Standard deviations are rounded to eighths of an octave, means to an eighth to a sixteenth of theirs.
 
-What this cannot hide: see the docstring of the method that uses it, ``fedfm show fedpft``.
+``fedfm show fedpft`` says what this cannot hide.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedfm.methods.fedpft.mixtures.em import capacity, fit
 from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
 from fedfm.methods.fedpft.mixtures.singles import fit_without_singles
 
-OCTAVE = 8  # steps of a standard deviation from one power of two to the next
+OCTAVE = 8  # steps of a standard deviation between two powers of two
 PARTS = 8  # steps of a mean in the power of two below its standard deviation
 
 
@@ -34,14 +34,12 @@ def fit_uncounted(
     """A mixture of one or of ``components`` components for every group, on grids that do not depend on its rows.
 
     Args:
-        groups, seeds: as of :func:`~fedfm.methods.fedpft.mixtures.fit`.
-        components: K of groups of at least ten times as many rows.
+        groups, seeds, options: as for :func:`~fedfm.methods.fedpft.mixtures.fit`.
+        components: K of groups with at least ten times as many rows.
         covariance: ``"spherical"`` or ``"diag"``.
-        options: the others of ``fit``.
 
     Raises:
-        ValueError: as ``fit``; a full covariance, whose rank is one less than the rows that are fewer than the
-            features.
+        ValueError: as ``fit``; a full covariance, whose rank reveals the number of rows if they are few.
 
     Example:
         >>> x = np.random.default_rng(0).normal(size=(60, 3))
@@ -49,7 +47,7 @@ def fit_uncounted(
         [5, 1]
     """
     if covariance == "full":
-        raise ValueError('covariance = "full": its rank tells the rows; expected "spherical" or "diag"')
+        raise ValueError('covariance = "full": its rank reveals the number of rows; expected "spherical" or "diag"')
     k = [components if capacity(len(x), components) == components else 1 for x in groups]
     fits = fit_without_singles(groups, k, covariance, seeds=seeds, **options)
     return [
@@ -59,7 +57,7 @@ def fit_uncounted(
 
 
 def rounded(g: Mixture) -> Mixture:
-    """The spherical or diagonal mixture on the grids of this module."""
+    """The spherical or diagonal mixture, rounded to the grids of this module."""
     scales = np.exp2(np.round(np.log2(g.scales.astype(np.float64)) * OCTAVE) / OCTAVE)
     step = np.exp2(np.floor(np.log2(scales)) - np.log2(PARTS)).reshape(g.components, -1)  # (K, 1) or (K, d)
     means = np.round(g.means / step) * step
@@ -67,7 +65,7 @@ def rounded(g: Mixture) -> Mixture:
 
 
 def _weights(weights: Array) -> Array:
-    """The nearest multiples of the grid's step, each at least one step, that add up to 1: by the largest remainder."""
+    """The nearest multiples of the grid's step, at least one step each, with sum 1: by the largest remainder."""
     k = len(weights)
     steps = 1 << (4 * k - 1).bit_length()
     exact = weights * steps
@@ -81,7 +79,7 @@ def _weights(weights: Array) -> Array:
 
 
 def _whole(g: Mixture, x: Array, k: int, seed: int, covariance: str) -> Mixture:
-    """With ``k`` components, none of a single row; with one, where the rows cannot be split so far."""
+    """A mixture of ``k`` components, none of a single row; of one component if the rows cannot be split so often."""
     while g.components < k:
         split = _split(g, x, seed, covariance)
         if split is None:
@@ -91,7 +89,7 @@ def _whole(g: Mixture, x: Array, k: int, seed: int, covariance: str) -> Mixture:
 
 
 def _split(g: Mixture, x: Array, seed: int, covariance: str) -> Mixture | None:
-    """One component more: two in the place of the first, in order of rows, that can be two."""
+    """Split the component with the most rows that can be split."""
     of = g.nearest(x)
     for j in np.bincount(of, minlength=g.components).argsort(kind="stable")[::-1]:
         if (two := _two(x[of == j], seed, covariance)) is not None:
@@ -105,7 +103,7 @@ def _split(g: Mixture, x: Array, seed: int, covariance: str) -> Mixture | None:
 
 
 def _two(x: Array, seed: int, covariance: str) -> Mixture | None:
-    """Two components of several rows each; rows that would have one to themselves are left out."""
+    """Two components of several rows each; rows that would have their own component are left out."""
     while len(x) >= 4:
         (whole,) = fit_without_singles([x], [2], covariance, seeds=[seed])
         if whole.mixture.components == 2:
