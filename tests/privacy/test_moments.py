@@ -304,5 +304,5 @@ def test_full_noise_drowns_a_covariance_as_computed():
     """Frobenius norm of the noise, sigma sqrt(d (d + 1) / 2): 1.2 at n = 900, d = 192, epsilon = 1."""
     sigma = Plan("replace", "full").sigma(900)
     assert sigma * math.sqrt(192 * 193 / 2) == pytest.approx(1.2, abs=0.03)
-    drawn = np.linalg.norm(sigma * noise.symmetric(KEY, "frobenius", 192))
+    drawn = np.linalg.norm(sigma * noise.unpack(noise.packed(KEY, "frobenius", 192), 192))
     assert drawn == pytest.approx(1.2, abs=0.05)

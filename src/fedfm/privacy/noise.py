@@ -52,24 +52,16 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
 
 
 def packed(key: bytes, purpose: str, d: int) -> Array:
-    """The lower triangle, row by row, of :func:`symmetric`: (d (d + 1) / 2,)."""
-    row, column = np.tril_indices(d)
-    return gaussian(key, purpose, (len(row),)) * np.where(row == column, 1.0, math.sqrt(0.5))
+    """The lower triangle, row by row, of symmetric noise: (d (d + 1) / 2,), float64.
 
-
-def symmetric(key: bytes, purpose: str, d: int) -> Array:
-    """Symmetric noise: diagonal of standard deviation 1, off-diagonal 1/sqrt(2), mirrored.
-
-    The law of (Z + Z^T)/2 up to the diagonal's factor is that of independent noise on the vector (M_jj, sqrt(2) M_jk),
-    whose L2 distance is the Frobenius distance of the matrices: d (d + 1) / 2 draws do what d^2 would.
-
-    Returns:
-        (d, d), float64.
+    The diagonal has the standard deviation 1, the other entries 1/sqrt(2). This is independent noise on the vector
+    (M_jj, sqrt(2) M_jk), whose L2 distance is the Frobenius distance of the matrices.
 
     Raises:
         InputError: the key is shorter than 16 bytes.
     """
-    return unpack(packed(key, purpose, d), d)
+    row, column = np.tril_indices(d)
+    return gaussian(key, purpose, (len(row),)) * np.where(row == column, 1.0, math.sqrt(0.5))
 
 
 def unpack(lower: Array, d: int) -> Array:

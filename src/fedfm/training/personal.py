@@ -57,7 +57,7 @@ class DittoOptimiser(TwoModels):
     Ditto: Fair and Robust Federated Learning Through Personalization. Li, Hu, Beirami, Smith. ICML 2021, Algorithm 1.
     """
 
-    lambda_: float = setting(0.1, "pull of the client's own model to what the server sent", ge=0)
+    lambda_: float = setting(0.1, "pull of the client's own model to the received one", ge=0)
 
     def __call__(self, client: Client, w: Params, *, only: tuple[str, ...] | None = None, **terms: Any) -> Params:
         """Train w, and v in ``client.memory``; arguments as of :class:`Local`."""
