@@ -55,7 +55,7 @@ from threadpoolctl import threadpool_limits
 
 from fedfm.linalg.column_blocks import PIECE
 from fedfm.linalg.kernels import buffers
-from fedfm.linalg.out_of_core import room, shelved, stored
+from fedfm.linalg.out_of_core import allocate, shelved, stored
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params, layout_of
 
@@ -137,7 +137,7 @@ def anonymous() -> Iterator[list[float]]:
 
 def files_alone(tau: list[Params], columns: int) -> dict[str, tuple[float, float]]:
     """Wall-clock and CPU seconds of reading the vectors' files once, and of writing as much, a window after another."""
-    made, size = room(len(tau), tau[0].layout, most=0), tau[0].layout.sizes[torch.float32]
+    made, size = allocate(len(tau), tau[0].layout, most=0), tau[0].layout.sizes[torch.float32]
     window = np.frombuffer(mmap.mmap(-1, 4 * len(tau) * columns), np.float32).reshape(len(tau), columns)  # of pages
     window[:] = 1
 

@@ -339,9 +339,7 @@ def test_a_wrong_partition_is_refused_before_reading(how: DataSpec, message: str
 
 def test_rows_without_labels_or_values_are_refused() -> None:
     bare = replace(rows([0] * 9, site=["x"] * 8 + [""]), labels=None)
-    with pytest.raises(
-        InputError, match=r'"dirichlet" deals by class, and toy has no labels: use "iid" or "by_column"'
-    ):
+    with pytest.raises(InputError, match=r'"dirichlet" needs labels, and toy has none: use "iid" or "by_column"'):
         deal(bare, spec("dirichlet", alpha=1.0, clients=2), seed=0)
     with pytest.raises(InputError, match=r'1 training rows have no value in column "site"'):
         deal(bare, spec("by_column", column="site"), seed=0)

@@ -183,7 +183,8 @@ def test_lambda_is_read_and_written_without_pythons_underscore(capsys):
 def test_show_and_the_reference_say_that_a_models_own_dropout_is_off(capsys):
     assert main(["show", "fedavg"]) == 0
     assert "model's own dropout is off in training" in capsys.readouterr().out
-    assert "its own dropout is off in training" in (ROOT / "docs/reference/experiment.md").read_text(encoding="utf-8")
+    reference = (ROOT / "docs/reference/experiment.md").read_text(encoding="utf-8")
+    assert "the model's own dropout is off in training" in reference
 
 
 def test_a_method_without_a_number_of_its_own_has_no_other_papers():

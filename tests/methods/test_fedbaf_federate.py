@@ -296,7 +296,7 @@ class TestFolders:
         table = tables(tmp_path, llama(tmp_path / "llama"), "nano-vit")
         table["model"]["name"] = str(bert(tmp_path / "bert"))
         table["method"] = {"name": "fedavg"}
-        with pytest.raises(InputError, match=r"'bert', which sees the words that it would predict.*a causal model"):
+        with pytest.raises(InputError, match=r"'bert', which sees the words that it predicts.*a causal model"):
             fedfm.run(table, tmp_path / "run")
 
     def test_weights_that_a_folder_does_not_hold_are_not_drawn(self, tmp_path):

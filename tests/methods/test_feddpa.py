@@ -451,7 +451,7 @@ def test_where_it_does_not_fit(folder, tmp_path):
     assert not (tmp_path / "run").exists()
     model = model_of(folder, "bert")
     DualAdapter().fits(model)
-    model._head = None
+    model.head = None
     model.parts = replace(model.parts, head="")
     DualAdapter(weight="fixed").fits(model)
     with pytest.raises(InputError, match="no last linear layer"):

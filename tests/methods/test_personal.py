@@ -31,7 +31,7 @@ from fedfm.methods.fedper import FedPer
 from fedfm.methods.fedrep import FedRep
 from fedfm.methods.ldawa import LDAWA, scaled
 from fedfm.methods.local import LocalOnly
-from fedfm.models.layers import halves
+from fedfm.models.layers import body_and_head
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.wrap import wrap
@@ -469,7 +469,7 @@ def test_no_head_is_refused(tmp_path):
 def test_the_head_of_a_classifier(adaptation, tmp_path):
     spec = ModelSpec(str(tiny_vit(tmp_path)), adaptation=AdaptationSpec(adaptation, rank=2))
     model = load_model(spec, classes=("a", "b", "c"), kind="image")
-    body, head = halves(model)
+    body, head = body_and_head(model)
     assert sorted(model.params()[name].shape for name in head) == [(3,), (3, 8)]
     assert body
     assert {*body, *head} == set(model.names)

@@ -135,9 +135,9 @@ def test_what_makes_no_sense_is_refused(tmp_path):
         model={"name": "nano-gpt2", "weights": "random", "max_length": 16, "adaptation": {"name": "full"}},
         method={"local": {"absent": "zero"}, "rounds": 1},
     )
-    with pytest.raises(InputError, match=r'absent = "zero": only a classifier .* "language_modelling"'):
+    with pytest.raises(InputError, match=r'absent = "zero" needs a classifier .* "language_modelling"'):
         execute.run(tables, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     own = wrap(nn.Linear(2, 3), lambda m, b: m(b["features"]).sum(), classes=("a", "b", "c"))
-    with pytest.raises(InputError, match="only a classifier under cross-entropy"):
+    with pytest.raises(InputError, match="needs a classifier trained with cross-entropy"):
         loop.over_classes(own, SGD(absent="zero"))

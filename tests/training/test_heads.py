@@ -12,7 +12,7 @@ from torch.nn import functional
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.training import SGD, Adam, AdamW, Proximal, gram, heads
+from fedfm.training import SGD, Adam, AdamW, Proximal, heads
 from fedfm.training.job import Job
 
 NAMES = ("head.weight", "head.bias")
@@ -225,10 +225,10 @@ def test_both_ways_of_plain_sgd_are_the_textbooks(n, d, c, size, epochs, decay, 
 
 def test_the_span_is_taken_where_it_has_fewer_multiplications(monkeypatch):
     local = SGD(batch_size=10, epochs=5)
-    assert gram.pays(local, 100, 77, 384)
-    assert not gram.pays(local, 1000, 77, 384)  # more rows than features
-    assert not gram.pays(SGD(batch_size=10), 100, 77, 384)  # one epoch
-    assert not gram.pays(local, 36, 10, 128)  # too small to be worth the products before
+    assert heads.pays_in_span(local, 100, 77, 384)
+    assert not heads.pays_in_span(local, 1000, 77, 384)  # more rows than features
+    assert not heads.pays_in_span(SGD(batch_size=10), 100, 77, 384)  # one epoch
+    assert not heads.pays_in_span(local, 36, 10, 128)  # too small to be worth the products before
     monkeypatch.setattr(heads, "_plain", lambda job, x, y, names, in_span: (job.w, in_span))
     for changes, taken in (({}, True), ({"mu": 0.1}, False), ({"corrected": True}, False)):
         (job,) = jobs(local, [100], 384, 77, **changes)

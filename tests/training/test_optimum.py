@@ -59,7 +59,7 @@ def test_the_optimum_is_scikit_learns(case):
     (x, y), l2 = CASES[case]
     z, mean, std = standardised(x)
     missed = []
-    w, b = fit_rows(x, y, int(y.max()) + 1, HeadSpec(l2=l2), told=missed.append)
+    w, b = fit_rows(x, y, int(y.max()) + 1, HeadSpec(l2=l2), missed=missed.append)
     assert not missed
     w, b = w.double(), b.double()
     w, b = w * std, b + w @ mean
@@ -96,14 +96,14 @@ def test_separable_rows_reach_the_optimum_however_small_l2(l2, monkeypatch):
 def test_who_asks_too_little_or_for_what_is_not_there_is_told():
     x, y = made(200, 10, 3, 4.0)
     said: list[Optimum] = []
-    fit_rows(x, y, 3, HeadSpec(l2=1e-8, iterations=3), told=said.append)
+    fit_rows(x, y, 3, HeadSpec(l2=1e-8, iterations=3), missed=said.append)
     assert (said[0].iterations, said[0].converged) == (3, False)
     assert 1e-8 < said[0].gradient < 1
-    w, _ = fit_rows(x, y, 3, HeadSpec(l2=0.0), told=said.append)  # separable: the loss falls for ever
+    w, _ = fit_rows(x, y, 3, HeadSpec(l2=0.0), missed=said.append)  # separable: the loss falls for ever
     assert len(said) == 2
     assert torch.isfinite(w).all()
-    fit_rows(x, torch.zeros_like(y), 3, HeadSpec(l2=0.0), told=said.append)  # one class: nothing to find
-    fit_rows(x[:1].repeat(6, 1), y[:6], 3, told=said.append)  # equal rows: only the bias
+    fit_rows(x, torch.zeros_like(y), 3, HeadSpec(l2=0.0), missed=said.append)  # one class: nothing to find
+    fit_rows(x[:1].repeat(6, 1), y[:6], 3, missed=said.append)  # equal rows: only the bias
     assert len(said) == 2
 
 

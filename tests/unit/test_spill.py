@@ -17,7 +17,7 @@ import fedfm
 from fedfm.core import storage
 from fedfm.errors import InputError
 from fedfm.linalg import out_of_core
-from fedfm.linalg.out_of_core import Vectors, room, shelved, stored
+from fedfm.linalg.out_of_core import Vectors, allocate, shelved, stored
 from fedfm.linalg.params import Params
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
@@ -37,7 +37,7 @@ def file_of(x: Params) -> str:
 def test_room_in_a_file_leaves_none_behind_and_its_vectors_outlive_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     layout = Params({"a": torch.zeros(5), "b": torch.zeros(3, dtype=torch.bfloat16), "n": torch.tensor(1)}).layout
-    made = room(3, layout, most=0)
+    made = allocate(3, layout, most=0)
     assert not list(tmp_path.iterdir())
     for i, x in enumerate(made):
         for flat in x.flats.values():
@@ -48,7 +48,7 @@ def test_room_in_a_file_leaves_none_behind_and_its_vectors_outlive_each_other(tm
     assert last["b"].tolist() == [2.0] * 3
     assert int(last["n"]) == 2
     with pytest.raises(OSError, match=r"."):
-        room(1 << 40, layout, most=0)
+        allocate(1 << 40, layout, most=0)
 
 
 @LINUX
@@ -69,7 +69,7 @@ def test_a_shelf_moves_what_does_not_fit_into_a_file_and_changes_no_bit(monkeypa
 def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatch, uncached):
     monkeypatch.setattr(out_of_core, "UNCACHED", uncached)  # a flag that no system knows is left out
     layout = Params({"w": torch.zeros(5000), "b": torch.zeros(3, dtype=torch.bfloat16)}).layout
-    one, two = room(2, layout, most=0)
+    one, two = allocate(2, layout, most=0)
     for dtype, flat in two.flats.items():
         file = stored(flat)
         assert file is not None
@@ -92,7 +92,7 @@ def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatc
 @pytest.mark.parametrize("trouble", [None, "refused", "in part"])
 def test_whole_pages_go_past_the_cache_and_what_cannot_goes_through_it(monkeypatch, trouble):
     entries = 40 * out_of_core.PAGE
-    (vector,) = room(1, Params({"w": torch.zeros(entries)}).layout, most=0)
+    (vector,) = allocate(1, Params({"w": torch.zeros(entries)}).layout, most=0)
     flat = vector.flats[torch.float32]
     file = stored(flat)
     assert file is not None
@@ -129,7 +129,7 @@ def test_whole_pages_go_past_the_cache_and_what_cannot_goes_through_it(monkeypat
 @LINUX
 def test_a_file_is_closed_when_nobody_sees_its_vectors():
     before = len(os.listdir("/proc/self/fd"))
-    made = room(2, Params({"w": torch.zeros(5000)}).layout, most=0)
+    made = allocate(2, Params({"w": torch.zeros(5000)}).layout, most=0)
     view = made.pop()["w"][10:]
     del made
     assert len(os.listdir("/proc/self/fd")) > before
@@ -137,7 +137,7 @@ def test_a_file_is_closed_when_nobody_sees_its_vectors():
     del view
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(OSError, match=r"."):
-        room(1 << 40, Params({"w": torch.zeros(5000)}).layout, most=0)
+        allocate(1 << 40, Params({"w": torch.zeros(5000)}).layout, most=0)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

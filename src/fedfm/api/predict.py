@@ -32,7 +32,7 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
     Raises:
         InputError: the run is not finished, or its clients have models of their own and none is named.
     """
-    from fedfm.models.adapters.lora import at_rank, spec_for
+    from fedfm.models.adapters.lora import at_rank, rank_of
     from fedfm.models.export import load_adapter, rank_on_disk
     from fedfm.models.load import load_model
 
@@ -53,7 +53,7 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         spec = at_rank(spec, rank_on_disk(run.adapter(client)))
     else:
         w: Params = experiment.method.params_for(run.state(experiment.method.state_type), "")
-        spec = spec_for(spec, w)  # w may hold a wider adapter
+        spec = at_rank(spec, rank_of(w))  # w may hold a wider adapter
     model = load_model(
         spec,
         classes=tuple(shape["classes"]),

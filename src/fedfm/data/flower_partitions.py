@@ -1,7 +1,7 @@
-"""Partitions by flwr-datasets, Flower's own package of partitioners: any of those that give every row to one client.
+"""Partitions by flwr-datasets, Flower's package of partitioners: all that assign each row to exactly one client.
 
-For splits that another Flower project has published, and for kinds that fedfm has none of: sizes that follow a law,
-Dirichlet shares within a client, groups of values, ranges of a number. The rows are shuffled first, as Flower does.
+For published splits of other Flower projects, and for kinds that fedfm lacks: sizes that follow a law, Dirichlet shares
+within a client, groups of values, ranges of a number. The rows are shuffled first, as in Flower.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ _KEY = "data.partition"
 def owners(
     table: Table, part: PartitionSpec, train: np.ndarray, label: str, clients: int, seed: int, notices: list[str]
 ) -> tuple[np.ndarray, int]:
-    """The client of each of the rows ``train`` (n,), from 0 on as ``part.partitioner`` numbers its partitions, and how
-    many there are.
+    """The client of each of the rows ``train`` (n,), numbered as ``part.partitioner`` does, and the number of clients.
 
     Args:
-        label: how the partitioner's arguments call the column of labels.
-        clients: ``num_partitions`` where the partitioner takes one and the options do not say.
-        notices: what the partitioner warns of is added.
+        label: name of the column of labels in the partitioner's arguments.
+        clients: ``num_partitions``, if the partitioner has this argument and the options do not set it.
+        notices: receives the partitioner's warnings.
 
     Raises:
-        InputError: there is no such partitioner, it refuses its arguments or the rows, or it does not give every row to
-            one client.
+        InputError: there is no such partitioner, it refuses its arguments or the rows, or it does not assign each row
+            to exactly one client.
     """
     name, options = part.partitioner or "", dict(part.options or {})
     kind = _find(name)
@@ -49,12 +48,12 @@ def owners(
     order = generator(seed, "partition", "flower", "rows").permutation(len(train))
     try:
         with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("ignore")  # what its own libraries deprecate is not the user's business
+            warnings.simplefilter("ignore")  # deprecations in its libraries do not concern the user
             warnings.simplefilter("always", UserWarning)
             partitioner = kind(**options)
             partitioner.dataset = _dataset(table, train[order], label)
             parts = [np.asarray(partitioner.load_partition(k)["row"]) for k in range(partitioner.num_partitions)]
-    except Exception as error:  # whatever it says of its arguments, it says to the user
+    except Exception as error:  # partitioners raise many classes of errors
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise InputError(f"{_KEY}: {name}({given}) refuses: {type(error).__name__}: {first_line(error)}") from error
     notices += [f"{name}: {w.message}" for w in warned if w.category is UserWarning]
@@ -87,7 +86,7 @@ def _find(name: str) -> Any:
 
 
 def _dataset(table: Table, rows: np.ndarray, label: str) -> Any:
-    """What partitioners look at: where each row is in the order that they get, its label, its further columns."""
+    """The data set for a partitioner: each row's position, label and further columns."""
     from datasets import Dataset
 
     columns = {"row": np.arange(len(rows))} | {column: of[rows] for column, of in table.columns.items()}

@@ -1,4 +1,4 @@
-"""From the [data] table to a Table: reads the source, marks test rows, limits training rows, scales feature vectors."""
+"""Loads the [data] table: reads the source, marks test rows, limits training rows, scales feature vectors."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ _TASKS: dict[str, tuple[Kind, ...]] = {
 
 
 def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
-    """The rows that ``spec`` asks for, each marked train, val or test.
+    """The rows of the [data] table, each marked train, val or test.
 
-    ``where`` leaves out all rows whose column has another value than those it lists; the classes stay as they are.
-    Where a source marks no test rows, ``test_fraction`` of its training rows become test rows: stratified by class (and
-    by the column of a ``by_column`` partition, so that every client has its own), for running text its end. With
-    ``clients`` every file is read, and treated, on its own; classes are united by name; the column "client" says whose
-    a row is. ``limit`` then thins training rows, never test rows.
+    ``where`` keeps the rows whose columns have the listed values, and all classes. If a source marks no test rows,
+    ``test_fraction`` of its training rows become test rows: stratified by class (and by the column of a ``by_column``
+    partition, so that each client has its own), of running text the end. With ``clients`` each file is processed on its
+    own; classes are united by name, and the column "client" names the client. ``limit`` then thins training rows, never
+    test rows.
 
     Args:
         spec: the [data] table.
-        seed: which rows are test rows, and which stay under a limit.
-        task: the model's task; None lets the data decide.
+        seed: of the choice of test rows and of rows under a limit.
+        task: the model's task; None: implied by the data.
 
     Raises:
-        InputError: the table is contradictory, or the data are not what they should be; says where.
+        InputError: the table is contradictory, or the data are invalid; says where.
 
     Example:
         >>> table = load_table(DataSpec(name="digits", limit=200), seed=0)
@@ -74,19 +74,18 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
 
 
 def read_inputs(path: str | Path, spec: DataSpec, *, kind: Kind) -> Table:
-    """Rows to predict: any of the formats of ``data.path``; no labels are needed, and none are read. Instructions keep
-    the outputs that they have; another's is "".
+    """Rows to predict in any format of ``data.path``, without labels. A missing output of an instruction is "".
 
     Args:
-        path: file or folder.
+        path: file or folder; a folder of pictures needs no classes.
         spec: names of the columns and the scale, as in training.
-        kind: what the model takes.
+        kind: the kind of rows that the model takes.
 
     Returns:
-        All rows in the order of the file, ``labels`` None, each marked "test". A folder of pictures needs no classes.
+        All rows in the order of the file, ``labels`` None, each marked "test".
 
     Raises:
-        InputError: as load_table; or the file holds another kind of rows.
+        InputError: as :func:`load_table`, or the file has another kind of rows.
     """
     task = {"instruction": "instruction", "passages": "language_modelling"}.get(kind)
     table = _read_path(existing(path, "file"), spec, task, labelled=False)
@@ -96,7 +95,7 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: Kind) -> Table:
 
 
 def check_files(spec: DataSpec) -> None:
-    """Refuse files that are not there; none is read."""
+    """Raise an InputError for missing files; reads none."""
     if spec.path is not None:
         existing(spec.path)
     for name, path in (spec.clients or {}).items():
@@ -104,7 +103,7 @@ def check_files(spec: DataSpec) -> None:
 
 
 def chosen(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
-    """The rows whose value in every column of ``where`` is among those that it lists.
+    """The rows with a listed value in each column of ``where``.
 
     Raises:
         InputError: there is no such column, or no row has such a value.
@@ -128,7 +127,7 @@ def chosen(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
 
 
 def scaled(table: Table, scale: str) -> Table:
-    """Feature vectors scaled one by one: "row" to mean 0 and variance 1, "unit" to norm 1; constant rows become 0."""
+    """Each feature vector scaled: "row" to mean 0 and variance 1 (constant vectors to 0), "unit" to norm 1."""
     if scale == "none":
         return table
     if table.kind != "features":
@@ -143,7 +142,7 @@ def scaled(table: Table, scale: str) -> Table:
 
 
 def _read(spec: DataSpec, task: str | None) -> Table:
-    """One source as it is."""
+    """The rows of one source."""
     if spec.name is not None:
         from fedfm.data.sources import digits
 
@@ -176,7 +175,7 @@ def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) 
 
 
 def _fit(table: Table, task: str | None) -> Table:
-    """Refuse a table that does not serve the task, or has nothing to train on."""
+    """Refuse a table that does not fit the task, or has no training rows."""
     if task is not None and table.kind not in _TASKS[task]:
         wanted = " or ".join(_WORDS[kind] for kind in _TASKS[task])
         fits = next(name for name, kinds in _TASKS.items() if table.kind in kinds)
@@ -190,24 +189,19 @@ def _fit(table: Table, task: str | None) -> Table:
 
 
 def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
-    """The table with test rows: its own, or ``test_fraction`` of its training rows."""
+    """The table with its own test rows, or with ``test_fraction`` of its training rows as test rows."""
     rows = table.rows("train")
     if len(table.rows("test")) or spec.test_fraction == 0:
         return table
     if table.kind == "passages":
-        # The end of the text: passages drawn at random would have their neighbours in training.
+        # The end of the text: random passages would be adjacent to training passages.
         count = min(max(1, round(spec.test_fraction * len(rows))), len(rows) - 1)
         held = rows[len(rows) - count :]
     else:
         values = _owner_to_be(table, spec)
         labels = np.zeros(len(table), dtype=np.int64) if table.labels is None else table.labels
-        held = np.concatenate(
-            [
-                hold_out(labels[part], part, spec.test_fraction, rng)
-                for value in np.unique(values[rows])
-                for part in [rows[values[rows] == value]]
-            ]
-        )
+        parts = [rows[values[rows] == value] for value in np.unique(values[rows])]
+        held = np.concatenate([hold_out(labels[part], part, spec.test_fraction, rng) for part in parts])
     if not len(held):
         note = f"{table.source} has too few rows to keep any for testing: there are no test rows"
         return replace(table, notices=(*table.notices, note))
@@ -217,7 +211,7 @@ def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
 
 
 def _owner_to_be(table: Table, spec: DataSpec) -> np.ndarray:
-    """Number (N,) of the client, where the rows' columns already say whose they are; zeros otherwise."""
+    """Index (N,) of the client if a column names it, else zeros."""
     column = CLIENT if spec.clients else spec.partition.column  # None unless the partition is by_column
     if column not in table.columns:
         return np.zeros(len(table), dtype=np.int64)
@@ -255,10 +249,11 @@ def _of_clients(spec: DataSpec, seed: int, task: str | None) -> Table:
             )
     classes = unite([table.classes for table in tables.values()])
     code = {name: index for index, name in enumerate(classes)}
-    labels = []
-    for table in tables.values():
-        if table.labels is not None:
-            labels.append(np.array([code[name] for name in table.classes], dtype=np.int64)[table.labels])
+    labels = [
+        np.array([code[name] for name in table.classes], dtype=np.int64)[table.labels]
+        for table in tables.values()
+        if table.labels is not None
+    ]
     keys = sorted({key for table in tables.values() for key in table.columns} - {CLIENT})
     columns = {
         key: str_array([v for t in tables.values() for v in t.columns.get(key, np.full(len(t), "")).tolist()])
@@ -280,7 +275,7 @@ def _of_clients(spec: DataSpec, seed: int, task: str | None) -> Table:
 
 
 def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """All class names: in their own order where every client has the same, else sorted (integers by value)."""
+    """All class names: in their own order if all clients have the same, else sorted (integers by value)."""
     if len(set(classes)) == 1:
         return classes[0]
     names = {name for one in classes for name in one}
@@ -290,7 +285,7 @@ def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _form(table: Table) -> str:
-    """Words for what must agree between the clients."""
+    """Words for the form of the rows, which must agree between clients."""
     words = _WORDS[table.kind]
     if not isinstance(table.inputs, np.ndarray):
         return words + (" as files" if table.kind == "image" else "")

@@ -1,25 +1,21 @@
-"""Partitions: which client holds which training row, and on which test rows its own model is judged.
+"""Partitions: assign each training row to exactly one client, and test rows to each client's own model.
 
-Every training row is in exactly one client.
+iid        random rows; sizes differ by at most one.
+dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019), rounded to whole rows by
+           largest remainder; the rows are random. Sizes are not balanced, empty clients are not redrawn.
+by_class   each client has ``classes_per_client`` classes; K m / C clients, rounded up or down, share each class evenly.
+by_column  one client for each value of the column; with ``clients = N``, N / V clients share the rows of each of V
+           values evenly.
+flower     any partitioner of flwr-datasets that assigns each row to one client (see
+           :mod:`fedfm.data.flower_partitions`).
 
-iid        rows in random order, dealt like cards: sizes differ by at most one.
-dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019), made whole numbers of its
-           rows by largest remainder: no client is favoured by its place. Which rows they are is random. Sizes are not
-           balanced, empty clients are not redrawn.
-by_class   every client holds ``classes_per_client`` classes; each class is held by K m / C clients, rounded up or
-           down, and dealt evenly to them.
-by_column  one client a value of the column; with ``clients = N`` each of V values' rows are dealt evenly to N / V.
-flower     any partitioner of flwr-datasets that gives every row to one client (see
-:mod:`fedfm.data.flower_partitions`).
-
-Rows that the source marks val are dealt by the same rule, with the same shares and the same holders; with ``flower`` by
-the class proportions that the client has in training.
+Rows that the source marks val follow the same rule with the same shares and clients; with ``flower``, the class
+proportions of the client's training rows.
 """
 
-# The first four are short and exactly specified, so they are written out. flwr-datasets has partitioners of the same
-# names (with self_balancing off, its Dirichlet has the same law), which "flower" takes. Its import takes 2 s at every
-# start, since it pulls in datasets, matplotlib and seaborn; it deals one list of rows, where validation rows here take
-# the shares and holders of training rows; and it has no column that is dealt on to several clients.
+# flwr-datasets also has partitioners for the first four (with self_balancing off its Dirichlet has the same law). But
+# its import takes 2 s, it partitions one list of rows, so that validation rows would get other shares and clients, and
+# it cannot split the rows of one value between several clients.
 
 from __future__ import annotations
 
@@ -38,20 +34,21 @@ from fedfm.errors import InputError
 from fedfm.seeds import generator
 
 DEFAULT_CLIENTS = 10
-CLIENT = "client"  # the column that says whose row it is, where every client has its own file
+CLIENT = "client"  # the column of the client's name if each client has its own file
 
 Owner = np.ndarray  # (n,) int64: the client of each of n rows
 
 
 def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
-    """The table dealt to clients, the same for the same seed.
+    """Partition the table between clients; the result depends on the seed.
 
-    Of a client's training rows ``val_fraction`` are kept for validation, stratified by class. Its own test rows are,
-    with ``by_column`` or ``clients``, those that are its; otherwise the test rows of each class are dealt in proportion
-    to the clients' training rows of that class (``own_test``). Clients without training rows are dropped with a notice.
+    ``val_fraction`` of a client's training rows become validation rows, stratified by class. Its own test rows are with
+    ``by_column`` or ``clients`` those of its value or file; otherwise the test rows of each class are assigned in
+    proportion to the clients' training rows of that class (``own_test``). Clients without training rows are dropped
+    with a notice.
 
     Raises:
-        InputError: a key of the partition is wrong, or more clients are asked for than there are rows.
+        InputError: a key of the partition is wrong, or there are more clients than rows.
 
     Example:
         >>> from fedfm.data.load import load_table
@@ -63,7 +60,7 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
     """
     train, val, test = table.rows("train"), table.rows("val"), table.rows("test")
     if not len(train):
-        raise InputError(f"{table.source} has no training rows to deal")
+        raise InputError(f"{table.source} has no training rows")
     part = spec.partition
     notices: list[str] = []
     if spec.clients is not None or part.name == "by_column":
@@ -81,9 +78,8 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
         mine, kept, own = (rows[owner == k] for rows, owner in zip((train, val, test), owners, strict=True))
         if not len(mine):
             empty.append(name)
-            lost = f", and {len(kept)} validation rows with it" if len(kept) else ""
-            if lost:
-                notices.append(f"{name} has no training rows{lost}: they are not used")
+            if len(kept):
+                notices.append(f"{name} has no training rows: its {len(kept)} validation rows are not used")
             continue
         labels = None if table.labels is None else table.labels[mine]
         held = hold_out(labels, mine, spec.val_fraction, generator(seed, "val", name))
@@ -97,11 +93,11 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
 
 
 def summary(data: FederatedData) -> dict[str, Any]:
-    """Counts of rows per client, split and class, as JSON has them.
+    """Counts of rows per client, split and class as JSON values.
 
     Returns:
         ``kind``, ``source``, ``classes``; ``test``: the global test rows; ``clients``: name -> ``train``, ``val``,
-        ``test``. Each count is ``{"rows": n, "by_class": [n_1 ... n_C]}``, ``by_class`` null where rows have no labels.
+        ``test``. Each count is ``{"rows": n, "by_class": [n_1 ... n_C]}``, ``by_class`` None without labels.
     """
     labels, classes = data.table.labels, data.table.classes
 
@@ -124,10 +120,10 @@ def summary(data: FederatedData) -> dict[str, Any]:
 def own_test(
     table: Table, test: np.ndarray, train: np.ndarray, owner: Owner, clients: int, seed: int, part: str = ""
 ) -> Owner:
-    """Who is judged on which test row: the client of each of ``test`` (n,), -1 for a class that nobody trains on.
+    """The client of each of the test rows ``test`` (n,), -1 for a class on which no client trains.
 
-    For each class c: the clients' shares of its test rows are in proportion to their training rows of c by largest
-    remainder, equal remainders settled by a generator derived from the seed; which rows they are is drawn from it too.
+    For each class c the clients' shares of its test rows are in proportion to their training rows of c by largest
+    remainder. A generator derived from the seed breaks ties and draws the rows.
     """
     labels = np.zeros(len(table), dtype=np.int64) if table.labels is None else table.labels
     result = np.full(len(test), -1, dtype=np.int64)
@@ -154,26 +150,25 @@ def _by_rule(
         raise InputError(
             f"data.partition.clients: {clients} clients and {len(train)} training rows: at most a client a row"
         )
-    labels = table.labels
+    labels, named = table.labels, (("train", train), ("val", val))
     if part.name == "flower":
         owner, clients = flower_partitions.owners(table, part, train, spec.label, clients, seed, notices)
         kept = own_test(table, val, train, owner, clients, seed, "val")
-        lost = np.flatnonzero(kept < 0)  # of classes that nobody trains on
+        lost = np.flatnonzero(kept < 0)  # of classes on which no client trains
         kept[lost] = np.arange(len(lost)) % clients
         owners = [owner, kept]
     elif part.name == "iid":
-        owners = [_evenly(rows, clients, generator(seed, "partition", "iid", s)) for s, rows in _named(train, val)]
+        owners = [_evenly(rows, clients, generator(seed, "partition", "iid", s)) for s, rows in named]
     elif labels is None:
         raise InputError(
-            f'data.partition.name: "{part.name}" deals by class, and {table.source} has no labels: '
-            'use "iid" or "by_column"'
+            f'data.partition.name: "{part.name}" needs labels, and {table.source} has none: use "iid" or "by_column"'
         )
     else:
         known = np.unique(labels[np.concatenate([train, val])])
         by_class = part.name == "by_class"
         shares = _by_class(known, part, clients, seed) if by_class else _dirichlet(part, clients, seed)
         owners = []
-        for name, rows in _named(train, val):
+        for name, rows in named:
             owner = np.empty(len(rows), dtype=np.int64)
             for c in np.unique(labels[rows]):
                 rng = generator(seed, "partition", part.name, "rows", name, int(c))
@@ -182,10 +177,6 @@ def _by_rule(
             owners.append(owner)
     owners.append(own_test(table, test, train, owners[0], clients, seed))
     return numbered("client", clients, 2), owners
-
-
-def _named(train: np.ndarray, val: np.ndarray) -> tuple[tuple[str, np.ndarray], ...]:
-    return ("train", train), ("val", val)
 
 
 def _evenly(rows: np.ndarray, clients: int, rng: np.random.Generator) -> Owner:
@@ -198,7 +189,7 @@ def _dirichlet(part: PartitionSpec, clients: int, seed: int) -> Callable[[int, i
     """(class, number of its rows) -> their owners."""
 
     def shares(c: int, count: int) -> Owner:
-        # Drawn again from the class's own stream for every split: training and validation rows have the same shares.
+        # The class's stream is new for each split: training and validation rows have the same shares.
         rng = generator(seed, "partition", "dirichlet", c)
         p = dirichlet(part.alpha or 0.0, clients, rng)
         return np.repeat(np.arange(clients), apportion(p, count, rng))
@@ -210,14 +201,14 @@ def dirichlet(alpha: float, clients: int, rng: np.random.Generator) -> np.ndarra
     """Shares (K,) from Dir(alpha 1_K), summing to 1."""
     if alpha > 1e-9:
         return rng.dirichlet(np.full(clients, alpha))
-    # One client, drawn uniformly: the limit for alpha -> 0, which NumPy's variates miss where alpha underflows.
+    # One client, drawn uniformly: the limit for alpha -> 0, which NumPy's variates miss if alpha underflows.
     p = np.zeros(clients)
     p[rng.integers(clients)] = 1.0
     return p
 
 
 def _by_class(classes: np.ndarray, part: PartitionSpec, clients: int, seed: int) -> Callable[[int, int], Owner]:
-    """(class, number of its rows) -> their owners; ``classes`` are those that have rows to deal."""
+    """(class, number of its rows) -> their owners; ``classes`` are those with rows."""
     each, key = part.classes_per_client or 0, "data.partition.classes_per_client"
     if each > len(classes):
         raise InputError(f"{key}: {each} classes a client, and the training rows have {len(classes)}")
@@ -227,7 +218,7 @@ def _by_class(classes: np.ndarray, part: PartitionSpec, clients: int, seed: int)
             f"every row belongs to a client: raise it to {-(-len(classes) // clients)}, "
             f"or clients to {-(-len(classes) // each)}"
         )
-    # Every client takes the classes that the fewest hold so far, ties at random: how often each is held differs by one.
+    # Each client takes the classes that the fewest clients have, ties at random: these numbers differ by at most one.
     rng = generator(seed, "partition", "by_class")
     held = np.zeros(len(classes), dtype=np.int64)
     holders: dict[int, list[int]] = {int(c): [] for c in classes}
@@ -264,7 +255,7 @@ def _by_column(
             notices.append(
                 f"{count} {name} rows are of {column} {listing(strange, 5)}, which has no training rows: they {use}"
             )
-    stems = [_stem(value) for value in values]
+    stems = [re.sub(r"[^\w.-]+", "_", value.strip()).lstrip(".") or "_" for value in values]  # also names of folders
     for stem, value in zip(stems, values, strict=True):
         if stems.count(stem) > 1:
             raise InputError(
@@ -288,7 +279,7 @@ def _by_column(
             for s, place in zip(("train", "val"), places[:2], strict=True)
         ]
         mine.append(own_test(table, test[places[2]], train[places[0]], mine[0], each, seed, value))
-        # A class that none of several clients of this value trains on: the row is still theirs.
+        # No client of this value trains on the row's class: the row is still theirs.
         lost = np.flatnonzero(mine[2] < 0)
         mine[2][lost] = np.arange(len(lost)) % each
         for owner, place, local in zip(owners, places, mine, strict=True):
@@ -297,12 +288,7 @@ def _by_column(
     return names, owners
 
 
-def _stem(value: str) -> str:
-    """A value as a client's name, which is also that of its folder."""
-    return re.sub(r"[^\w.-]+", "_", value.strip()).lstrip(".") or "_"
-
-
 def numbered(stem: str, count: int, digits: int = 1) -> list[str]:
-    """``client-00`` ... ``client-11``: padded, so that names sort as they are counted."""
+    """``client-00`` ... ``client-11``, padded so that names sort by number."""
     width = max(digits, len(str(count - 1)))
     return [f"{stem}-{k:0{width}d}" for k in range(count)]

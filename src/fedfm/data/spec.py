@@ -10,18 +10,18 @@ from fedfm.core import fields
 from fedfm.core.fields import setting
 from fedfm.errors import InputError
 
-WITHHELD = "(kept by the server)"  # in the place of what clients are not told
-IN_MEMORY = "(in memory)"  # the name of data and of a model that a Python program gave: see fedfm.api.federate
+WITHHELD = "(kept by the server)"  # replaces values that clients do not receive
+IN_MEMORY = "(in memory)"  # the name of data and of a model from a Python program: see fedfm.api.federate
 BUILT_IN = ("digits",)
 PARTITIONS = ("iid", "dirichlet", "by_class", "by_column", "flower")
-CLIENT_NAME = r"[^\W_][\w.-]*"  # it becomes the name of a folder
+CLIENT_NAME = r"[^\W_][\w.-]*"  # also the name of a folder
 _TEXT = r"[\s\S]*\S[\s\S]*"  # not blank
 _FILES = '{ north = "north.csv", ... }, each name of letters, digits, "-", "_" and "." only'
 
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """How training rows are dealt to clients."""
+    """How training rows are assigned to clients."""
 
     name: str = setting("iid", "iid, dirichlet, by_class, by_column or flower", choices=PARTITIONS)
     clients: int | None = setting(None, "number of clients K [10; by_column: one a value]", ge=1)
@@ -42,18 +42,15 @@ class PartitionSpec:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Where the rows come from and how they are dealt."""
+    """The source of the rows and their partition."""
 
-    one_of: ClassVar[tuple[str, ...]] = ("name", "path", "hub", "clients")  # of which a table has exactly one
+    one_of: ClassVar[tuple[str, ...]] = ("name", "path", "hub", "clients")  # a table has exactly one of them
 
     name: str | None = setting(
         None, 'a built-in set: "digits"', choices=BUILT_IN, words='"digits"; a file or folder is data.path'
     )
     path: str | None = setting(
-        None,
-        "csv, jsonl(.gz), parquet, npz, txt(.gz) or an image folder",
-        pattern=_TEXT,
-        words="a file or a folder",
+        None, "csv, jsonl(.gz), parquet, npz, txt(.gz) or an image folder", pattern=_TEXT, words="a file or a folder"
     )
     hub: str | None = setting(
         None, "a Hugging Face data set id or save_to_disk folder", pattern=_TEXT, words="an id or a folder"
@@ -73,22 +70,18 @@ class DataSpec:
     split: str = setting("split", "name of the column with train, val, test")
     instruction: str = setting("instruction", 'instruction column of task "instruction"')
     output: str = setting("output", 'output column of task "instruction"')
-    partition: PartitionSpec = setting(PartitionSpec(), "how rows are dealt to clients")
+    partition: PartitionSpec = setting(PartitionSpec(), "how rows are assigned to clients")
     where: dict[str, tuple[str, ...]] | None = setting(
         None, "column -> values: other rows, test rows too, are left out", least=1
     )
-    limit: int | None = setting(None, "at most so many training rows, stratified", ge=1)
+    limit: int | None = setting(None, "most training rows, stratified", ge=1)
     test_fraction: float = setting(0.2, "where the source marks no test rows", ge=0, lt=1)
     val_fraction: float = setting(0.0, "of each client's training rows, kept for validation", ge=0, lt=1)
     scale: str = setting("none", "feature vectors: none, row or unit", choices=("none", "row", "unit"))
 
 
 def check(spec: DataSpec) -> None:
-    """Refuse values of a [data] table that are out of bounds or do not go together; nothing is read.
-
-    Raises:
-        InputError: with the key, what it is, and what would be right.
-    """
+    """Raise an InputError for values of a [data] table that are out of bounds or incompatible; reads no data."""
     given = [key for key in spec.one_of if getattr(spec, key) is not None]
     if len(given) != 1:
         what = " and ".join(given) or "none"

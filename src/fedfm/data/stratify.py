@@ -1,4 +1,4 @@
-"""Whole numbers in given proportions: the arithmetic of stratified splits."""
+"""Stratified splits: whole numbers in given proportions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def quota(counts: np.ndarray, total: int, rng: np.random.Generator, caps: np.ndarray | None = None) -> np.ndarray:
-    """``total`` shared in proportion to ``counts`` by largest remainder: int64 (G,), summing to ``total``.
+    """``total`` in proportion to ``counts`` by largest remainder: int64 (G,), of the sum ``total``.
 
-    Equal remainders are settled by the generator, so that no group is favoured by its place. With ``caps`` no group
-    gets more than its cap, and the sum is at most that of the caps. All counts zero gives zeros.
+    The generator breaks ties between remainders, so that the order of the groups does not matter. With ``caps`` no
+    group exceeds its cap, and the sum does not exceed that of the caps. If all counts are 0, so are the results.
     """
     counts = np.asarray(counts, dtype=np.int64)
     whole = int(counts.sum())
@@ -29,7 +29,7 @@ def quota(counts: np.ndarray, total: int, rng: np.random.Generator, caps: np.nda
 def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
     """``total`` in the proportions ``shares`` (G,), which sum to 1, by largest remainder: int64 (G,).
 
-    As :func:`quota`, of fractions: equal remainders are settled by the generator.
+    The generator breaks ties between remainders.
     """
     exact = shares * total
     parts: np.ndarray = np.floor(exact).astype(np.int64)
@@ -41,7 +41,7 @@ def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.nd
 def hold_out(groups: np.ndarray | None, rows: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
     """Rows to hold out of ``rows`` (n,): round(fraction n), at least one, in the groups' proportions; ascending.
 
-    ``groups`` (n,) gives each row's stratum. Every stratum keeps a row, so that no class is lost to training.
+    ``groups`` (n,) gives each row's stratum. Each stratum keeps a row, so that training has every class.
     """
     if fraction <= 0 or len(rows) < 2:
         return rows[:0]

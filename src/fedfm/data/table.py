@@ -1,4 +1,4 @@
-"""Table: the rows of one source as they were read, before any model has seen them."""
+"""Table: the rows of one source before preprocessing."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Table:
     """N rows of one kind.
 
     Attributes:
-        kind: what ``inputs`` holds:
-            ``image``: a uint8 array (N, H, W, C), C = 1 or 3, or a list of N paths (or encoded pictures as bytes, where
-                a data set of unequal sizes keeps them inside its own files), decoded when they are needed;
+        kind: the kind of ``inputs``:
+            ``image``: a uint8 array (N, H, W, C), C = 1 or 3, or a list of N paths or encoded pictures (bytes), which
+                are decoded when they are needed;
             ``text``: a list of N strings;
             ``features``: a float32 array (N, d);
             ``instruction``: a list of N pairs (instruction, output);
             ``passages``: a list of N consecutive pieces of one running text, for language models;
-            ``own``: any sequence of N rows that only a Python user's own module understands.
-        labels: int64 (N,), or None where rows have none.
+            ``own``: any sequence of N rows for a Python user's own module.
+        labels: int64 (N,), or None.
         classes: class names; ``labels`` index them.
         split: str (N,), each "train", "val" or "test".
         columns: further columns by name, each a str array (N,), for ``by_column``.
-        source: where the rows came from, for messages.
-        notices: what the user should know about how they were read.
+        source: the name of the source in messages.
+        notices: for the user, on how the rows were read.
     """
 
     kind: Kind
@@ -66,13 +66,13 @@ class Table:
 def fingerprint(table: Table) -> str:
     """SHA-256 (64 hex digits) over kind, inputs, labels, class names and split.
 
-    Pictures in files count by their bytes, rows of kind "own" by their number. The same wherever the rows came from:
-    not over paths, further columns or notices.
+    It covers the bytes of pictures in files and the number of rows of kind "own", but no paths, further columns or
+    notices: it does not depend on the source.
     """
     digest = hashlib.sha256()
 
     def add(data: bytes) -> None:
-        digest.update(len(data).to_bytes(8, "little") + data)  # lengths first: no two lists of pieces look alike
+        digest.update(len(data).to_bytes(8, "little") + data)  # with lengths different lists have different hashes
 
     def add_array(array: np.ndarray) -> None:
         array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
@@ -80,7 +80,7 @@ def fingerprint(table: Table) -> str:
         add(array.tobytes())
 
     add(table.kind.encode())
-    if table.kind == "own":  # may be drawn anew whenever they are read, by a random transform: only counted
+    if table.kind == "own":  # a random transform may change the rows at each read
         add(str(len(table)).encode())
     elif isinstance(table.inputs, np.ndarray):
         add_array(table.inputs)
@@ -102,7 +102,7 @@ def fingerprint(table: Table) -> str:
 
 @dataclass(frozen=True)
 class ClientRows:
-    """Indexes into a Table, ascending: the rows of one client."""
+    """The rows of one client as ascending indexes into a Table."""
 
     train: np.ndarray
     val: np.ndarray
@@ -111,13 +111,13 @@ class ClientRows:
 
 @dataclass(frozen=True)
 class FederatedData:
-    """A table dealt to clients.
+    """A table partitioned between clients.
 
     Attributes:
-        clients: name -> rows; names sort in the order of the partition ("client-00" ...). Every training row is in
-            exactly one client's ``train`` or ``val``; ``test`` are the rows on which the client's own model is judged.
+        clients: name -> rows; names sort in the order of the partition ("client-00" ...). Each training row is in
+            exactly one client's ``train`` or ``val``; the client's own model is evaluated on ``test``.
         test: the global test rows, on which no client trains.
-        notices: what the user should know of the rows and of how they were dealt: the table's notices come first.
+        notices: for the user, the table's and then those of the partition.
     """
 
     table: Table

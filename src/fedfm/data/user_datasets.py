@@ -1,4 +1,4 @@
-"""Data sets in memory: any object with ``len(d)`` and ``d[i]``, read when a batch asks for its rows."""
+"""Data sets of Python programs: any object with ``len(d)`` and ``d[i]``; each batch reads its rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 
-_READ = 256  # rows collated at a time where labels are read
+_READ = 256  # rows in one batch of read_once
 
 
 @dataclass(frozen=True)
 class DatasetRows(Rows):
-    """Rows of a data set, read and collated when a batch asks for them."""
+    """Rows of a data set; each batch reads and collates its rows."""
 
     table: Table | None = None
     index: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -29,12 +29,10 @@ class DatasetRows(Rows):
         return len(self.index)
 
     def take(self, index: Sequence[int] | np.ndarray | Tensor) -> DatasetRows:
-        """These rows, in this order."""
         return replace(self, index=self.index[np.asarray(index, dtype=np.int64)])
 
     def batch(self, index: Sequence[int] | np.ndarray | Tensor) -> Batch:
-        """The collated rows."""
-        assert self.table is not None  # noqa: S101 - set by whoever makes rows
+        assert self.table is not None  # noqa: S101 - all callers set it
         return self.collated([self.table.inputs[i] for i in self.take(index).index.tolist()])
 
 
@@ -54,11 +52,7 @@ class Joined(Sequence[Any]):
 
 
 def checked(data: Any, what: str, *, empty: bool = False) -> Any:
-    """``data``, if it is a map-style data set.
-
-    Raises:
-        InputError: it is not, or has no rows.
-    """
+    """``data``; an InputError if it is no map-style data set, or has no rows unless ``empty``."""
     if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InputError(f"{what} is a {type(data).__name__}: expected a map-style data set, with len() and [i]")
     if not len(data) and not empty:
@@ -67,10 +61,10 @@ def checked(data: Any, what: str, *, empty: bool = False) -> Any:
 
 
 def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
-    """What one reading of the rows tells: (class labels (n,), the first row that holds a NaN).
+    """(class labels (n,), index of the first row with a NaN), from one pass over the rows.
 
-    Labels are None unless every row has one whole number of at least 0 as its target. Rows without labels and without
-    floating-point numbers are not read to their end.
+    Labels are None unless each row has one integer of at least 0 as its target. The pass ends early if the rows have
+    neither labels nor floating-point numbers.
     """
     found: list[np.ndarray] | None = []
     first, at = None, 0
@@ -83,9 +77,9 @@ def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
                 found.append(y.cpu().numpy().astype(np.int64))
             floats = [x for x in batch.values() if x.is_floating_point()]
             if first is None:
-                # A sum is NaN where a number is, and fast; infinities of both signs make one too.
+                # The sum of a tensor with a NaN is NaN, and fast; infinities of both signs give one too.
                 n = min(_READ, len(rows) - at)
-                rowwise = [x for x in floats if x.dim() and len(x) == n]  # a collate may pack rows otherwise
+                rowwise = [x for x in floats if x.dim() and len(x) == n]  # a collate function may pack rows
                 bad = next((x for x in rowwise if torch.isnan(x.sum()) and torch.isnan(x).any()), None)
                 if bad is not None:
                     first = at + int(torch.isnan(bad).reshape(n, -1).any(1).nonzero()[0])
@@ -96,7 +90,7 @@ def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
 
 
 def column(sets: Sequence[Any], name: str) -> dict[str, np.ndarray]:
-    """A column that all data sets name, as Hugging Face's do, of text or whole numbers; {} where there is none."""
+    """A column of text or integers that all data sets have (Hugging Face's ``column_names``); {} if there is none."""
     if not all(name in (getattr(data, "column_names", None) or ()) for data in sets):
         return {}
     values = [v for data in sets for v in data[name]]

@@ -1,9 +1,9 @@
-"""Columns of many vectors side by side: which are computed together, on which thread, in what memory they lie.
+"""Splits the columns of many vectors into pieces of work, and assigns threads and memory to them.
 
-A layer's columns are cut into stretches, by nothing but the layout and the number of vectors. One thread computes a
-stretch, window after window: the vectors' entries there, copied or read from their files into the rows of one matrix,
-of which a fixed number of columns is multiplied at once. While one thread waits for the disk another one computes. With
-files there is in memory at most 1 GiB of windows, or two blocks a thread where that is more.
+The layout and the number of vectors alone determine how a layer's columns are cut into stretches. One thread computes a
+stretch, window after window: it copies or reads the vectors' entries into the rows of one matrix and multiplies a fixed
+number of its columns at once. While one thread waits for the disk another one computes. With files, windows take at
+most 1 GiB of memory, or two blocks for each thread if that is more.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fedfm.linalg.out_of_core import SECTOR, stored
 from fedfm.linalg.params import Layout, Params
 from fedfm.linalg.threads import one_thread, torch_threads
 
-BLOCK = 8192  # columns side by side, at least
-MOST = 1 << 15  # columns side by side: torch widens so many on one thread
-PIECE = 1 << 16  # columns of a file at a time: to and from the disk, 128 KiB a call cost as much time as 256
-ENTRIES = 1 << 18  # side by side, of few vectors: what the caches hold
-STRETCH = 1 << 18  # columns whose sum one thread makes
-SHORT = 10**8  # multiplications that take less time than threads to start
-WINDOWS = 1 << 30  # bytes of files that all threads hold at most: shorter pieces cost more calls and waits
-LINE = 64  # bytes between rows: a power of two apart they would share a few lines of a cache; files need a sector
+BLOCK = 8192  # fewest columns in a block
+MOST = 1 << 15  # most columns in a block: torch widens so many on one thread
+PIECE = 1 << 16  # columns of one read: 128 KiB of a disk take as long as 256
+ENTRIES = 1 << 18  # entries in a block of few vectors: they fit the caches
+STRETCH = 1 << 18  # columns in one thread's sum
+SHORT = 10**8  # multiplications that take less time than starting threads
+WINDOWS = 1 << 30  # most bytes of windows of all threads: smaller pieces cost more calls and waits
+LINE = 64  # bytes between rows, else rows of a power of two share few cache lines; files need a sector
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Columns of one layer, which one thread computes in one dtype: ``block`` at once, of ``window`` in memory."""
+    """Columns of one layer for one thread and dtype: ``block`` of them at once, ``window`` in memory."""
 
     layer: int
     dtype: Any
@@ -54,10 +54,10 @@ class Stretch(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Stretches, how many threads take them, and how many of these compute at a time; the others wait for the disk.
+    """Stretches, the number of threads, and how many of them compute at a time; the others wait for the disk.
 
     Attributes:
-        apart: bytes by which a window's rows lie further apart than they are long.
+        apart: bytes between a window's rows.
     """
 
     stretches: list[Stretch]
@@ -66,11 +66,11 @@ class Schedule(NamedTuple):
     apart: int
 
 
-# --- what is computed where -------------------------------------------------------------------------------------------
+# --- the schedule -----------------------------------------------------------------------------------------------------
 
 
 def planned(runs: Sequence[Sequence[Span]], count: int, files: bool, threads: int | None) -> Schedule:
-    """Of every layer: float64 entries in float64, others in float32."""
+    """The schedule of all layers: float64 entries in float64, others in float32."""
     block = max(BLOCK, min(MOST, ENTRIES // count // BLOCK * BLOCK))
     long = max(1, STRETCH // block) * block
     pieces = [
@@ -88,12 +88,12 @@ def planned(runs: Sequence[Sequence[Span]], count: int, files: bool, threads: in
 
 
 def in_order(function: Callable[[Stretch, Desk], R], plan: Schedule) -> Iterator[tuple[Stretch, R]]:
-    """Every stretch and what the function makes of it, in their order."""
+    """Each stretch with the function's result, in order."""
     stretches, threads, computing, apart = plan
     desk = Desk(Semaphore(computing), apart)
 
     def quiet(stretch: Stretch) -> R:
-        with np.errstate(all="ignore"):  # a vector that is not finite shows in what it gives
+        with np.errstate(all="ignore"):  # results of a vector that is not finite are not finite
             return function(stretch, desk)
 
     with one_thread(), torch_threads(1):
@@ -105,20 +105,11 @@ def in_order(function: Callable[[Stretch, Desk], R], plan: Schedule) -> Iterator
 
 
 def merged(layout: Layout, names: Iterable[str], floating: bool = True) -> list[Span]:
-    """The entries of these names in as few runs as there are; only the floating-point ones, if so."""
-    runs = (Span(*layout.slots[n][:3]) for n in names)
-    return _joined(
-        sorted(
-            (r for r in runs if r.start < r.stop and (r.dtype.is_floating_point or not floating)),
-            key=lambda r: (str(r.dtype), r.start),
-        )
-    )
-
-
-def _joined(runs: Iterable[Span]) -> list[Span]:
-    """Those that follow each other as one."""
+    """The entries of these names, or the floating-point ones, in as few runs as possible."""
+    runs = [Span(*layout.slots[n][:3]) for n in names]
+    runs = [r for r in runs if r.start < r.stop and (r.dtype.is_floating_point or not floating)]
     found: list[Span] = []
-    for run in runs:
+    for run in sorted(runs, key=lambda r: (str(r.dtype), r.start)):
         if found and found[-1].dtype == run.dtype and found[-1].stop == run.start:
             found[-1] = Span(run.dtype, found[-1].start, run.stop)
         else:
@@ -127,7 +118,7 @@ def _joined(runs: Iterable[Span]) -> list[Span]:
 
 
 def cut(runs: Iterable[Span], size: int) -> Iterator[list[Span]]:
-    """Pieces of so many columns, the last one of what is left."""
+    """Pieces of ``size`` columns; the last one may be shorter."""
     piece: list[Span] = []
     free = size
     for dtype, start, stop in runs:
@@ -143,18 +134,18 @@ def cut(runs: Iterable[Span], size: int) -> Iterator[list[Span]]:
 
 
 def columns_of(stretch: Stretch) -> int:
-    """How many there are."""
+    """Number of columns."""
     return sum(run.stop - run.start for run in stretch.runs)
 
 
-# --- where it lies ----------------------------------------------------------------------------------------------------
+# --- memory and files -------------------------------------------------------------------------------------------------
 
 
 class Desk(local):
-    """What a thread computes on: one thread's is not seen by another.
+    """The buffers of one thread.
 
     Attributes:
-        turn: to be held while computing, for as many threads as may do so at a time.
+        turn: held while computing; limits how many threads compute at a time.
     """
 
     def __init__(self, turn: Semaphore, apart: int) -> None:
@@ -163,25 +154,25 @@ class Desk(local):
         self._buffers: dict[Any, np.ndarray] = {}
 
     def buffer(self, use: str, stretch: Stretch, count: int) -> np.ndarray:
-        """A window of so many vectors; the next stretch has the same, for fresh memory costs more than a copy."""
+        """A window of ``count`` vectors, reused for the next stretch: new memory costs more than a copy."""
         if (found := self._buffers.get((use, stretch.dtype))) is None:
             apart = self._apart // np.dtype(stretch.dtype).itemsize
             row = stretch.window + apart
-            room = np.empty(count * row + apart, stretch.dtype)
-            begin = -room.ctypes.data % self._apart // room.itemsize
-            found = self._buffers[use, stretch.dtype] = room[begin : begin + count * row].reshape(count, row)
+            scratch = np.empty(count * row + apart, stretch.dtype)
+            begin = -scratch.ctypes.data % self._apart // scratch.itemsize
+            found = self._buffers[use, stretch.dtype] = scratch[begin : begin + count * row].reshape(count, row)
         return found
 
 
 class Row:
-    """The flat vector of one dtype, in memory or in a file: of NumPy where it has the dtype."""
+    """The flat vector of one dtype, in memory or in a file; a NumPy array if NumPy has the dtype."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat: Any = flat.numpy() if flat.dtype in NATIVE else flat
         self.file = stored(flat)
 
     def part(self, start: int, stop: int) -> Any:
-        """These entries: a view, or a copy of what is in the file."""
+        """These entries: a view, or a copy from the file."""
         here = self.flat[start:stop]
         if self.file is None:
             return here
@@ -190,7 +181,7 @@ class Row:
         return copy
 
     def copy(self, start: int, stop: int, into: np.ndarray) -> None:
-        """These entries, in the dtype of ``into``."""
+        """Copy these entries, in the dtype of ``into``."""
         if self.file is not None and self.flat.dtype == into.dtype:
             self.file.read(start * into.itemsize, into)
         elif isinstance(self.flat, Tensor):
@@ -199,7 +190,7 @@ class Row:
             into[:] = self.part(start, stop)
 
     def put(self, start: int, new: np.ndarray, onto: Any | None) -> None:
-        """Write ``onto`` + ``new``, which may be overwritten, from ``start`` on."""
+        """Write ``onto`` + ``new`` from ``start`` on; may overwrite ``new``."""
         out = self.flat[start : start + len(new)]
         if isinstance(out, Tensor):
             wide = torch.from_numpy(new)
@@ -221,18 +212,18 @@ Rows = dict[torch.dtype, list[Row]]
 
 
 def rows_of(vectors: Sequence[Params]) -> Rows:
-    """Of the floating-point entries, by dtype."""
+    """The floating-point entries by dtype."""
     dtypes = [d for d in vectors[0].layout.sizes if d.is_floating_point] if vectors else []
     return {d: [Row(x.flats[d]) for x in vectors] for d in dtypes}
 
 
 def in_files(*several: Rows) -> bool:
-    """Whether any of them lies in a file."""
+    """Whether any of them is in a file."""
     return any(row.file is not None for rows in several for of in rows.values() for row in of)
 
 
 def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Span], np.ndarray]]:
-    """Runs, and all vectors' entries of them side by side, (K, n), in the dtype of the buffer, which has them."""
+    """Runs, and the entries of all vectors in them (K, n), in the buffer and its dtype."""
     for runs in cut(stretch.runs, stretch.window):
         at = 0
         for dtype, start, stop in runs:
@@ -244,7 +235,7 @@ def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[
 
 
 def blocks(stretch: Stretch, window: np.ndarray) -> Iterator[np.ndarray]:
-    """Of so many columns as are multiplied at once, the last one of what is left."""
+    """The window in blocks that are multiplied at once; the last one may be shorter."""
     for at in range(0, window.shape[1], stretch.block):
         yield window[:, at : at + stretch.block]
 

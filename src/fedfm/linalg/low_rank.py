@@ -1,7 +1,7 @@
-"""Matrices U V of low rank r, kept as their factors: sums, inner products and the best cut, without the dense product.
+"""Matrices U V of low rank r as factors: sums, inner products and best approximations without the dense product.
 
-Cost for K of them of rank r and size (m, n): inner products O(K^2 r^2 (m + n)), a cut of rank R to r O(R^2 (m + n)),
-where the dense matrices take O(K m n) memory alone. Everything is computed in float64.
+Cost for K matrices of rank r and size (m, n): inner products O(K^2 r^2 (m + n)), truncation from rank R O(R^2 (m + n));
+the dense matrices need O(K m n) memory. Everything is computed in float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def stack(terms: Iterable[tuple[float, Factors]]) -> Factors:
         terms: (c_k, (U_k, V_k)), ranks may differ; U_k (m, r_k), V_k (r_k, n).
 
     Returns:
-        In float64; their product is exact but for the rounding of c_k U_k.
+        In float64; their product is exact up to the rounding of c_k U_k.
 
     Raises:
         ValueError: no terms, or their sizes differ.
@@ -44,7 +44,7 @@ def stack(terms: Iterable[tuple[float, Factors]]) -> Factors:
 
 
 def inner(x: Factors, y: Factors) -> float:
-    """<U_x V_x, U_y V_y> = tr((U_x^T U_y)(V_y V_x^T)), the sum over all entries of the products' product."""
+    """<U_x V_x, U_y V_y> = tr((U_x^T U_y)(V_y V_x^T))."""
     (u, v), (p, q) = x, y
     return float(((u.double().T @ p.double()) * (v.double() @ q.double().T)).sum())
 
@@ -70,18 +70,15 @@ def norm(x: Factors) -> float:
 
 
 def truncate(x: Factors, rank: int) -> tuple[Factors, Tensor]:
-    """The best approximation of U V by a matrix of this rank (Eckart and Young 1936), by QR of both factors.
+    """The best approximation of U V by a matrix of rank at most ``rank`` (Eckart and Young 1936).
 
-    U = Q_1 R_1, V^T = Q_2 R_2, and the singular value decomposition of the small R_1 R_2^T is, between Q_1 and Q_2,
-    that of U V.
-
-    Args:
-        rank: r, at most; where U V can have no such rank, what it can have.
+    U = Q_1 R_1, V^T = Q_2 R_2; the singular value decomposition P S W of R_1 R_2^T gives that of U V as (Q_1 P) S
+    (W Q_2^T).
 
     Returns:
-        ((P S (m, r'), W (r', n)), all singular values (k,), falling), float64; r' = min(r, k), k = min(R, m, n). The
-        rows of W are orthonormal, the first entry of largest size in each is positive, so that the factors are one
-        pair. The squared error is the sum of the squares of the singular values from r on.
+        ((P S (m, r'), W (r', n)), all singular values (k,), descending), float64; r' = min(rank, k), k = min(R, m, n).
+        The rows of W are orthonormal; the first entry of largest size in each is positive, so that the factors are
+        unique. The squared error is the sum of the squares of the singular values from r' on.
     """
     u, v = x[0].double(), x[1].double()
     q1, r1 = torch.linalg.qr(u)  # (m, min(m, R)), (min(m, R), R)
@@ -96,16 +93,15 @@ def truncate(x: Factors, rank: int) -> tuple[Factors, Tensor]:
 
 
 def compressed(x: Factors) -> Factors:
-    """The same matrix by factors of a rank of at most min(m, n), those of its singular value decomposition.
+    """The same matrix with factors of rank at most min(m, n), from its singular value decomposition.
 
-    They are the matrix's own: of a stack they say no more than the sum, where the stacked factors themselves hold every
-    term's columns side by side.
+    Unlike stacked factors, which contain each term's columns, they reveal only the sum.
     """
     return truncate(x, min(x[0].shape[0], x[1].shape[1]))[0]
 
 
 def padded(x: Factors, rank: int) -> Factors:
-    """The same matrix with factors of this rank: zeros are appended to both.
+    """The same matrix with factors of this rank, padded with zeros.
 
     Raises:
         ValueError: its rank is larger.

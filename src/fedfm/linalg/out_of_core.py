@@ -1,7 +1,7 @@
-"""Vectors that do not fit into memory together lie in files without a name, mapped: whoever uses one sees a tensor.
+"""Memory-maps vectors that exceed memory to anonymous files; each is an ordinary tensor.
 
-What goes through many of them reads and writes the files themselves (:class:`Stored`): the system makes a mapped page
-at the first touch, which costs several times its copy, and keeps pages that nobody reads again.
+Loops over many of them read and write the files directly (:class:`Stored`): the first access to a mapped page costs
+several times its copy, and the system keeps pages that are not read again.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Layout, Params
 
 ALIGNED = 64  # bytes: a vector begins at a cache line
-PAGE = 4096  # bytes: a longer vector begins in a file at a page, or what is written next to it is read first
-FILE, MANY = 1 << 28, 1000  # bytes, and vectors, of those that come one by one, in one file
-UNCACHED = 0x80 if sys.platform == "linux" else 0  # RWF_DONTCACHE of Linux 6.14: give pages back once they are copied
-DIRECT = getattr(os, "O_DIRECT", 0)  # between the disk and our memory, without pages between
-SECTOR = 512  # bytes: where memory has to begin for that
+PAGE = 4096  # bytes: a long vector in a file begins at a page, else a write beside it reads first
+FILE, MANY = 1 << 28, 1000  # most bytes and vectors of a shelf in one file
+UNCACHED = 0x80 if sys.platform == "linux" else 0  # RWF_DONTCACHE of Linux 6.14: free pages after the copy
+DIRECT = getattr(os, "O_DIRECT", 0)  # bypasses the page cache
+SECTOR = 512  # bytes: alignment of memory for O_DIRECT
 
-_mapped: dict[int, tuple[int, Stored]] = {}  # address -> bytes, and the file that is mapped there
+_mapped: dict[int, tuple[int, Stored]] = {}  # address -> bytes, and the mapped file
 
 
 def limit() -> int:
-    """Bytes that vectors of one kind (a round's replies, its results, the server's state) may take in memory together:
-    ``FEDFM_MEMORY`` of the environment, else a quarter of the machine's.
+    """Bytes of memory for the vectors of one kind (a round's replies, its results, the server's state): the environment
+    variable ``FEDFM_MEMORY``, else a quarter of the machine's memory.
 
     Raises:
         InputError: ``FEDFM_MEMORY`` is no number of bytes.
     """
-    told = os.environ.get("FEDFM_MEMORY")
-    if told is None:
+    given = os.environ.get("FEDFM_MEMORY")
+    if given is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    if not told.isdecimal():
-        raise InputError(f'FEDFM_MEMORY = "{told}": expected a number of bytes, e.g. 4000000000')
-    return int(told)
+    if not given.isdecimal():
+        raise InputError(f'FEDFM_MEMORY = "{given}": expected a number of bytes, e.g. 4000000000')
+    return int(given)
 
 
-def room(count: int, layout: Layout, most: int | None = None) -> list[Params]:
-    """So many vectors whose entries are still to be written, each once and before anybody reads it.
+def allocate(count: int, layout: Layout, most: int | None = None) -> list[Params]:
+    """Uninitialised vectors, to be written once before they are read.
 
-    They share one piece of memory, which is free again when nobody sees any of them: the next round's have the same
-    size and take it, and fresh memory costs more than the mixture. More than ``most`` bytes lie in a file without a
-    name, mapped into memory, where the system keeps temporary files (``TMPDIR``, which should be on a disk); its space
-    is taken at once, so that a full disk is an error here and not a crash later.
+    They share one buffer, which is free again when none of them is referenced: the next round reuses it, since new
+    memory costs more than the weighted sums. More than ``most`` bytes are mapped from an anonymous file in the folder
+    of temporary files (``TMPDIR``, which should be on a disk). Its space is allocated at once, so that a full disk is
+    an error here and not a crash later.
 
     Args:
-        count: vectors.
+        count: number of vectors.
         layout: of each.
-        most: bytes together that may lie in memory; :func:`limit` where None.
+        most: bytes of all vectors that may be in memory; None: :func:`limit`.
 
     Raises:
-        OSError: the disk has not as much left.
+        OSError: the disk is full.
     """
     fits = count * layout.nbytes <= (limit() if most is None else most)
     sizes = {d: size * d.itemsize for d, size in layout.sizes.items()}
@@ -102,17 +102,18 @@ def _in_file(nbytes: int) -> Tensor:
 
 
 def open_again(path: str | Path, mode: int) -> Stored:
-    """A file that is mapped, for :func:`remember`: how the mapping is read ahead shall not depend on what is read here.
+    """A mapped file for :func:`remember`, with descriptors of its own, so that its reads do not change the mapping's
+    read-ahead.
 
     Raises:
         OSError: it cannot be opened.
     """
     descriptor = os.open(path, mode | os.O_CLOEXEC)
-    if hasattr(os, "posix_fadvise"):  # a window ahead in each of a thousand files is more than memory holds
+    if hasattr(os, "posix_fadvise"):  # read-ahead in each of a thousand files would exceed memory
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     try:
         os.preadv(descriptor, [bytearray(1)], 0, UNCACHED)
-    except (OSError, AttributeError):  # what the cache holds is read from there, and at half the cost
+    except (OSError, AttributeError):  # use the page cache: what it holds costs half as much
         return Stored(descriptor, 0, 0, None)
     try:
         return Stored(descriptor, 0, UNCACHED, os.open(path, mode | os.O_CLOEXEC | DIRECT) if DIRECT else None)
@@ -121,28 +122,24 @@ def open_again(path: str | Path, mode: int) -> Stored:
 
 
 def remember(memory: np.ndarray, opened: Stored) -> None:
-    """What is mapped in ``memory`` from the file's begin on; it is closed when nobody sees the memory."""
-    if not hasattr(os, "preadv"):  # its pages are touched instead
+    """Register the file that is mapped in ``memory``; it is closed when the memory is no longer referenced."""
+    if not hasattr(os, "preadv"):  # the mapping is used instead
         opened.close()
         return
     address = memory.ctypes.data
     _mapped[address] = memory.nbytes, opened
-    weakref.finalize(memory, _forget, address).atexit = False  # others may still see it then
-
-
-def _forget(address: int) -> None:
-    _, file = _mapped.pop(address)
-    file.close()
+    closing = weakref.finalize(memory, lambda: _mapped.pop(address)[1].close())
+    closing.atexit = False  # the memory may still be in use at exit
 
 
 class Stored(NamedTuple):
-    """Where a flat vector lies in a file; as long as the vector lives.
+    """The place of a flat vector in a file, valid while the vector lives.
 
     Attributes:
         descriptor: of the file.
-        at: the byte at which the vector begins.
-        flags: of every call.
-        direct: another descriptor, for whole pages to and from memory that begins at a sector; it costs a third.
+        at: the vector's first byte.
+        flags: of each call.
+        direct: a second descriptor for whole pages and memory aligned to a sector, which takes a third of the time.
     """
 
     descriptor: int
@@ -151,7 +148,7 @@ class Stored(NamedTuple):
     direct: int | None
 
     def read(self, start: int, into: np.ndarray) -> None:
-        """Into (n,) contiguous, from byte ``start`` of the vector on.
+        """Read into (n,) contiguous from byte ``start`` of the vector on.
 
         Raises:
             OSError: the file is shorter, or the disk fails.
@@ -159,7 +156,7 @@ class Stored(NamedTuple):
         self._all(os.preadv, start, into)
 
     def write(self, start: int, new: np.ndarray) -> None:
-        """New (n,) contiguous, from byte ``start`` of the vector on; the mapped vector shows it.
+        """Write (n,) contiguous from byte ``start`` of the vector on; the mapped vector changes too.
 
         Raises:
             OSError: the disk is full, or fails.
@@ -177,21 +174,20 @@ class Stored(NamedTuple):
             except OSError as error:
                 if direct is None or error.errno != errno.EINVAL:
                     raise
-                direct = None  # part of it is done, or the disk wants more than sectors
+                direct = None  # after a partial transfer, or if the disk needs a larger alignment
                 continue
             if not done:
                 raise OSError(errno.EIO, "the file of a vector is shorter than the vector")
             left, start = left[done:], start + done
 
     def close(self) -> None:
-        """The file's descriptors."""
         os.close(self.descriptor)
         if self.direct is not None:
             os.close(self.direct)
 
 
 def stored(flat: Tensor) -> Stored | None:
-    """Where these entries lie; None where in no file, or in one that somebody else has mapped."""
+    """The place of these entries in a file that this module has mapped, else None."""
     place = flat.data_ptr()
     for begin, (nbytes, file) in list(_mapped.items()):
         if begin <= place < begin + nbytes:
@@ -200,10 +196,10 @@ def stored(flat: Tensor) -> Stored | None:
 
 
 class Shelf:
-    """Keeps vectors that come one by one: in memory as long as they fit, then in files.
+    """Keeps vectors that arrive one by one: in memory while they fit, then in files.
 
     Args:
-        most: bytes that stay in memory; :func:`limit` where None.
+        most: bytes in memory; None: :func:`limit`.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -211,10 +207,10 @@ class Shelf:
         self._free: dict[Layout, list[Params]] = {}
 
     def put(self, x: Params) -> Params:
-        """The same vector, where it can stay; one that lies in a file stays there.
+        """The same vector in its place; a vector in a file stays there.
 
         Raises:
-            OSError: the disk has not as much left.
+            OSError: the disk is full.
         """
         if all(stored(flat) for flat in x.flats.values()):
             return x
@@ -223,7 +219,7 @@ class Shelf:
             return x
         free = self._free.setdefault(x.layout, [])
         if not free:
-            free += room(max(min(FILE // x.nbytes, MANY), 1), x.layout, most=0)
+            free += allocate(max(min(FILE // x.nbytes, MANY), 1), x.layout, most=0)
         kept = free.pop()
         for dtype, flat in x.flats.items():
             if (file := stored(kept.flats[dtype])) is None:  # no entries
@@ -234,14 +230,14 @@ class Shelf:
 
 
 def shelved(vectors: Iterable[Params], most: int | None = None) -> list[Params]:
-    """Each as it is made, put on one :class:`Shelf`: of a generator, never two that are made in memory together."""
+    """The vectors on one :class:`Shelf`; of a generator at most one new vector is in memory."""
     shelf = Shelf(most)
     return [shelf.put(x) for x in vectors]
 
 
 class Vectors(dict[str, Params]):
-    """A vector a client. Sums and differences are of the clients that both sides have, in the order of the right one:
-    made one by one, each where :func:`shelved` puts it.
+    """A vector for each client. Sums and differences contain the clients of both sides, in the order of the right one;
+    their vectors are computed one by one and kept by :func:`shelved`.
 
     Example:
         >>> theta_bar = Vectors(a=Params({"w": torch.tensor([1.0])}), b=Params({"w": torch.tensor([2.0])}))
@@ -256,11 +252,11 @@ class Vectors(dict[str, Params]):
         return self._with(other, operator.sub)
 
     def less(self, w: Params) -> Vectors:
-        """Every one less the same vector."""
+        """Each vector minus w."""
         return self - dict.fromkeys(self, w)
 
     def cast(self, other: Mapping[str, Params]) -> Vectors:
-        """In the dtypes of the other's vectors."""
+        """The vectors in the dtypes of the other's."""
         return self._with({i: other[i] for i in self}, lambda x, y: x.cast(y.layout))
 
     def _with(self, other: Mapping[str, Params], operation: Callable[[Params, Params], Params]) -> Vectors:

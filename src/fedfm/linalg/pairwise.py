@@ -1,13 +1,11 @@
-"""All inner products of K parameter vectors, and all mixtures of them, as matrix products.
+"""All inner products of K parameter vectors, and weighted sums of them, as matrix products.
 
-What a server computes whose clients each get a model of their own (FedBip, equations 3 to 6; FedAMP): K^2 inner
-products and K weighted sums of K vectors. One by one they read memory 2 K^2 times; here a block of columns of all
-vectors is put side by side and multiplied at once, so that each vector is read once for the products and once for the
-sums, and both run at the speed of the machine's matrix product.
+A server that computes a model for each client needs K^2 inner products and K weighted sums of K vectors (FedBip,
+equations 3 to 6; FedAMP). One by one they read memory 2 K^2 times. Here a block of columns of all vectors is multiplied
+at once, so that each vector is read once for the products and once for the sums.
 
-Vectors and results may lie in files that are larger than memory (``fedfm.linalg.out_of_core``). Every bit is the same
-there and for any number of threads: what is multiplied at once is fixed (``fedfm.linalg.column_blocks``), and sums are
-made in that order.
+Vectors and results may be in files larger than memory (``fedfm.linalg.out_of_core``). The bits do not depend on that,
+nor on the number of threads: the blocks and the order of the sums are fixed (``fedfm.linalg.column_blocks``).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from fedfm.linalg.column_blocks import (
     rows_of,
     windows,
 )
-from fedfm.linalg.out_of_core import room
+from fedfm.linalg.out_of_core import allocate
 from fedfm.linalg.params import Layout, Params
 
 
@@ -40,22 +38,21 @@ def gram(
     centre: bool = False,
     threads: int | None = None,
 ) -> np.ndarray:
-    """Inner products <x_i, x_k> of all pairs, layer by layer: what cosines, norms and distances follow from.
+    """Inner products <x_i, x_k> of all pairs, layer by layer, for cosines, norms and distances.
 
-    Entries are widened block by block, products and sums are made in float64.
+    Products and sums are in float64.
 
     Args:
         vectors: K of one layout.
-        layers: names of each layer's tensors, in any order; one layer of all where None. Only floating-point entries
-            count.
-        centre: of x_i less its own mean over the layer's entries (Pearson); reads the vectors twice.
-        threads: at most; as many as there are cores where None. The bits do not depend on it.
+        layers: names of each layer's tensors, in any order; None: one layer of all. Only floating-point entries count.
+        centre: subtract from x_i its mean over the layer's entries (Pearson); reads the vectors twice.
+        threads: at most; None: the number of cores. The bits do not depend on it.
 
     Returns:
-        (L, K, K) float64, symmetric; not finite in the row and the column of a vector that is not.
+        (L, K, K) float64, symmetric; not finite in the row and the column of a vector that is not finite.
 
     Raises:
-        KeyError: names differ, or a layer's name is not there.
+        KeyError: names differ, or a layer's name is unknown.
         ValueError: shapes or dtypes differ, a name is in two layers, or there is no vector.
 
     Example:
@@ -87,27 +84,27 @@ def mix(
     threads: int | None = None,
     most: int | None = None,
 ) -> list[Params]:
-    """Onto_i + sum_k weights[l, i, k] x_k for every row i, layer by layer: FedBip, Algorithm 1, lines 8 to 17.
+    """onto_i + sum_k weights[l, i, k] x_k for every row i, layer by layer: FedBip, Algorithm 1, lines 8 to 17.
 
-    Sums run in float32 (float64 for float64 entries). An ``onto`` that is one vector for all is a term of them, others
-    are added last.
+    Sums run in float32 (float64 for float64 entries). If ``onto`` is one vector for all rows it is a term of the sums;
+    different vectors are added last.
 
     Args:
         weights: (L, M, K).
         vectors: K of one layout; read once.
-        layers: as :func:`gram` takes them.
-        onto: M of the same layout, or one of them M times; the sums alone where None.
-        threads: as :func:`gram` takes them.
-        most: bytes of results up to which they lie in memory, as :func:`fedfm.linalg.out_of_core.room` takes it.
+        layers: as of :func:`gram`.
+        onto: M of the same layout, or one of them M times; None: zero.
+        threads: as of :func:`gram`.
+        most: bytes of results in memory, as of :func:`fedfm.linalg.out_of_core.allocate`.
 
     Returns:
-        M of the same layout. What is in no layer, and what is not floating-point, is ``onto``'s, or that of
-        ``vectors`` where M = K.
+        M of the same layout. Entries outside the layers, or not floating-point, are those of ``onto``, or those of
+        ``vectors`` if M = K.
 
     Raises:
-        KeyError: names differ, or a layer's name is not there.
-        ValueError: shapes or dtypes differ, a name is in two layers, the weights are not (L, M, K), or nothing says
-            what the entries outside the layers shall be.
+        KeyError: names differ, or a layer's name is unknown.
+        ValueError: shapes or dtypes differ, a name is in two layers, the weights are not (L, M, K), or the entries
+            outside the layers are undefined.
         OSError: the results fit neither into ``most`` nor on the disk.
 
     Example:
@@ -130,11 +127,11 @@ def mix(
     base = onto if onto is not None else vectors if len(vectors) == count else None
     if rest and base is None:
         raise ValueError(f"entries outside the layers: {count} rows of weights for {len(vectors)} vectors need onto")
-    made = room(count, layout, most)
+    made = allocate(count, layout, most)
     if not made:
         return []
     runs = [merged(layout, names) for names in checked]
-    if onto is not None and all(x is onto[0] for x in onto):  # one more term of each sum, not one more pass
+    if onto is not None and all(x is onto[0] for x in onto):  # one more term instead of one more pass
         weights = np.concatenate([weights, np.ones((len(weights), count, 1))], axis=2)
         vectors, onto = [*vectors, onto[0]], None
     rows, targets, added = rows_of(vectors), rows_of(made), None if onto is None else rows_of(onto)
@@ -148,13 +145,13 @@ def mix(
     return made
 
 
-# --- what one thread computes -----------------------------------------------------------------------------------------
+# --- computations of one thread ---------------------------------------------------------------------------------------
 
 
 def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np.ndarray:
-    """(K, K) float64: inner products over the stretch, of entries less their means."""
+    """(K, K) float64: inner products over the stretch of entries minus their means."""
     count = len(means)
-    near = means.astype(stretch.dtype)  # what is left of the mean, after its rounding, has no weight beside the spread
+    near = means.astype(stretch.dtype)  # its rounding error is small beside the spread, and corrected below
     total = np.zeros((count, count))
     for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
         with desk.turn:
@@ -192,7 +189,7 @@ def _mix(stretch: Stretch, weights: np.ndarray, rows: Rows, added: Rows | None, 
                 targets[dtype][i].put(start, row, added and added[dtype][i].part(start, stop))
 
 
-# --- what is computed where -------------------------------------------------------------------------------------------
+# --- checks of arguments ----------------------------------------------------------------------------------------------
 
 
 def _layout_of(vectors: Sequence[Params]) -> Layout:

@@ -1,6 +1,6 @@
-"""Params: the named weights that travel between parties, with vector-space arithmetic.
+"""Params: the named weights that parties exchange, with vector-space arithmetic.
 
-A method writes ``tau = theta - theta_bar`` and ``w + eta * delta`` as its paper does.
+A method writes ``tau = theta - theta_bar`` and ``w + eta * delta`` as in its paper.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fedfm.linalg.kernels import buffers
 
-_BLOCK = 1 << 16  # entries summed at a time in float64: fits the cache, and keeps norms of 10^8 entries exact to 1e-15
+_BLOCK = 1 << 16  # entries in one float64 sum: it fits the cache, and norms of 10^8 entries are exact to 1e-15
 
 
 class Layout:
-    """Names, dtypes and shapes of a Params, in order: what two operands must share.
+    """Names, dtypes and shapes of a Params, in order; two operands have the same.
 
     Attributes:
         entries: (name, dtype, shape) in order.
@@ -57,23 +57,22 @@ def in_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
 
 @functools.lru_cache(maxsize=512)
 def layout_of(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Layout:
-    """The one Layout object of these entries, so that equal layouts are identical."""
+    """The unique Layout object of these entries: equal layouts are identical."""
     return _alive.setdefault(entries, Layout(entries))
 
 
-_alive: WeakValueDictionary[Any, Layout] = WeakValueDictionary()  # those of layout_of
+_alive: WeakValueDictionary[Any, Layout] = WeakValueDictionary()  # from layout_of
 
 
 def layout_sent(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Layout:
-    """The one that :func:`layout_of` has made of these entries, or one that nobody remembers: a stranger, whose they
-    are, could fill the memory with them.
+    """The Layout that :func:`layout_of` has made of received entries, or one that is not cached: a sender must not be
+    able to fill the memory.
     """
     return _alive.get(entries) or Layout(entries)
 
 
 class Params(Mapping[str, Tensor]):
-    """Immutable mapping from parameter name to tensor: a vector of R^P, kept in named pieces of one flat buffer a
-    dtype.
+    """Immutable mapping from parameter name to tensor: a vector of R^P in one flat buffer for each dtype.
 
     Two operands must have the same names, shapes and dtypes: a mismatch raises, it is never skipped.
 
@@ -87,7 +86,7 @@ class Params(Mapping[str, Tensor]):
     """
 
     __slots__ = ("_flats", "_views", "layout")
-    __array_ufunc__ = None  # NumPy's numbers leave their product with one to us
+    __array_ufunc__ = None  # NumPy's numbers then use __rmul__
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         parts: dict[torch.dtype, list[Tensor]] = {}
@@ -104,7 +103,7 @@ class Params(Mapping[str, Tensor]):
 
     @classmethod
     def from_flat(cls, layout: Layout, flats: Mapping[torch.dtype, Tensor]) -> Params:
-        """Without a copy: ``flats`` are the flat vectors by dtype, and must not change afterwards."""
+        """Params on the flat vectors ``flats`` by dtype, without a copy; they must not change afterwards."""
         self = object.__new__(cls)
         for dtype, size in layout.sizes.items():
             if flats[dtype].shape != (size,) or flats[dtype].dtype != dtype:
@@ -132,7 +131,7 @@ class Params(Mapping[str, Tensor]):
 
     @property
     def flats(self) -> Mapping[torch.dtype, Tensor]:
-        """The flat vectors by dtype; not to be written to."""
+        """The flat vectors by dtype; read-only."""
         return self._flats
 
     @property
@@ -141,7 +140,7 @@ class Params(Mapping[str, Tensor]):
         return self.layout.nbytes
 
     def map(self, fn: Callable[..., Tensor], *others: Params) -> Params:
-        """Apply an elementwise ``fn`` to the floating-point entries of self (and others); the rest is self's.
+        """Apply an elementwise ``fn`` to the floating-point entries of self (and others); keep self's other entries.
 
         Raises:
             KeyError: names differ.
@@ -161,12 +160,12 @@ class Params(Mapping[str, Tensor]):
         Raises:
             KeyError: names differ.
         """
-        if layout.slots.keys() != self.layout.slots.keys():
-            raise KeyError(f"parameter names differ: {sorted(layout.slots.keys() ^ self.layout.slots.keys())[:6]}")
+        if differ := layout.slots.keys() ^ self.layout.slots.keys():
+            raise KeyError(f"parameter names differ: {sorted(differ)[:6]}")
         return self if layout is self.layout else Params({n: self[n].to(dtype) for n, dtype, _ in layout.entries})
 
     def check_like(self, other: Layout) -> None:
-        """This is of that layout: names in order, shapes and dtypes.
+        """Check that names in order, shapes and dtypes are those of a layout.
 
         Raises:
             KeyError: names differ, or their order.
@@ -174,15 +173,13 @@ class Params(Mapping[str, Tensor]):
         """
         if self.layout is other:
             return
-        if self.layout.slots.keys() != other.slots.keys():
-            raise KeyError(f"parameter names differ: {sorted(self.layout.slots.keys() ^ other.slots.keys())[:6]}")
-        for (name, dtype, shape), (other_name, other_dtype, other_shape) in zip(
-            self.layout.entries, other.entries, strict=True
-        ):
+        if differ := self.layout.slots.keys() ^ other.slots.keys():
+            raise KeyError(f"parameter names differ: {sorted(differ)[:6]}")
+        for (name, *own), (other_name, *expected) in zip(self.layout.entries, other.entries, strict=True):
             if name != other_name:
                 raise KeyError(f"parameter names are in another order: {name} where the other has {other_name}")
-            if (dtype, shape) != (other_dtype, other_shape):
-                raise ValueError(f"{name}: {dtype} {shape} against {other_dtype} {other_shape}")
+            if own != expected:
+                raise ValueError(f"{name}: {own[0]} {own[1]} against {expected[0]} {expected[1]}")
 
     def __add__(self, other: Params) -> Params:
         return self.map(lambda a, b: torch.add(a, b, out=buffers.like(a)), other)
@@ -211,13 +208,13 @@ class Params(Mapping[str, Tensor]):
         return math.sqrt(self.dot(self))
 
     def cosine(self, other: Params) -> float:
-        """Cosine similarity; 0 when either is the zero vector."""
+        """Cosine similarity; 0 if either is the zero vector."""
         scale = self.norm() * other.norm()
         return self.dot(other) / scale if scale else 0.0
 
     def is_finite(self) -> bool:
-        """No entry is NaN or infinite."""
-        # A sum meets every entry once and stays finite unless an entry is not, or it overflows: only then look closely.
+        """Whether no entry is NaN or infinite."""
+        # A sum is fast, and not finite only if an entry is not or if it overflows: only then check each entry.
         return all(
             math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
             for dtype, flat in self._flats.items()
@@ -225,15 +222,15 @@ class Params(Mapping[str, Tensor]):
         )
 
     def within(self, most: float) -> bool:
-        """No entry is NaN or infinite, and the L2 norm of the floating-point ones is at most ``most`` (below 1e19)."""
+        """Whether no entry is NaN or infinite, and the L2 norm is at most ``most`` (below 1e19)."""
         return sum(squared(flat) for d, flat in self._flats.items() if d.is_floating_point) <= most * most
 
     def only(self, names: Iterable[str]) -> Params:
-        """The sub-vector with these names, in this order."""
+        """The sub-vector of these names, in this order."""
         return Params({name: self[name] for name in names})
 
     def replace(self, other: Mapping[str, Tensor]) -> Params:
-        """A copy in which ``other``'s tensors take the place of the like-named ones.
+        """A copy with the tensors of ``other`` in place of its own.
 
         Raises:
             KeyError: ``other`` has a name that self lacks.
@@ -242,16 +239,9 @@ class Params(Mapping[str, Tensor]):
             raise KeyError(f"no such parameters: {sorted(extra)[:6]}")
         return Params({name: other.get(name, tensor) for name, tensor in self.items()})
 
-    def by_layer(self) -> dict[str, Params]:
-        """Split by layer: the name up to its last dot."""
-        groups: dict[str, list[str]] = {}
-        for name in self:
-            groups.setdefault(name.rpartition(".")[0], []).append(name)
-        return {layer: self.only(names) for layer, names in groups.items()}
-
     @classmethod
     def join(cls, **parts: Params) -> Params:
-        """One vector of several, names prefixed: ``Params.join(w=w, c=c)``; :meth:`part` takes it apart again."""
+        """One vector of several, with prefixed names: ``Params.join(w=w, c=c)``; :meth:`part` is the inverse."""
         return cls({f"{prefix}/{name}": tensor for prefix, part in parts.items() for name, tensor in part.items()})
 
     def part(self, prefix: str) -> Params:
@@ -264,16 +254,12 @@ class Params(Mapping[str, Tensor]):
         return sha256_of({"": self})
 
     def state(self) -> dict[str, Tensor]:
-        """A plain dict of copies, as ``load_state_dict`` and ``save_file`` take it."""
+        """A dict of copies, for ``load_state_dict`` and ``save_file``."""
         return {name: tensor.clone() for name, tensor in self.items()}
 
 
 def squared(flat: Tensor) -> float:
-    """The squared L2 norm of a vector (P,) to a few digits, in one pass; NaN or infinite if an entry is, or is above
-    1e19.
-
-    Its product with itself takes no longer than its sum, which says nothing of the size.
-    """
+    """The squared L2 norm of a vector (P,) to a few digits; not finite if an entry is not or exceeds 1e19."""
     if flat.dtype in (torch.float32, torch.float64):
         return float(torch.dot(flat, flat))
     norm = float(torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32)))
@@ -289,15 +275,13 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def sha256_of(models: Mapping[str, Params]) -> str:
-    """One hash of several models, in order of their keys (client names; "" for one model for all)."""
+    """One hash of several models, in order of their keys (client names; "" for a shared model)."""
     digest = hashlib.sha256()
-    for key in sorted(models):
-        params = models[key]
+    for key, params in sorted(models.items()):
         for name in sorted(params):
             tensor = params[name].contiguous()
-            digest.update(
-                f"{key}\x1f{name}\x1f{str(tensor.dtype).removeprefix('torch.')}\x1f{tuple(tensor.shape)}".encode()
-            )
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            digest.update(f"{key}\x1f{name}\x1f{dtype}\x1f{tuple(tensor.shape)}".encode())
             digest.update(to_bytes(tensor))
     return digest.hexdigest()
 

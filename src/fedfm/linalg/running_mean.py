@@ -1,4 +1,4 @@
-"""Weighted means of parameter vectors: one running sum."""
+"""Weighted means of parameter vectors as running sums."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ from collections.abc import Iterable
 
 from fedfm.linalg.params import Params
 
-_PIECE = 1 << 15  # entries that torch adds on one thread: the last of a thread's share round in another way
+_PIECE = 1 << 15  # entries that torch adds on one thread: rounding must not depend on the split between threads
 
 
 class RunningMean:
-    """Streaming weighted mean (sum_k a_k x_k) / (sum_k a_k): one running sum in memory, whatever the number of terms.
+    """Streaming weighted mean (sum_k a_k x_k) / (sum_k a_k), with one running sum in memory.
 
     Attributes:
         weight: sum_k a_k so far.
-        count: number of terms so far.
     """
 
     def __init__(self) -> None:
-        self.weight, self.count = 0.0, 0
+        self.weight = 0.0
         self._sum: Params | None = None
         self._result: Params | None = None
 
     def add(self, weight: float, x: Params) -> None:
-        """Fold one term in; float32 entries are summed in float32, in the order of the calls.
+        """Add one term; float32 entries are summed in float32, in the order of the calls.
 
         Raises:
-            RuntimeError: the mean was already made.
+            RuntimeError: the mean was already computed.
         """
         if self._result is not None:
-            raise RuntimeError("a term comes after the mean was made")
+            raise RuntimeError("a term comes after the mean was computed")
         if self._sum is None:
             self._sum = x * weight
         else:
@@ -41,10 +40,9 @@ class RunningMean:
                         piece = slice(start, start + _PIECE)
                         total[piece].add_(term[piece], alpha=weight)
         self.weight += weight
-        self.count += 1
 
     def result(self) -> Params:
-        """The mean; it ends the sum. Entries that are not floating-point are the first term's.
+        """The mean; later terms are refused. Entries that are not floating-point are the first term's.
 
         Raises:
             ValueError: no term of positive weight was added.

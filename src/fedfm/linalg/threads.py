@@ -1,6 +1,4 @@
-"""On one thread: bits must not depend on the machine, and threads that wait for each other cost more than they give on
-matrices of a client's size.
-"""
+"""Limits the threads of BLAS and torch: bits must not depend on the machine, and small matrices gain nothing."""
 
 from __future__ import annotations
 
@@ -11,13 +9,13 @@ from typing import Any
 
 
 def one_thread() -> AbstractContextManager[Any]:
-    """Within it NumPy's and SciPy's BLAS compute on one thread; torch's are its own."""
+    """Context manager: NumPy's and SciPy's BLAS use one thread; torch's threads do not change."""
     return _controller().limit(limits=1, user_api="blas")  # type: ignore[no-any-return]
 
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Within it torch computes on so many threads."""
+    """Context manager: torch uses ``count`` threads."""
     import torch
 
     before = torch.get_num_threads()
@@ -30,8 +28,8 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @functools.cache
 def _controller() -> Any:
-    """Of the libraries that are loaded; looking for them takes milliseconds."""
-    import scipy.linalg  # noqa: F401 - its LAPACK has to be among them
+    """The controller of the loaded libraries; the search for them takes milliseconds."""
+    import scipy.linalg  # noqa: F401 - loads its LAPACK
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()

@@ -15,7 +15,7 @@ from fedfm.core.federation import Federation
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._personal import KeepingFedAvg
-from fedfm.models.layers import halves
+from fedfm.models.layers import body_and_head
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FedPer(KeepingFedAvg):
     needs: ClassVar[Needs] = Needs(adaptations=("full", "lora", "ffa_lora", "top_layers"))
 
     def init(self, fed: Federation) -> Base:  # type: ignore[override]
-        for half, names in zip(("body", "head"), halves(fed.model), strict=True):
+        for half, names in zip(("body", "head"), body_and_head(fed.model), strict=True):
             if not any(name in fed.model.live() for name in names):
                 raise InputError(
                     f"model.adaptation: nothing of this model's {half} is trained, and this method shares the body and "
@@ -48,7 +48,7 @@ class FedPer(KeepingFedAvg):
         return Base(fed.initial, ())
 
     def step(self, fed: Federation, s: Base, t: int) -> Base:  # type: ignore[override]
-        cohort, (body, head) = fed.sample(self.fraction), halves(fed.model)
+        cohort, (body, head) = fed.sample(self.fraction), body_and_head(fed.model)
         W_B, none, first = s.w.only(body), Params({}), s.w.only(head)
         begin = each({i: none if i in s.begun else first for i in cohort})
         W_B = W_B + fed.mean(self.train, of=cohort, like=W_B.layout, W_B=W_B, begin=begin)  # sum_j gamma_j W_B,j

@@ -12,7 +12,7 @@ from fedfm.core.client import Client
 from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
 from fedfm.methods.fedper import FedPer
-from fedfm.models.layers import halves
+from fedfm.models.layers import body_and_head
 from fedfm.training import Local
 
 
@@ -24,7 +24,7 @@ class FedRep(FedPer):
     head_epochs: int = setting(10, "tau, epochs of the head with the body frozen; local.epochs are the body's", ge=1)
 
     def update(self, client: Client, start: Params) -> Params:
-        body, head = halves(client.model)
+        body, head = body_and_head(client.model)
         first = self.of_head(client, start, only=head)  # h_i <- GRD(f_i(h_i, phi), h_i, alpha), tau times
         return self.local(client, first, only=body)  # phi_i <- GRD(f_i(h_i, phi), phi, alpha)
 

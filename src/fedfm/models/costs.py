@@ -1,9 +1,9 @@
-"""Multiply-accumulates: what training costs the clients, as FedBaF's Appendix B counts it (arXiv:2410.18352).
+"""Multiply-accumulates (MACs) of the clients' training, after FedBaF's Appendix B (arXiv:2410.18352).
 
 TMAC = T E m n MACs, with T rounds to a target accuracy, E epochs, m clients a round, n the median number of training
-samples a client holds, MACs those of one sample's forward pass. The paper's MACS_k covers all of a client's data and is
-multiplied by n once more; here they are those of one sample, so that a sample counts once. The backward pass, about
-twice the forward one, is not counted, as in the paper's figures: ratios between runs do not depend on it.
+samples of a client, and the MACs of one sample's forward pass. The paper's MACS_k covers all of a client's data and is
+multiplied by n once more; here a sample counts once. As in the paper's figures, the backward pass (about twice the
+forward pass) is not counted: ratios between runs do not depend on it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
 
-_LOOK = 64  # rows among which one of the median length stands for all
+_LOOK = 64  # rows whose median length represents all rows
 
 
 @dataclass(frozen=True)
 class Macs:
-    """Of one sample.
+    """MACs of one sample's forward pass.
 
     Attributes:
-        training: at every visit in training, forward.
-        once: of the frozen backbone, whose features are computed once and kept (adaptation head); else 0.
+        training: in each epoch.
+        once: of the frozen backbone, whose features are computed once (adaptation head); else 0.
     """
 
     training: int
@@ -38,14 +38,14 @@ class Macs:
 
 
 def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
-    """Multiply-accumulates of one row's forward pass: matrix products, convolutions and attention.
+    """MACs of one row's forward pass: matrix products, convolutions and attention; None without rows.
 
-    Of texts, the row of median length among the first 64. None without rows. Every layer counts, also those that a
-    fast kernel skips because nothing below them is trained.
+    The row of a text has the median length of the first 64. All layers count, also those that a fast kernel skips
+    because nothing below them is trained.
 
     Args:
-        rows: as :meth:`Model.prepare` gives them, not encoded.
-        batch_size: rows that share one pass over the class names where the model has a text encoder for them.
+        rows: from :meth:`Model.prepare`, not encoded.
+        batch_size: rows that share one pass over the class names if the model has a text encoder for them.
     """
     if not len(rows):
         return None
@@ -80,8 +80,8 @@ def _names(model: Model) -> int:
 
 
 class _Counter(TorchFunctionMode):
-    """Sums over the products that a forward pass calls by name. ``torch.utils.flop_counter`` counts the same, but loads
-    the compiler (1.5 s) and has no count for the fused attention of CPUs.
+    """Counts the products of a forward pass by function name. ``torch.utils.flop_counter`` counts the same, but loads
+    the compiler (1.5 s) and does not count the fused attention of CPUs.
     """
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class _Counter(TorchFunctionMode):
 
 
 def _macs(name: str, args: Any, kwargs: Any, out: Any) -> int:
-    """Of one call: every entry of the result is a sum over so many products."""
+    """MACs of one call: entries of the result times products in each."""
     if name == "scaled_dot_product_attention":
         q, k, v = (args[i] if len(args) > i else kwargs[key] for i, key in enumerate(("query", "key", "value")))
         return int(q.numel() * k.shape[-2] + q.numel() // q.shape[-1] * k.shape[-2] * v.shape[-1])
-    if name == "linear" or name in ("conv1d", "conv2d", "conv3d"):
+    if name in ("linear", "conv1d", "conv2d", "conv3d"):
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         return int(out.numel() * weight[0].numel())
     if name in ("matmul", "__matmul__", "mm", "bmm"):
@@ -111,13 +111,13 @@ def _macs(name: str, args: Any, kwargs: Any, out: Any) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run costs its clients.
+    """MACs of a run's clients.
 
     Attributes:
-        macs_per_sample: forward, at every visit in training.
-        macs_once_per_sample: forward, of a frozen backbone whose features are kept; 0 where there is none.
+        macs_per_sample: forward, in each epoch.
+        macs_once_per_sample: forward, of a frozen backbone whose features are cached; else 0.
         epochs: E.
-        samples: median number of training samples a client holds.
+        samples: median number of training samples of a client.
     """
 
     macs_per_sample: int
@@ -127,32 +127,32 @@ class Costs:
 
     @classmethod
     def of(cls, macs: Macs, epochs: int, samples: Sequence[int]) -> Costs:
-        """Of clients with so many training samples each."""
+        """Costs of clients with these numbers of training samples."""
         return cls(macs.training, macs.once, epochs, float(median(samples)))
 
     @property
     def macs_per_client_round(self) -> float:
-        """E n MACs, of the median client."""
+        """E n MACs of the median client."""
         return self.epochs * self.samples * self.macs_per_sample
 
     def tmac(self, cohorts: Sequence[Sequence[str]], beside: Sequence[float] = ()) -> float:
-        """Of the rounds of these cohorts: m summed over them, and a frozen backbone once for every client that came.
+        """MACs of the rounds of these cohorts; a frozen backbone counts once for each client.
 
         Args:
-            beside: passes over a client's rows that each round cost beside the optimiser's epochs (FedALA's, for its
-                weights W), a mean over the cohort weighted like its updates.
+            beside: for each round, passes over a client's rows beside the optimiser's epochs (FedALA trains its weights
+                W), a mean over the cohort weighted like its updates.
         """
         visits = sum(map(len, cohorts))
         more = sum(len(cohort) * passes for cohort, passes in zip(cohorts, beside, strict=False))
         return visits * self.macs_per_client_round + more * self.samples * self.macs_per_sample + self.once(cohorts)
 
     def once(self, cohorts: Sequence[Sequence[str]]) -> float:
-        """Of a frozen backbone."""
+        """MACs of the frozen backbone."""
         return len({client for cohort in cohorts for client in cohort}) * self.samples * self.macs_once_per_sample
 
 
 def rounds_to(target: float, accuracies: Sequence[tuple[int, float | None]]) -> int | None:
-    """The first round (numbered with its accuracy) whose model reaches the target; None if none does.
+    """The first of the rounds (number, accuracy) that reaches the target; None if none does.
 
     Example:
         >>> rounds_to(0.5, [(0, 0.1), (1, None), (2, 0.5), (3, 0.4)])

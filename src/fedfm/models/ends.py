@@ -1,4 +1,4 @@
-"""Where a module's input enters and what gives its output: of a known family by its table, of others by a run."""
+"""The first and the last layer of a module, from the table of its family or from a forward pass."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Ends:
     """The two ends of a module.
 
     Attributes:
-        entrance: parameters of what its input enters.
-        output: path of what gives its output, below PEFT's wrapper; "": the module itself; None: it is not known.
+        entrance: parameters of the first layer.
+        output: path of the last layer, below PEFT's wrapper; "": the module itself; None: unknown.
     """
 
     entrance: tuple[nn.Parameter, ...]
@@ -26,13 +26,13 @@ class Ends:
 
     @classmethod
     def of(cls, parts: Parts) -> Ends:
-        """Of a model whose parts are known: all of its embedding, all of its head."""
+        """Of known parts: the embedding and the head."""
         inside = () if parts.embedding is None else tuple(parts.embedding.parameters())
         return cls(inside, parts.head.partition(".")[0] or None)
 
 
 def known(module: nn.Module) -> Ends | None:
-    """The ends of a model of a known family with a head; None of any other module."""
+    """The ends of a model of a known family with a head; None for any other module."""
     root = unwrapped(module)
     model_type = type_of(root)
     if model_type not in FAMILIES:
@@ -51,21 +51,21 @@ def _inside(path: str, container: str) -> bool:
 
 @dataclass
 class LayerCalls:
-    """The layers that ran, in order: modules with parameters of their own, by their paths."""
+    """The executed layers in order: paths of modules with parameters of their own, with their outputs."""
 
     root: nn.Module
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     def ends(self, output: Any = None) -> Ends:
-        """The first layer, with what its containers hold beside it (class token, positions), and the one whose output
-        this is; where none gives it as it is, the last.
+        """The first layer, with parameters of its containers (class token, positions), and the layer with this output;
+        the last one if none has it.
         """
         if not self.calls:
             return Ends((), None)
         paths = list(dict.fromkeys(reversed([path for path, _ in self.calls])))
         innermost = next(p for p in paths if not any(_inside(other, p) for other in paths))
         last = next((path for path, found in self.calls if output is not None and found is output), innermost)
-        first = self.calls[0][0]  # what is inside a module ends before it
+        first = self.calls[0][0]  # inner modules end before their containers
         steps = first.split(".")
         above = [self.root.get_submodule(".".join(steps[:i])) for i in range(len(steps))]
         beside = [p for module in above for p in module.parameters(recurse=False)] if first else []
@@ -74,7 +74,7 @@ class LayerCalls:
 
 @contextmanager
 def seen(module: nn.Module) -> Iterator[LayerCalls]:
-    """Within it every layer of the module that runs is noted."""
+    """Context manager: records every executed layer of the module."""
     root = unwrapped(module)
     found = LayerCalls(root)
 

@@ -1,4 +1,4 @@
-"""A trained model for other programs: PEFT's own files, a Hugging Face folder, or plain safetensors."""
+"""Export of a trained model: PEFT's own files, a Hugging Face folder, or plain safetensors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ PAIRED = "mix.safetensors"
 
 
 def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
-    """Write what was trained: ``adapter_config.json`` and ``adapter_model.safetensors`` where it is LoRA, else
-    ``model.safetensors`` with the trainable tensors; ``fedfm.json`` beside them says of which model and which classes.
-    LoRA may have another rank than the model's. Of a pair of adapters the one is both together, by
-    their mean where rows have weights of their own; ``global/`` and ``local/`` are the two, ``mix.safetensors``
-    how they are weighed. ``head_takes``: what is done to features before the head (``Method.head_takes``).
+    """Write the trained tensors: LoRA of any rank as ``adapter_config.json`` and ``adapter_model.safetensors``, others
+    as ``model.safetensors``. ``fedfm.json`` names the model and the classes. A pair of adapters is written as one
+    adapter (by their mean if rows have own weights), as ``global/`` and ``local/``, and its weights as
+    ``mix.safetensors``. ``head_takes``: the transform of features before the head.
 
     Raises:
         KeyError, ValueError: ``w`` is not of this model.
@@ -41,7 +40,7 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
     if is_pair(w):
         for name in (GLOBAL, LOCAL):
             save_adapter(model, w.part(name), folder / name)
-        _save(dict(w.part(MIX)), folder / PAIRED)
+        _save(w.part(MIX), folder / PAIRED)
         w = one_adapter(model, w)
     other = isinstance(model, DualModel) or lora.rank_of(w) != lora.rank_of(model.params())
     if _is_lora(model) and other and (rank := lora.rank_of(w)):
@@ -52,34 +51,32 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
             model.module.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
         (folder / "README.md").unlink(missing_ok=True)  # an empty model card
     else:
-        _check(model, w)
-        _save(dict(w), folder / WEIGHTS)
+        with holding(model, w):  # raises if w is not of this model
+            _save(w, folder / WEIGHTS)
     _about(model, folder, head_takes)
     return folder
 
 
 def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
-    """Write what a method ended with: the model's own tensors or a pair of adapters, else plain parts."""
-    own = set(w) == set(model.names) or is_pair(w)
-    return save_adapter(model, w, folder, head_takes) if own else save_parts(model, w, folder)
-
-
-def save_parts(model: Model, w: Params, folder: Path | str) -> Path:
-    """Write what is no one model, e.g. the heads of an ensemble, as plain tensors beside ``fedfm.json``."""
+    """Write a method's final parameters: the model's own tensors or a pair of adapters as :func:`save_adapter` does,
+    others, such as the heads of an ensemble, as plain tensors with ``fedfm.json``.
+    """
+    if set(w) == set(model.names) or is_pair(w):
+        return save_adapter(model, w, folder, head_takes)
     folder = _folder(folder)
-    _save(dict(w), folder / WEIGHTS)
+    _save(w, folder / WEIGHTS)
     _about(model, folder)
     return folder
 
 
 def rank_on_disk(folder: Path | str) -> int | None:
-    """The rank of the model that :func:`save_adapter` wrote, of each of a pair; None where it is no LoRA."""
+    """The rank of the LoRA that :func:`save_adapter` wrote, of a pair that of each; None for other adaptations."""
     path = Path(folder) / (GLOBAL if (Path(folder) / PAIRED).exists() else "") / "adapter_config.json"
     return int(json.loads(path.read_text(encoding="utf-8"))["r"]) if path.exists() else None
 
 
 def load_adapter(model: Model, folder: Path | str) -> Params:
-    """What :func:`save_adapter` wrote for such a model.
+    """The parameters that :func:`save_adapter` wrote.
 
     Raises:
         InputError: the files are missing, or of another model.
@@ -106,18 +103,18 @@ def load_adapter(model: Model, folder: Path | str) -> Params:
 
 
 def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str | None = None) -> Path:
-    """Write the model with weights ``w`` into the folder ``out``, with the names of the classes and what prepares rows.
+    """Write the model with weights ``w``, its class names and its preprocessing into the folder ``out``.
 
     Args:
         model: on any device.
         w: trained tensors of this model.
-        to: ``peft``: an adapter for ``PeftModel.from_pretrained``; ``hf``: the whole model, the adapter merged into it,
-            for ``AutoModelFor....from_pretrained(out)``; ``torch``: the same tensors as safetensors, and a json.
-        out: made where it does not exist.
-        head_takes: what is done to features before the head (``Method.head_takes``); ``fedfm.json`` says so.
+        to: ``peft``: an adapter for ``PeftModel.from_pretrained``; ``hf``: the whole model with the adapter merged into
+            it, for ``AutoModelFor....from_pretrained(out)``; ``torch``: the same tensors as safetensors, and a json.
+        out: created if it does not exist.
+        head_takes: the transform of features before the head, which ``fedfm.json`` names.
 
     Raises:
-        InputError: the model does not go into this form.
+        InputError: this form does not support the model.
     """
     if to not in ("peft", "hf", "torch"):
         raise InputError(f"--to: unknown {to!r}, expected peft, hf or torch")
@@ -139,7 +136,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
                 other = "peft, whose adapter goes onto the CLIPModel, or torch" if _is_lora(model) else "torch"
                 raise InputError(f"--to hf: a zero-shot classifier is no class of transformers: use {other}")
             raise InputError(f"--to hf: {model.spec.name!r} is no transformers model: use torch")
-        if head_takes is not None:  # a folder that loads and predicts something else
+        if head_takes is not None:  # the folder would load, and predict something else
             raise InputError(
                 f"--to hf: this head takes {head_takes}, which no transformers model does: use `fedfm predict`, or "
                 "torch and do it yourself"
@@ -154,7 +151,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
 
 
 def merged(model: Model, w: Params) -> Any:
-    """A copy of the module with weights ``w``, on the CPU, with LoRA multiplied out."""
+    """A copy of the module with weights ``w``, on the CPU, with LoRA merged."""
     with holding(model, w):
         module: Any = copy.deepcopy(model.module).cpu()
     if _is_lora(model):
@@ -166,7 +163,7 @@ def merged(model: Model, w: Params) -> Any:
 
 @contextmanager
 def holding(model: Model, w: Params) -> Iterator[None]:
-    """Within it the model has the weights ``w``; afterwards it has its own again."""
+    """Context manager: the model has the weights ``w``; restores its own afterwards."""
     own = model.params()
     model.load(w)
     try:
@@ -199,11 +196,6 @@ def _save_lora(model: Model, w: Params, rank: int, folder: Path) -> None:
     _save({_peft_name(model, name): tensor for name, tensor in w.items()}, folder / ADAPTER)
 
 
-def _check(model: Model, w: Params) -> None:
-    with holding(model, w):
-        pass
-
-
 def _folder(path: Path | str) -> Path:
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -211,7 +203,7 @@ def _folder(path: Path | str) -> Path:
 
 
 def _peft_name(model: Model, name: str) -> str:
-    """The name in PEFT's file of a parameter of the module."""
+    """A parameter's name in PEFT's file."""
     if isinstance(model, DualModel):
         name = name.replace("base_model.model.clip.", "base_model.model.", 1)
     return name.replace(".modules_to_save.default", "").replace(".default.", ".")
@@ -220,7 +212,7 @@ def _peft_name(model: Model, name: str) -> str:
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
-    # Clones, because tied tensors share memory, which the format does not allow.
+    # Cloned: the format does not allow tensors that share memory, as tied ones do.
     save_file({k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}, path, {"format": "pt"})
 
 

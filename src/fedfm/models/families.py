@@ -1,7 +1,6 @@
-"""Where the parts of a model lie: embedding, blocks (of one encoder or of two), final norm, pooler, head.
+"""The parts of a model: embedding, blocks (of one encoder or of two), final norm, pooler, head.
 
-An explicit table for the families that are tested, by ``config.model_type``; other models fall back on what their
-modules look like.
+A table by ``config.model_type`` lists the tested families; the parts of other models are guessed from their modules.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from fedfm.errors import InputError
 
 @dataclass(frozen=True)
 class Family:
-    """Paths inside the base model (``module.<base_model_prefix>``), or inside the whole module where there is none.
+    """Paths inside the base model (``module.<base_model_prefix>``), or inside the whole module if it has none.
 
     Attributes:
-        embedding: turns the model's input into b_0.
-        blocks: the ModuleLists that hold the blocks, in order.
-        norm: final normalisation and whatever else stands between the blocks and the pooler.
-        pooler: turns (n, T, d) into (n, d) with weights of its own.
+        embedding: maps the model's input to b_0.
+        blocks: the ModuleLists of the blocks, in order.
+        norm: final normalisation and other modules between the blocks and the pooler.
+        pooler: maps (n, T, d) to (n, d) with weights of its own.
         head: the last linear layer; a path inside the whole module.
-        text: the ModuleList of a text encoder beside one of pictures, whose parts are the others.
+        text: the ModuleList of a text encoder; the other paths are then those of the picture encoder.
     """
 
     embedding: str
@@ -43,9 +42,8 @@ _CLIP = Family(
     "vision_model.post_layernorm",
     text="text_model.encoder.layers",
 )
-_BERT = Family("embeddings", ("encoder.layer",), "", "pooler")
-_ROBERTA = Family("embeddings", ("encoder.layer",), "", "", "classifier.out_proj")
-_LLAMA = Family("embed_tokens", ("layers",), "norm", "", "score")
+_ROBERTA = Family("embeddings", ("encoder.layer",), head="classifier.out_proj")
+_LLAMA = Family("embed_tokens", ("layers",), "norm", head="score")
 
 FAMILIES: dict[str, Family] = {
     "vit": _VIT,
@@ -55,11 +53,11 @@ FAMILIES: dict[str, Family] = {
     "clip": _CLIP,
     "clip_vision_model": _CLIP,
     "siglip": replace(_CLIP, pooler="vision_model.head"),
-    "bert": _BERT,
+    "bert": Family("embeddings", ("encoder.layer",), pooler="pooler"),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
-    "distilbert": Family("embeddings", ("transformer.layer",), "", ""),
-    "gpt2": Family("wte", ("h",), "ln_f", "", "score"),
+    "distilbert": Family("embeddings", ("transformer.layer",)),
+    "gpt2": Family("wte", ("h",), "ln_f", head="score"),
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
@@ -70,10 +68,10 @@ FAMILIES: dict[str, Family] = {
         "vision_model.pooler",
         text="text_model.encoder.layer",
     ),
-    "resnet": Family("embedder", ("encoder.stages",), "", "", "classifier.1"),
+    "resnet": Family("embedder", ("encoder.stages",), head="classifier.1"),
     "mobilenet_v2": Family("conv_stem", ("layer",), "conv_1x1"),
-    "cifar_resnet": Family("bn1", ("layer1", "layer2", "layer3"), "", "", "linear"),
-    "fedfm_preact_resnet": Family("stem", tuple(f"sections.{s}" for s in range(16)), "bn", "", "fc"),
+    "cifar_resnet": Family("bn1", ("layer1", "layer2", "layer3"), head="linear"),
+    "fedfm_preact_resnet": Family("stem", tuple(f"sections.{s}" for s in range(16)), "bn", head="fc"),
 }
 
 
@@ -82,12 +80,12 @@ class Parts:
     """The parts of one model, as modules and as paths from its root.
 
     Attributes:
-        embedding: module, or None where it was not found.
-        blocks: (path, module) in order; empty where none was found.
+        embedding: module, or None if it was not found.
+        blocks: (path, module) in order; empty if none was found.
         norm: final norm, or None.
         pooler: or None.
-        head: path of the last linear layer; "" where the model has none.
-        text_blocks: of a text encoder beside one of pictures, whose parts are the others; empty where there is none.
+        head: path of the last linear layer; "" if the model has none.
+        text_blocks: of a text encoder; the other parts are then those of the picture encoder.
     """
 
     embedding: nn.Module | None
@@ -99,18 +97,18 @@ class Parts:
 
     @property
     def encoders(self) -> tuple[tuple[tuple[str, nn.Module], ...], ...]:
-        """(path, module) of the layers of each encoder, each numbered from its own first one; pictures before texts."""
+        """(path, module) of the blocks of each encoder; pictures before texts."""
         return (self.blocks, self.text_blocks) if self.text_blocks else (self.blocks,)
 
 
 def find(module: nn.Module, model_type: str) -> Parts:
-    """The parts of ``module``, before any adapter is put into it."""
+    """The parts of ``module``, which has no adapter yet."""
     prefix = getattr(module, "base_model_prefix", "")
     family = FAMILIES.get(model_type)
     if family is None:
         return _guess(module)
     blocks, text_blocks = _blocks(module, prefix, family.blocks), _blocks(module, prefix, (family.text,))
-    head = next((h for h in (family.head, "lm_head", "head") if _linear(module, h)), "")
+    head = next((h for h in (family.head, "lm_head", "head") if isinstance(_module(module, h), nn.Linear)), "")
     if not blocks or not (head or text_blocks):
         guess = _guess(module)
         blocks, head = blocks or guess.blocks, head or guess.head
@@ -121,17 +119,13 @@ def find(module: nn.Module, model_type: str) -> Parts:
 
 
 def type_of(module: Any) -> str:
-    """The model type by its configuration; "" of a module that is of no such kind."""
+    """The model type in its configuration; "" for a module without one."""
     found = getattr(getattr(module, "config", None), "model_type", "")
     return found if isinstance(found, str) else ""
 
 
 def check_alike(name: str, model_type: str, mine: str) -> None:
-    """Refuse a model whose parts have other names than those of one of type ``mine``.
-
-    Raises:
-        InputError: the two types are not of one family.
-    """
+    """Raise an InputError if the two types are not of one family, whose parts have the same names."""
     if mine != model_type and (mine not in FAMILIES or FAMILIES.get(mine) is not FAMILIES.get(model_type)):
         raise InputError(f"{name}: a model of type {model_type!r} does not match one of type {mine!r}")
 
@@ -142,8 +136,8 @@ def unwrapped(module: Any) -> Any:
 
 
 def default_targets(parts: Parts) -> tuple[str, ...]:
-    """What LoRA adapts by default: the query and value projections (all of a fused one), and in a network of
-    convolutions those without groups; in two encoders, by their paths, both maps of every MLP; () where there is none.
+    """The default targets of LoRA: the query and value projections (all of a fused one), in a convolutional network
+    the convolutions without groups, in two encoders the paths of both maps of each MLP; () if there are none.
     """
     if parts.text_blocks:
         blocks = [(path, dict(block.named_modules())) for encoder in parts.encoders for path, block in encoder]
@@ -171,38 +165,25 @@ def default_targets(parts: Parts) -> tuple[str, ...]:
 
 
 def strides_are_read(parts: Parts) -> bool:
-    """Whether transformers reads the strides of this model's convolutions, which PEFT's wrapper does not have."""
+    """Whether transformers reads the strides of this model's convolutions, which PEFT's wrapper lacks."""
     return any(type(block).__name__.startswith("MobileNet") for _, block in parts.blocks)
 
 
 _MLP = (("mlp.fc1", "mlp.fc2"), ("intermediate.dense", "output.dense"))  # not BERT's attention.output.dense
 _QUERY_VALUE: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "v_proj"),
-    ("query", "value"),
-    ("q_lin", "v_lin"),
-    ("query_proj", "value_proj"),
-    ("c_attn",),
-    ("query_key_value",),
-    ("qkv_proj",),
-    ("qkv",),
-    ("Wqkv",),
-    ("q", "v"),
+    *(("q_proj", "v_proj"), ("query", "value"), ("q_lin", "v_lin"), ("query_proj", "value_proj")),
+    *(("c_attn",), ("query_key_value",), ("qkv_proj",), ("qkv",), ("Wqkv",), ("q", "v")),
 )
 
 
 def _blocks(module: nn.Module, prefix: str, lists: Sequence[str]) -> tuple[tuple[str, nn.Module], ...]:
-    """(path, module) of what is in the ModuleLists that the module has, in order."""
+    """(path, module) of the entries of these ModuleLists, in order; missing lists are skipped."""
     return tuple(
         (f"{path}.{i}", block)
         for path in (_resolve(module, prefix, list_) for list_ in lists)
         if path
         for i, block in enumerate(module.get_submodule(path).children())
     )
-
-
-def _linear(module: nn.Module, path: str) -> bool:
-    found = _module(module, path)
-    return isinstance(found, nn.Linear)
 
 
 def _module(module: nn.Module, path: str) -> nn.Module | None:
@@ -215,7 +196,7 @@ def _module(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def _resolve(module: nn.Module, prefix: str, path: str) -> str:
-    """``path`` from the root of ``module``; "" where there is no such module."""
+    """``path`` from the root of ``module``; "" if there is no such module."""
     if not path:
         return ""
     candidates = [f"{prefix}.{path}" if prefix else path, path]
@@ -223,7 +204,7 @@ def _resolve(module: nn.Module, prefix: str, path: str) -> str:
 
 
 def _guess(module: nn.Module) -> Parts:
-    """The longest ModuleList of one class holds the blocks; the last linear layer is the head."""
+    """The blocks are the longest ModuleList of one class; the head is the last linear layer."""
     best: tuple[tuple[str, nn.Module], ...] = ()
     head = ""
     for path, m in module.named_modules():

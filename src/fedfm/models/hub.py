@@ -1,4 +1,4 @@
-"""Folders and hub ids in Hugging Face's format, read with transformers."""
+"""Loads folders and hub ids in Hugging Face's format with transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 _TEXT_HEADS = ("SequenceClassification", "CausalLM", "MaskedLM")
 _HEADS = ("ImageClassification", "SequenceClassification", "CausalLM")
-_TWO_HEADS = ("deit",)  # saved with the head of distillation beside the classifier, and their mean as the answer
+_TWO_HEADS = ("deit",)  # saved with a classifier and a distillation head, whose mean is the output
 
 
 @dataclass
@@ -36,10 +36,10 @@ class Loaded:
     Attributes:
         module: on the CPU.
         model_type: the key of :data:`fedfm.models.families.FAMILIES`.
-        config: what distinguishes the architecture, JSON-able; for transformers only what differs from the defaults, so
-            that a field which another version adds changes nothing.
-        new: paths of the modules that were made for this task.
-        tools: what prepares its rows.
+        config: the architecture as JSON; for transformers only differences from the defaults, so that a new field of
+            another version changes nothing.
+        new: paths of the modules that were created for this task.
+        tools: preprocessing of its rows.
     """
 
     module: nn.Module
@@ -49,34 +49,24 @@ class Loaded:
     tools: Tools
 
 
-def pretrained(
-    path: Path | str,
-    spec: ModelSpec,
-    classes: tuple[str, ...],
-    kind: str,
-    task: str,
-    seed: int,
-) -> Loaded:
+def pretrained(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], kind: str, task: str, seed: int) -> Loaded:
     """The model for the task, with a new head for ``classes`` unless it is a language model."""
     import transformers
 
     with quiet():
         config = _config(path, spec)
         if config.model_type in _TWO_HEADS:
-            config.architectures = []  # the class with one head, the first of those that transformers knows
-        labels: dict[str, Any] = {}
-        if task == "classification":
-            labels = {"id2label": dict(enumerate(classes)), "label2id": {c: i for i, c in enumerate(classes)}}
-            auto = "AutoModelForImageClassification" if kind == "image" else "AutoModelForSequenceClassification"
-        else:
-            auto = "AutoModelForCausalLM"
+            config.architectures = []  # transformers then takes its first class, which has one head
         _check_kind(config, spec.name, kind, task)
-        for key, value in labels.items():
-            setattr(config, key, value)
+        auto = "CausalLM"
+        if task == "classification":
+            auto = "ImageClassification" if kind == "image" else "SequenceClassification"
+            config.id2label, config.label2id = dict(enumerate(classes)), {c: i for i, c in enumerate(classes)}
         tools = _tools(path, spec, config, kind)
         if kind != "image" and getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = tools.tokenizer.pad_token_id
-        module, missing = _weights(getattr(transformers, auto), path, spec, config, seed, DTYPES[spec.dtype])
+        auto_class = getattr(transformers, f"AutoModelFor{auto}")
+        module, missing = _weights(auto_class, path, spec, config, seed, DTYPES[spec.dtype])
     new = _new_modules(module, config.model_type, missing) if task == "classification" else []
     return Loaded(module, config.model_type, config.to_diff_dict(), new, tools)
 
@@ -84,7 +74,7 @@ def pretrained(
 def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed: int) -> Loaded:
     """A model of two encoders that compares pictures with the class names.
 
-    With adaptation ``head`` the text encoder has turned the names into a linear classifier, and is not kept.
+    With adaptation ``head`` the text embeddings of the names become a linear head, and the text encoder is dropped.
     """
     import transformers
 
@@ -127,7 +117,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
 
 
 def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
-    """The configuration of the model that ``spec`` names, for the vocabulary of another tokenizer.
+    """The configuration of the model in ``spec`` with the vocabulary of another tokenizer.
 
     Raises:
         InputError: it cannot be read, or has no vocabulary.
@@ -147,7 +137,7 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
 def _config(path: Path | str, spec: ModelSpec) -> Any:
     from transformers import AutoConfig
 
-    import fedfm.models.architectures.preact_resnet  # noqa: F401 - makes its architecture known to transformers
+    import fedfm.models.architectures.preact_resnet  # noqa: F401 - registers it with transformers
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -157,7 +147,7 @@ def _config(path: Path | str, spec: ModelSpec) -> Any:
 
 
 def _changed(config: Any, options: Mapping[str, Any]) -> Any:
-    """The configuration with these keys changed, made anew, so that what it derives from them follows.
+    """A new configuration with these keys changed, and with the values that it derives from them.
 
     Raises:
         InputError: it has no such key, or refuses the value.
@@ -172,20 +162,17 @@ def _changed(config: Any, options: Mapping[str, Any]) -> Any:
         old = table[key]
         number = isinstance(old, (int, float)) and isinstance(value, (int, float))
         same = number if type(old) is not bool else type(value) is bool
-        if (
-            old is not None
-            and not same
-            and not isinstance(value, (list if isinstance(old, (list, tuple)) else type(old)))
-        ):
+        kind = list if isinstance(old, tuple) else type(old)
+        if old is not None and not same and not isinstance(value, kind):
             raise InputError(f"model.options.{key} = {value!r}: expected something like {old!r}")
     try:
         return type(config)(**{**table, **options})
-    except Exception as error:  # a library's own classes of errors, which differ from release to release
+    except Exception as error:  # the library's error classes differ between releases
         raise InputError(f"model.options: {_first(error)}") from None
 
 
 def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
-    """See ``load.as_saved``; neither tokenizer nor image processor is needed."""
+    """As :func:`fedfm.models.load.as_saved`, without tokenizer and image processor."""
     spec = ModelSpec(name)
     with quiet():
         config = _config(path, spec)
@@ -195,7 +182,7 @@ def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, se
 
 
 def _class_for(like: Any, config: Any) -> Any:
-    """The class that reads a model of this configuration for what ``like`` is for: its head is of the same kind."""
+    """The class for a model of this configuration with the kind of head that ``like`` has."""
     import transformers
 
     for auto in (getattr(transformers, f"AutoModelFor{name}") for name in _HEADS):
@@ -207,15 +194,14 @@ def _class_for(like: Any, config: Any) -> Any:
 
 
 def _check_kind(config: Any, name: str, kind: str, task: str) -> None:
-    """Refuse a model of pictures for text and one of text for pictures, and for running text one that sees ahead."""
+    """Refuse a picture model for text, a text model for pictures, and a masked model for running text."""
     import transformers
 
     reads = {
         "image": type(config) in transformers.AutoModelForImageClassification._model_mapping,
         "text": any(type(config) in getattr(transformers, f"AutoModelFor{h}")._model_mapping for h in _TEXT_HEADS),
     }
-    needs = "image" if kind == "image" else "text"
-    other = "text" if needs == "image" else "image"
+    needs, other = ("image", "text") if kind == "image" else ("text", "image")
     if reads[other] and not reads[needs]:
         words = {"image": "pictures", "text": "text"}
         raise InputError(
@@ -225,13 +211,13 @@ def _check_kind(config: Any, name: str, kind: str, task: str) -> None:
     masked = type(config) in transformers.AutoModelForMaskedLM._model_mapping
     if task != "classification" and masked and getattr(config, "is_decoder", None) is False:
         raise InputError(
-            f"model.name: {name!r} is of type {config.model_type!r}, which sees the words that it would predict: "
+            f"model.name: {name!r} is of type {config.model_type!r}, which sees the words that it predicts: "
             f'model.task = "{task}" needs a causal model, such as a llama or a gpt2'
         )
 
 
 def _first(error: Exception) -> str:
-    """The first line of what a library says."""
+    """The first line of a library's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -255,13 +241,13 @@ def _refusal(path: Path | str, name: str, error: Exception) -> InputError:
 def _weights(
     auto: Any, path: Path | str, spec: ModelSpec, config: Any, seed: int, dtype: torch.dtype
 ) -> tuple[nn.Module, set[str]]:
-    """The module and the names of the weights that the checkpoint does not have."""
+    """The module, and the names of the weights that the checkpoint lacks."""
     if spec.weights == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.derive(seed, "weights"))
             try:
                 module: nn.Module = auto.from_config(config).to(dtype)
-            except Exception as error:  # options that do not fit one another fail anywhere
+            except Exception as error:  # incompatible options fail anywhere
                 if spec.options:
                     raise InputError(f"model.options: {_first(error)}") from None
                 if isinstance(error, ValueError):
@@ -280,7 +266,7 @@ def _weights(
             "or make weights with `fedfm pretrain` and name their folder"
         )
     try:
-        # What the checkpoint lacks is drawn inside: it must not depend on the global state, nor move it.
+        # It draws the missing weights, which must neither depend on the global generator nor change it.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.derive(seed, "adaptation"))
             module, info = auto.from_pretrained(
@@ -299,16 +285,14 @@ def _weights(
 
 
 def _new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[str]:
-    """Paths of the modules made for this task: the head as a whole, and what stands before it and was not in the
-    checkpoint. They do not nest.
+    """Paths of the modules that were created for this task: the whole head, and modules that the checkpoint lacks.
+    They do not nest.
     """
     head = families.find(module, model_type).head
     if not head:
         raise InputError(f"model.name: no classification head found in a model of type {model_type!r}")
-    paths = {head.partition(".")[0]}
     known = {name for name, _ in module.named_parameters()}
-    for name in missing & known:
-        paths.add(name.rpartition(".")[0])
+    paths = {head.partition(".")[0], *(name.rpartition(".")[0] for name in missing & known)}
     top = sorted(p for p in paths if not any(p != q and p.startswith(f"{q}.") for q in paths))
     return [p for p in top if p]
 
@@ -319,7 +303,7 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
         return Tools(image=inputs.processor_call(processor), processor=processor)
     from transformers import AutoTokenizer
 
-    # transformers would make a tokenizer without words of the configuration alone.
+    # From the configuration alone transformers would create a tokenizer without words.
     if isinstance(path, Path) and not any(f for p in ("tokenizer*", "vocab*", "*.model") for f in path.glob(p)):
         raise InputError(f"model.name: {path} has no tokenizer for data of kind {kind}: put its files there")
     try:
@@ -329,7 +313,7 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    # RoBERTa's positions start behind the padding index.
+    # RoBERTa's positions start after the padding index.
     offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
     length = min(spec.max_length, positions - offset) if positions else spec.max_length
     if positions and spec.answer_tokens is not None and spec.answer_tokens >= positions:

@@ -1,4 +1,4 @@
-"""From rows as they were read to tensors: the model's own image processor or tokenizer, in chunks."""
+"""Preprocessing of rows into tensors by the model's own image processor or tokenizer."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from fedfm.data.table import Table
 
 CHUNK = 256  # pictures decoded at a time
-IGNORE = -100  # F.cross_entropy's mark of a target that does not count
+IGNORE = -100  # the target that F.cross_entropy ignores
 LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the model's own adapter in a row's output
-PROMPT = "{instruction}\n"  # what an instruction model reads before it answers
+PROMPT = "{instruction}\n"  # of an instruction model
 
 Preprocess = Callable[[list[Any]], Tensor]  # PIL pictures -> (n, 3, H, W)
 
 
 def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
-    """Rows as they were read, for a party without a model: ``features`` (n, d) or ``pixels`` uint8 (n, H, W, C).
+    """Rows for a party without a model: ``features`` (n, d) or ``pixels`` uint8 (n, H, W, C).
 
     Raises:
-        InputError: rows of another kind, or pictures of several sizes, which only a model's own tools make alike.
+        InputError: rows of another kind, or pictures of several sizes, which need a model's preprocessing.
     """
     part = table.take(np.asarray(index, dtype=np.int64))
     labels = _labels(part, table.classes)
@@ -38,7 +38,7 @@ def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
         return Rows({"features": torch.from_numpy(np.array(part.inputs, dtype=np.float32))}, labels=labels)
     if table.kind == "image" and isinstance(part.inputs, np.ndarray):
         return Rows({"pixels": torch.from_numpy(part.inputs)}, labels=labels)
-    raise InputError(f"{table.source or 'the data'}: a client without a model takes vectors or pictures of one size")
+    raise InputError(f"{_source(table)}: a client without a model takes vectors or pictures of one size")
 
 
 def prepare(
@@ -51,24 +51,23 @@ def prepare(
     max_length: int = 128,
     language_model: bool = False,
 ) -> Rows:
-    """The model-ready rows ``index`` of ``table``.
+    """Rows ``index`` of ``table`` as a model takes them.
 
-    Passages become blocks, so that there are not as many rows as indexes: see :func:`passages`.
+    Passages become blocks, so the number of rows differs from that of the indexes: see :func:`passages`.
 
     Raises:
         InputError: the model does not take this kind of data, or a label is none of ``classes``.
     """
-    index = np.asarray(index, dtype=np.int64)
-    part = table.take(index)
+    part = table.take(np.asarray(index, dtype=np.int64))
     if table.kind == "features":
         x = torch.from_numpy(np.array(part.inputs, dtype=np.float32))
         return Rows({"features": x}, labels=_labels(part, classes))
     if table.kind == "image":
         if image is None:
-            raise InputError(f"{table.source or 'the data'} holds images, which model.name does not take")
+            raise InputError(f"{_source(table)} holds images, which model.name does not take")
         return Rows({"pixel_values": pixels(part.inputs, image)}, labels=_labels(part, classes))
     if tokenizer is None:
-        raise InputError(f"{table.source or 'the data'} holds {table.kind}, which model.name does not take")
+        raise InputError(f"{_source(table)} holds {table.kind}, which model.name does not take")
     pad = int(tokenizer.pad_token_id or 0)
     if table.kind == "passages" or (language_model and table.kind == "text"):
         return Rows(tokens=passages(list(part.inputs), tokenizer, max_length), pad=pad)
@@ -79,6 +78,10 @@ def prepare(
     return Rows(tokens=texts(list(part.inputs), tokenizer, max_length), labels=_labels(part, classes), pad=pad)
 
 
+def _source(table: Table) -> str:
+    return table.source or "the data"
+
+
 def _labels(table: Table, classes: tuple[str, ...]) -> Tensor | None:
     if table.labels is None:
         return None
@@ -87,13 +90,13 @@ def _labels(table: Table, classes: tuple[str, ...]) -> Tensor | None:
         place = {name: i for i, name in enumerate(classes)}
         present = {int(i) for i in np.unique(labels)}
         if unknown := [table.classes[i] for i in sorted(present) if table.classes[i] not in place]:
-            raise InputError(f"{table.source or 'the data'}: label {unknown[0]!r} is none of the model's classes")
+            raise InputError(f"{_source(table)}: label {unknown[0]!r} is none of the model's classes")
         labels = np.array([place.get(name, -1) for name in table.classes], dtype=np.int64)[labels]
     return torch.from_numpy(labels.copy())
 
 
 def pixels(pictures: Any, preprocess: Preprocess) -> Tensor:
-    """uint8 (N, H, W, C) or N paths -> float32 (N, 3, H', W'); paths are opened a chunk at a time."""
+    """uint8 (N, H, W, C) or N paths -> float32 (N, 3, H', W'); opens one chunk of paths at a time."""
     done = [preprocess(chunk) for chunk in _opened(pictures)]
     return torch.cat(done) if done else torch.zeros(0, 3, 1, 1)
 
@@ -129,7 +132,7 @@ def processor_call(processor: Any) -> Preprocess:
 
 
 def plain_call(size: int, mean: Sequence[float], std: Sequence[float]) -> Preprocess:
-    """Resize to ``size`` (bilinear), x / 255, normalise: for models that come without a processor of their own."""
+    """Resize to ``size`` (bilinear), x / 255, normalise: for models without a processor."""
 
     def call(pictures: list[Any]) -> Tensor:
         from PIL import Image
@@ -145,20 +148,20 @@ def plain_call(size: int, mean: Sequence[float], std: Sequence[float]) -> Prepro
 
 
 def texts(strings: list[str], tokenizer: Any, max_length: int) -> tuple[Tensor, ...]:
-    """One token vector a string, cut at ``max_length``, with the tokenizer's special tokens."""
+    """A token vector for each string, cut at ``max_length``, with the tokenizer's special tokens."""
     if not strings:
         return ()
     with quiet():
         ids = tokenizer(strings, truncation=True, max_length=max_length)["input_ids"]
-    # A string without any token would be a row of length zero, which no model takes.
+    # No model takes a row of length 0.
     return tuple(torch.tensor(i or [tokenizer.pad_token_id or 0], dtype=torch.int64) for i in ids)
 
 
 def passages(pieces: list[str], tokenizer: Any, max_length: int) -> tuple[Tensor, ...]:
-    """The pieces joined, tokenised, and cut into blocks of ``max_length``.
+    """The joined pieces as blocks of ``max_length`` tokens.
 
-    Every block starts with the tokenizer's BOS token where the tokenizer adds one by itself. The last block is shorter
-    than the others, and is dropped where it holds fewer than two tokens: it would predict nothing.
+    Each block starts with the BOS token if the tokenizer adds one by itself. The last block is shorter; it is dropped
+    if it has fewer than 2 tokens, since it would predict nothing.
     """
     if not pieces:
         return ()
@@ -173,9 +176,9 @@ def passages(pieces: list[str], tokenizer: Any, max_length: int) -> tuple[Tensor
 
 
 def instructions(pairs: list[tuple[str, str]], tokenizer: Any, max_length: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(token vectors of prompt and answer, (n,) where the answer starts), as a model trains on them.
+    """Training rows: (token vectors of prompt and answer, start (n,) of the answers).
 
-    Answers lose what is beyond half of ``max_length``, prompts their beginning.
+    Answers are cut at half of ``max_length``; too long prompts lose their beginning.
     """
     rows, starts = [], []
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -190,7 +193,7 @@ def instructions(pairs: list[tuple[str, str]], tokenizer: Any, max_length: int) 
 
 
 def prompts(pairs: Sequence[tuple[str, str]], tokenizer: Any, length: int) -> list[Tensor]:
-    """What a model reads before it answers each instruction: the last ``length`` tokens, whatever the right answer."""
+    """The last ``length`` tokens of each instruction's prompt."""
     return [torch.tensor(_prompt(instruction, tokenizer, length), dtype=torch.int64) for instruction, _ in pairs]
 
 

@@ -1,4 +1,4 @@
-"""Which of a model's travelling tensors make a layer: the pieces by which task vectors are compared and mixed."""
+"""Groups a model's trainable tensors by layer, to compare and mix task vectors layer by layer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
     """Layer -> names of its trainable tensors, in the model's order.
 
     Args:
-        model: any; without known blocks (``model.parts``) a layer is a module.
-        granularity: ``model``: all of them; ``layer``: a transformer block (what comes before the first one is one
-            layer, ``embeddings``; final norm, pooler and head are one each); ``module``: one adapted module. LoRA's A
-            and B of a module are never apart. Running statistics, which are not trained, are in none.
+        model: without known blocks (``model.parts``) a layer is a module.
+        granularity: ``model``: one layer; ``layer``: a transformer block (all modules before the first one are the
+            layer ``embeddings``; final norm, pooler and head are one layer each); ``module``: one adapted module. A
+            module's A and B of LoRA are in one layer. Running statistics are in none, since they are not trained.
     """
     trained = tuple(name for name in model.names if name in model.live())
     if granularity == "model":
@@ -35,22 +35,21 @@ def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
     return {layer: tuple(names) for layer, names in found.items()}
 
 
-def halves(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(names of the body, names of the head) among a model's travelling tensors, running statistics included.
+def body_and_head(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(names of the body, names of the head) among a model's tensors, with running statistics.
 
-    The head is the last linear layer and what PEFT trains in full beside its adapters (``modules_to_save``).
+    The head is the last linear layer and the modules that PEFT trains in full (``modules_to_save``).
     """
     path = getattr(getattr(model, "parts", None), "head", "")
 
     def is_head(name: str) -> bool:
-        module = module_of(name)
-        return ".modules_to_save." in name or (bool(path) and f"{module}.".startswith(f"{path}."))
+        return ".modules_to_save." in name or (bool(path) and f"{module_of(name)}.".startswith(f"{path}."))
 
     names = model.names
     return tuple(n for n in names if not is_head(n)), tuple(n for n in names if is_head(n))
 
 
 def module_of(name: str) -> str:
-    """The module of a parameter, as the foundation model calls it: PEFT's wrapping and LoRA's A and B taken off."""
+    """The module of a parameter under its name in the foundation model, without PEFT's wrapper and LoRA's suffixes."""
     path = name.removeprefix(_PEFT).replace(".modules_to_save.default", "")
     return path.partition(".lora_")[0] if ".lora_" in path else path.rpartition(".")[0]

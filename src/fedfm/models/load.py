@@ -1,7 +1,7 @@
 """load_model: from the [model] table to a Model.
 
 A name is, in this order: built in, "features", a folder in the format of ``save_pretrained``, a .safetensors file of
-a CIFAR ResNet, a Hugging Face hub id. Weights are read from safetensors only, and no code that comes with a model runs.
+a CIFAR ResNet, a Hugging Face hub id. Weights are read from safetensors only; code of a model is not executed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FITS = {
     "language_modelling": ("passages", "text"),
     "instruction": ("instruction",),
 }
-_VOLATILE = (  # of a configuration: what does not distinguish one model from another
+_VOLATILE = (  # keys of a configuration that do not change the model
     *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "problem_type"),
     *("id2label", "label2id", "num_labels", "pad_token_id", "finetuning_task"),
 )
@@ -68,9 +68,9 @@ def load_model(
         spec: the [model] table.
         classes: class names; () for language models.
         kind: of the data: image, text, features, instruction or passages.
-        task: overrides ``spec.task``; None for what the data imply.
+        task: overrides ``spec.task``; None: implied by the data.
         seed: the new head, LoRA's A and random weights derive from it, so that they are the same everywhere.
-        feature_dim: d, where kind is "features".
+        feature_dim: d, for kind "features".
 
     Raises:
         InputError: no such model, or it does not fit the data, the task or the adaptation.
@@ -109,7 +109,7 @@ def load_model(
 
 
 def fingerprint(state: Mapping[str, Tensor], config: Mapping[str, Any], new: Iterable[str] = ()) -> str:
-    """sha256 of the weights, in order of names, and of the configuration; the new modules are left out."""
+    """sha256 of the configuration and of the weights, in order of names, without the new modules."""
     digest = hashlib.sha256(json.dumps(_stable(config), sort_keys=True, default=str).encode())
     for name in sorted(state):
         if any(name == n or name.startswith(f"{n}.") for n in new):
@@ -127,8 +127,7 @@ def _stable(config: Any) -> Any:
 
 
 def _task(task: str | None, kind: str, classes: Sequence[str]) -> str:
-    implied = {"instruction": "instruction", "passages": "language_modelling"}.get(kind, "classification")
-    task = task or implied
+    task = task or {"instruction": "instruction", "passages": "language_modelling"}.get(kind, "classification")
     if kind not in _FITS[task]:
         raise InputError(
             f"model.task: {task!r} needs data of kind {' or '.join(_FITS[task])}, these are of kind {kind}"
@@ -171,7 +170,8 @@ def _load(
     return hub.pretrained(path, spec, classes, kind, task, seed)
 
 
-def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...], kind: str, seed: int) -> Loaded:
+def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, kind: str, seed: int) -> Loaded:
+    """A CIFAR ResNet with a new head for ``classes``, or with the head of the file for None."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -180,9 +180,13 @@ def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...], kind: str, se
     if spec.options:
         raise InputError(f"model.options: {path} is one file of weights, which says the architecture; drop it")
     try:
+        state = load_file(path)
+        count = len(state["linear.weight"] if classes is None else classes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.derive(seed, "weights"))
-            net = resnet.build(load_file(path), len(classes), pretrained=spec.weights == "pretrained")
+            net = resnet.build(state, count, pretrained=spec.weights == "pretrained")
+        if classes is None:
+            net.load_state_dict(state, strict=False)
     except (KeyError, RuntimeError, SafetensorError, OSError) as error:
         text = error.args[0] if error.args else error
         raise InputError(f"model.name: {path} is not a CIFAR ResNet: {text}") from None
@@ -193,35 +197,25 @@ def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...], kind: str, se
 
 
 def as_saved(name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
-    """(module, model type, names that its weights lack) of a model with the head and the labels it was saved with.
+    """(module, model type, names that its weights lack) of a model with its saved head and labels.
 
     Args:
         name: built in, a folder, a file of a CIFAR ResNet, or a hub id.
-        like: the module with which it shall be compared, which says for what it is read.
+        like: the module to compare it with; it determines the kind of the head.
 
     Raises:
         InputError: it cannot be read, or is of another family.
     """
     path = locate(name)
     if isinstance(path, Path) and path.is_file():
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         families.check_alike(name, "cifar_resnet", families.type_of(like))
-        try:
-            state = load_file(path)
-            classes = tuple(map(str, range(len(state["linear.weight"]))))
-        except (KeyError, SafetensorError, OSError) as error:
-            raise InputError(f"model.name: {path} is not a CIFAR ResNet: {error}") from None
-        spec = ModelSpec(name, task="classification", adaptation=AdaptationSpec("full"))
-        loaded = _resnet(path, spec, classes, "image", seed=0)
-        loaded.module.load_state_dict(state, strict=False)
+        loaded = _resnet(path, ModelSpec(name), None, "image", seed=0)
         return loaded.module, loaded.model_type, set()
     return hub.as_saved(path, name, like)
 
 
 def _draw_head(module: nn.Module, new: list[str], seed: int) -> None:
-    """First value of the new modules: N(0, 0.02^2), biases zero, norms one; every name has a stream of its own."""
+    """Initialise the new modules: weights N(0, 0.02^2) from a stream for each name, biases zero, norms one."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for path in new:
             for name, parameter in module.get_submodule(path).named_parameters():
@@ -233,7 +227,7 @@ def _draw_head(module: nn.Module, new: list[str], seed: int) -> None:
 
 
 def _keep_head_exact(head: nn.Linear | None, spec: ModelSpec) -> None:
-    """Under half precision the trained head is kept in float32, and what enters it is converted."""
+    """With half precision keep the trained head in float32, and convert its inputs."""
     if head is None or spec.dtype == "float32" or (spec.adaptation and spec.adaptation.name == "full"):
         return
     if any(p.requires_grad for p in head.parameters()):

@@ -1,4 +1,4 @@
-"""How good a model is on rows: numbers that go into JSON as they are, None where a number is not defined."""
+"""Scores of a model on rows, as JSON values; None if a score is not defined."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def evaluate(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
 
     Returns:
         ``n`` (rows), ``accuracy``, ``balanced_accuracy``, ``macro_f1``, ``loss``, ``perplexity``, ``tokens``, and for
-        instructions ``exact_match``, ``rouge_1``, ``answers_cut``. ``loss`` is the mean over rows, for language models
-        over predicted tokens; ``perplexity`` = exp(loss) and ``accuracy`` that of the next token; for instructions the
-        accuracy is exact match of the answers.
+        instructions ``exact_match``, ``rouge_1``, ``answers_cut``. ``loss`` is the mean over rows. For language models
+        it is the mean over predicted tokens, ``perplexity`` = exp(loss), and ``accuracy`` is that of the next token.
+        For instructions the accuracy is the exact match of the answers.
 
     Example:
         >>> from fedfm.models.wrap import wrap
@@ -52,8 +52,8 @@ def evaluate(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
 def scores(logits: Tensor, labels: Tensor) -> Scores:
     """Scores of logits (n, C) against labels (n,).
 
-    ``balanced_accuracy`` is the mean recall over the classes that occur in ``labels``; ``macro_f1`` the mean F1
-    over the classes that occur in labels or predictions (scikit-learn's definitions).
+    ``balanced_accuracy`` is the mean recall over the classes in ``labels``, ``macro_f1`` the mean F1 over the classes
+    in labels or predictions (scikit-learn's definitions).
     """
     n = len(labels)
     if not n:
@@ -73,9 +73,8 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
 
 
 def likelihood(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
-    """Of a language model the loss a predicted token and what follows from it; of instructions the answers' tokens.
-
-    Sums over tokens are in float64, and logits of more than one batch are never kept.
+    """Loss of a language model for each predicted token, with perplexity and accuracy; for instructions over the
+    answers' tokens. Sums are in float64; only the logits of one batch are in memory.
     """
     total, hits, tokens = 0.0, 0, 0
     with torch.no_grad(), model.evaluating():
@@ -97,9 +96,9 @@ def likelihood(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
 
 
 def compared(said: Sequence[Answer], right: Sequence[str]) -> Scores:
-    """Exact match and ROUGE-1, means over the rows, against whole references; None where nothing is said.
+    """Exact match and ROUGE-1 against whole references, means over the rows; None without answers.
 
-    ``answers_cut`` is the share of answers that the limit stops: a longer one might have matched.
+    ``answers_cut`` is the share of answers that end at the limit: a longer one might match.
     """
     if not said:
         return dict.fromkeys(("accuracy", "exact_match", "rouge_1", "answers_cut"))
@@ -111,12 +110,12 @@ def compared(said: Sequence[Answer], right: Sequence[str]) -> Scores:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model says to one instruction.
+    """A model's answer to one instruction.
 
     Attributes:
-        tokens: with the end.
+        tokens: with the end token.
         text: without special tokens.
-        cut: it stops at the limit, without an end of its own.
+        cut: whether it ends at the limit, without an end token.
     """
 
     tokens: tuple[int, ...]
@@ -125,16 +124,16 @@ class Answer:
 
 
 def answer_limit(model: Model) -> int:
-    """Most tokens of an answer: ``answer_tokens``, else ``max_length`` or, if they are fewer, half of the positions."""
+    """Most tokens of an answer: ``answer_tokens``, else the smaller of ``max_length`` and half of the positions."""
     tools = model.tools
     return model.spec.answer_tokens or min(tools.max_length, (tools.positions or 2 * tools.max_length) // 2)
 
 
 def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
-    """What the model answers, greedily, to instruction rows. The right answers have no part in it.
+    """Greedy answers to instruction rows, independent of the right answers.
 
-    Prompts of like length are answered together, padded on the left, where no answer looks: what a row says alone, but
-    for a tie of two tokens that the last bit decides.
+    A batch has prompts of similar length with masked padding on the left. A row's answer is the same alone, except for
+    a tie of two tokens that the last bit decides.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
     asked = prompts(rows.pairs or (), model.tools.tokenizer, min(window, places - limit) if places else window)
@@ -170,7 +169,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
 
 
 def _ends(model: Model) -> set[int]:
-    """The tokens that end an answer: the model's own, and the tokenizer's, which ends the answers that it trains on."""
+    """The tokens that end an answer: the model's own, and the tokenizer's, which ends the answers in training."""
     module: Any = model.module
     found = module.generation_config.eos_token_id
     own = {found} if isinstance(found, int) else set(found or ())
@@ -179,25 +178,25 @@ def _ends(model: Model) -> set[int]:
 
 
 def _until(ids: list[int], ends: set[int]) -> list[int]:
-    """Up to the first end, which counts; what follows waited for the others of the batch."""
+    """The tokens up to the first end token, with it; padding follows."""
     stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     return ids[: stop + 1]
 
 
 def references(rows: Rows) -> list[str]:
-    """The right answers of instruction rows, whole: a model trains on what fits of them."""
+    """The whole right answers of instruction rows; training may cut them."""
     return [output for _, output in rows.pairs or ()]
 
 
 def rouge_1(answer: str, reference: str) -> float:
-    """F1 of the words that answer and reference have in common, lower case (Lin 2004)."""
+    """F1 of the common words of answer and reference, lower case (Lin 2004)."""
     a, b = Counter(answer.lower().split()), Counter(reference.lower().split())
     common = sum((a & b).values())
     return 2 * common / (sum(a.values()) + sum(b.values())) if common else float(a == b)
 
 
 def nothing(n: int = 0) -> Scores:
-    """The scores of ``n`` rows of which nothing is known."""
+    """Undefined scores of ``n`` rows."""
     keys = ("accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity", "tokens")
     return {"n": n} | dict.fromkeys(keys)
 

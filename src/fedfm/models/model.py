@@ -1,4 +1,4 @@
-"""Model: a foundation model with its adaptation, as clients and server use it."""
+"""Model: a foundation model with its adaptation."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 if TYPE_CHECKING:
     from fedfm.data.table import Table
 
-ENCODE = 32  # rows that the frozen backbone sees at a time
+ENCODE = 32  # rows in one batch of the frozen backbone
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-PREDICTORS: list[Callable[[Any, Rows], Tensor | None]] = []  # quicker ways to logits: training.packed adds its own
+PREDICTORS: list[Callable[[Any, Rows], Tensor | None]] = []  # faster logits; training.packed adds its own
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What turns rows into tensors.
+    """Preprocessing of rows.
 
     Attributes:
         image: PIL pictures -> (n, 3, H, W), or None.
-        processor: the transformers image processor behind it, to be saved with an export, or None.
+        processor: the transformers image processor of ``image``, which an export saves, or None.
         tokenizer: or None.
         max_length: tokens.
-        positions: tokens that the model can tell apart by their place, or None where nothing limits them.
+        positions: most positions of the model, or None without a limit.
     """
 
     image: inputs.Preprocess | None = None
@@ -52,24 +52,25 @@ class Model:
     """A foundation model adapted to one task.
 
     Attributes:
-        spec: the [model] table that it was made from, with the defaults filled in.
+        spec: its [model] table with the defaults filled in.
         task: classification, zero_shot, language_modelling or instruction.
         classes: class names in the order of the logits; () for language models.
-        adaptation_spec, adaptation: what is trainable, and its name.
+        adaptation_spec, adaptation: the trainable part, and its name.
         module: the torch module (Hugging Face, PEFT or our own), on ``device``.
-        parts: where its blocks and head lie.
-        tools: what prepares its rows.
+        parts: its blocks and head.
+        tools: preprocessing of its rows.
         fingerprint: sha256 of the starting weights without new heads, and of the configuration.
-        names: the trainable tensors that travel, in the module's order.
+        head: the live linear head; None if the model has none.
+        names: the trainable tensors that clients send, in the module's order.
         layout: of :meth:`params`.
-        train_too: modules that are in training mode while the model is trained; the others stay as in evaluation.
-        kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.scheduler``).
+        train_too: modules in training mode during training; the others stay in evaluation mode.
+        kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.packed``).
     """
 
     kernels: str = "exact"
-    weights_overridden: int = 0  # above 0: its modules compute something else than its weights say
-    share: Tensor | None = None  # (b,) of the batch at hand: the weight of the model's own adapter of a pair
-    softmax: bool = True  # the loss is the cross-entropy of the logits: trainers by hand may take it for granted
+    weights_overridden: int = 0  # above 0: its modules do not compute what its weights define
+    share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
+    softmax: bool = True  # the loss is the cross-entropy of the logits, as the fast trainers require
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Model:
         self.module, self.parts, self.tools, self.fingerprint = module, parts, tools, fingerprint
         self.adaptation_spec = spec.adaptation or AdaptationSpec("full")
         self.adaptation = self.adaptation_spec.name
-        self._head = head
+        self.head = head
         self._arguments = frozenset(inspect.signature(unwrapped(module).forward).parameters)
         self._tensors = dict(_travelling(module, running_statistics=self.adaptation == "full"))
         self.names = tuple(self._tensors)
@@ -101,21 +102,14 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the module is."""
+        """The module's device."""
         parameter = next(self.module.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
 
     @property
-    def head(self) -> nn.Linear | None:
-        """The live linear head; None where the model has none."""
-        return self._head
-
-    @property
     def feature_dim(self) -> int:
-        """d, how many numbers enter the head; a ValueError where there is no head."""
-        if self.head is None:
-            raise ValueError("the model has no linear head, hence no features")
-        return self.head.in_features
+        """d, the length of the head's input; a ValueError without a head."""
+        return self._existing_head().in_features
 
     @property
     def last_layer(self) -> nn.Linear | None:
@@ -128,17 +122,15 @@ class Model:
         return Params(self._tensors)
 
     def load(self, w: Params) -> None:
-        """Take these values.
+        """Copy these values into the module.
 
         Raises:
             KeyError: names differ from :attr:`names`.
             ValueError: shapes or dtypes differ.
         """
         if w.layout is not self.layout:
-            if w.layout.slots.keys() != self.layout.slots.keys():
-                raise KeyError(
-                    f"parameter names differ: {sorted(w.layout.slots.keys() ^ self.layout.slots.keys())[:6]}"
-                )
+            if differ := w.layout.slots.keys() ^ self.layout.slots.keys():
+                raise KeyError(f"parameter names differ: {sorted(differ)[:6]}")
             for name, tensor in self._tensors.items():
                 if w[name].shape != tensor.shape or w[name].dtype != tensor.dtype:
                     raise ValueError(
@@ -149,12 +141,12 @@ class Model:
                 tensor.copy_(w[name])
 
     def live(self) -> dict[str, Tensor]:
-        """The trainable parameters themselves, leaves that require a gradient."""
+        """The trainable parameters themselves, not copies."""
         return {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
 
     # --- rows ---------------------------------------------------------------------------------------------------------
     def prepare(self, table: Table, index: Sequence[int] | np.ndarray) -> Rows:
-        """These rows of the table as the model takes them, on the CPU.
+        """Rows ``index`` of the table as tensors or tokens of this model, on the CPU.
 
         Raises:
             InputError: the model does not take this kind of data.
@@ -170,39 +162,42 @@ class Model:
         )
 
     def encode(self, rows: Rows) -> Rows:
-        """Adaptation ``head``: the rows behind the frozen backbone, ``features`` (n, d); else the rows as they are.
+        """With adaptation ``head`` the features (n, d) of the rows under the frozen backbone; else the rows unchanged.
 
-        The backbone sees 32 rows at a time, always, so that a row's bits depend on these rows alone.
+        Each batch of the backbone has 32 rows, so that a row's bits depend on these rows alone.
         """
         if self.adaptation != "head" or "features" in rows.tensors:
             return rows
         return Rows({"features": self.features(rows)}, labels=rows.labels)
 
     def features(self, rows: Rows) -> Tensor:
-        """What enters the head, (n, d), on the CPU; in causal models at the last token that is no padding.
+        """The head's inputs (n, d), on the CPU; in causal models at the last token that is no padding.
 
         Raises:
             ValueError: the model has no head.
         """
         if "features" in rows.tensors:
             return rows.tensors["features"]
-        if self.head is None:
-            raise ValueError("the model has no linear head, hence no features")
-        return self._entering(self.head, rows)
+        return self._inputs_of(self._existing_head(), rows)
 
     def last_states(self, rows: Rows) -> Tensor:
-        """What enters the head, also a language model's, (n, d): in causal models the last token's final hidden state,
-        of instructions that of the prompt's last token.
+        """The inputs of :attr:`last_layer` (n, d): in causal models the last token's final hidden state, for
+        instructions that of the prompt's last token.
 
         Raises:
             ValueError: the model has no head.
         """
         if self.last_layer is None:
             raise ValueError("the model has no linear head, hence no last hidden state")
-        return self._entering(self.last_layer, _prompts(rows))
+        return self._inputs_of(self.last_layer, _prompts(rows))
 
-    def _entering(self, head: nn.Linear, rows: Rows) -> Tensor:
-        """What enters this layer, (n, d), on the CPU."""
+    def _existing_head(self) -> nn.Linear:
+        if self.head is None:
+            raise ValueError("the model has no linear head, hence no features")
+        return self.head
+
+    def _inputs_of(self, head: nn.Linear, rows: Rows) -> Tensor:
+        """The inputs of this layer (n, d), on the CPU."""
         rows, back = _by_length(rows)
         caught: list[Tensor] = []
         hook = head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
@@ -217,12 +212,12 @@ class Model:
         return torch.cat(done)[back] if done else torch.zeros(0, head.in_features)
 
     def blocks(self, rows: Rows) -> list[Tensor]:
-        """Block outputs b_0 (what enters the first block) ... b_L, each (n, T, d), on the CPU.
+        """The first block's input b_0 and the block outputs b_1 ... b_L, each (n, T, d), on the CPU.
 
-        Rows of unequal length are padded to the longest; maps of convolutions (n, d, H, W) are read as T = H W.
+        Rows of unequal length are padded to the longest; outputs of convolutions (n, d, H, W) have T = H W.
 
         Raises:
-            ValueError: no blocks are known of this architecture, or they share their weights.
+            ValueError: the blocks of this architecture are unknown, or share their weights.
         """
         if not self.parts.blocks:
             raise ValueError("no blocks are known of this architecture")
@@ -254,7 +249,7 @@ class Model:
 
     # --- forward ------------------------------------------------------------------------------------------------------
     def logits(self, batch: Batch) -> Tensor:
-        """(b, C), for language models (b, L, V); takes batches of rows and of encoded rows."""
+        """(b, C), for language models (b, L, V), of a batch of rows or of encoded rows."""
         if "features" in batch and self.head is not None:
             weight = self.head.weight
             return self.head(batch["features"].to(weight.device, weight.dtype))  # type: ignore[no-any-return]
@@ -266,9 +261,9 @@ class Model:
         return F.cross_entropy(*self.flat(logits, batch), ignore_index=IGNORE)
 
     def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What cross-entropy compares: logits (m, C) and targets (m,), in which ``IGNORE`` marks what does not count.
+        """Logits (m, C) and targets (m,) of the cross-entropy; the target ``IGNORE`` does not count.
 
-        A language model's logits at position i face token i + 1; padding and an instruction's prompt are ignored.
+        A language model's logits at position i predict token i + 1; padding and an instruction's prompt do not count.
         """
         if not self.is_language_model:
             return logits.float(), batch["labels"].to(logits.device)
@@ -286,9 +281,8 @@ class Model:
         return self.task in ("language_modelling", "instruction")
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
-        """Logits of all rows without gradients, float32 on the CPU; a language model pads to the longest row.
-
-        What a :data:`PREDICTORS` entry knows goes through its forward.
+        """Logits of all rows without gradients, float32 on the CPU, from a :data:`PREDICTORS` entry if one supports
+        the model; a language model pads to the longest row.
         """
         for predictor in PREDICTORS:
             if (found := predictor(self, rows)) is not None:
@@ -301,23 +295,19 @@ class Model:
         return torch.cat(done)[back] if done else torch.zeros(0, len(self.classes))
 
     def evaluate(self, rows: Rows, logits: Tensor | None = None) -> dict[str, Any]:
-        """Accuracy, loss and the like on these rows: see :func:`fedfm.models.metrics.evaluate`.
-
-        Args:
-            logits: (n, C), instead of the model's own.
-        """
+        """Scores as of :func:`fedfm.models.metrics.evaluate`, of ``logits`` (n, C) if given."""
         if logits is None:
             return metrics.evaluate(self, rows)
         return metrics.nothing(n=len(rows)) if rows.labels is None else metrics.scores(logits, rows.labels)
 
     def train_mode(self) -> None:
-        """LoRA's dropout, and under ``full`` batch norm, as in training; the model's own dropout stays off."""
+        """Switch LoRA's dropout, and with ``full`` batch norm, to training mode; the model's own dropout stays off."""
         self.module.eval()
         for module in self.train_too:
             module.train()
 
     def eval_mode(self) -> None:
-        """Everything as in evaluation."""
+        """Switch all modules to evaluation mode."""
         self.module.eval()
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -330,7 +320,7 @@ class Model:
         return out if isinstance(out, Tensor) else out.logits
 
     def _pool(self, x: Tensor, batch: Batch) -> Tensor:
-        """(b, T, d) -> (b, d) where the head is applied to every token and the last real one counts."""
+        """(b, T, d) -> (b, d) at the last real token, if the head is applied to every token."""
         if x.dim() != 3:
             return x
         last = torch.full((len(x),), x.shape[1] - 1, device=x.device)
@@ -341,7 +331,7 @@ class Model:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients; afterwards the mode is as before."""
+        """Context manager: evaluation mode without gradients; restores the mode."""
         training = [m for m in self.train_too if m.training]
         self.module.eval()
         try:
@@ -352,14 +342,14 @@ class Model:
                 module.train()
 
     def _fixed(self, rows: Rows) -> Iterator[tuple[Batch, int]]:
-        """(batch of exactly ENCODE rows, how many of them count); the last row fills the last batch."""
+        """(batch of ENCODE rows, number of valid ones); copies of the last row fill the last batch."""
         for start in range(0, len(rows), ENCODE):
             index = list(range(start, min(start + ENCODE, len(rows))))
             yield rows.batch(index + index[-1:] * (ENCODE - len(index))), len(index)
 
 
 def _by_length(rows: Rows) -> tuple[Rows, Tensor]:
-    """(rows of unequal length with like lengths together, so that batches hold little padding; the way back)."""
+    """(rows sorted by length, so that batches have little padding; the inverse permutation)."""
     if rows.tokens is None:
         return rows, torch.arange(len(rows))
     order = torch.argsort(torch.tensor([len(t) for t in rows.tokens], dtype=torch.int64), stable=True)
@@ -367,7 +357,7 @@ def _by_length(rows: Rows) -> tuple[Rows, Tensor]:
 
 
 def _prompts(rows: Rows) -> Rows:
-    """Instruction rows without their answers; other rows as they are."""
+    """Instruction rows without their answers; other rows unchanged."""
     if "answer_start" not in rows.tensors or rows.tokens is None:
         return rows
     starts = rows.tensors["answer_start"].tolist()
@@ -384,7 +374,7 @@ def _padded(rows: Rows) -> Rows:
 
 
 def _travelling(module: nn.Module, *, running_statistics: bool) -> Iterator[tuple[str, Tensor]]:
-    """Trainable tensors in module order: parameters that require a gradient, running means and variances on demand."""
+    """Parameters that require a gradient, and on demand running means and variances, in module order."""
     seen: set[int] = set()
     for prefix, m in module.named_modules():
         dot = f"{prefix}." if prefix else ""

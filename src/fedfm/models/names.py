@@ -1,4 +1,4 @@
-"""What the [model] table may name: models that are built in, folders, files, hub ids; and dtypes."""
+"""Names in the [model] table: built-in models, folders, files, hub ids; and dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from fedfm.errors import InputError
 
-BUILT_IN = {  # folders in this package; all but nano-vit are architectures without weights
+BUILT_IN = {  # folders in this package; only nano-vit has weights
     "nano-vit": "nano_vit",
     "nano-gpt2": "architectures/nano_gpt2",
     "preact-resnet": "architectures/preact_resnet",
@@ -19,16 +19,17 @@ BUILT_IN = {  # folders in this package; all but nano-vit are architectures with
     "vit-b16": "architectures/vit_b16",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_EXPECTED = f"expected {', '.join(BUILT_IN)}, a folder, a hub id or features"
 
 
 def locate(name: str) -> Path | str:
-    """Folder or file of a model name; a str where it is a hub id.
+    """Folder or file of a model name; a hub id as a str.
 
     Raises:
         InputError: it is none of these.
     """
     if not name:
-        raise InputError(f"model.name: missing, expected {', '.join(BUILT_IN)}, a folder, a hub id or features")
+        raise InputError(f"model.name: missing, {_EXPECTED}")
     if name in BUILT_IN:
         return Path(str(importlib.resources.files("fedfm.models") / BUILT_IN[name]))
     path = Path(name).expanduser()
@@ -46,7 +47,5 @@ def locate(name: str) -> Path | str:
     if close and "/" not in name:
         raise InputError(f"model.name: unknown {name!r}: did you mean {close[0]!r}?")
     if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise InputError(
-            f"model.name: no folder {name}, expected {', '.join(BUILT_IN)}, a folder, a hub id or features"
-        )
+        raise InputError(f"model.name: no folder {name}, {_EXPECTED}")
     return name

@@ -1,4 +1,4 @@
-"""Keeps the libraries' own notices off the user's terminal while fedfm calls them."""
+"""Suppresses notices of libraries on the user's terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within it transformers logs errors only and draws no progress bars; both are as before afterwards."""
+    """Context manager: transformers logs only errors and draws no progress bars; restores both."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -17,9 +17,9 @@ def quiet() -> Iterator[None]:
     logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
-            # Raised at import inside SWIG-built extensions of the libraries; nothing that a user could change.
+            # SWIG-built extensions raise it at import.
             warnings.filterwarnings("ignore", message="builtin type .* has no __module__ attribute")
-            # PEFT 0.21 asks transformers 5 by the old name of the attribute.
+            # PEFT 0.21 uses the old name of the attribute in transformers 5.
             warnings.filterwarnings(
                 "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
             )

@@ -14,7 +14,7 @@ _NUMBERS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class AdaptationSpec:
-    """What of the model is trainable."""
+    """The trainable part of the model."""
 
     name: str = setting("lora", "full, head, top_layers, lora, ffa_lora or prompt", choices=ADAPTATIONS)
     rank: int = setting(8, "lora: rank r", ge=1, le=65_536)  # wider than any layer
@@ -25,13 +25,13 @@ class AdaptationSpec:
     targets: tuple[str, ...] | None = setting(
         None, "lora: module names [queries and values; both maps of every MLP for task zero_shot]"
     )
-    layers: int | None = setting(None, "top_layers: how many; lora: only in the last so many", ge=1)
+    layers: int | None = setting(None, "top_layers: how many; lora: only in so many last layers", ge=1)
     tokens: int = setting(16, "prompt: learned vectors before the class name, task zero_shot", ge=1)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which foundation model, for which task, and what of it is trainable."""
+    """The foundation model, its task and its trainable part."""
 
     name: str = setting(
         "",
@@ -44,10 +44,10 @@ class ModelSpec:
         None, "random weights: keys of config.json to change, e.g. { num_hidden_layers = 2 }"
     )
     task: str | None = setting(
-        None, "classification, zero_shot, language_modelling, instruction [what the data imply]", choices=TASKS
+        None, "classification, zero_shot, language_modelling, instruction [implied by the data]", choices=TASKS
     )
     adaptation: AdaptationSpec | None = setting(
-        None, "what of it is trained; its own dropout is off in training [lora; head for features]"
+        None, "the trainable part; the model's own dropout is off in training [lora; head for features]"
     )
     templates: tuple[str, ...] = setting(
         ("a photo of a {}.",),

@@ -1,4 +1,4 @@
-"""Any torch module with a loss of its own, as a Model."""
+"""Wraps a torch module and its loss as a Model."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ if TYPE_CHECKING:
 
 
 class WrappedModel(Model):
-    """A :class:`Model` whose loss, logits and preparation of rows are given as functions."""
+    """A :class:`Model` with functions for the loss, the logits and the preparation of rows."""
 
     softmax = False
-    ends: Ends | None = None  # where they are known otherwise than by ``parts``
+    ends: Ends | None = None  # if known otherwise than by ``parts``
     loss_function: Callable[[nn.Module, Batch], Tensor]
     logits_function: Callable[[nn.Module, Batch], Tensor] | None = None
     prepare_function: Callable[[Table, np.ndarray], Rows] | None = None
     scores_function: Callable[[Model, Rows, int], dict[str, Any]] | None = None  # instead of models.metrics.evaluate
 
     def loss(self, batch: Batch) -> Tensor:
-        """The given loss."""
         return self.loss_function(self.module, self._moved(batch))
 
     def logits(self, batch: Batch) -> Tensor:
-        """The given logits, else what the module returns for the batch without its labels."""
+        """The given logits, else the module's output for the batch without its labels."""
         batch = self._moved(batch)
         if self.logits_function is not None:
             return self.logits_function(self.module, batch)
@@ -51,11 +50,9 @@ class WrappedModel(Model):
         return super().prepare(table, index)
 
     def encode(self, rows: Rows) -> Rows:
-        """The rows as they are."""
         return rows
 
     def features(self, rows: Rows) -> Tensor:
-        """What enters the given head, (n, d)."""
         tensors = {("vectors" if name == "features" else name): x for name, x in rows.tensors.items()}
         return super().features(dataclasses.replace(rows, tensors=tensors))
 
@@ -77,14 +74,14 @@ def wrap(
     prepare: Callable[[Table, np.ndarray], Rows] | None = None,
     name: str = "wrapped",
 ) -> WrappedModel:
-    """Make a module that knows nothing of fedfm one that can be federated.
+    """Make any torch module a Model.
 
     Args:
-        module: on the device where it shall run.
+        module: on its device.
         loss: (module, batch) -> scalar, the mean over the batch.
         classes: class names, for metrics.
         head: path of the last linear layer, for methods that need features.
-        trainable: names of the parameters that travel; None: all.
+        trainable: names of the parameters that clients train and send; None: all.
         logits: (module, batch) -> (b, C); None: the module's output.
         prepare: (table, index) -> Rows; None: rows of feature vectors.
         name: for messages and manifests.
@@ -121,7 +118,7 @@ def wrap(
         fingerprint=print_,
         head=found,
     )
-    model.train_too = list(module.modules())  # its dropout was chosen for this training, unlike a foundation model's
+    model.train_too = list(module.modules())  # unlike a foundation model's, its dropout is meant for this training
     model.loss_function, model.logits_function, model.prepare_function = loss, logits, prepare
     model.ends = Ends((), head or None)
     return model

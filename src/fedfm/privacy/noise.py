@@ -50,10 +50,13 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
 
 
 def packed(key: bytes, purpose: str, d: int) -> Array:
-    """The lower triangle, row by row, of symmetric noise (d, d): (d (d + 1) / 2,).
+    """The lower triangle, row by row, of symmetric noise: (d (d + 1) / 2,), float64.
 
-    Standard deviation 1 on the diagonal, 1/sqrt(2) off it: independent noise on the vector (M_jj, sqrt(2) M_jk), whose
-    L2 distance is the Frobenius distance of the matrices.
+    The diagonal has the standard deviation 1, the other entries 1/sqrt(2). This is independent noise on the vector
+    (M_jj, sqrt(2) M_jk), whose L2 distance is the Frobenius distance of the matrices.
+
+    Raises:
+        InputError: the key is shorter than 16 bytes.
     """
     row, column = np.tril_indices(d)
     return gaussian(key, purpose, (len(row),)) * np.where(row == column, 1.0, math.sqrt(0.5))

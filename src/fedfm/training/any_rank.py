@@ -9,7 +9,7 @@ from fedfm.training.optimisers import Local
 
 
 def fit(local: Local, client: Client, w: Params) -> Params:
-    """Local training of parameters whose LoRA may have a smaller rank than the model's, at its own scale alpha / r."""
+    """Local training of LoRA whose rank r is at most the model's, at the scale alpha / r."""
     if w.layout is client.model.layout or (rank := rank_of(w)) is None:
         return local(client, w)
     with scaled(client.model, rank):
@@ -17,8 +17,8 @@ def fit(local: Local, client: Client, w: Params) -> Params:
 
 
 def go_on(local: Local, client: Client, w: Params, fresh: Params) -> Params:
-    """Local training that goes on from ``w``, whose LoRA may be wider than the model's: then what it adds stays as it
-    is, an adapter like that of ``fresh`` is trained beside it, and both are returned as one.
+    """Local training from ``w``. If its LoRA has another rank than ``fresh``, it is frozen, an adapter that starts as
+    ``fresh`` is trained beside it, and both are returned as one adapter.
     """
     if rank_of(w) in (None, rank_of(fresh)):
         return local(client, w)

@@ -1,9 +1,9 @@
-"""Softmax regression to convergence, on rows that come in blocks: what trains a head from features.
+"""Fits a head to features: softmax regression to convergence, on rows that come in blocks.
 
-The fit is in float64 (:mod:`fedfm.training.newton`), the head that is returned float32. Up to 128 MiB of rows in
-float64 are held; more are visited again at every pass, a piece at a time, so that memory does not grow with their
-number (but for Adam). Features are standardised, and the means and scales folded into the head that is returned: l2
-means the same whatever the features' units.
+The fit runs in float64 (:mod:`fedfm.training.newton`) and returns a float32 head. Up to 128 MiB of rows in float64 stay
+in memory. More rows are read again at each pass, a piece at a time, so that memory does not grow with their number
+(except with Adam). Features are standardised, and the returned head contains their means and scales: l2 does not depend
+on the features' units.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fedfm import seeds
 from fedfm.core.fields import setting
 from fedfm.training.newton import Blocks, Optimum, Problem, optimum
 
-Told = Callable[[Optimum], None]
-_PIECE = 4096  # rows that are computed with at a time
-_HELD = 1 << 24  # numbers in float64 that are held, 128 MiB; more are converted again at every pass
-NOBODY = -1e4  # the logit of a class that nobody has sent: finite, since messages must be, and never the largest
+Missed = Callable[[Optimum], None]
+_PIECE = 4096  # rows of one product
+_HELD = 1 << 24  # float64 numbers in memory, 128 MiB; more are converted again at each pass
+NOBODY = -1e4  # the logit of a class without rows: finite, as messages must be, and never the largest
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,16 @@ class HeadSpec:
     batch_size: int = setting(64, "adam's", ge=1)
 
 
-def _nobody(found: Optimum) -> None:
-    """Is told, and says nothing."""
-
-
 def fit(
-    blocks: Blocks,
-    classes: int,
-    dim: int,
-    spec: HeadSpec = HeadSpec(),
-    seed: int = 0,
-    told: Told = _nobody,
+    blocks: Blocks, classes: int, dim: int, spec: HeadSpec = HeadSpec(), seed: int = 0, missed: Missed | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The head (W (C, d), b (C,)) of least mean cross-entropy over all blocks' rows, plus l2/2 ||W||^2.
+    """The head (W (C, d), b (C,)) that minimises the mean cross-entropy over all rows plus l2/2 ||W||^2.
 
-    A class without a row gets weights of zero and the bias :data:`NOBODY`.
+    A class without a row gets zero weights and the bias :data:`NOBODY`.
 
     Args:
         seed: of the mini-batches' order (adam only).
-        told: called with what the search has reached, where that is not the optimum.
+        missed: called with the result of a search that did not converge.
 
     Raises:
         ValueError: no rows at all.
@@ -72,29 +63,30 @@ def fit(
     else:
         w, b = torch.zeros(classes, dim, dtype=torch.float64), torch.zeros(classes, dtype=torch.float64)
         if int(present.sum()) > 1:
-            w[present], b[present] = _newton(blocks, count, mean, present, spec, told)
+            w[present], b[present] = _newton(blocks, count, mean, present, spec, missed)
     w[~present], b[~present] = 0.0, NOBODY
     return w.float(), b.float()
 
 
 def _newton(
-    blocks: Blocks, count: int, mean: Tensor, present: Tensor, spec: HeadSpec, told: Told
+    blocks: Blocks, count: int, mean: Tensor, present: Tensor, spec: HeadSpec, missed: Missed | None
 ) -> tuple[Tensor, Tensor]:
-    """W and b of the classes that occur, on the features as they are; only they take part."""
-    place = present.cumsum(0) - 1  # of a class among those that occur
+    """W and b of the classes that occur, on the unscaled features."""
+    place = present.cumsum(0) - 1  # index of a class among those that occur
 
     def rows() -> Iterator[tuple[Tensor, Tensor]]:
         return _pieces(blocks, mean, place)
 
     basis, spread = _basis(rows, count, mean)
+    classes = int(present.sum())
     if count * basis.shape[1] <= _HELD:
         held = [(x @ basis, y) for x, y in rows()]
-        problem = Problem(lambda: held, count, int(present.sum()), None, spread, spec.l2)
+        problem = Problem(lambda: held, count, classes, None, spread, spec.l2)
     else:
-        problem = Problem(rows, count, int(present.sum()), basis, spread, spec.l2)
+        problem = Problem(rows, count, classes, basis, spread, spec.l2)
     found = optimum(problem, spec.iterations)
-    if not found.converged:
-        told(found)
+    if missed is not None and not found.converged:
+        missed(found)
     w = found.weight @ basis.T
     return w, found.bias - w @ mean
 
@@ -110,7 +102,7 @@ def _moments(blocks: Blocks, classes: int, dim: int) -> tuple[int, Tensor, Tenso
 
 
 def _pieces(blocks: Blocks, mean: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows less their mean in float64, so many at a time that a piece stays in the cache and costs no memory."""
+    """The centred rows in float64, in pieces that fit the cache."""
     waiting: list[tuple[Tensor, Tensor]] = []
     for block in blocks():
         for start in range(0, len(block[1]), _PIECE):
@@ -129,10 +121,10 @@ def _piece(parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, place: Tensor) 
 
 
 def _basis(rows: Blocks, count: int, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """(d, r) that takes centred rows to uncorrelated coordinates of the standardised ones, and their variances (r,).
+    """(d, r) maps centred rows to uncorrelated coordinates of the standardised rows; and their variances (r,).
 
-    It is orthogonal on standardised features: ||W||^2 stays what it is. Fewer rows than features span r = n dimensions,
-    outside of which the optimum is zero.
+    The map is orthogonal on standardised features, so it keeps ||W||^2. If n < d the rows span r = n dimensions; the
+    optimum is zero outside of them.
     """
     if count <= len(mean):
         x = torch.cat([x for x, _ in rows()])
@@ -150,13 +142,13 @@ def _basis(rows: Blocks, count: int, mean: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale(variance: Tensor, mean: Tensor) -> Tensor:
-    """1 / standard deviation (d,); 1 of a feature that is constant but for float32's rounding."""
+    """1 / standard deviation (d,); 1 for a feature that is constant up to float32 rounding."""
     std = variance.sqrt()
     return torch.where(std > 1e-7 * mean.abs(), 1 / std, 1.0)
 
 
 def _adam(blocks: Blocks, classes: int, dim: int, spec: HeadSpec, seed: int) -> tuple[Tensor, Tensor]:
-    """Adam from zero on the features as they are. Its mini-batches mix all rows, which are therefore held together."""
+    """Adam from zero on the unscaled features. All rows are in memory, since mini-batches mix them."""
     x, y = (torch.cat(parts) for parts in zip(*blocks(), strict=True))
     w, b = torch.zeros(classes, dim, requires_grad=True), torch.zeros(classes, requires_grad=True)
     groups: list[dict[str, Any]] = [{"params": [w], "weight_decay": spec.l2}, {"params": [b]}]
@@ -174,7 +166,7 @@ def _adam(blocks: Blocks, classes: int, dim: int, spec: HeadSpec, seed: int) -> 
 
 
 def fit_rows(
-    x: Tensor, y: Tensor, classes: int, spec: HeadSpec = HeadSpec(), seed: int = 0, told: Told = _nobody
+    x: Tensor, y: Tensor, classes: int, spec: HeadSpec = HeadSpec(), seed: int = 0, missed: Missed | None = None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`fit` on rows that are in memory."""
-    return fit(lambda: [(x, y)], classes, x.shape[1], spec, seed, told)
+    """:func:`fit` on rows in memory."""
+    return fit(lambda: [(x, y)], classes, x.shape[1], spec, seed, missed)

@@ -1,12 +1,17 @@
 """Linear heads on frozen features, trained one client after the other by compiled loops.
 
-With the backbone frozen, a client trains a softmax regression on cached features. A head is small: what counts is not
-the arithmetic but what stands around it, so all steps of a client are one call
-(:mod:`fedfm.linalg.kernels.softmax_sgd`). Where a client takes many steps over fewer rows than features, they are taken
-in the rows' span (:mod:`fedfm.training.gram`). Other rules than plain SGD step in Python, on gradients from the same
-kernel.
+With a frozen backbone a client trains a softmax regression on cached features. Call overhead dominates the time of a
+small head, so all steps of a client are one call (:mod:`fedfm.linalg.kernels.softmax_sgd`). Update rules other than
+plain SGD step in Python, on gradients from the same kernel. A client's bits depend on this client alone.
 
-A client's bits depend on nothing but itself.
+With several epochs over fewer rows than features, SGD runs in the span of the client's rows. It moves W only along
+their features x_i, so that W_t = s_t W_0 + A_t^T X with one coefficient for each row and class, A_t (n, C), and s_t the
+product of the weight decays. The logits of a batch are
+
+    X_b W_t^T = s_t (X_b W_0^T) + (X_b X^T) A_t,
+
+rows of X W_0^T and of the Gram matrix X X^T, which are computed once. A step costs b n C multiply-adds instead of
+2 b d C. The bias is one more feature that is always 1.
 """
 
 from __future__ import annotations
@@ -20,14 +25,15 @@ from torch import Tensor
 
 from fedfm.linalg.params import Layout, Params
 from fedfm.models.model import Model
-from fedfm.training import gram
 from fedfm.training.job import Job
 from fedfm.training.optimisers import SGD
 from fedfm.training.update_rules import Rule
 
+_FIXED = 1 << 20  # multiply-adds that take as long as the calls around the products
+
 
 def applies(model: Model) -> bool:
-    """The model is a linear head with softmax cross-entropy on features that are already there."""
+    """Whether the model is a linear head with softmax cross-entropy on cached features."""
     return (
         getattr(model, "adaptation", None) == "head"
         and getattr(model, "softmax", True)
@@ -38,11 +44,17 @@ def applies(model: Model) -> bool:
     )
 
 
+def pays_in_span(local: SGD, n: int, classes: int, width: int) -> bool:
+    """Whether the steps of n rows (width,) take fewer multiplications in the rows' span than on the weights."""
+    whole, steps = n * n * width + 2 * n * width * classes, (local.epochs - 0.5) * n * n * classes
+    return whole + steps + _FIXED < 2 * local.epochs * n * width * classes
+
+
 def train(jobs: Sequence[Job]) -> list[Params]:
-    """One after the other.
+    """Train one job after the other.
 
     Raises:
-        ValueError: a client has no labels, or labels that are no class of the head.
+        ValueError: a client has no labels, or labels outside the head's classes.
     """
     return [_train(job) for job in jobs]
 
@@ -65,7 +77,7 @@ def _train(job: Job) -> Params:
         job.client.metrics["loss"] = 0.0
         return job.w
     if isinstance(job.local, SGD) and not job.local.momentum and not job.mu and job.correction is None:
-        trained, loss = _plain(job, x, y, names, gram.pays(job.local, n, classes, width))
+        trained, loss = _plain(job, x, y, names, pays_in_span(job.local, n, classes, width))
     else:
         trained, loss = _by_rule(job, x, y, names)
     job.client.metrics["loss"] = loss
@@ -73,13 +85,13 @@ def _train(job: Job) -> Params:
 
 
 def _pieces(flat: Tensor, layout: Layout, names: Sequence[str]) -> list[np.ndarray]:
-    """Views of the pieces of these names in a flat vector."""
+    """Views of these tensors in a flat vector."""
     array = flat.numpy()
     return [array[start:stop] for _, start, stop, _ in (layout.slots[name] for name in names)]
 
 
 def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str], in_span: bool) -> tuple[Params, float]:
-    """Plain SGD: all steps in one call, on the weights or in the rows' span."""
+    """Plain SGD in one call, on the weights or in the rows' span."""
     from fedfm.linalg.kernels import softmax_sgd
 
     local, layout, start = job.local, job.w.layout, job.w.flats[torch.float32]
@@ -87,12 +99,12 @@ def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str], in_span
     at_w, (_, at_b, end, _) = layout.slots[names[0]][1], layout.slots[names[1]]
     of = min(local.batch_size, len(y)), x.shape[1], end - at_b
     if in_span:
-        descend, room = softmax_sgd.descend_in_span, softmax_sgd.room_in_span(*of, len(y))
+        descend, scratch = softmax_sgd.descend_in_span, softmax_sgd.scratch_in_span(*of, len(y))
     else:
-        descend, room = softmax_sgd.descend, softmax_sgd.room(*of)
+        descend, scratch = softmax_sgd.descend, softmax_sgd.scratch(*of)
     orders, eta, decay = job.epochs(), local.learning_rate, local.weight_decay
     flats = start.numpy(), trained.numpy()
-    loss = descend(x, y, orders, local.batch_size, *flats, at_w, at_b, end - at_b, eta, decay, *room)
+    loss = descend(x, y, orders, local.batch_size, *flats, at_w, at_b, end - at_b, eta, decay, *scratch)
     return Params.from_flat(layout, {torch.float32: trained}), loss
 
 
@@ -104,10 +116,10 @@ def _by_rule(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tu
     flat, gradient = start.clone(), torch.empty_like(start)
     correction = None if job.correction is None else torch.cat([job.correction[name].reshape(-1) for name in job.w])
     w, g, rule = _pieces(flat, layout, names), _pieces(gradient, layout, names), Rule(local, flat)
-    room = softmax_sgd.room(min(local.batch_size, len(y)), x.shape[1], len(w[1]))
-    more, losses = [np.empty_like(r) for r in room[:2]], []
+    scratch = softmax_sgd.scratch(min(local.batch_size, len(y)), x.shape[1], len(w[1]))
+    more, losses = [np.empty_like(r) for r in scratch[:2]], []
     for batch in job.orders():
-        losses.append(softmax_sgd.gradient(x, y, batch, *w, *g, *room, *more))
+        losses.append(softmax_sgd.gradient(x, y, batch, *w, *g, *scratch, *more))
         if job.mu:
             gradient.add_(flat, alpha=job.mu).sub_(start, alpha=job.mu)
         if correction is not None:

@@ -1,4 +1,4 @@
-"""Job: one client's local training, described; who computes it is decided elsewhere."""
+"""Job: the description of one client's local training."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from fedfm.training.optimisers import Local
 
 @dataclass(frozen=True)
 class Job:
-    """One client's local training: from w, by this optimiser, with a proximal term and a gradient correction if
-    given; ``only`` names the tensors that move, None is all.
-    """
+    """One client's local training; the fields are the arguments of :meth:`Local.__call__`."""
 
     client: Client
     w: Params
@@ -27,17 +25,12 @@ class Job:
     only: tuple[str, ...] | None = None
 
     def epochs(self) -> np.ndarray:
-        """(E, n): the rows in the order of each epoch, a fresh permutation each from the client's seed."""
+        """(E, n): the rows in the order of each epoch, a new permutation each from the client's seed."""
         n, rng = len(self.client.data.train), seeds.generator(self.client.seed, "batches")
-        if self.local.epochs == 1:
-            return rng.permutation(n)[None]
-        orders = np.empty((self.local.epochs, n), dtype=np.int64)
-        for order in orders:
-            order[:] = rng.permutation(n)
-        return orders
+        return np.array([rng.permutation(n) for _ in range(self.local.epochs)])
 
     def orders(self) -> Iterator[np.ndarray]:
-        """Row indexes of every mini-batch in turn."""
+        """Row indexes of each mini-batch."""
         for order in self.epochs():
             for start in range(0, len(order), self.local.batch_size):
                 yield order[start : start + self.local.batch_size]

@@ -1,8 +1,8 @@
-"""Local training of one client: forward, backward, step. Works for every model; its result depends on nothing else."""
+"""Local training of one client by autograd, for every model. The result depends on this client alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,22 +21,17 @@ from fedfm.training.update_rules import Rule
 
 
 class Flat:
-    """A model's trainable parameters and gradients as views of two flat vectors: one copy loads, one operation
-    steps.
-    """
+    """A model's trainable parameters and gradients as views of two flat vectors."""
 
     def __init__(self, live: dict[str, Tensor]) -> None:
-        first = next(iter(live.values()))
-        total = sum(p.numel() for p in live.values())
+        if len({tensor.dtype for tensor in live.values()}) > 1:
+            raise TypeError("the trainable parameters of one model must have one dtype")
         self.names = tuple(live)
-        self.p = torch.empty(total, dtype=first.dtype, device=first.device)
+        self.p = torch.cat([tensor.detach().reshape(-1) for tensor in live.values()])
         self.g = torch.zeros_like(self.p)
         at = 0
         for tensor in live.values():
-            if tensor.dtype != first.dtype:
-                raise TypeError("trainable parameters of one model have one dtype")
             piece = slice(at, at + tensor.numel())
-            self.p[piece] = tensor.detach().reshape(-1)
             tensor.data = self.p[piece].view(tensor.shape)
             tensor.grad = self.g[piece].view(tensor.shape)
             at += tensor.numel()
@@ -48,7 +43,7 @@ class Flat:
         return torch.cat([w[name].reshape(-1) for name in self.names]).to(self.p.device)
 
     def bound(self, live: dict[str, Tensor]) -> bool:
-        """The same parameters are trained, and the model still uses our storage."""
+        """Whether the same parameters are trained and the model still uses this storage."""
         first = next(iter(live.values()))
         return tuple(live) == self.names and first.untyped_storage().data_ptr() == self.p.untyped_storage().data_ptr()
 
@@ -57,7 +52,7 @@ _flats: WeakKeyDictionary[Any, Flat] = WeakKeyDictionary()
 
 
 def flat_of(model: Model) -> Flat:
-    """The model's one, made when it is first asked for."""
+    """The model's Flat, made at the first call."""
     live = model.live()
     flat = _flats.get(model)
     if flat is None or not flat.bound(live):
@@ -66,7 +61,7 @@ def flat_of(model: Model) -> Flat:
 
 
 def train(jobs: Sequence[Job]) -> list[Params]:
-    """One after the other."""
+    """Train one job after the other."""
     return [_train(job) for job in jobs]
 
 
@@ -77,13 +72,14 @@ def _train(job: Job) -> Params:
     rule = Rule(job.local, flat.p)
     start = flat.p.clone() if job.mu else None
     correction = flat.flat(job.correction) if job.correction is not None else None
-    still = _still(model.live(), job.only)  # (P,) entries that do not move
-    fixed = None if still is None else flat.p[still]
+    live = model.live()
+    frozen = {} if job.only is None else {n: p for n, p in live.items() if n not in job.only}
+    values = [p.detach().clone() for p in frozen.values()]
     seen, total = 0, 0.0
     loss_of = _loss(job)
     model.train_mode()
-    # Dropout, where an adaptation has it, draws from torch's global generator: give it this client's own stream.
-    with torch.random.fork_rng(devices=[]), _frozen(model.live(), job.only):
+    # LoRA's dropout draws from torch's global generator: give it this client's own stream.
+    with torch.random.fork_rng(devices=[]), _without_gradients(frozen.values()):
         torch.manual_seed(job.client.seed)
         for index in job.orders():
             loss: Any = loss_of(rows.batch(index))
@@ -93,8 +89,8 @@ def _train(job: Job) -> Params:
             if correction is not None:
                 flat.g.add_(correction)
             rule.step(flat.p, flat.g)
-            if still is not None and fixed is not None:  # weight decay and corrections move what has no gradient
-                flat.p[still] = fixed
+            for p, value in zip(frozen.values(), values, strict=True):  # weight decay and corrections moved them
+                p.data.copy_(value)
             flat.g.zero_()
             seen, total = seen + len(index), total + float(loss.detach()) * len(index)
     model.eval_mode()
@@ -103,33 +99,23 @@ def _train(job: Job) -> Params:
     return trained if job.only is None else job.w.replace(trained.only(job.only))  # running statistics, too
 
 
-def _still(live: dict[str, Tensor], only: Sequence[str] | None) -> Tensor | None:
-    """(P,) which entries of the flat vector do not move; None where all do."""
-    if only is None:
-        return None
-    return torch.cat(
-        [torch.full((p.numel(),), n not in only, dtype=torch.bool, device=p.device) for n, p in live.items()]
-    )
-
-
 @contextmanager
-def _frozen(live: dict[str, Tensor], only: Sequence[str] | None) -> Iterator[None]:
-    """No gradients of the tensors that do not move, meanwhile: what lies below the lowest that does costs none."""
-    still = [] if only is None else [p for name, p in live.items() if name not in only]
-    for p in still:
+def _without_gradients(parameters: Collection[Tensor]) -> Iterator[None]:
+    """Context manager: the parameters require no gradient, so that none is computed below the lowest trained one."""
+    for p in parameters:
         p.requires_grad_(False)
     try:
         yield
     finally:
-        for p in still:
+        for p in parameters:
             p.requires_grad_(True)
 
 
 def _loss(job: Job) -> Callable[[Batch], Tensor]:
-    """The local objective without its pull: the model's loss, absent classes' logits replaced as the optimiser says.
+    """The local objective without proximal term; logits of absent classes are replaced as the optimiser says.
 
     Raises:
-        InputError: absent classes are to be replaced, and the rows have none, or the model's loss is of another kind.
+        InputError: ``absent`` is set and the rows have no labels, or the model's loss is no cross-entropy.
     """
     model, labels = job.client.model, job.client.data.train.labels
     value = ABSENT[job.local.absent]
@@ -150,13 +136,9 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
 
 
 def over_classes(model: Model, local: Local) -> None:
-    """Refuse ``absent`` where it has no meaning.
-
-    Raises:
-        InputError: the model's loss is not the cross-entropy of one logit a class.
-    """
+    """Raise an InputError if ``absent`` is set and the loss is not the cross-entropy of one logit a class."""
     if local.absent != "keep" and not (model.task == "classification" and getattr(model, "softmax", True)):
         raise InputError(
-            f'method.local.absent = "{local.absent}": only a classifier under cross-entropy has logits of classes that '
-            f'a client lacks, the task here is "{model.task}"; drop it'
+            f'method.local.absent = "{local.absent}" needs a classifier trained with cross-entropy, the task here is '
+            f'"{model.task}"; drop it'
         )

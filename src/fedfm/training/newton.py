@@ -1,10 +1,9 @@
-"""The optimum of a softmax regression, in float64: Newton's method, which checks what it has reached.
+"""The optimum of a softmax regression in float64, by Newton's method with a check of convergence.
 
-L(W, b) = 1/n sum_i -log p_i(y_i) + l2/2 ||W||^2, p_i = softmax(W z_i + b) over rows z_i (r,). Where classes are
-separable the optimum lies far out, the loss is small there and its curvature differs by orders of magnitude between
-directions: first-order methods stop thousands of steps before it, wherever rounding leaves them. A Newton step
-solves H d = -g by conjugate gradients, on products H v that cost as much as a gradient; where these are slow and H is
-small, it is computed and factorised.
+L(W, b) = 1/n sum_i -log p_i(y_i) + l2/2 ||W||^2, p_i = softmax(W z_i + b) over rows z_i (r,). If classes are separable,
+the optimum is far from zero, and the curvature there differs by orders of magnitude between directions: first-order
+methods stop thousands of steps before it. A Newton step solves H d = -g by conjugate gradients, with products H v that
+cost as much as a gradient. If they converge slowly and H is small, H is computed and factorised.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from torch import Tensor
 
 Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once a pass: (z (b, k) float64, y (b,) int64), ...
 
-GRADIENT = 1e-8  # the optimum is reached where the gradient's norm is below this share of the norm at zero,
-GAP = 1e-13  # and where the loss would fall by less than this share of itself (half the Newton decrement's square)
-_ROUNDING = 1e-14  # of a gradient: what is below it is as good as zero
-_NOTHING = 1e-13  # nats: without l2 separable classes have no optimum, and the loss goes to 0 for ever
-_KEPT = 1 << 24  # probabilities that are kept between passes: 128 MiB
-_FACTORISED = 2048  # unknowns of a Hessian that is factorised, at most: 32 MiB
-_PRODUCTS = 1000  # H v of one step, at most, where H is not factorised
+GRADIENT = 1e-8  # converged: the gradient's norm is below this share of the norm at zero,
+GAP = 1e-13  # and the loss would fall by less than this share of itself (half the squared Newton decrement)
+_ROUNDING = 1e-14  # a gradient below it counts as zero
+_NOTHING = 1e-13  # nats: without l2 the loss of separable classes approaches 0 and has no optimum
+_KEPT = 1 << 24  # probabilities kept between passes, at most: 128 MiB
+_FACTORISED = 2048  # unknowns of a factorised Hessian, at most: 32 MiB
+_PRODUCTS = 1000  # products H v of one step, at most, if H is not factorised
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """Where the search ended.
+    """The end of the search.
 
     Attributes:
         weight: (C, r).
         bias: (C,), of sum zero.
         gradient: norm of L's gradient, as a share of the norm at zero.
         iterations: Newton steps.
-        converged: it is the optimum, by :data:`GRADIENT` and :data:`GAP`.
+        converged: by :data:`GRADIENT` and :data:`GAP`.
     """
 
     weight: Tensor
@@ -51,7 +50,7 @@ class Problem:
 
     Attributes:
         blocks: the rows, of k numbers each.
-        basis: (k, r): z = x basis, so that L's coordinates have no correlation; None where the rows are z already.
+        basis: (k, r): z = x basis, so that L's coordinates are uncorrelated; None: the rows are z.
         spread: (r,) mean of z^2.
     """
 
@@ -79,7 +78,7 @@ class _Point:
 
 
 def optimum(problem: Problem, iterations: int) -> Optimum:
-    """The one optimum, found from zero in at most so many steps; what is reached where they do not suffice."""
+    """The optimum from a start at zero, or the point after ``iterations`` steps."""
     search = _Search(problem)
     point = search.at(torch.zeros(problem.classes, len(problem.spread) + 1, dtype=torch.float64))
     start, step, done = point.norm, 0, False
@@ -95,18 +94,17 @@ def optimum(problem: Problem, iterations: int) -> Optimum:
 
 
 class _Search:
-    """L of one problem, and steps down it."""
+    """L of one problem, and descent steps."""
 
     def __init__(self, problem: Problem) -> None:
         self.p = problem
-        unknowns = problem.classes * (len(problem.spread) + 1)
         self.spread = torch.cat([problem.spread, problem.spread.new_ones(1)])  # the bias is a feature that is always 1
         self.ridge = torch.full_like(self.spread, problem.l2)
         self.ridge[-1] = 0.0
         self.keeps = problem.rows * problem.classes <= _KEPT
-        self.factorises = unknowns <= _FACTORISED
-        # Multiply-adds of H (n r^2 C (C + 1) / 2, and a factor of it) by those of H v (2 n r C).
         r, c = len(self.spread), problem.classes
+        self.factorises = r * c <= _FACTORISED
+        # Multiply-adds of H (n r^2 C (C + 1) / 2) and of its factor, divided by those of H v (2 n r C).
         products = r * (c + 1) // 4 + (r * c) ** 2 // (12 * problem.rows)
         self.most = max(products, 20) if self.factorises else _PRODUCTS
 
@@ -129,16 +127,16 @@ class _Search:
         return _Point(theta, value, gradient, curvature / n, kept if self.keeps else None)
 
     def direction(self, point: _Point, start: float) -> Tensor:
-        """A step d (C, r + 1) with H d = -g: the closer to the optimum, the more exactly."""
+        """A step d (C, r + 1) with H d = -g, more exact near the optimum."""
         share = min(0.1, (point.norm / start) ** 0.5)
         found, solved = self._conjugate_gradients(point, share)
         if solved or not self.factorises:
             return found
-        self.most = 0  # H gets no better conditioned on the way
+        self.most = 0  # later steps are no better conditioned
         return self._factorised(point)
 
     def descend(self, point: _Point, direction: Tensor, slope: float) -> _Point | None:
-        """The whole step, or as much of it as takes L down (Armijo's rule, but for rounding); None: none does."""
+        """The first of the steps 1, 1/2, 1/4, ... that decreases L (Armijo's rule, up to rounding); None: none does."""
         step = 1.0
         while step > 1e-10:
             further = self.at(point.theta + step * direction)
@@ -148,7 +146,7 @@ class _Search:
         return None
 
     def _conjugate_gradients(self, point: _Point, share: float) -> tuple[Tensor, bool]:
-        """(direction, whether H d + g is at most ``share`` of g, as the preconditioner measures it)."""
+        """(direction, whether H d + g is at most ``share`` of g, in the preconditioner's norm)."""
         scale = point.curvature[:, None] * self.spread + self.ridge
         scale = scale.clamp_min(1e-16 * float(scale.max()))
         found, r = torch.zeros_like(point.theta), -point.gradient
@@ -160,7 +158,7 @@ class _Search:
                 return found, True
             curved = self._product(point, along)
             bend = float((along * curved).sum())
-            if bend <= 0:  # rounding: what is left is flat
+            if bend <= 0:  # rounding: the rest is flat
                 return found, bool(found.any())
             found = found + size / bend * along
             r = r - size / bend * curved
@@ -175,7 +173,7 @@ class _Search:
         weight, bias = self._on_rows(v)
         for x, y, p, _ in self._known(point):
             u = torch.addmm(bias, x, weight.T)
-            u -= u.gather(1, y[:, None])  # so that what is small is no difference of large numbers
+            u -= u.gather(1, y[:, None])  # avoids cancellation
             u -= (p * u).sum(1, keepdim=True)
             self._add(out, u.mul_(p), x)
         return out / self.p.rows + self.ridge * v
@@ -197,11 +195,11 @@ class _Search:
             h[i, i].diagonal().add_(self.ridge)
             for j in range(i):
                 h[j, i] = h[i, j]
-        # The same for every class changes no probability: H is flat there, and the gradient has no part in it.
+        # A shift of all classes changes no probability: H is singular along it, and the gradient has no such part.
         h += torch.diag(self.spread * float(point.curvature.mean()) / c)
         whole = h.permute(0, 2, 1, 3).reshape(c * r, c * r)
         size = float(whole.diagonal().mean())
-        for more in (0.0, 1e-15, 1e-13, 1e-11):  # of what rounding leaves indefinite
+        for more in (0.0, 1e-15, 1e-13, 1e-11):  # rounding may leave H indefinite
             whole.diagonal().add_(more * size)
             factor, failed = torch.linalg.cholesky_ex(whole)
             if not failed:
@@ -220,19 +218,19 @@ class _Search:
                 yield x, y, *_chances(x, y, *inner)[:2]
 
     def _on_rows(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight (C, k) and bias (C,) of theta, on the rows as they come."""
+        """Weight (C, k) and bias (C,) of theta for the rows of the blocks."""
         weight = theta[:, :-1]
         return (weight if self.p.basis is None else weight @ self.p.basis.T), theta[:, -1]
 
     def _add(self, total: Tensor, error: Tensor, x: Tensor) -> None:
-        """error^T [z 1] added to ``total`` (C, r + 1)."""
+        """Add error^T [z 1] to ``total`` (C, r + 1)."""
         inner = error.T @ x
         total[:, :-1] += inner if self.p.basis is None else inner @ self.p.basis
         total[:, -1] += error.sum(0)
 
 
 def _chances(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities p (b, C), 1 - p(y) (b, 1) and -log p(y) (b, 1), each to full precision where p(y) is almost 1."""
+    """The p (b, C), 1 - p(y) (b, 1) and -log p(y) (b, 1), to full precision also for p(y) near 1."""
     logp = torch.log_softmax(torch.addmm(bias, x, weight.T), 1)
     own = y[:, None]
     loss = -logp.gather(1, own)
@@ -247,5 +245,5 @@ def _complement(p: Tensor, rest: Tensor, y: Tensor) -> Tensor:
 
 
 def _centred(v: Tensor) -> Tensor:
-    """Without what all classes share, which changes no probability."""
+    """Minus the mean over the classes, which changes no probability."""
     return v - v.mean(0)

@@ -1,8 +1,7 @@
 """Client optimisers: what a client does with w between two messages. They are fields of methods.
 
-``SGD``, ``Adam``, ``AdamW`` and ``Proximal`` describe local training; how it is computed - one client in a loop, a
-cohort of heads as one batched product - is chosen by :func:`fedfm.training.scheduler.train` and never changes what a
-method reads.
+``SGD``, ``Adam``, ``AdamW`` and ``Proximal`` describe local training. :func:`fedfm.training.scheduler.train` chooses
+how it is computed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from fedfm.core.checks import match
 from fedfm.core.client import Client
@@ -20,16 +19,14 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 
-ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # what takes the place of an absent class's logit
+ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # replaces the logit of an absent class
 
 
 @dataclass(frozen=True)
 class Local:
-    """E epochs of mini-batch descent on one client's training rows; the state of the optimiser starts afresh each
-    round.
-    """
+    """E epochs of mini-batch descent on one client's training rows; the optimiser's state is new in each round."""
 
-    adaptations: ClassVar[tuple[str, ...]] = ()  # the only ones that it takes; empty: all
+    adaptations: ClassVar[tuple[str, ...]] = ()  # the supported ones; empty: all
 
     learning_rate: float = setting(0.1, "eta", gt=0, finite=True)
     epochs: int = setting(1, "E, passes over the client's rows a round", ge=1)
@@ -56,7 +53,7 @@ class Local:
         Args:
             mu: weight of the proximal term mu/2 ||v - w||^2 in the local objective.
             correction: added to every gradient (SCAFFOLD's c - c_k).
-            only: names of the tensors that move, the others stay as they are in ``w``; None: all.
+            only: names of the tensors to train, the others stay as in ``w``; None: all.
         """
         from fedfm.training.job import Job
         from fedfm.training.scheduler import train
@@ -66,12 +63,12 @@ class Local:
 
     @property
     def personal(self) -> bool:
-        """Whether it leaves each client with a model of its own, which the client keeps (see :meth:`own`)."""
+        """Whether each client keeps a model of its own (see :meth:`own`)."""
         return False
 
     @property
     def passes(self) -> int:
-        """Epochs over the client's rows that a round costs, of all models that it trains."""
+        """Epochs over the client's rows in a round, summed over the models that it trains."""
         return self.epochs
 
     @property
@@ -80,28 +77,20 @@ class Local:
         return self
 
     def own(self, client: Client, w: Params) -> Params:
-        """The client's own model, where ``w`` is what the server has for it."""
+        """The client's own model; ``w`` is the server's model for the client."""
         return w
 
     @contextmanager
     def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
-        """Install w, what :meth:`own` gave or a model's parameters, in the model; yields the rows to score."""
+        """Install w, from :meth:`own` or a model's parameters, in the model; yields the rows to score."""
         model.load(w)
         yield rows
 
     def fits(self, model: Model) -> None:
-        """Refuse a model that it cannot train.
-
-        Raises:
-            InputError: what would be right.
-        """
+        """Raise an InputError for a model that it cannot train."""
 
     def check_own(self, w: Params, model: Model) -> None:
-        """Refuse what a client gave as its own model where it is none of this kind.
-
-        Raises:
-            ClientFault: with the first tensor that differs.
-        """
+        """Raise a ClientFault, with the first tensor that differs, if w is not a client's own model of this kind."""
         match(w, model.layout, "model")
 
     def steps(self, n: int) -> int:
@@ -114,8 +103,7 @@ class TrainsLocally(Protocol):
     """A method whose clients run a client optimiser."""
 
     @property
-    def local(self) -> Local:
-        """The client optimiser."""
+    def local(self) -> Local: ...
 
 
 @dataclass(frozen=True)
@@ -127,7 +115,7 @@ class SGD(Local):
 
 @dataclass(frozen=True)
 class Adam(Local):
-    """Adam with its usual constants (0.9, 0.999, 1e-8); weight decay enters the gradient."""
+    """Adam with the constants 0.9, 0.999 and 1e-8; weight decay enters the gradient."""
 
     learning_rate: float = setting(0.001, "eta", gt=0, finite=True)
 
@@ -141,18 +129,10 @@ class AdamW(Local):
 
 @dataclass(frozen=True)
 class Proximal(SGD):
-    """SGD on the local objective f_k(v) + mu/2 ||v - w||^2 (FedProx's), for any method that has a local optimiser."""
+    """SGD on FedProx's local objective f_k(v) + mu/2 ||v - w||^2, for any method with a local optimiser."""
 
     mu: float = setting(0.01, "weight of the squared distance to the start", ge=0)
 
-    def __call__(
-        self,
-        client: Client,
-        w: Params,
-        *,
-        mu: float = 0.0,
-        correction: Params | None = None,
-        only: tuple[str, ...] | None = None,
-    ) -> Params:
-        """As :class:`SGD`, with this mu added to the method's own."""
-        return super().__call__(client, w, mu=mu + self.mu, correction=correction, only=only)
+    def __call__(self, client: Client, w: Params, *, mu: float = 0.0, **terms: Any) -> Params:
+        """As :class:`Local`, with this mu added to the method's own."""
+        return super().__call__(client, w, mu=mu + self.mu, **terms)

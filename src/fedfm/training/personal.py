@@ -1,4 +1,4 @@
-"""Client optimisers that leave each client with a model of its own: Ditto, and a second adapter beside LoRA."""
+"""Client optimisers with which each client keeps a model of its own: Ditto, and a second adapter beside LoRA."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedfm import seeds
 from fedfm.core.checks import match
@@ -25,77 +25,65 @@ _PLAIN: dict[str, type[Local]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
 
 @dataclass(frozen=True)
 class TwoModels(Local):
-    """Beside w the client trains something of its own, by the same optimiser, and keeps it."""
+    """The client also trains a second model with the same optimiser and keeps it."""
 
     optimiser: str = setting("sgd", "of both models: sgd, adam or adamw", choices=tuple(_PLAIN))
     momentum: float = setting(0.0, "of sgd", ge=0, lt=1)
 
     @property
     def passes(self) -> int:
-        """Of both models."""
         return 2 * self.epochs
 
     @property
     def personal(self) -> bool:
-        """It does."""
         return True
 
     @classmethod
     def of(cls, local: Local) -> Local:
-        """Both models by the steps of a plain optimiser; any other as it is."""
+        """This class with the settings of a plain optimiser; any other optimiser unchanged."""
         name = {SGD: "sgd", Adam: "adam", AdamW: "adamw"}.get(type(local))
         return local if name is None else cls(**{f.name: getattr(local, f.name) for f in fields(local)}, optimiser=name)
 
     @cached_property
     def plain(self) -> Local:
-        """The optimiser of w alone."""
         same = {f.name: getattr(self, f.name) for f in fields(Local)}
         return SGD(**same, momentum=self.momentum) if self.optimiser == "sgd" else _PLAIN[self.optimiser](**same)
 
 
 @dataclass(frozen=True)
 class DittoOptimiser(TwoModels):
-    """Beside w, as the optimiser below trains it, the client trains v_k on f_k(v) + lambda/2 ||v - w||^2 and keeps it.
+    """The client trains w, and its own v_k on f_k(v) + lambda/2 ||v - w||^2.
 
     Ditto: Fair and Robust Federated Learning Through Personalization. Li, Hu, Beirami, Smith. ICML 2021, Algorithm 1.
     """
 
-    lambda_: float = setting(0.1, "pull of the client's own model to what the server sent", ge=0)
+    lambda_: float = setting(0.1, "pull of the client's own model to the received one", ge=0)
 
-    def __call__(
-        self,
-        client: Client,
-        w: Params,
-        *,
-        mu: float = 0.0,
-        correction: Params | None = None,
-        only: tuple[str, ...] | None = None,
-    ) -> Params:
-        """Train w; in ``client.memory``, v as well."""
+    def __call__(self, client: Client, w: Params, *, only: tuple[str, ...] | None = None, **terms: Any) -> Params:
+        """Train w, and v in ``client.memory``; arguments as of :class:`Local`."""
         v = client.memory.get("v", w)
-        # lambda (v - w) = lambda (v - v_start) + lambda (v_start - w): a pull to the start, and a constant.
-        v = self.plain(client, v, mu=self.lambda_, correction=self.lambda_ * (v - w), only=only)
-        client.memory["v"] = v
-        return self.plain(client, w, mu=mu, correction=correction, only=only)
+        # lambda (v - w) = lambda (v - v_start) + lambda (v_start - w): a proximal term and a constant.
+        client.memory["v"] = self.plain(client, v, mu=self.lambda_, correction=self.lambda_ * (v - w), only=only)
+        return self.plain(client, w, only=only, **terms)
 
     def own(self, client: Client, w: Params) -> Params:
-        """v_k; before the client has trained, w."""
+        """v_k; w before the client has trained."""
         v: Params = client.memory.get("v", w)
         return v
 
 
 @dataclass(frozen=True)
 class DualAdapter(TwoModels):
-    """Beside the LoRA w that it sends the client keeps a second one, its own; their weighted sum is its model.
+    """The client sends the LoRA adapter w and keeps an own one; its model is their weighted sum.
 
     Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
-    The own adapter starts as the first w that the client is sent. It is trained where the model puts out W x + 1/2 of
-    w's output, frozen, + 1/2 of its own; w is trained alone. The own adapter's share a in the output of a row is lambda
-    times the mean cosine of the row's last hidden state to those of some training rows, all under the own adapter, and
-    0 where that is negative; w's is 1 - a. A head beside LoRA is mixed in the same way.
+    The own adapter starts as the first w that the client receives. It is trained with the output W x + 1/2 of the
+    frozen w's output + 1/2 of its own; w is trained alone. The own adapter's share a in the output of a row is lambda
+    times the mean cosine of the row's last hidden state to those of some training rows, all under the own adapter, cut
+    at 0; the share of w is 1 - a. A head beside LoRA is mixed in the same way.
 
-    Trained after the federation, the own adapter starts as the last w; where clients are evaluated before, they train
-    one as if that were the end (``run.evaluate_every = 0`` spares it).
+    With ``when = "after"`` the own adapter starts as the last w. An evaluation before the end trains one from the
+    current w (``run.evaluate_every = 0`` avoids that).
     """
 
     adaptations: ClassVar[tuple[str, ...]] = ("lora",)
@@ -116,19 +104,11 @@ class DualAdapter(TwoModels):
     )
     instances: int = setting(5, "S, training rows that a row is compared with", ge=1)
 
-    def __call__(
-        self,
-        client: Client,
-        w: Params,
-        *,
-        mu: float = 0.0,
-        correction: Params | None = None,
-        only: tuple[str, ...] | None = None,
-    ) -> Params:
-        """Train w; in ``client.memory``, the own adapter as well."""
+    def __call__(self, client: Client, w: Params, *, only: tuple[str, ...] | None = None, **terms: Any) -> Params:
+        """Train w, and the own adapter in ``client.memory``; arguments as of :class:`Local`."""
         if self.when == "during":
             client.memory["own_adapter"] = self.train_own(client, client.memory.get("own_adapter", w), w, only)
-        return self.plain(client, w, mu=mu, correction=correction, only=only)
+        return self.plain(client, w, only=only, **terms)
 
     def train_own(self, client: Client, v: Params, w: Params, only: tuple[str, ...] | None = None) -> Params:
         """The own adapter, trained from v together with the frozen w."""
@@ -136,7 +116,7 @@ class DualAdapter(TwoModels):
             return self.plain(client, v, only=only)
 
     def own(self, client: Client, w: Params) -> Params:
-        """w, the own adapter and how they are weighed, as one vector; before there is an own one, w."""
+        """w, the own adapter and their weights as one vector; w while there is no own adapter."""
         v = client.memory.get("own_adapter") if self.when == "during" else self._at_the_end(client, w)
         if v is None:
             return w
@@ -150,7 +130,6 @@ class DualAdapter(TwoModels):
         return pair(w, v, bias, sign * self.lambda_ * m)
 
     def check_own(self, w: Params, model: Model) -> None:
-        """Of a pair both adapters, and how they are weighed."""
         if not is_pair(w):
             super().check_own(w, model)
             return
@@ -162,7 +141,7 @@ class DualAdapter(TwoModels):
             raise ClientFault(E_TENSORS, f"{MIX}: expected a bias, and a slope of {width} numbers; got {mix}")
 
     def _at_the_end(self, client: Client, w: Params) -> Params:
-        """The own adapter, trained from w beside w; once for every w, though it be asked for several times."""
+        """The own adapter, trained from w beside w; trained once for each w, then kept."""
         key = f"{client.seed} {w.sha256()}"
         if client.memory.get("of") != key:
             client.memory["of"], client.memory["own_adapter"] = key, self.train_own(client, w, w)
@@ -171,14 +150,12 @@ class DualAdapter(TwoModels):
 
     @contextmanager
     def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
-        """Of a pair both adapters."""
-        with experts.applied(model, w, rows) if is_pair(w) else super().applied(model, w, rows) as judged:
-            yield judged
+        with experts.applied(model, w, rows) if is_pair(w) else super().applied(model, w, rows) as scored:
+            yield scored
 
     def fits(self, model: Model) -> None:
-        """Weights by instance compare what enters the last layer."""
         if self.weight == "instance" and model.last_layer is None:
             raise InputError(
-                'method.local.weight = "instance": this model has no last linear layer before which rows could be '
-                'compared; expected "fixed"'
+                'method.local.weight = "instance" compares the inputs of the last linear layer; this model has no last '
+                'linear layer; expected "fixed"'
             )

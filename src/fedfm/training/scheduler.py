@@ -1,8 +1,8 @@
-"""How local training is computed: one client at a time, or every client of a chunk as one batch.
+"""Schedules local training: one client at a time, or all clients of a chunk as one batch.
 
-A method's client half is written for one client and calls ``self.local(client, w)``. Where a chunk of clients is
-trained as one batch, each client's handler is a greenlet: it stops at that call, the jobs of all are trained together,
-and each goes on with its own result. The method does not see it.
+A method's client handler is written for one client and calls ``self.local(client, w)``. If a chunk of clients is
+trained as one batch, each handler runs in a greenlet. It stops at that call, all jobs are trained together, and each
+handler continues with its own result.
 """
 
 from __future__ import annotations
@@ -15,32 +15,29 @@ import greenlet
 
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
+from fedfm.training import heads, loop, packed
 from fedfm.training.job import Job
 
-_HEADS = (64, 4)  # clients a chunk of heads, at most and at least: a message takes as long as several of them
+_HEADS = (64, 4)  # clients in a chunk of heads, at most and at least: a message costs as much as several heads
 
 Trainer = Callable[[Sequence[Job]], list[Params]]
 
 
 class _Chunk(greenlet.greenlet):  # type: ignore[misc]
-    """A client's handler on its way; its parent is the scheduler that gathers jobs."""
+    """A running client handler; its parent is the scheduler that collects jobs."""
 
 
 def train(job: Job) -> Params:
-    """Called by a client optimiser: train together with the rest of the chunk, or alone where there is none."""
+    """Called by a client optimiser: train with the rest of the chunk if there is one, else alone."""
     current = greenlet.getcurrent()
-    # While its weights are overridden a model is this client's alone: nobody else may take a turn.
+    # Overridden weights belong to this client: no other handler may run meanwhile.
     if isinstance(current, _Chunk) and not getattr(job.client.model, "weights_overridden", 0):
         return current.parent.switch(job)  # type: ignore[no-any-return]
     return _train_alone(job)
 
 
 def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = None) -> Trainer:
-    """The vectorised trainer of this model's kind if there is one, it knows the optimiser's loss and all tensors move,
-    else the loop.
-    """
-    from fedfm.training import heads, loop, packed
-
+    """The fast trainer for this model, if it supports the optimiser and all tensors are trained; else the loop."""
     if (local is not None and local.absent != "keep") or only is not None:
         return loop.train
     if heads.applies(model):
@@ -49,23 +46,17 @@ def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = No
 
 
 def width(model: Model) -> int:
-    """How many clients one chunk should hold at most."""
-    from fedfm.training import heads, packed
-
+    """Most clients in a chunk."""
     return _HEADS[0] if heads.applies(model) else packed.width(model)
 
 
 def least(model: Model) -> int:
-    """How many clients one chunk should hold at least."""
-    from fedfm.training import heads, packed
-
+    """Fewest clients in a chunk."""
     return _HEADS[1] if heads.applies(model) else -(-packed.width(model) // 2)
 
 
 def prepare(model: Model) -> None:
-    """Load what its training needs, before processes are forked that share it."""
-    from fedfm.training import heads, packed
-
+    """Load the kernels of its training before the process forks, so that its children share them."""
     if heads.applies(model):
         import fedfm.linalg.kernels.softmax_sgd  # noqa: F401
     else:
@@ -73,15 +64,13 @@ def prepare(model: Model) -> None:
 
 
 def batched(model: Model) -> bool:
-    """Whether training several clients together is one computation."""
-    from fedfm.training import heads, packed
-
+    """Whether several clients train as one batch."""
     return not heads.applies(model) and packed.width(model) > 1
 
 
 def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list[Any]:
-    """Run handlers side by side, their local training batched, or one after the other; a handler's exception takes its
-    result's place: also ``SystemExit`` and the like, which would end the server, and all but the user's interruption.
+    """Run handlers with batched local training, or one after the other. An exception of a handler replaces its result:
+    every BaseException except KeyboardInterrupt.
     """
     if not together or len(calls) == 1:
         return [_alone(call) for call in calls]

@@ -1,4 +1,4 @@
-"""The optimisers' update rules on flat vectors, one client (P,) or a cohort (K, P): the same elementwise operations."""
+"""Update rules of the optimisers on flat vectors, of one client (P,) or of a cohort (K, P), elementwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8  # PyTorch's defaults
 
 
 class Rule:
-    """Holds the optimiser's state for vectors of one shape; ``step`` updates in place, as PyTorch's classes do."""
+    """The optimiser's state for vectors of one shape; ``step`` updates them in place."""
 
     def __init__(self, local: Local, like: Tensor) -> None:
         self.local, self.t = local, 0
@@ -23,7 +23,7 @@ class Rule:
         self.v = torch.zeros_like(like) if self.adam else None
 
     def narrow(self, count: int) -> None:
-        """Go on with the first ``count`` rows only: the others have no batches left."""
+        """Keep the state of the first ``count`` rows: the others have no batches left."""
         if self.m is not None:
             self.m = self.m[:count]
         if self.v is not None:
@@ -39,7 +39,7 @@ class Rule:
             g.add_(p, alpha=decay)
         if not self.adam:
             if self.m is not None:
-                # PyTorch's momentum starts at the first gradient; from m = 0 the same recursion gives it.
+                # PyTorch's momentum starts at the first gradient; the same recursion from m = 0 gives it.
                 g = self.m.mul_(self.momentum).add_(g)
             p.add_(g, alpha=-eta)
             return

@@ -1,4 +1,4 @@
-"""What every source needs of a file: its bytes, its text, and words for what is wrong with them."""
+"""Reads files for all sources, with errors that describe a wrong content."""
 
 from __future__ import annotations
 
@@ -34,17 +34,14 @@ _SIGNATURES = (
 
 
 def content_of(data: bytes) -> str:
-    """Words for what these bytes are, by how they begin."""
-    for start, words in _SIGNATURES:
-        if data.startswith(start):
-            return words
+    """A description of these bytes by their first bytes."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "a WebP picture"
-    return "something else"
+    return next((words for start, words in _SIGNATURES if data.startswith(start)), "something else")
 
 
 def existing(path: str | Path, key: str = "data.path") -> Path:
-    """The path, if it is there; otherwise InputError with what lies nearby."""
+    """The path if it exists; else an InputError with the names in its folder."""
     path = Path(path).expanduser()
     try:
         if path.exists():
@@ -58,7 +55,7 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
         names = sorted(p.name for p in parent.iterdir() if not p.name.startswith("."))
     except OSError:
         names = []
-    # The first part of the path that is missing: a/b/c.csv where only a exists is a question about b.
+    # The first missing part of the path: b of a/b/c.csv if only a exists.
     wanted = path.parts[len(parent.parts)] if len(path.parts) > len(parent.parts) else path.name
     beside = f'"{parent}" holds {listing(names) or "nothing"}{close(wanted, names)}'
     if str(path) in BUILT_IN:
@@ -67,7 +64,7 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
 
 
 def read_bytes(path: Path, holds: str) -> bytes:
-    """Content of a file that must not be empty."""
+    """Content of a non-empty file; ``holds`` says what is expected."""
     if path.is_dir():
         raise InputError(f"{path} is a folder, and {holds} is a file")
     try:
@@ -90,7 +87,7 @@ def gunzip(data: bytes, path: Path) -> bytes:
 
 
 def decode(data: bytes, path: Path, holds: str) -> str:
-    """The text of these bytes: UTF-8, with or without a byte order mark, without NUL bytes."""
+    """The text of UTF-8 bytes, with or without a byte order mark, without NUL bytes."""
     words = content_of(data)
     if words != "something else" and data[:1] != b"{":
         raise InputError(f"{path} holds {words}, not {holds}: rename it, or save it as {holds}")
@@ -119,14 +116,14 @@ def listing(names: Iterable[str], most: int = 12) -> str:
 
 
 def close(name: str, names: Iterable[str]) -> str:
-    """``; did you mean "label"?`` where one of the names is close, else nothing."""
+    """``; did you mean "label"?`` if one of the names is close, else ""."""
     by_lower = {known.lower(): known for known in names}
     match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return f'; did you mean "{by_lower[match[0]]}"?' if match else ""
 
 
 def str_array(values: Sequence[str]) -> np.ndarray:
-    """Strings as an array (N,); as objects where one is long, since fixed width pads every entry to the longest."""
+    """Strings as an array (N,); of objects if one is long, since a fixed width pads each entry to the longest."""
     if values and max(map(len, values)) > 100:
         array = np.empty(len(values), dtype=object)
         array[:] = values

@@ -1,9 +1,8 @@
-"""Rows with named columns: what csv, jsonl, parquet and hub sets have in common.
+"""Tables from named columns, for csv, jsonl, parquet and hub sets.
 
-Labels
-    Class names or integers. Integers are class names too: the sorted distinct values are the classes, whatever their
-    range, so that 1..5 and 0..4 both give five classes; a column of class names (``label_name``) renames them.
-    Names sort by code point. Blanks around a label do not count.
+Labels are class names or integers. The classes are the sorted distinct values, also of integers: 1..5 and 0..4 both
+give five classes; a column of class names (``label_name``) renames them. Names sort by code point, without blanks
+around them.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "va
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 
 Columns = Mapping[str, Sequence[Any]]
+Labels = tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]  # (N,) int64, class names, notices
+UNLABELLED: Labels = None, (), ()
 
 
 def to_table(
@@ -41,29 +42,26 @@ def to_table(
     """Table of these columns, all of one length N.
 
     Args:
-        columns: name -> N values, as the format has them.
+        columns: name -> N values.
         spec: names of the columns.
-        source: what the file is called in messages.
-        at: what a row is called in messages.
+        source: name of the file in messages.
+        at: name of a row in messages.
         task: "instruction" reads pairs, "language_modelling" reads each text as a passage; else the columns decide.
-        labelled: False for rows to predict: label and split are not looked at, every row is a test row, and an output
-            may be missing ("").
-        classes: names of the integers in the label column, where the source knows them.
+        labelled: False for rows to predict: label and split are ignored, each row is a test row, and an output may be
+            missing ("").
+        classes: names of the integers in the label column, if the source has them.
 
     Raises:
-        InputError: a column is missing; a cell is empty, or not what its column holds.
+        InputError: a column is missing; a cell is empty or of another type.
     """
     length = len(next(iter(columns.values()), ()))
     if length == 0:
         raise InputError(f"{source} has no rows below its column names")
-    pairs = task == "instruction" or (task is None and spec.instruction in columns and spec.text not in columns)
     kind: Kind
     used = {spec.split}
     inputs: list[Any]
-    labels: np.ndarray | None = None
-    notices: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    if pairs:
+    labels, names, notices = UNLABELLED
+    if task == "instruction" or (task is None and spec.instruction in columns and spec.text not in columns):
         kind = "instruction"
         instructions = _texts(columns, spec.instruction, "data.instruction", source, at)
         if labelled:
@@ -97,7 +95,7 @@ def to_table(
 
 
 def column(columns: Columns, name: str, key: str, source: str) -> Sequence[Any]:
-    """One column; InputError with what there is where it is missing."""
+    """One column; an InputError with the existing ones if it is missing."""
     if name in columns:
         return columns[name]
     found = list(columns)
@@ -109,7 +107,7 @@ def column(columns: Columns, name: str, key: str, source: str) -> Sequence[Any]:
 def labels_of(
     columns: Columns, spec: DataSpec, *, source: str, at: At, classes: tuple[str, ...] | None = None
 ) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """Labels (N,) int64, class names and notices of the label column, named by ``label_name`` where there is one."""
+    """Labels (N,) int64, class names (of the column ``label_name`` if there is one) and notices of the label column."""
     values = column(columns, spec.label, "data.label", source)
     if classes is not None:
         return codes_within(values, classes, spec.label, at), classes, ()
@@ -149,7 +147,7 @@ def codes_of(values: Sequence[Any], name: str, at: At) -> tuple[np.ndarray, tupl
 
 
 def codes_within(values: Sequence[Any], classes: tuple[str, ...], name: str, at: At) -> np.ndarray:
-    """Labels (N,) int64 of integers that index ``classes``, or of names among them."""
+    """Labels (N,) int64 from indexes of ``classes`` or from their names."""
     code: dict[Any, int] = {known: index for index, known in enumerate(classes)}
     labels = np.empty(len(values), dtype=np.int64)
     for row, value in enumerate(values):
@@ -165,7 +163,7 @@ def codes_within(values: Sequence[Any], classes: tuple[str, ...], name: str, at:
 
 
 def split_of(columns: Columns, spec: DataSpec, length: int, at: At) -> np.ndarray:
-    """The split column, "train" throughout where there is none."""
+    """The split column; "train" for all rows if there is none."""
     if spec.split not in columns:
         return np.full(length, "train")
     values = [str(v) if v is not None else "" for v in columns[spec.split]]
@@ -174,7 +172,7 @@ def split_of(columns: Columns, spec: DataSpec, length: int, at: At) -> np.ndarra
 
 
 def check_split(values: Sequence[str], name: str, at: At) -> None:
-    """Refuse what is not train, val or test."""
+    """Raise an InputError for a value other than train, val and test."""
     for value in sorted(set(values) - set(SPLITS)):
         like = _ALIASES.get(value.strip().lower(), value.strip().lower())
         hint = f'; did you mean "{like}"?' if like in SPLITS else ""
@@ -182,7 +180,7 @@ def check_split(values: Sequence[str], name: str, at: At) -> None:
 
 
 def others(columns: Columns, used: set[str]) -> dict[str, np.ndarray]:
-    """The further columns as strings; an absent value is the empty string."""
+    """The other columns as strings; a missing value is ""."""
     return {
         name: str_array([_cell(v) for v in values]) for name, values in columns.items() if name and name not in used
     }
@@ -191,13 +189,9 @@ def others(columns: Columns, used: set[str]) -> dict[str, np.ndarray]:
 def _cell(value: Any) -> str:
     if isinstance(value, str):
         return value
-    if value is None:
-        return ""
-    return (
-        json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
-        if isinstance(value, dict | list)
-        else str(value)
-    )
+    if isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    return "" if value is None else str(value)
 
 
 def _texts(columns: Columns, name: str, key: str, source: str, at: At) -> list[str]:
@@ -216,7 +210,7 @@ def _text(value: Any, name: str, at: At, row: int) -> str:
 
 
 def _label(value: Any, name: str, at: At, row: int) -> int | str:
-    """A label as an integer or a name without blanks around it."""
+    """A label as an integer or a stripped name."""
     if isinstance(value, str):
         value = value.strip()
         if value:

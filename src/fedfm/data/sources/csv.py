@@ -1,4 +1,4 @@
-"""CSV files: UTF-8, commas, column names in the first row; quotes as RFC 4180 has them."""
+"""CSV files: UTF-8, commas, column names in the first row, quotes as in RFC 4180."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     """Table of a CSV file.
 
     Raises:
-        InputError: not UTF-8, a quote left open, rows of unequal length, or what ``tabular.to_table`` refuses.
+        InputError: not UTF-8, an open quote, rows of unequal length, or as of ``to_table``.
     """
     columns, at = columns_of(path)
     return to_table(columns, spec, source=str(path), at=at, task=task, labelled=labelled)
 
 
 def columns_of(path: Path) -> tuple[dict[str, list[str]], At]:
-    """The columns by name, and where a row stands (the row of names is row 1)."""
+    """The columns by name, and a function that names a row in messages (the row of names is row 1)."""
     text = decode(read_bytes(path, "a CSV file"), path, "a CSV file")
-    # Python's reader rather than a faster one: it alone says in which record a quote stays open or a field is missing.
+    # Python's reader, not a faster one: only it says in which record a quote is open or a field is missing.
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: list[list[str]] = []
     ends: list[int] = []  # the line on which each record ends: a quoted field may span lines
-    limit = csv.field_size_limit(sys.maxsize)  # the usual 128 KiB would refuse long texts
+    limit = csv.field_size_limit(sys.maxsize)  # the default of 128 KiB would refuse long texts
     try:
         for row in reader:
             rows.append(row)
@@ -78,12 +78,12 @@ def columns_of(path: Path) -> tuple[dict[str, list[str]], At]:
 
 
 def _check_commas(path: Path, head: str) -> None:
-    """Refuse column names between which there is another mark than commas."""
+    """Raise an InputError if another mark than commas separates the column names."""
     for mark, word in ((";", "semicolons"), ("\t", "tabs")):
         if mark in head and "," not in head:
             raise InputError(f"{path}, row 1: fields seem to be separated by {word}: save the file with commas")
 
 
 def _where(path: Path, row: int, line: int) -> str:
-    """Row as a spreadsheet counts; the line too where quoted line breaks make it another number."""
+    """The row as in a spreadsheet, with the line if quoted line breaks change its number."""
     return f"{path}, row {row}" + (f" (line {line})" if line != row else "")

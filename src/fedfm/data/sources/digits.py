@@ -8,7 +8,7 @@ from fedfm.data.table import Table
 
 
 def read() -> Table:
-    """Pictures (1797, 8, 8, 1) uint8, the file's 0..16 stretched to 0..255; no row is marked as test."""
+    """Pictures (1797, 8, 8, 1) uint8, scaled from 0..16 to 0..255; no row is marked as test."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -1,7 +1,7 @@
 """Hugging Face data sets: an id on the hub ("cifar10", or "glue:mrpc" with a configuration) or a save_to_disk folder.
 
-Official splits are kept: "test" stays test, "validation" becomes val; where a set has only train and validation, its
-validation rows are the test rows. A split whose labels are withheld (-1 throughout) is left out.
+Official splits are kept: "test" is test, "validation" is val; if a set has only train and validation, its validation
+rows are the test rows. A split with withheld labels (all -1) is left out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 
 
-def read(hub: str, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
+def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
     """Table of a hub data set, with pictures or text.
 
     Raises:
-        InputError: the set cannot be loaded, a column is missing, or what ``tabular.to_table`` refuses.
+        InputError: the set cannot be loaded, a column is missing, or as of ``to_table``.
     """
     import datasets
 
@@ -38,7 +38,7 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None, labelled: bool = 
     named = {name: images.SPLIT_NAMES.get(name.lower()) for name in parts}
     for name, split in named.items():
         why = "is no train, validation or test split" if split is None else ""
-        if not why and labelled and _withheld(parts[name], spec.label):
+        if not why and _withheld(parts[name], spec.label):
             why = "has no labels (-1)"
         if why:
             notices.append(f'split "{name}" of {hub} {why} and was left out')
@@ -74,17 +74,13 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None, labelled: bool = 
         columns.pop(spec.split, None)
         columns[spec.split] = official.tolist()
     if not picture:
-        table = to_table(columns, spec, source=hub, at=at, task=task, labelled=labelled, classes=names)
+        table = to_table(columns, spec, source=hub, at=at, task=task, classes=names)
     else:
         pictures = _pictures(columns.pop(picture), at)
-        labels: np.ndarray | None = None
-        classes: tuple[str, ...] = ()
-        more: tuple[str, ...] = ()
-        if labelled:
-            labels, classes, more = labels_of(columns, spec, source=hub, at=at, classes=names)
-        used = {spec.label, spec.label_name, spec.split} if labelled else {spec.split}
-        marks = split_of(columns, spec, len(places), at) if labelled else np.full(len(places), "test")
-        table = Table("image", pictures, labels, classes, marks, others(columns, used), hub, more)
+        labels, classes, more = labels_of(columns, spec, source=hub, at=at, classes=names)
+        further = others(columns, {spec.label, spec.label_name, spec.split})
+        marks = split_of(columns, spec, len(places), at)
+        table = Table("image", pictures, labels, classes, marks, further, hub, more)
     return replace(table, notices=(*table.notices, *notices))
 
 
@@ -94,7 +90,7 @@ def _load(hub: str) -> Any:
     folder = Path(hub).expanduser()
     try:
         here = folder.is_dir()
-    except OSError:  # no name of a folder: too long
+    except OSError:  # the name is too long for a folder
         here = False
     try:
         if here:
@@ -105,19 +101,19 @@ def _load(hub: str) -> Any:
         return datasets.load_dataset(name, configuration or None)
     except InputError:
         raise
-    except Exception as error:  # the library raises its own, the network's and the file system's errors
+    except Exception as error:  # errors of the library, the network and the file system
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         right = "a folder written by save_to_disk" if here else 'a data set id, "id:configuration", or a folder'
         raise InputError(f'data.hub: "{hub}" cannot be loaded ({why}); expected {right}') from None
 
 
 def _withheld(part: Any, label: str) -> bool:
-    """True where every label is -1, as hub sets mark the labels that they keep back."""
+    """Whether all labels are -1, the mark of withheld labels in hub sets."""
     return label in part.features and len(part) > 0 and set(part[label][:]) == {-1}
 
 
 def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | None:
-    """The column of pictures: the one named, or the only one there is."""
+    """The column of pictures: ``data.image``, or the only one."""
     import datasets
 
     found = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
@@ -132,7 +128,7 @@ def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | 
 
 
 def _pictures(items: list[dict[str, Any]], at: Any) -> Any:
-    """Pictures of one size as uint8 (N, H, W, C); else their paths, or their encoded bytes where they have no files."""
+    """Pictures of one size as uint8 (N, H, W, C); others as paths, or as encoded bytes without files."""
     encoded = []
     for row, item in enumerate(items):
         data = item and (item.get("bytes") or item.get("path"))

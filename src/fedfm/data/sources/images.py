@@ -1,8 +1,8 @@
 """Image folders, as Hugging Face's ``imagefolder`` has them.
 
 ``train/<class>/*.png`` and ``test/<class>/*.png`` (also ``val``), or ``<class>/*.png`` without splits; optionally
-``metadata.csv`` beside the class folders or above the splits, with ``file_name`` relative to itself and further
-columns. A label column there stands for the class folders.
+``metadata.csv`` beside the class folders or above the splits, with ``file_name`` relative to its folder and further
+columns. A label column in it replaces the class folders.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from fedfm.data.sources import csv
 from fedfm.data.sources._files import close, listing
-from fedfm.data.sources._tabular import column, labels_of, others, split_of
+from fedfm.data.sources._tabular import UNLABELLED, column, labels_of, others, split_of
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
@@ -31,10 +31,10 @@ SPLIT_NAMES = {
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
-    """Table of an image folder: ``inputs`` are paths, each of which was opened once to see that it is a picture.
+    """Table of an image folder: ``inputs`` are paths, each of which was opened once as a check.
 
     Raises:
-        InputError: no pictures, no classes, a picture that does not open, metadata that does not fit the files.
+        InputError: no pictures, no classes, a picture that does not open, metadata that does not match the files.
     """
     parts = _parts(path) if labelled else {}
     files: list[Path] = []
@@ -62,13 +62,9 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     def at(row: int) -> str:
         return str(files[row])
 
-    labels: np.ndarray | None = None
-    classes: tuple[str, ...] = ()
-    notices: tuple[str, ...] = ()
-    if labelled:
-        labels, classes, notices = labels_of(meta, spec, source=str(path), at=at)
-        if set(parts.values()) == {None}:
-            splits = split_of(meta, spec, len(files), at).tolist()
+    labels, classes, notices = labels_of(meta, spec, source=str(path), at=at) if labelled else UNLABELLED
+    if labelled and set(parts.values()) == {None}:
+        splits = split_of(meta, spec, len(files), at).tolist()
     if strange:
         notices += (f"{len(strange)} files of {path} are no pictures and were left out, e.g. {strange[0]}",)
     return Table(
@@ -84,7 +80,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
 
 
 def decode(item: str | bytes, channels: int | None = None) -> np.ndarray:
-    """Pixels (H, W, C) uint8 of a path or of an encoded picture; C = 1 for grey ones and 3 otherwise, or as asked."""
+    """Pixels (H, W, C) uint8 of a path or an encoded picture; C = ``channels``, or 1 for grey pictures and else 3."""
     from PIL import Image
 
     with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
@@ -94,22 +90,21 @@ def decode(item: str | bytes, channels: int | None = None) -> np.ndarray:
 
 
 def opens(item: str | bytes) -> str | None:
-    """None where the picture is whole; otherwise what is wrong with it."""
+    """None if the picture is intact, else the reason."""
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
             if picture.format == "PNG":
-                picture.verify()  # checks the sums of all chunks, which is quicker than decoding
+                picture.verify()  # checks the checksums, which is faster than decoding
             elif picture.mode not in WIDE:
                 picture.draft("L", (8, 8))  # JPEG: reads the whole file, decodes an eighth
                 picture.load()
             if picture.mode in WIDE:
                 return f"its pixels are wider than 8 bits ({picture.mode}), of which Pillow would cut all above 255"
-    except Exception as error:  # Pillow's plugins raise whatever the bytes make them raise
-        return (
-            "not a picture that can be read" if "cannot identify" in str(error) else str(error).strip() or repr(error)
-        )
+    except Exception as error:  # Pillow's plugins raise many classes of errors
+        text = str(error).strip()
+        return "not a picture that can be read" if "cannot identify" in text else text or repr(error)
     return None
 
 
@@ -128,7 +123,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _parts(path: Path) -> dict[Path, str | None]:
-    """Folder -> its split, or the folder itself -> None where there are no splits."""
+    """Folder -> its split; the path itself -> None if there are no splits."""
     folders = [p for p in _visible(path) if p.is_dir()]
     named = {p: SPLIT_NAMES[p.name.lower()] for p in folders if p.name.lower() in SPLIT_NAMES}
     if not named:
@@ -164,7 +159,7 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
 
 
 def _metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[str]]:
-    """Columns of all metadata.csv, in the order of ``files``; a file without a row is refused."""
+    """Columns of all metadata.csv in the order of ``files``; an InputError for a file without a row."""
     rows: dict[Path, dict[str, str]] = {}
     for home in dict.fromkeys((path, *folders)):
         table = home / "metadata.csv"

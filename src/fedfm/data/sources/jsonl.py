@@ -1,4 +1,4 @@
-"""JSON lines, plain or gzip-compressed: one object a line."""
+"""JSON lines, plain or gzip-compressed: one object on each line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fedfm.errors import InputError
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
-    """Table of a .jsonl or .jsonl.gz file; a key that only some rows have is empty in the others.
+    """Table of a .jsonl or .jsonl.gz file; a missing key of a row is None.
 
     Raises:
-        InputError: not UTF-8, a line that is not a JSON object, or what ``tabular.to_table`` refuses.
+        InputError: not UTF-8, a line that is not a JSON object, or as of ``to_table``.
     """
     data = read_bytes(path, "a JSON lines file")
     if path.suffix.lower() == ".gz":

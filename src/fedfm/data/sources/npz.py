@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.data.sources._files import close, content_of, listing, read_bytes, str_array
-from fedfm.data.sources._tabular import check_split, codes_of
+from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
@@ -23,7 +23,7 @@ _EXPECTED = "uint8 (N, H, W, C) pictures with C = 1 or 3, or float (N, d) featur
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
-    """Table of an npz file; places in it are named as NumPy indexes them, from 0.
+    """Table of an npz file; messages index its rows from 0, as NumPy does.
 
     Raises:
         InputError: not an npz file, an array missing, of another type or length, NaN or infinity, pickled objects.
@@ -43,11 +43,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     if 0 in x.shape:
         raise InputError(f"{path}: x {x.shape} holds no values")
     inputs = np.ascontiguousarray(x) if image else _finite(x, path)
-    labels: np.ndarray | None = None
-    classes: tuple[str, ...] = ()
-    notices: tuple[str, ...] = ()
-    if labelled:
-        labels, classes, notices = _labels(arrays, length, path)
+    labels, classes, notices = _labels(arrays, length, path) if labelled else UNLABELLED
     split = np.full(length, "train" if labelled else "test")
     if labelled and "split" in arrays:
         values = _strings(arrays, "split", length, path)
@@ -113,9 +109,7 @@ def _finite(x: np.ndarray, path: Path) -> np.ndarray:
     return narrow
 
 
-def _labels(
-    arrays: dict[str, np.ndarray], length: int, path: Path
-) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
+def _labels(arrays: dict[str, np.ndarray], length: int, path: Path) -> Labels:
     y = _array(arrays, "y", path)
     if y.dtype.kind not in "iu":
         hint = "; names go into classes" if y.dtype.kind in "US" else ""

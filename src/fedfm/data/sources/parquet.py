@@ -12,10 +12,10 @@ from fedfm.errors import InputError
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
-    """Table of a Parquet file; rows are counted from 1.
+    """Table of a Parquet file; rows count from 1.
 
     Raises:
-        InputError: not a Parquet file, or what ``tabular.to_table`` refuses.
+        InputError: not a Parquet file, or as of ``to_table``.
     """
     import pyarrow
     import pyarrow.parquet
@@ -25,7 +25,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         raise InputError(f"{path} holds {content_of(data)}, not a Parquet file: rename it, or save it as Parquet")
     try:
         table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
-        names = list(table.column_names)  # names are decoded here, and damage may have left them no UTF-8
+        names = list(table.column_names)  # decoded here: names in a damaged file may not be UTF-8
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path} is damaged or cut short ({str(error).splitlines()[0]}): write it again") from None
     for name in names:

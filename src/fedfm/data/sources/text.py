@@ -14,7 +14,7 @@ PASSAGE = 2000  # characters at most
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
-    """Passages of at most 2,000 characters, which joined give the file's text.
+    """The file's text as consecutive passages of at most 2,000 characters.
 
     Raises:
         InputError: empty, not UTF-8, not text, or damaged gzip.
@@ -28,17 +28,12 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
 
 
 def cut(text: str, size: int = PASSAGE) -> list[str]:
-    """Consecutive pieces of at most ``size`` characters, cut after a line break or a blank of the second half."""
+    """Consecutive pieces of at most ``size`` characters, cut after a line break or a blank in the second half."""
     pieces = []
     start = 0
     while len(text) - start > size:
-        end = start + size
-        half = start + size // 2
-        for mark in "\n ":
-            found = text.rfind(mark, half, end)
-            if found >= 0:
-                end = found + 1
-                break
+        marks = (text.rfind(mark, start + size // 2, start + size) for mark in "\n ")
+        end = next((found + 1 for found in marks if found >= 0), start + size)
         pieces.append(text[start:end])
         start = end
     return [*pieces, text[start:]]

@@ -1,1 +1,1 @@
-"""Compiled loops, free of torch. Numba is imported here alone, where a loop is about to run."""
+"""Compiled loops, free of torch. Only modules of loops import numba, when a loop is about to run."""

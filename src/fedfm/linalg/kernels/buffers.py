@@ -1,9 +1,8 @@
-"""Memory for large vectors: in huge pages, and used again.
+"""Memory for large vectors: in huge pages, and reused.
 
-A fresh buffer of 400 MB in pages of 4 KiB takes ten times as long to touch as to copy. NumPy asks the kernel for huge
-pages, which leaves the clearing of fresh memory, about one copy; a buffer that nobody can see any more serves again
-instead. Nobody can: a tensor, its views and what NumPy made of them all keep the lease alive, and only its end gives
-the memory back.
+The first access to a new buffer of 400 MB in pages of 4 KiB takes ten times as long as its copy. NumPy uses huge pages,
+which leaves the time to clear the memory, about one copy. Reuse of an unreferenced buffer avoids that too. A tensor,
+its views and NumPy's arrays of them all keep the lease alive; its end returns the memory.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LARGE = 4 << 20  # bytes; what is smaller comes from torch's allocator
+LARGE = 4 << 20  # bytes; smaller buffers come from torch's allocator
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_IDLE = 512 << 20  # bytes that a process may keep between two steps
-KEPT = 4  # buffers that wait for use at most: a round has about as many of one size in turn
+_IDLE = 512 << 20  # most bytes that a process keeps between two steps
+KEPT = 4  # most free buffers: a round uses about as many of one size in turn
 
 _free: deque[Any] = deque(maxlen=KEPT)  # its operations are atomic: a lease may end in any thread
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_free.clear)  # writing to the parent's pages would copy them
+    os.register_at_fork(after_in_child=_free.clear)  # a write to the parent's pages would copy them
 
 
 class _Lease:
-    """Owns a buffer as long as any array on it lives."""
+    """Owns a buffer while any array on it lives."""
 
     def __init__(self, memory: np.ndarray, free: deque[Any], token: Any) -> None:
         self._memory, self._free, self._token = memory, free, token
@@ -41,14 +40,12 @@ class _Lease:
 
 
 def lent(memory: np.ndarray, free: deque[Any], token: Any) -> np.ndarray:
-    """The same memory; when nobody can see this array or anything on it any more, ``free`` gets the token."""
+    """An array on the same memory; when it and its views are no longer referenced, ``free`` receives the token."""
     return np.asarray(_Lease(memory, free, token))
 
 
 def empty(count: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised vector (count,) on the CPU; a large one begins at a cache line, in huge pages where there are
-    any.
-    """
+    """An uninitialised vector (count,) on the CPU; a large one begins at a cache line, if possible in huge pages."""
     nbytes = count * dtype.itemsize
     if nbytes < LARGE:
         return torch.empty(count, dtype=dtype)
@@ -58,18 +55,18 @@ def empty(count: int, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def keep_freed() -> None:
-    """From now on this process keeps what it frees for its next allocations, up to ``_IDLE`` bytes.
+    """Keep up to ``_IDLE`` freed bytes of this process for its next allocations.
 
-    By default glibc gives 100 MiB of a training step back to the kernel, which clears and maps them anew, page by page,
-    at every step: a tenth to a fifth of the step's time.
+    By default glibc returns 100 MiB of a training step to the kernel, which clears and maps them again, page by page,
+    in each step: a tenth to a fifth of the step's time.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc would come to by itself
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value that glibc itself would reach
         mallopt(_M_TRIM_THRESHOLD, _IDLE)
 
 
 def like(x: Tensor) -> Tensor | None:
-    """Where an operation on the vector ``x`` shall put its result: None, its own choice, where that is small."""
+    """A buffer for the result of an operation on the vector ``x``; None, the operation's own choice, if it is small."""
     return empty(len(x), x.dtype) if x.numel() * x.element_size() >= LARGE else None
 
 

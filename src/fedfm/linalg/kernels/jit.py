@@ -1,4 +1,4 @@
-"""How loops are compiled. Only modules of loops import numba, and they are imported where a loop is about to run."""
+"""Compilation of loops with numba. Only modules of loops import numba; callers import them before they run a loop."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 from llvmlite import binding
 from numba.core.codegen import get_host_cpu_features
 
-SLACK = np.float32(1 - 1e-4)  # of bounds of distances: far above what float32 rounds off
-SPAN = 256  # rows whose sums run in float32 before they move into float64
-EXACT = {"reassoc", "contract", "nsz", "arcp"}  # sums in vector lanes; NaN and infinity keep their meaning
-MATHS = EXACT | {"nnan"}  # minima in vector lanes too, where no NaN can come
-LOWER_CLOCK = {"skylake-avx512", "cascadelake", "cooperlake"}  # while 512-bit registers are at work
+SLACK = np.float32(1 - 1e-4)  # of bounds of distances: far above float32 rounding
+SPAN = 256  # rows summed in float32 before their sum is added in float64
+EXACT = {"reassoc", "contract", "nsz", "arcp"}  # sums in vector lanes; NaN and infinity are kept
+MATHS = EXACT | {"nnan"}  # also minima in vector lanes, for values without NaN
+LOWER_CLOCK = {"skylake-avx512", "cascadelake", "cooperlake"}  # while they use 512-bit registers
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def _whole_registers() -> bool:
-    """Compile for the widest vectors there are; whether these are of 512 bits.
+    """Compile for the widest vectors; returns whether they have 512 bits.
 
-    On Intel's processors LLVM prefers half of a 512-bit register, since the first ones that had it lowered their clock;
-    on later ones these loops then take 1.1 to 1.4 times as long. What the environment says (NUMBA_CPU_NAME,
-    NUMBA_CPU_FEATURES) stays, and so does what this process has compiled before.
+    On Intel's processors LLVM prefers 256-bit vectors, since the first processors with 512 bits lowered their clock. On
+    later ones these loops then take 1.1 to 1.4 times as long. The environment (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES) has
+    precedence; loops that this process has compiled before do not change.
     """
     if numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None:
         features = get_host_cpu_features()
@@ -38,9 +38,9 @@ WHOLE_REGISTERS = _whole_registers()
 
 
 def compiled(function: Callable[..., Any], maths: set[str] = MATHS, signature: Any = None) -> Any:
-    """Compile at the first call, or at once for one signature; keep on disk, or in memory where no folder is to be had.
+    """Compile at the first call, or at once for a signature; cache on disk, or in memory if no folder is writable.
 
-    A signature costs nothing where the compiled code is on disk already.
+    A signature costs nothing if the compiled code is already on disk.
     """
     given: Sequence[Any] = () if signature is None else (signature,)
     try:
@@ -50,22 +50,22 @@ def compiled(function: Callable[..., Any], maths: set[str] = MATHS, signature: A
 
 
 def in_order(function: Callable[..., Any]) -> Any:
-    """Compiled; its sums are made in the order in which they are written, and NaN compares as it should."""
+    """Compiled with sums in the written order and correct comparisons of NaN."""
     return compiled(function, {"contract"})
 
 
 def part(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
-    """Part of a compiled function, always inlined: a call would count the references to every array it is given."""
+    """Part of a compiled function, always inlined: a call would count references to its arrays."""
     return numba.njit(forceinline=True, fastmath=maths, **OPTIONS)(function)
 
 
 def called(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
-    """Part of compiled functions that is worth a call: compiled once, not wherever it stands."""
+    """Part of compiled functions, compiled once and called."""
     return numba.njit(fastmath=maths, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function)
 
 
 def aligned(*shape: int, dtype: Any = np.float32) -> Any:
-    """Not filled, from a cache line on; so are the rows of a multiple of 16 features."""
+    """An uninitialised array that begins at a cache line; with a multiple of 16 float32 features each row does."""
     entries, size = math.prod(shape), np.dtype(dtype).itemsize
     block = np.empty(entries + 64 // size, dtype)
     at = -block.ctypes.data % 64 // size

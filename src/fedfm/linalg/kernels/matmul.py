@@ -1,7 +1,7 @@
-"""Products of small float32 matrices in compiled loops, eight rows by sixteen or thirty-two columns at a time.
+"""Products of small float32 matrices in compiled loops, by tiles of up to 8 rows and 32 columns.
 
-Matrices lie in flat vectors; offsets and steps are in numbers, and nothing checks them. An entry's sum runs in order
-from the first term to the last, whatever else is computed beside it.
+Matrices are flat vectors; offsets and steps count numbers and are not checked. An entry's sum runs in order from the
+first term to the last, for any tile.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fedfm.linalg.kernels.jit import EXACT, WHOLE_REGISTERS, called
 from fedfm.linalg.kernels.simd import CONTRACT, COUNT, VECTOR, WORD, intrinsic, pointer, splat, turn
 
 ROWS = 8 if WHOLE_REGISTERS else 4  # of a tile
-WIDE = 2 if WHOLE_REGISTERS else 1  # lanes of a tile; its sums stay in registers, half of those there are
+WIDE = 2 if WHOLE_REGISTERS else 1  # lanes of a tile; its sums fill half of the registers
 
 _called = partial(called, maths=EXACT)
 
 
 def _tile(lanes: int) -> Any:
-    """Code for a tile: ``ROWS`` rows of so many lanes, ``down`` apart at ``o``, become sum_k a[p + i row + k step]
-    b[q + k under ...], added to what they are with ``add``. Of missing rows, the last takes the place.
+    """Code for a tile: ``ROWS`` rows of ``lanes`` lanes at ``o``, ``down`` apart, become (with ``add``: increase by)
+    sum_k a[p + i row + k step] b[q + k under ...]. The last row replaces missing rows.
     """
 
     def tile(
@@ -78,14 +78,14 @@ def product(
     out: Any, o: int, down: int, width: int, add: bool, a: Any, p: int, row: int, step: int, rows: int, b: Any, q: int,
     under: int, n: int,
 ) -> None:  # fmt: skip
-    """Rows (rows, width) at ``o``, ``down`` apart, become the product of (rows, n) at ``p`` and (n, width) at ``q``, or
-    are added to with ``add``.
+    """Write the product of (rows, n) at ``p`` and (n, width) at ``q`` to (rows, width) at ``o``, whose rows are
+    ``down`` apart; with ``add`` add it.
 
-    The width is whole lanes, rows at least one. An entry (i, k) of the left matrix is a[p + i row + k step], rows of
-    the right one are ``under`` apart.
+    The width is a multiple of the lanes, rows at least 1. Entry (i, k) of the left matrix is a[p + i row + k step];
+    rows of the right one are ``under`` apart.
     """
     whole = width // (WIDE * COUNT) * (WIDE * COUNT)
-    if rows < n:  # of the larger matrix so many columns at a time as the nearest cache holds
+    if rows < n:  # take as many columns of the larger matrix as fit the nearest cache
         for j in range(0, whole, WIDE * COUNT):
             for i in range(0, rows, ROWS):
                 left, here = p + i * row, min(rows - i, ROWS)
@@ -105,8 +105,8 @@ def product(
 
 @_called
 def transpose(x: Any, at: int, under: int, n: int, wide: int, size: int, to: Any, o: int) -> None:
-    """The block (n, size) of ``x`` at ``at``, rows ``under`` apart, transposed (size, wide) at ``o``, zeros behind its
-    n columns; size and wide are whole lanes.
+    """Write the transpose of the block (n, size) of ``x`` at ``at``, rows ``under`` apart, to (size, wide) at ``o``,
+    zeros behind its n columns; size and wide are multiples of the lanes.
     """
     for c in range(0, size, COUNT):
         for j in range(0, wide, COUNT):

@@ -1,8 +1,8 @@
-"""Sixteen float32 numbers as one value in compiled loops, for what the compiler would not put into vector lanes itself.
+"""Sixteen float32 numbers as one value in compiled loops, for loops that the compiler does not vectorise.
 
-Loops over a few dozen numbers, or with many accumulators, are left scalar by LLVM, or take longer to set up than to
-run. A value of ``Lanes`` lives in a register (in two or four where those are narrower). Offsets are in numbers; nothing
-checks them. Products and sums may be contracted: rounded once.
+LLVM leaves loops over a few dozen numbers, or with many accumulators, scalar, or their set-up takes longer than the
+loop. A value of ``Lanes`` is one register (two or four narrower ones). Offsets count numbers and are not checked.
+Products and sums may be contracted: rounded once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ register_model(_Lanes)(_Model)
 
 
 def pointer(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
-    """Where entry ``at`` of an array of this kind lies."""
+    """The address of entry ``at`` of an array of this kind."""
     return builder.gep(context.make_array(kind)(context, builder, array).data, [at])
 
 
@@ -81,58 +81,60 @@ def store(typing: Any, x: Any, at: Any, v: Any) -> Any:
     return types.void(x, types.int64, LANES), generate
 
 
+def _code(signature: Any, emit: Callable[..., Any]) -> Any:
+    """An intrinsic's signature and code; ``emit`` takes the builder and the values."""
+    return signature, lambda context, builder, _, values: emit(builder, *values)
+
+
+def _max(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered("<", a, b), b, a)
+
+
 @intrinsic
 def all_of(typing: Any, x: Any) -> Any:
     """The number in all lanes."""
-    return LANES(types.float32), lambda context, builder, signature, values: splat(builder, values[0])
+    return _code(LANES(types.float32), splat)
 
 
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """Lanes a b + c."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        a, b, c = values
+    def emit(builder: Any, a: Any, b: Any, c: Any) -> Any:
         return builder.fadd(builder.fmul(a, b, flags=CONTRACT), c, flags=CONTRACT)
 
-    return LANES(LANES, LANES, LANES), generate
+    return _code(LANES(LANES, LANES, LANES), emit)
 
 
 @intrinsic
 def times(typing: Any, a: Any, b: Any) -> Any:
     """Lanes a b."""
-    return LANES(LANES, LANES), lambda context, builder, signature, v: builder.fmul(*v, flags=CONTRACT)
+    return _code(LANES(LANES, LANES), lambda builder, a, b: builder.fmul(a, b, flags=CONTRACT))
 
 
 @intrinsic
 def minus(typing: Any, a: Any, b: Any) -> Any:
     """Lanes a - b."""
-    return LANES(LANES, LANES), lambda context, builder, signature, v: builder.fsub(*v, flags=CONTRACT)
+    return _code(LANES(LANES, LANES), lambda builder, a, b: builder.fsub(a, b, flags=CONTRACT))
 
 
 @intrinsic
 def larger(typing: Any, a: Any, b: Any) -> Any:
-    """Lanes max(a, b); a where it is not a number."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        a, b = values
-        return builder.select(builder.fcmp_ordered("<", a, b), b, a)
-
-    return LANES(LANES, LANES), generate
+    """Lanes max(a, b); a if one of them is NaN."""
+    return _code(LANES(LANES, LANES), _max)
 
 
 @intrinsic
 def first(typing: Any, v: Any, n: Any, rest: Any) -> Any:
     """The first n lanes of ``v``, the number ``rest`` in the others."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        v, n, rest = values
+    def emit(builder: Any, v: Any, n: Any, rest: Any) -> Any:
         n = builder.insert_element(ir.Constant(_WHOLE, ir.Undefined), builder.trunc(n, _INT), WORD(0))
         bound = _permuted(builder, n, [0] * COUNT)
         inside = builder.icmp_signed("<", ir.Constant(_WHOLE, list(range(COUNT))), bound)
         return builder.select(inside, v, splat(builder, rest))
 
-    return LANES(LANES, types.int64, types.float32), generate
+    return _code(LANES(LANES, types.int64, types.float32), emit)
 
 
 @intrinsic
@@ -144,44 +146,39 @@ def total(typing: Any, v: Any) -> Any:
 @intrinsic
 def largest(typing: Any, v: Any) -> Any:
     """The largest of the lanes."""
-    return _folded(lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), b, a))
+    return _folded(_max)
 
 
 def _folded(fold: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        (v,) = values
+    def emit(builder: Any, v: Any) -> Any:
         for distance in (8, 4, 2, 1):
             v = fold(builder, v, _permuted(builder, v, [(i + distance) % COUNT for i in range(COUNT)]))
         return builder.extract_element(v, WORD(0))
 
-    return types.float32(LANES), generate
+    return _code(types.float32(LANES), emit)
 
 
 @intrinsic
 def _cut(typing: Any, v: Any) -> Any:
     """Whole numbers, towards zero."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.sitofp(builder.fptosi(values[0], _WHOLE), VECTOR)
-
-    return LANES(LANES), generate
+    return _code(LANES(LANES), lambda builder, v: builder.sitofp(builder.fptosi(v, _WHOLE), VECTOR))
 
 
 @intrinsic
 def _power(typing: Any, q: Any) -> Any:
     """2^q for whole numbers q above -127, by their bits."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        biased = builder.add(builder.fptosi(values[0], _WHOLE), ir.Constant(_WHOLE, [127] * COUNT))
+    def emit(builder: Any, q: Any) -> Any:
+        biased = builder.add(builder.fptosi(q, _WHOLE), ir.Constant(_WHOLE, [127] * COUNT))
         return builder.bitcast(builder.shl(biased, ir.Constant(_WHOLE, [23] * COUNT)), VECTOR)
 
-    return LANES(LANES), generate
+    return _code(LANES(LANES), emit)
 
 
 @intrinsic
 def turn(typing: Any, to: Any, o: Any, down: Any, x: Any, at: Any, under: Any, n: Any) -> Any:
-    """Sixteen rows of lanes of ``x``, ``under`` apart, become columns of ``to``, whose rows are ``down`` apart; behind
-    the n-th row of ``x`` nothing is read, zeros are written.
+    """Write sixteen rows of lanes of ``x``, ``under`` apart, as columns of ``to``, whose rows are ``down`` apart. Rows
+    of ``x`` from the n-th on are not read; zeros are written instead.
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -193,7 +190,7 @@ def turn(typing: Any, to: Any, o: Any, down: Any, x: Any, at: Any, under: Any, n
             from_ = pointer(context, builder, signature.args[3], x, builder.add(at, builder.mul(row, under)))
             read = builder.load(builder.bitcast(from_, VECTOR.as_pointer()), align=4)
             rows.append(builder.select(there, read, zero))
-        for d in (1, 2, 4, 8):  # blocks of d x d change places beside the diagonal
+        for d in (1, 2, 4, 8):  # swap the blocks of d x d beside the diagonal
             upper = [i if not i & d else COUNT + i - d for i in range(COUNT)]
             lower = [i + d if not i & d else COUNT + i for i in range(COUNT)]
             new = list(rows)
@@ -211,11 +208,11 @@ def turn(typing: Any, to: Any, o: Any, down: Any, x: Any, at: Any, under: Any, n
     return types.void(to, i8, i8, x, i8, i8, i8), generate
 
 
-def exponential(z: Any) -> Any:
-    """Lanes e^z for z of at most 0, at least e^-87, to 2e-7.
+def exp(z: Any) -> Any:
+    """Lanes max(e^z, e^-87) for z of at most 0, to 2e-7.
 
-    e^z = 2^q e^t with t = z - q ln 2 in [-ln 2 / 2, ln 2 / 2] (ln 2 in two parts, so that q ln 2 is exact), e^t by the
-    polynomial of Cephes' expf.
+    e^z = 2^q e^t with t = z - q ln 2 in [-ln 2 / 2, ln 2 / 2] (ln 2 in two parts, so that q ln 2 is exact), and e^t by
+    the polynomial of Cephes' expf.
     """
     t = larger(z, all_of(F(-87)))
     q = _cut(fma(t, all_of(F(1.4426950408889634)), all_of(F(-0.5))))
@@ -229,4 +226,4 @@ def exponential(z: Any) -> Any:
     return times(fma(times(p, t), t, fma(t, all_of(F(1)), all_of(F(1)))), _power(q))
 
 
-exponential = part(exponential, maths=EXACT)
+exp = part(exp, maths=EXACT)

@@ -1,10 +1,8 @@
-"""Local training of one linear head, compiled: all steps of a client in one call.
+"""Local training of one linear head in compiled loops: all steps of a client in one call.
 
-The weights are kept transposed (d, C'), C' classes in whole lanes, zeros behind the C there are: logits, and what a
-batch adds to the weights, are then the same product of tiles (:mod:`fedfm.linalg.kernels.matmul`), and no sum runs
-across lanes. A batch's rows are copied side by side first.
-
-Scratch is made by the caller.
+The weights are transposed (d, C'), C' the number of classes C in whole lanes, with zeros behind the C. The logits and
+the update of the weights are then the same product of tiles (:mod:`fedfm.linalg.kernels.matmul`), and no sum runs
+across lanes. The rows of a batch are copied side by side first. The caller allocates the scratch memory.
 """
 
 from __future__ import annotations
@@ -18,61 +16,48 @@ import numpy as np
 
 from fedfm.linalg.kernels.jit import EXACT, aligned, called, compiled, part
 from fedfm.linalg.kernels.matmul import product, transpose
-from fedfm.linalg.kernels.simd import (
-    COUNT,
-    all_of,
-    exponential,
-    first,
-    fma,
-    larger,
-    largest,
-    load,
-    minus,
-    store,
-    times,
-    turn,
-)
+from fedfm.linalg.kernels.simd import COUNT, all_of, exp, first, fma, larger, largest, load, minus, store, times, turn
 from fedfm.linalg.kernels.simd import total as sum_of
 
-F = np.float32  # numba reads a plain 1.0 as float64, and all that it meets becomes float64 too
+F = np.float32  # in numba 1.0 is a float64, and so are its products
 
 _called = partial(called, maths=EXACT)
 _part = partial(part, maths=EXACT)
 
 
 def lanes(n: int) -> int:
-    """So many numbers in whole lanes: C' of C, d' of d, n' of n."""
+    """The number n rounded up to whole lanes: C' of C, d' of d, n' of n."""
     return -(-n // COUNT) * COUNT
 
 
 _kept = threading.local()
 
 
-def _room(*sizes: int) -> tuple[Any, ...]:
-    """Flat vectors, not filled; a thread that asks for the same again has the same."""
+def _scratch(*sizes: int) -> tuple[Any, ...]:
+    """Uninitialised flat vectors; a thread reuses those of its last call if the sizes are equal."""
     if getattr(_kept, "sizes", None) != sizes:
-        _kept.sizes, _kept.room = sizes, tuple(map(aligned, sizes))
-    return _kept.room  # type: ignore[no-any-return]
+        _kept.sizes, _kept.scratch = sizes, tuple(map(aligned, sizes))
+    return _kept.scratch  # type: ignore[no-any-return]
 
 
-def room(rows: int, d: int, classes: int) -> tuple[Any, ...]:
-    """What :func:`descend` computes in, a client after the other: weights (d C' + 256) and bias (C'), transposed; rows
-    (B d) and logits (B C') of a batch of so many rows.
+def scratch(rows: int, d: int, classes: int) -> tuple[Any, ...]:
+    """Scratch of :func:`descend`: transposed weights (d C' + 256) and bias (C'); rows (B d) and logits (B C') of a
+    batch of B = ``rows`` rows.
     """
     width = lanes(classes)
-    return _room(d * width + COUNT * COUNT, width, rows * d, rows * width)
+    return _scratch(d * width + COUNT * COUNT, width, rows * d, rows * width)
 
 
-def room_in_span(rows: int, d: int, classes: int, n: int) -> tuple[Any, ...]:
-    """And :func:`descend_in_span`, for n rows of which a batch has so many."""
+def scratch_in_span(rows: int, d: int, classes: int, n: int) -> tuple[Any, ...]:
+    """Scratch of :func:`descend_in_span` for n rows in batches of ``rows``."""
     width, deep, many = lanes(classes), lanes(d), lanes(n)
     own = deep * width + COUNT * COUNT, width, rows * n, rows * width
-    return _room(*own, n * deep, deep * many, n * many, n * width, n * width)
+    return _scratch(*own, n * deep, deep * many, n * many, n * width, n * width)
 
 
 @_called
 def _from_weights(w: Any, b: Any, wt: Any, bt: Any) -> None:
-    """Weights (C d) and bias (C) of a head as ``wt`` (d C') and ``bt`` (C')."""
+    """Copy weights (C d) and bias (C) of a head to ``wt`` (d C') and ``bt`` (C')."""
     classes, width = len(b), len(bt)
     d = len(w) // classes
     whole = d // COUNT * COUNT
@@ -86,7 +71,7 @@ def _from_weights(w: Any, b: Any, wt: Any, bt: Any) -> None:
 
 @_called
 def _to_weights(wt: Any, bt: Any, w: Any, b: Any) -> None:
-    """And back; sixteen by sixteen entries are turned in what is left of ``wt``, 256 more."""
+    """The inverse of :func:`_from_weights`; the last 256 entries of ``wt`` are scratch for a block of 16 x 16."""
     classes, width = len(b), len(bt)
     d = len(w) // classes
     whole, left = d // COUNT * COUNT, d * width
@@ -107,7 +92,7 @@ def _to_weights(wt: Any, bt: Any, w: Any, b: Any) -> None:
 
 @_part
 def _errors(z: Any, rows: Any, y: Any, classes: int, width: int, scale: Any) -> Any:
-    """Logits (B C') become scale times (softmax - one-hot), zeros behind the classes; the cross-entropies' sum."""
+    """Replace logits (B C') by scale (softmax - one-hot), zeros behind the classes; return the cross-entropies' sum."""
     loss = 0.0
     for i in range(len(rows)):
         row = i * width
@@ -118,7 +103,7 @@ def _errors(z: Any, rows: Any, y: Any, classes: int, width: int, scale: Any) -> 
         loss += most - z[row + y[rows[i]]]
         highest, sums = all_of(most), all_of(F(0))
         for j in range(0, width, COUNT):
-            e = first(exponential(minus(load(z, row + j), highest)), classes - j, F(0))
+            e = first(exp(minus(load(z, row + j), highest)), classes - j, F(0))
             store(z, row + j, e)
             sums = fma(e, all_of(F(1)), sums)
         total = sum_of(sums)
@@ -132,7 +117,7 @@ def _errors(z: Any, rows: Any, y: Any, classes: int, width: int, scale: Any) -> 
 
 @_part
 def _add_rows(z: Any, m: int, b: Any) -> None:
-    """Add the first m rows of ``z``, as long as ``b``, to it."""
+    """Add the first m rows of ``z``, each as long as ``b``, to ``b``."""
     for i in range(m):
         for c in range(0, len(b), COUNT):
             store(b, c, fma(load(z, i * len(b) + c), all_of(F(1)), load(b, c)))
@@ -150,8 +135,8 @@ def _step(
     x: Any, y: Any, rows: Any, wt: Any, bt: Any, to_w: Any, to_b: Any, near: Any, z: Any, classes: int, scale: Any,
     keep: Any,
 ) -> Any:  # fmt: skip
-    """Multiply ``to_w`` and ``to_b`` by ``keep`` and add scale times the gradient, at ``wt`` and ``bt``, of the summed
-    cross-entropy of a batch; returns that sum.
+    """Multiply ``to_w`` and ``to_b`` by ``keep`` and add scale times the gradient of a batch's summed cross-entropy at
+    ``wt`` and ``bt``; return that sum.
     """
     d, m, width = x.shape[1], len(rows), len(bt)
     for i in range(m):
@@ -184,12 +169,12 @@ def descend(
     Args:
         x, y: rows (n, d) and labels (n,) in 0..C-1.
         orders: (E, m), m > 0, the rows in the order of each epoch.
-        size: B, rows a batch.
-        start: the head from which it starts, in one vector: weight (C d) from ``at_w`` on, bias (C,) from ``at_b`` on.
-        trained: filled with what it becomes.
+        size: B, rows in a batch.
+        start: the first head in one vector: weight (C d) from ``at_w`` on, bias (C,) from ``at_b`` on.
+        trained: receives the trained head.
         classes: C.
         eta, decay: a step is -eta (gradient + decay (w, b)).
-        wt, bt, near, z: :func:`room` of min(size, m) rows.
+        wt, bt, near, z: :func:`scratch` of min(size, m) rows.
     """
     d, m, loss, steps = x.shape[1], orders.shape[1], 0.0, 0
     keep = F(1 - eta * decay)
@@ -209,9 +194,9 @@ def gradient(
     x: Any, y: Any, rows: Any, w: Any, b: Any, g_w: Any, g_b: Any, wt: Any, bt: Any, near: Any, z: Any, gt: Any,
     gb: Any,
 ) -> float:  # fmt: skip
-    """The mean cross-entropy of the batch ``rows`` (m,), m > 0; fills ``g_w`` (C d) and ``g_b`` (C,) with its gradient.
+    """The mean cross-entropy of the batch ``rows`` (m,), m > 0; writes its gradient to ``g_w`` (C d) and ``g_b`` (C,).
 
-    ``wt``, ``bt``, ``near`` and ``z`` are as of :func:`descend`, ``gt`` and ``gb`` as large as the first two.
+    ``wt``, ``bt``, ``near`` and ``z`` are as of :func:`descend`; ``gt`` and ``gb`` have the sizes of ``wt`` and ``bt``.
     """
     _from_weights(w, b, wt, bt)
     gt[:] = F(0)
@@ -230,14 +215,13 @@ def descend_in_span(
     x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, at_w: int, at_b: int, classes: int,
     eta: float, decay: float, wt: Any, bt: Any, near: Any, z: Any, xs: Any, xt: Any, gram: Any, first_z: Any, a: Any,
 ) -> float:  # fmt: skip
-    """The same in the span of the rows, as :mod:`fedfm.training.gram` explains it.
+    """The same in the span of the rows, see :mod:`fedfm.training.heads`.
 
     Args:
-        x, y, orders, size, start, trained, at_w, at_b, classes, eta, decay: as of :func:`descend`; orders of
-            all rows, (E, n).
-        wt, bt, near, z: :func:`room_in_span`, as are the others:
-        xs, xt: the rows (n d') in the order of the first epoch, so that those that have coefficients in it come before
-            those that have none yet; zeros behind their d features; and transposed (d' n').
+        x, y, orders, size, start, trained, at_w, at_b, classes, eta, decay: as of :func:`descend`, orders (E, n).
+        wt, bt, near, z, and the following: :func:`scratch_in_span`.
+        xs, xt: the rows (n d') and their transpose (d' n'), zeros behind the d features. They are in the order of the
+            first epoch, so that in it rows with coefficients come before rows without.
         gram, first_z, a: X X^T + 1 (n n'), X W_0^T + b_0 (n C') and the coefficients (n C').
     """
     (n, d), width = x.shape, len(bt)

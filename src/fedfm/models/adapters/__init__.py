@@ -1,1 +1,1 @@
-"""What is trained of a model: adaptations, LoRA, two adapters at once."""
+"""The trainable part of a model: adaptations, LoRA, several adapters at once."""

@@ -1,7 +1,7 @@
-"""What of a foundation model is trainable: full, head, top_layers, lora (PEFT), ffa_lora, prompt.
+"""The trainable part of a foundation model: full, head, top_layers, lora (PEFT), ffa_lora, prompt.
 
 LoRA: Low-Rank Adaptation of Large Language Models. Hu et al. ICLR 2022: W x + (alpha / r) B A x, B = 0 at the start.
-FFA-LoRA: Improving LoRA in Privacy-preserving Federated Learning. Sun et al. ICLR 2024: A stays at its first value.
+FFA-LoRA: Improving LoRA in Privacy-preserving Federated Learning. Sun et al. ICLR 2024: A is frozen.
 PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models. Guo et al. arXiv:2208.11625.
 """
 
@@ -34,15 +34,15 @@ def with_defaults(spec: AdaptationSpec, task: str | None = None) -> AdaptationSp
 
 
 def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: str, seed: int) -> nn.Module:
-    """Make trainable what the (checked) specification says; LoRA returns the module wrapped by PEFT.
+    """Make the specified part trainable; for LoRA the result is PEFT's wrapper of the module.
 
     Args:
         module: the whole model; changed in place.
         spec: from :func:`with_defaults`.
         parts: of the module.
-        new: paths of the modules that were made for this task (the classification head).
+        new: paths of the modules that were created for this task (the classification head).
         task: classification, zero_shot, language_modelling or instruction.
-        seed: LoRA's A is drawn from ``derive(seed, "adaptation")``, so that it is the same everywhere.
+        seed: ``derive(seed, "adaptation")`` seeds LoRA's A, so that it is the same everywhere.
 
     Raises:
         InputError: the specification does not fit the architecture.
@@ -79,14 +79,13 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
 
 
 def live_head(module: nn.Module, path: str) -> nn.Linear | None:
-    """The linear head that the forward pass uses: PEFT puts a trained copy in its place."""
+    """The linear head of the forward pass: PEFT replaces it by a trained copy."""
     if not path:
         return None
     found: Any = unwrapped(module)
     for name in path.split("."):
-        found = getattr(found, "modules_to_save")["default"] if hasattr(found, "modules_to_save") else found  # noqa: B009
         found = getattr(found, name)
-    found = found.modules_to_save["default"] if hasattr(found, "modules_to_save") else found
+        found = found.modules_to_save["default"] if hasattr(found, "modules_to_save") else found
     return found if isinstance(found, nn.Linear) else None
 
 
@@ -133,7 +132,7 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
 
 
 def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> None:
-    """Refuse targets that PEFT would refuse, and those that the model could not run with."""
+    """Refuse targets that PEFT refuses, and those with which the model cannot run."""
     modules = dict(module.named_modules())
     made = {n for n in modules if any(n == path or n.startswith(f"{path}.") for path in new)}
     fit = {n for n, m in modules.items() if n not in made and _takes_factors(m, spec, parts)}
@@ -158,7 +157,7 @@ def _takes_factors(module: nn.Module, spec: AdaptationSpec, parts: Parts) -> boo
     if isinstance(module, nn.Conv2d):
         return not strides_are_read(parts) and spec.rank % module.groups == 0
     if isinstance(module, nn.Embedding):
-        return spec.name == "lora"  # ffa_lora would keep the factor that PEFT starts at zero, and train nothing
+        return spec.name == "lora"  # ffa_lora would freeze the factor that PEFT starts at zero, and train nothing
     kinds = (nn.Linear, nn.Conv1d, nn.Conv3d, nn.MultiheadAttention)
     return isinstance(module, kinds) or type(module).__name__ == "Conv1D"
 
@@ -169,5 +168,5 @@ def _enough(count: int, parts: Parts) -> None:
 
 
 def _deepest(parts: Parts) -> int:
-    """Blocks of the deepest encoder; a shallower one has all of its own trained where more are named."""
+    """Blocks of the deepest encoder; a shallower one is trained as a whole if more are requested."""
     return max(map(len, parts.encoders))

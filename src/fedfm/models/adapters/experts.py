@@ -2,11 +2,11 @@
 
 One of them is the model's own, which may be trained; the others are frozen. Each is switched on or off layer by layer.
 
-A pair is the adapter that the federation shares, a client's own one and their weights, as one vector:
+A pair is one vector of the shared adapter, a client's own adapter and their weights:
 Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
 arXiv:2403.19211. The own adapter has the weight a, the shared one 1 - a, with a = bias + <slope, h / |h|>, cut to
-[0, 1]: h (d,) is the row's hidden state as :meth:`fedfm.models.model.Model.last_states` gives it. Without a slope all
-rows have the bias.
+[0, 1]: h (d,) is the row's hidden state from :meth:`fedfm.models.model.Model.last_states`. Without a slope all rows
+have the bias.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Expert:
     """One of several adapters on a frozen base.
 
     Attributes:
-        w: its tensors under the model's names, LoRA of any rank; they are frozen. None: the model's own tensors.
+        w: its frozen tensors under the model's names, LoRA of any rank; None: the model's own tensors.
         weight: m.
-        layers: paths of the layers where its LoRA is on (from ``Parts.encoders``), or of modules; None: everywhere.
-        trained: of the model's own, paths of the layers whose LoRA is trained if it is on; None: all.
+        layers: paths of layers (from ``Parts.encoders``) or modules where its LoRA is on; None: all.
+        trained: for the model's own tensors, paths of the layers whose LoRA is trained if it is on; None: all.
     """
 
     w: Params | None = None
@@ -57,16 +57,16 @@ class Expert:
 def experts(model: Model, adapters: Mapping[str, Expert]) -> Iterator[None]:
     """Context manager: an adapted module computes W x + sum_e m_e (alpha / r_e) B_e A_e x over the experts that are on.
 
-    A module that is trained beside LoRA, a head, computes sum_e m_e h_e(x) in every case, where h_e has the values of
-    expert e. LoRA's dropout is active in the trained layers only. Nothing below the lowest trained layer is in the
-    graph. Without an expert that is the model's own, the model's LoRA is off and nothing is trained.
+    A head beside LoRA always computes sum_e m_e h_e(x), where h_e has the values of expert e. LoRA's dropout is active
+    in the trained layers only. The autograd graph ends at the lowest trained layer. Without an expert of the model's
+    own tensors the model's LoRA is off and nothing is trained.
 
     Args:
         adapters: by name, at most one with the model's own tensors.
 
     Raises:
         InputError: the model is not adapted by LoRA on linear maps.
-        KeyError: an expert has other names than the model.
+        KeyError: an expert's names differ from the model's.
         AttributeError: the model has no layer of a path.
         ValueError: two experts with the model's own tensors.
 
@@ -114,7 +114,7 @@ def experts(model: Model, adapters: Mapping[str, Expert]) -> Iterator[None]:
 
 @contextmanager
 def _training(model: Model, mine: Expert, *, heads: bool) -> Iterator[None]:
-    """Context manager: only the LoRA of layers that are on and trained has a gradient and dropout."""
+    """Context manager: only LoRA in layers that are on and trained has gradients and dropout."""
     still = [p for p in lora.pairs(model.names) if not _within(p, mine.layers) or not _within(p, mine.trained)]
     without = {id(m) for path in still for m in model.module.get_submodule(path).modules()}
     flags = [(p, p.requires_grad) for p in model.module.parameters()]
@@ -152,7 +152,7 @@ def _within(path: str, layers: Collection[str] | None) -> bool:
 
 
 def _heads(w: Params, device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """Path of each module that is trained beside LoRA -> its parameters."""
+    """Path of each trained module beside LoRA -> its parameters."""
     found: dict[str, dict[str, Tensor]] = {}
     for name in lora.rest(w):
         path, _, own = name.partition(_SAVED)
@@ -164,13 +164,13 @@ def _heads(w: Params, device: torch.device) -> dict[str, dict[str, Tensor]]:
 
 
 def pair(shared: Params, own: Params, bias: float, slope: Tensor | None = None) -> Params:
-    """One vector of the federation's adapter, the client's own, and their weights."""
+    """One vector of the shared adapter, the client's own adapter and their weights."""
     mix = {"bias": torch.tensor(bias)} | ({} if slope is None else {"slope": slope})
     return Params.join(**{GLOBAL: shared, LOCAL: own, MIX: Params(mix)})
 
 
 def is_pair(w: Iterable[str]) -> bool:
-    """Whether :func:`pair` made it."""
+    """Whether w is from :func:`pair`."""
     return f"{MIX}/bias" in w
 
 
@@ -180,7 +180,7 @@ def by_row(w: Iterable[str]) -> bool:
 
 
 def share(mix: Params, states: Tensor) -> Tensor:
-    """(n,) the share a of the client's own adapter in the output of rows with these hidden states (n, d)."""
+    """The share a (n,) of the client's own adapter in the output of rows with these hidden states (n, d)."""
     return (mix["bias"] + F.normalize(states, dim=1) @ mix["slope"]).clamp(0, 1)
 
 
@@ -198,7 +198,7 @@ def applied(model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
     shared: Weight = 1 - a
     model.load(w.part(LOCAL))
     if by_row(w):
-        # As the authors' program: by the hidden states under the client's own adapter alone.
+        # As in the authors' program: the hidden states under the client's own adapter alone.
         shares = share(mix, model.last_states(rows)) if len(rows) else torch.zeros(0)
         rows = replace(rows, tensors=rows.tensors | {LOCAL_SHARE: shares})
         own, shared = (lambda y: _rows(model.share, y)), (lambda y: 1 - _rows(model.share, y))
@@ -207,8 +207,8 @@ def applied(model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
 
 
 def one_adapter(model: Model, w: Params) -> Params:
-    """One adapter of both of a pair, at their ranks' sum and the model's alpha; where the rows have shares of their
-    own, at 1/2 each, as they were trained together. A head that is no linear map is their mean only nearly.
+    """One adapter for a pair, of the sum of their ranks at the model's alpha; with the share 1/2, as in training, if
+    the rows have own shares. For a head that is no linear map it is an approximation.
     """
     a = 0.5 if by_row(w) else float(w.part(MIX)["bias"])
     own, other, alpha = w.part(LOCAL), w.part(GLOBAL), lora.alpha_of(model)
@@ -219,7 +219,7 @@ def one_adapter(model: Model, w: Params) -> Params:
 
 
 def _rows(a: Tensor | None, y: Tensor) -> Tensor:
-    """(b, 1, ...) beside y (b, ...)."""
+    """The shares a as (b, 1, ...), to multiply y (b, ...)."""
     if a is None or len(a) != len(y):
         raise ValueError("rows without shares, or a module that does not keep rows apart")
     return a.to(y.device, y.dtype).view(-1, *[1] * (y.dim() - 1))

@@ -1,7 +1,7 @@
 """LoRA by its parameter names: pairs of factors, any rank in one model, frozen weights with a low-rank shift.
 
-PEFT computes W x + (alpha / r) B A x. Here alpha is the model's own whatever the rank is: parameters of rank r under
-the model's names mean (alpha / r) B A, so that their shapes alone say what they stand for.
+PEFT computes W x + (alpha / r) B A x. Here alpha is the model's for any rank: parameters of rank r under the model's
+names mean (alpha / r) B A.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _A, _B = ".lora_A.", ".lora_B."
 
-Weight = float | Callable[[Tensor], Any]  # of an adapter's output; or by a module's output y (b, ...), see :func:`at`
+Weight = float | Callable[[Tensor], Any]  # of an adapter; may depend on a module's output y (b, ...), see :func:`at`
 
 
 def pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -43,7 +43,7 @@ def pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def rest(names: Iterable[str]) -> list[str]:
-    """Names of what is trained beside LoRA: a new head."""
+    """Names of the trained tensors beside LoRA: a new head."""
     return [name for name in names if _A not in name and _B not in name]
 
 
@@ -54,7 +54,7 @@ def alpha_of(model: Model) -> float:
 
 
 def rank_of(w: Mapping[str, Tensor]) -> int | None:
-    """The rank r of LoRA parameters; None where there are none, or ranks differ from module to module."""
+    """The rank r of LoRA parameters; None if there are none, or if ranks differ between modules."""
     ranks = {w[a].shape[0] for a, _ in pairs(w).values()}
     return ranks.pop() if len(ranks) == 1 else None
 
@@ -65,10 +65,10 @@ def factors(w: Mapping[str, Tensor], alpha: float) -> dict[str, Factors]:
 
 
 def merged(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -> Params:
-    """One LoRA for an adapter w and a shift of the frozen weights, under w's names: its rank is the sum of both.
+    """One LoRA for an adapter w and a shift of the frozen weights, under w's names; its rank is the sum of both.
 
-    Modules of lower rank are filled up with zeros, since an adapter on disk has one rank. An adapter whose B are all
-    zero adds nothing and is left out where there is a shift.
+    Modules of lower rank are padded with zeros, since an adapter on disk has one rank. With a shift, an adapter whose B
+    are all zero is left out.
     """
     own = factors(w, alpha)
     idle = bool(shift) and not any(bool(u.any()) for u, _ in own.values())
@@ -85,8 +85,8 @@ def merged(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) 
 
 
 def first(w: Params, rank: int | None) -> Params:
-    """The adapter of the first ``rank`` rows of A and columns of B, which at its own scale alpha / rank adds what they
-    add in w: B becomes (rank / r) B. All else stays.
+    """The adapter of the first ``rank`` rows of A and columns of B. At the scale alpha / rank it adds the same as they
+    do in w: B becomes (rank / r) B. All other tensors are kept.
     """
     r, out = rank_of(w), dict(w)
     if r is None or rank is None or rank > r:
@@ -99,8 +99,8 @@ def first(w: Params, rank: int | None) -> Params:
 
 
 def widened(w: Params, like: Layout) -> Params:
-    """The adapter of the larger rank of ``like`` that adds the same: zeros follow in A and B, and B is at the scale
-    alpha / rank of the larger one. :func:`first` takes it back.
+    """The equal adapter of the larger rank of ``like``: A and B are padded with zeros, B is scaled for alpha / rank.
+    :func:`first` is the inverse.
     """
     wide, r = filled(w, like), rank_of(w)
     more = (rank_of(wide) or 0) / r if r else 1.0
@@ -119,24 +119,19 @@ def layout_at(layout: Layout, rank: int) -> Layout:
 
 
 def filled(w: Params, like: Layout) -> Params:
-    """Append zeros to A and B, up to the rank of ``like``. They stay zero in training: the gradient of a row of A
-    vanishes with the column of B, and that of the column with the row.
+    """Append zeros to A and B, up to the rank of ``like``. They stay zero in training: the gradient of a zero row of A
+    is zero if the column of B is, and vice versa.
     """
     return Params({n: _grown(tensor, like.slots[n][3]) for n, tensor in w.items()})
 
 
 def cut(w: Params, like: Layout) -> Params:
-    """Take off what :func:`filled` has appended."""
+    """Remove the zeros that :func:`filled` has appended."""
     return Params({n: tensor[tuple(slice(size) for size in like.slots[n][3])] for n, tensor in w.items()})
 
 
-def spec_for(spec: ModelSpec, w: Mapping[str, Tensor]) -> ModelSpec:
-    """The [model] table whose LoRA has the rank of w, and alpha as before."""
-    return at_rank(spec, rank_of(w))
-
-
 def at_rank(spec: ModelSpec, rank: int | None) -> ModelSpec:
-    """The [model] table with LoRA of this rank, and alpha as before."""
+    """The [model] table with LoRA of this rank and the same alpha; unchanged for None."""
     if spec.adaptation is None or rank is None or rank == spec.adaptation.rank:
         return spec
     alpha = with_defaults(spec.adaptation, spec.task).alpha
@@ -145,9 +140,7 @@ def at_rank(spec: ModelSpec, rank: int | None) -> ModelSpec:
 
 @contextmanager
 def scaled(model: Model, rank: int) -> Iterator[None]:
-    """Within it the model's LoRA has the scale alpha / rank, whatever its own rank: for parameters of this rank,
-    filled up with zeros.
-    """
+    """Context manager: the model's LoRA has the scale alpha / rank, for parameters of this rank padded with zeros."""
     if rank == model.adaptation_spec.rank:
         yield
         return
@@ -165,11 +158,10 @@ def scaled(model: Model, rank: int) -> Iterator[None]:
 
 @contextmanager
 def shifted(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
-    """Within it the frozen weight W of each named module acts as W + U V, in training and in prediction.
+    """Context manager: each named module computes with W + U V, in training and in prediction.
 
-    U V x is added to what the module puts out: no bit of W is touched, so that tied and half-precision weights, and
-    weights that are stored transposed, need no care and nothing has to be restored. Caches of what frozen layers put
-    out are not used meanwhile.
+    U V x is added to the module's output: W does not change, so that tied, half-precision and transposed weights need
+    no special case. Caches of the outputs of frozen layers are not used meanwhile.
 
     Args:
         shift: path -> U (d_out, R), V (R, d_in).
@@ -187,7 +179,7 @@ def shifted(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
 
 @contextmanager
 def applied(model: Model, w: Params) -> Iterator[None]:
-    """Install w, LoRA of any rank, in the model; one of another rank than its own acts as a shift."""
+    """Install w, LoRA of any rank, in the model; a rank other than the model's is installed as a shift."""
     rank = rank_of(w)
     if rank is None or rank == model.adaptation_spec.rank:
         model.load(w)
@@ -201,11 +193,7 @@ def applied(model: Model, w: Params) -> Iterator[None]:
 
 
 def need(model: Model) -> None:
-    """Refuse a model that is adapted by anything but LoRA on linear maps.
-
-    Raises:
-        InputError: what would be right.
-    """
+    """Raise an InputError for a model that is not adapted by LoRA on linear maps."""
     found = pairs(model.names)
     if getattr(model, "adaptation", None) != "lora" or not found:
         raise InputError('model.adaptation: the method multiplies LoRA\'s factors; expected { name = "lora" }')
@@ -215,7 +203,7 @@ def need(model: Model) -> None:
 
 
 class LowRankDelta:
-    """A forward hook: y + m x V^T U^T, by the dense matrix where that is less work; m is the weight."""
+    """A forward hook: y + m x V^T U^T with the weight m, by the dense matrix if that is less work."""
 
     def __init__(self, u: Tensor, v: Tensor, device: torch.device, weight: Weight = 1.0) -> None:
         (m, r), n = u.shape, v.shape[1]
@@ -234,13 +222,13 @@ class LowRankDelta:
 
 
 def at(weight: Weight, y: Tensor) -> Any:
-    """A number, or one a row in a shape that goes with y (b, ...)."""
+    """The weight as a number, or as one number for each row, broadcastable to y (b, ...)."""
     return weight(y) if callable(weight) else weight
 
 
 @contextmanager
 def weights_overridden(model: Model) -> Iterator[None]:
-    """Tells those who read the model's weights, rather than calling it, to leave it alone."""
+    """Context manager: code that reads the model's weights instead of calling it must not use the model."""
     model.weights_overridden += 1
     try:
         yield

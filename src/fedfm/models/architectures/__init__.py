@@ -1,1 +1,1 @@
-"""Architectures and tokenizers that come with fedfm."""
+"""Built-in architectures and tokenizers."""

@@ -1,4 +1,4 @@
-"""CLIP as a linear classifier of pictures that starts from the names of the classes.
+"""CLIP as a zero-shot classifier: class names become a linear head.
 
 Learning Transferable Visual Models From Natural Language Supervision. Radford et al. ICML 2021. Section 3.1.
 """
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 class ZeroShotClassifier(nn.Module):
     """logits = scale * cosine(image, text of the class).
 
-    The features are the image embeddings of norm 1, the head's weight is scale times the text embeddings of norm 1: a
-    linear classifier that starts from the class names and can be trained like any other.
+    The features are image embeddings of norm 1, the head's weight is scale times the text embeddings of norm 1. The
+    head can be trained like any linear classifier.
 
     Args:
         clip: a model of two encoders; its text encoder is not kept.
         weight: of the head, (C, d).
     """
 
-    base_model_prefix = ""  # PEFT asks for it wherever it finds a transformers configuration
+    base_model_prefix = ""  # PEFT reads it from every module with a transformers configuration
 
     def __init__(self, clip: Any, weight: Tensor) -> None:
         super().__init__()

@@ -4,8 +4,8 @@ Identity Mappings in Deep Residual Networks. He, Zhang, Ren, Sun. ECCV 2016. arX
 x_{l+1} = x_l + F(bn, relu, conv3x3, bn, relu, conv3x3). FedBaF (arXiv:2410.18352), Table 2: conv3x3, 64; sections of
 two blocks of 64, 128, 256 and 512 channels; fc. Strides 1, 2, 2, 2.
 
-Registered with transformers, so that such a network is read, drawn, given a new head, exported and read again like any
-other model: ``config.json`` says ``model_type: fedfm_preact_resnet``. Tensors are named by section s and block i:
+The classes are registered with transformers, which loads and saves such a network like any other model:
+``config.json`` has ``model_type: fedfm_preact_resnet``. Names of tensors have section s and block i, such as
 ``sections.s.i.conv1.weight``.
 """
 
@@ -23,7 +23,7 @@ MODEL_TYPE = "fedfm_preact_resnet"
 
 
 class PreActResNetConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Widths and numbers of blocks of the sections; the stem is as wide as the first section.
+    """Widths and numbers of blocks of the sections; the stem has the width of the first section.
 
     Raises:
         ValueError: widths and blocks are not equally many whole numbers above zero.
@@ -98,14 +98,13 @@ class PreActResNet(PreTrainedModel):  # type: ignore[misc]
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The stem."""
         return self.stem
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """He's initialisation (arXiv:1502.01852, fan out) of the convolutions; PyTorch's usual ones of the rest.
+        """He's initialisation (arXiv:1502.01852, fan out) of the convolutions, PyTorch's defaults of the rest.
 
-        By the functions of ``nn.init`` alone: transformers makes these pass over what a checkpoint has given.
+        Only functions of ``nn.init`` are called: transformers makes them skip the tensors of a checkpoint.
         """
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

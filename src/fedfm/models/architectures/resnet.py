@@ -20,9 +20,9 @@ SIZE = 32
 
 @dataclass
 class ResNetConfig:
-    """What distinguishes one of these networks from another."""
+    """The parameters of the architecture."""
 
-    blocks: int  # a stage
+    blocks: int  # in each stage
     num_labels: int
     model_type: str = "cifar_resnet"
 
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """The network; keys as in the usual checkpoints: conv1, bn1, layer{1,2,3}.i.{conv,bn}{1,2}, linear."""
+    """The network, with the keys of the usual checkpoints: conv1, bn1, layer{1,2,3}.i.{conv,bn}{1,2}, linear."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -72,10 +72,10 @@ def _stage(c_in: int, c_out: int, blocks: int, stride: int) -> nn.Sequential:
 
 
 def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = True) -> CifarResNet:
-    """The network whose checkpoint this is, with a new ``linear`` for ``num_labels`` classes.
+    """The network of a checkpoint, with a new ``linear`` for ``num_labels`` classes.
 
     Raises:
-        KeyError: the keys are not those of such a network.
+        KeyError: the checkpoint has other keys.
     """
     stages = [{int(m[1]) for k in state if (m := re.match(rf"layer{s}\.(\d+)\.", k))} for s in (1, 2, 3)]
     if not stages[0] or any(s != stages[0] for s in stages):
@@ -90,8 +90,3 @@ def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = Tr
             raise KeyError(f"missing: {missing[:3]}")
         net.load_state_dict({k: v for k, v in body.items() if k in own}, strict=False)
     return net
-
-
-def depth(net: CifarResNet) -> int:
-    """6 n + 2."""
-    return 6 * net.config.blocks + 2

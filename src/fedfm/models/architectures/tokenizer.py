@@ -1,4 +1,4 @@
-"""Vocabularies made from a user's own text, for language models that start without weights."""
+"""Tokenizers trained on a user's text, for language models that start without weights."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from fedfm.models.quiet import quiet
 
 KINDS = ("bpe", "words")
 END, UNKNOWN = "<eos>", "<unk>"
-BYTES = 256  # a byte-level vocabulary holds all of them, so that nothing is unknown
+BYTES = 256  # in every byte-level vocabulary
 
 
 def train(texts: Iterable[str], size: int, kind: str = "bpe") -> Any:
-    r"""A transformers tokenizer whose vocabulary is made from ``texts``; it adds no tokens of its own.
+    r"""A transformers tokenizer with a vocabulary from ``texts``; it adds no special tokens to a text.
 
     Args:
         texts: pieces of text.
-        size: tokens at most.
-        kind: ``bpe``: byte-level byte-pair encoding (Sennrich, Haddow, Birch 2016, arXiv:1508.07909, on bytes), 256
-            bytes, ``<eos>`` and merges; it reads any text and gives it back. ``words``: the most frequent words between
-            blanks, as perplexities of Penn Treebank and WikiText are stated: a line break is ``<eos>``, another word
-            ``<unk>``.
+        size: most tokens.
+        kind: ``bpe``: byte-level byte-pair encoding (Sennrich, Haddow, Birch 2016, arXiv:1508.07909, on bytes) of 256
+            bytes, ``<eos>`` and merges; it is lossless for any text. ``words``: the most frequent words between blanks,
+            as for perplexities of Penn Treebank and WikiText; a line break is ``<eos>``, any other word ``<unk>``.
 
     Raises:
         InputError: an unknown kind, or a size too small for it.
@@ -64,7 +63,7 @@ def _words(texts: Iterable[str], size: int) -> Any:
     counts = Counter(word for text in texts for word in text.split())
     for special in (END, UNKNOWN):
         counts.pop(special, None)
-    # Ties are broken by the word itself, so that the same text gives the same numbers.
+    # The word itself breaks ties, so that the same text gives the same vocabulary.
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: size - 2]
     vocabulary = {word: i for i, word in enumerate((END, UNKNOWN, *frequent))}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))

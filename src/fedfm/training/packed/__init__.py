@@ -1,12 +1,12 @@
-"""LoRA of transformer classifiers, forward and backward by hand: the fast way to train clients on a CPU.
+"""Fast training of LoRA in transformer classifiers on a CPU, forward and backward written by hand.
 
 Supported: BERT, ViT, DeiT and I-JEPA classifiers with PEFT's LoRA (also with A frozen) on any linear maps of their
-layers and a trained linear head, float32, without dropout. What makes it fast: no padding between tokens, oneDNN,
-no autograd, nothing computed below the lowest adapted layer after the first visit, and of the last layer only the token
-that the model reads. Everything else goes through :mod:`fedfm.training.loop`.
+layers and a trained linear head, float32, without dropout. It uses oneDNN and neither padding nor autograd. It caches
+the input of the lowest adapted layer, and the last layer computes only the token that the model reads. All other models
+use :mod:`fedfm.training.loop`.
 
-Kernels ``exact`` train one client at a time: its bits depend on nothing else. ``fast`` packs several clients into one
-batch, ``fast_bf16`` also multiplies by frozen weights in bfloat16.
+Kernels ``exact`` train one client at a time: its bits depend on this client alone. ``fast`` packs several clients into
+one batch, ``fast_bf16`` also multiplies by frozen weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -31,28 +31,26 @@ from fedfm.training.packed.prefix import Cache, takes
 
 KERNELS = ("exact", "fast", "fast_bf16")
 FAST_BF16 = "fast_bf16"
-_WIDTH = 4  # clients a packed batch: 8 leave the cache, one alone pays 4 ms a step between the kernels
-_LONG = 64  # tokens a picture from which one client's batch fills the cache
+_WIDTH = 4  # clients in a packed batch: 8 exceed the cache, one alone spends 4 ms a step between the kernels
+_LONG = 64  # tokens of a picture from which one client's batch fills the cache
 
 _known: WeakKeyDictionary[Any, dict[bool, _Found | None]] = WeakKeyDictionary()
 
 
 def applies(model: Model, kernels: str) -> bool:
-    """Whether :func:`train` computes this model by hand; otherwise it is left to the loop."""
+    """Whether :func:`train` supports this model; the loop trains all others."""
     return kernels in KERNELS and _net(model, kernels == FAST_BF16) is not None
 
 
 def width(model: Model) -> int:
-    """How many clients one chunk should hold."""
-    kernels = getattr(model, "kernels", "exact")
-    found = _net(model, kernels == FAST_BF16) if kernels != "exact" else None
+    """Clients in a chunk."""
+    found = _fast_net(model)
     return 1 if found is None or found.net.positions >= _LONG else _WIDTH
 
 
 def prepare(model: Model) -> None:
-    """Load, or compile where that has never been done, what fast kernels attend with."""
-    kernels = getattr(model, "kernels", "exact")
-    found = _net(model, kernels == FAST_BF16) if kernels != "exact" else None
+    """Load, or compile at the first use, the attention of fast kernels."""
+    found = _fast_net(model)
     if found is not None and attention.fits(found.net.width, found.net.layers[0].heads):
         from fedfm.training.packed import fused  # noqa: F401
 
@@ -66,30 +64,22 @@ def train(jobs: Sequence[Job]) -> list[Params]:
         return loop.train(jobs)
     buffers.keep_freed()
     net, cache = found.net, found.cache
-    good = [
-        takes(job.client.data.train) and job.client.data.train.labels is not None and set(job.w) == net.names
-        for job in jobs
-    ]
-    groups = [[i] for i in range(len(jobs))] if kernels == "exact" else [[i for i, fine in enumerate(good) if fine]]
-    out: list[Any] = [None] * len(jobs)
+    rows = [job.client.data.train for job in jobs]
+    good = [i for i, r in enumerate(rows) if takes(r) and r.labels is not None and set(jobs[i].w) == net.names]
+    out = {i: loop.train([job])[0] for i, job in enumerate(jobs) if i not in good}
+    groups = [[i] for i in good] if kernels == "exact" else [good]
     with torch.no_grad():
-        for group in groups:
-            group = [i for i in group if good[i]]
-            if group:
-                trained = trainer.train(net, cache, [jobs[i] for i in group], fast=kernels != "exact")
-                for i, w in zip(group, trained, strict=True):
-                    out[i] = w
-    for i, fine in enumerate(good):
-        if not fine:
-            out[i] = loop.train([jobs[i]])[0]
-    return out
+        for group in filter(None, groups):
+            trained = trainer.train(net, cache, [jobs[i] for i in group], fast=kernels != "exact")
+            out |= zip(group, trained, strict=True)
+    return [out[i] for i in range(len(jobs))]
 
 
 def predict(model: Model, rows: Rows) -> Tensor | None:
-    """Logits (n, C) of the model as it stands, float32 whatever the kernels; None where they are not computed by hand.
+    """Logits (n, C) of the model, float32 with all kernels; None if it or the rows are not supported.
 
-    They equal the module's within 1e-5. Their bits depend on the rows, their order and the parameters alone. What was
-    computed for the same rows with the same parameters is not computed again.
+    They equal the module's within 1e-5. Their bits depend on the rows, their order and the parameters alone. Logits of
+    the same rows and parameters are cached.
     """
     found = _net(model, False, fresh=True) if takes(rows) else None
     if found is None:
@@ -108,10 +98,12 @@ class _Found(NamedTuple):
 
 
 def _net(model: Model, low: bool, *, fresh: bool = False) -> _Found | None:
-    """The model as read once; with ``fresh``, read again if its frozen weights have changed since."""
-    if not hasattr(getattr(model, "module", None), "peft_config") or not getattr(model, "softmax", True):
-        return None
-    if getattr(model, "weights_overridden", 0):
+    """The net of the model, read once; with ``fresh`` again if its frozen weights have changed since."""
+    if (
+        not hasattr(getattr(model, "module", None), "peft_config")
+        or not getattr(model, "softmax", True)
+        or getattr(model, "weights_overridden", 0) > 0
+    ):
         return None
     known = _known.setdefault(model, {})
     found = known.get(low)
@@ -123,6 +115,11 @@ def _net(model: Model, low: bool, *, fresh: bool = False) -> _Found | None:
             except Unsupported:
                 known[low] = None
     return known[low]
+
+
+def _fast_net(model: Model) -> _Found | None:
+    kernels = getattr(model, "kernels", "exact")
+    return None if kernels == "exact" else _net(model, kernels == FAST_BF16)
 
 
 PREDICTORS.append(predict)

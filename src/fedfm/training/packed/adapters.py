@@ -1,10 +1,10 @@
-"""LoRA on a frozen linear map, for several clients at once: y = W x + b + s B_k A_k x for the rows of client k."""
+"""LoRA of several clients on one frozen linear map: y = W x + b + s B_k A_k x for the rows of client k."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,19 +13,19 @@ from fedfm.training.packed.linear import Linear, product
 
 
 class FlatLayout:
-    """Where each trained tensor lies in a client's flat vector; ``views`` cuts a vector (or its gradient) up.
+    """The place of each trained tensor in a client's flat vector.
 
-    The order is ours, not that of the model's Params: the A of one linear map lie side by side, so that one product
-    serves them all, and B lies transposed: products with r contiguous rows are three times as fast as with r columns.
+    The order differs from the model's Params: the A of one linear map are adjacent, so that one product computes them
+    all, and B is transposed: products with r contiguous rows are three times as fast as with r columns.
     """
 
     def __init__(self) -> None:
         self.slots: dict[str, tuple[int, int, tuple[int, ...]]] = {}
-        self.turned: set[str] = set()  # names of tensors that lie transposed
+        self.turned: set[str] = set()  # names of the transposed tensors
         self.size = 0
 
     def add(self, name: str, shape: Sequence[int], *, turned: bool = False) -> None:
-        """Append a tensor of this shape; ``turned`` says that the model's tensor is its transpose."""
+        """Append a tensor of this shape; with ``turned`` it is the transpose of the model's tensor."""
         stop = self.size + math.prod(shape)
         self.slots[name] = (self.size, stop, tuple(shape))
         self.size = stop
@@ -33,16 +33,16 @@ class FlatLayout:
             self.turned.add(name)
 
     def join(self, name: str, parts: Sequence[str]) -> None:
-        """A name for neighbours that are stacked along their first dimension."""
+        """Name adjacent tensors, stacked along their first dimension."""
         slots = [self.slots[part] for part in parts]
         self.slots[name] = (slots[0][0], slots[-1][1], (sum(s[2][0] for s in slots), *slots[0][2][1:]))
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """The pieces of ``vector`` (P,) by name, as they lie."""
+        """Views of ``vector`` (P,) by name, in this layout's shapes."""
         return {name: vector[start:stop].view(shape) for name, (start, stop, shape) in self.slots.items()}
 
     def tensor(self, name: str, views: dict[str, Tensor]) -> Tensor:
-        """The piece with this name in the model's own shape."""
+        """The view with this name in the model's shape."""
         return views[name].t() if name in self.turned else views[name]
 
 
@@ -51,8 +51,9 @@ class LoraSite:
     """One LoRA: B (stop - start, r) A (r, in) added to the outputs start:stop of a map.
 
     Attributes:
-        a, b: names of the trained tensors; ``frozen_a`` holds A where it is not trained (FFA-LoRA).
-        scale: s = alpha / r, times whatever the frozen map's outputs were scaled by.
+        a, b: names of the trained tensors.
+        scale: s = alpha / r, times the factor by which the frozen map's outputs were scaled.
+        frozen_a: A if it is not trained (FFA-LoRA).
     """
 
     start: int
@@ -66,7 +67,7 @@ class LoraSite:
 
 @dataclass(frozen=True)
 class Segment:
-    """The rows start:stop of the packed batch are one client's: its trained tensors, and where their gradients go."""
+    """Rows start:stop of the packed batch belong to one client: its trained tensors and their gradients."""
 
     start: int
     stop: int
@@ -85,11 +86,11 @@ class Adapted:
 
     @property
     def a(self) -> str:
-        """Name of all A of this map stacked (R, in), R the sum of the ranks."""
+        """Name of the stacked A of this map (R, in), R the sum of the ranks."""
         return f"{self.name}/A"
 
     def declare(self, flat: FlatLayout) -> None:
-        """Give the trained tensors their places."""
+        """Add the trained tensors to the layout."""
         if self.trains_a:
             for site in self.sites:
                 flat.add(site.a, (site.rank, self.base.weight.shape[1]))
@@ -98,9 +99,9 @@ class Adapted:
             flat.add(site.b, (site.rank, site.stop - site.start), turned=True)
 
     def part(self, start: int, stop: int) -> Adapted:
-        """The map to outputs start:stop only; no site may straddle the border."""
+        """The map to outputs start:stop; no site may cross the border."""
         sites = [
-            LoraSite(s.start - start, s.stop - start, s.rank, s.scale, s.a, s.b, s.frozen_a)
+            replace(s, start=s.start - start, stop=s.stop - start)
             for s in self.sites
             if start <= s.start and s.stop <= stop
         ]
@@ -109,7 +110,7 @@ class Adapted:
     def forward(self, x: Tensor, segments: Sequence[Segment], *, low: bool = False) -> tuple[Tensor, list[Tensor]]:
         """(N, in) -> (N, out), and A_k x_k (n_k, R) of each client for the gradient of B.
 
-        ``low``: without sites, out is bfloat16 where that is what was multiplied in.
+        ``low``: without sites, leave the output of a bfloat16 product in bfloat16.
         """
         y = self.base.forward(x, low=low)
         if not self.sites:
@@ -135,9 +136,9 @@ class Adapted:
         need_input: bool,
         low: bool = False,
     ) -> Tensor | None:
-        """From dL/dy (N, out): the gradients of A and B into the segments, and dL/dx (N, in) if asked for."""
+        """dL/dy (N, out) -> dL/dx (N, in) with ``need_input``; the gradients of A and B go into the segments."""
         out = self.base.backward(gradient, low=low) if need_input else None
-        for s, h in zip(segments, hidden, strict=False):  # hidden is empty where there are no sites
+        for s, h in zip(segments, hidden, strict=False):  # hidden is empty without sites
             g = gradient[s.start : s.stop]
             parts, at = [], 0
             for site in self.sites:

@@ -1,4 +1,4 @@
-"""The rows of one pass through the layers, of one client or of several, one below the other."""
+"""The rows of one forward and backward pass, of one or several clients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from fedfm.training.packed.prefix import Prefix, split
 
 
 class Batch:
-    """Rows of all clients, one client below the other.
+    """Rows of all clients, one client after the other.
 
     Args:
-        index: of each client, which of its rows.
-        weights, gradients: of each client at least, its trained tensors and where their gradients go.
-        fused: attend in compiled loops, which round differently.
+        index: for each client, the indexes of its rows.
+        weights, gradients: for each client, its trained tensors and the tensors that receive their gradients; entries
+            beyond the clients of ``index`` are ignored.
+        fused: compute attention in compiled loops, which round differently.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Batch:
             prefix.put(i, self.x[a:b])
 
     def descend(self, targets: Sequence[Tensor]) -> list[float]:
-        """Write the gradient of every client's mean loss; return the sums of its rows' losses."""
+        """Write the gradient of each client's mean loss; return each client's sum of losses."""
         x, kept = self.x, []
         layers = self.net.layers[self.net.lowest :]
         for layer in layers:
@@ -62,7 +63,7 @@ class Batch:
         return losses
 
     def logits(self) -> Tensor:
-        """(S, C) for the rows of a single client, in order; nothing is kept for a gradient."""
+        """(S, C) for the rows of a single client, in order, without gradients."""
         x = self.x
         for layer in self.net.layers[self.net.lowest :]:
             x = layer.forward(x, self.shape, self.segments, self.firsts)[0]
@@ -70,7 +71,7 @@ class Batch:
         return torch.addmm(w[self.net.head[1]], self._pool(x)[0], w[self.net.head[0]].t())
 
     def _pool(self, x: Tensor) -> tuple[Tensor, Any]:
-        """(N, d), or (S, d) where the last layer gave the first tokens alone -> (S, d)."""
+        """(N, d), or (S, d) if the last layer computed the first tokens only -> (S, d)."""
         if self.net.pooler is not None:
             z = torch.tanh(self.net.pooler.forward(x))
             return z, z
@@ -88,7 +89,7 @@ class Batch:
 
 
 def _head(net: Net, z: Tensor, gz: Tensor, s: Segment, y: Tensor) -> float:
-    """Softmax cross-entropy of one client's rows: sum of losses; gradients of the mean into the segment and ``gz``."""
+    """Summed cross-entropy of one client's rows; the mean's gradients go into the segment and ``gz``."""
     weight, bias = s.w[net.head[0]], s.w[net.head[1]]
     part = z[s.start : s.stop]
     error = torch.log_softmax(torch.addmm(bias, part, weight.t()), 1)  # (b, C)

@@ -1,8 +1,8 @@
-"""Self-attention over a packed batch in compiled loops: no gathering by length, no heads laid apart, no padding.
+"""Self-attention over a packed batch in compiled loops: no grouping by length, no copies of heads, no padding.
 
-Each product of one sequence's one head is small (16 x 16 x 32 in a sentence encoder), and a library's product of many
-such spends most of its time on the way to them. Here a tile of eight rows and sixteen columns stays in registers, read
-from where queries, keys and values lie; only keys (forwards) and values (backwards) are turned first.
+The product of one head of one sequence is small (16 x 16 x 32 in a sentence encoder); a library spends most of its time
+around such products. Here a tile of eight rows and sixteen columns stays in registers. Queries, keys and values are
+read in place; only keys (forward) and values (backward) are transposed first.
 
 The module does not import torch.
 """
@@ -16,19 +16,7 @@ import numpy as np
 
 from fedfm.linalg.kernels.jit import EXACT, compiled, part
 from fedfm.linalg.kernels.matmul import product, transpose
-from fedfm.linalg.kernels.simd import (
-    COUNT,
-    all_of,
-    exponential,
-    first,
-    fma,
-    larger,
-    largest,
-    load,
-    minus,
-    store,
-    times,
-)
+from fedfm.linalg.kernels.simd import COUNT, all_of, exp, first, fma, larger, largest, load, minus, store, times
 from fedfm.linalg.kernels.simd import total as sum_of
 
 F = np.float32
@@ -37,7 +25,7 @@ _part = partial(part, maths=EXACT)
 
 @_part
 def _softmax(p: Any, at: int, rows: int, n: int, wide: int) -> None:
-    """Each of the rows (rows, wide) at ``at``: softmax of its first n entries, zeros behind them."""
+    """Softmax of the first n entries of each row (rows, wide) at ``at``, zeros behind them."""
     for row in range(at, at + rows * wide, wide):
         top = load(p, row)
         if n < COUNT:
@@ -46,7 +34,7 @@ def _softmax(p: Any, at: int, rows: int, n: int, wide: int) -> None:
             top = larger(top, first(load(p, row + j), n - j, F(-np.inf)))
         highest, sums = all_of(largest(top)), all_of(F(0))
         for j in range(0, wide, COUNT):
-            e = first(exponential(minus(load(p, row + j), highest)), n - j, F(0))
+            e = first(exp(minus(load(p, row + j), highest)), n - j, F(0))
             store(p, row + j, e)
             sums = fma(e, all_of(F(1)), sums)
         share = all_of(F(1) / sum_of(sums))
@@ -56,7 +44,7 @@ def _softmax(p: Any, at: int, rows: int, n: int, wide: int) -> None:
 
 @_part
 def _softmax_backward(d: Any, p: Any, at: int, rows: int, wide: int) -> None:
-    """From dL/dP (rows, wide), ``d``, that in the scores, in its place: P (dL/dP - <P, dL/dP>)."""
+    """Replace ``d``, dL/dP (rows, wide), by the gradient of the scores P (dL/dP - <P, dL/dP>)."""
     for i in range(0, rows * wide, wide):
         sums = all_of(F(0))
         for j in range(0, wide, COUNT):
@@ -75,16 +63,16 @@ def forward(
     q: Any, qs: int, kv: Any, kvs: int, k0: int, v0: int, lengths: Any, single: bool, heads: int, size: int, out: Any,
     p: Any, turned: Any,
 ) -> None:  # fmt: skip
-    """Softmax of q k^T, times v, for every sequence and head.
+    """Softmax(q k^T) v for every sequence and head.
 
     Args:
         q: rows of ``qs`` numbers, the queries of all heads first.
         kv: rows of ``kvs`` numbers, keys from ``k0`` and values from ``v0`` on.
         lengths: (S,) rows of each sequence.
-        single: there is one query a sequence; else as many as rows.
-        out: rows of heads * size numbers, one a query.
+        single: one query for each sequence; else one for each row.
+        out: rows of heads * size numbers, one for each query.
         p: probabilities, kept for the gradient: see :func:`entries`.
-        turned: room for ``size`` times the padded length of the longest sequence.
+        turned: scratch of ``size`` times the padded length of the longest sequence.
     """
     at, start, d = 0, 0, heads * size
     for s in range(len(lengths)):
@@ -111,8 +99,8 @@ def backward(
     g: Any, q: Any, qs: int, kv: Any, kvs: int, k0: int, v0: int, lengths: Any, single: bool, heads: int, size: int,
     p: Any, dq: Any, dkv: Any, turned: Any, ds: Any,
 ) -> None:  # fmt: skip
-    """Gradients of what :func:`forward` read, where it read them: ``dq`` as ``q``, ``dkv`` as ``kv``; ``g``, dL/dout,
-    as ``out``. ``ds``: room for the queries times the padded length of the longest sequence.
+    """Gradients ``dq`` and ``dkv``, laid out as ``q`` and ``kv`` of :func:`forward`, from ``g``, dL/dout, laid out as
+    ``out``. ``ds``: scratch of the queries times the padded length of the longest sequence.
     """
     at, start, d = 0, 0, heads * size
     for s in range(len(lengths)):
@@ -131,7 +119,7 @@ def backward(
 
 
 def padded(n: Any) -> Any:
-    """The length n in whole lanes."""
+    """The length n, rounded up to whole lanes."""
     return -(-n // COUNT) * COUNT
 
 

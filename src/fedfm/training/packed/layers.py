@@ -1,7 +1,7 @@
 """One transformer layer on a packed batch, forward and backward by hand.
 
-Only what the frozen weights ask for is computed and kept: no gradient of a frozen weight, none below the lowest adapted
-layer, and where the model reads the class token alone, the last layer computes that token alone.
+No gradient of a frozen weight is computed, and none below the lowest adapted layer. If the model reads only the class
+token, the last layer computes only that token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Norm:
     eps: float
 
     def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-        """(N, d) -> (N, d), and what the gradient needs."""
+        """(N, d) -> (N, d), and the values that the gradient needs."""
         y, mean, rstd = torch.native_layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return y, (x, mean, rstd)
 
@@ -46,11 +46,11 @@ class Layer:
     """Frozen weights and adapters of one layer.
 
     Attributes:
-        qkv: queries (scaled by 1 / sqrt(d / H)), keys and values as one map (d -> 3d); where ``first_only``, the
-            queries' map (d -> d) and that of keys and values (d -> 2d).
-        before: normalise before attention and MLP (ViT), not after adding them (BERT).
+        qkv: queries (scaled by 1 / sqrt(d / H)), keys and values as one map (d -> 3d); with ``first_only`` the map of
+            the queries (d -> d) and that of keys and values (d -> 2d).
+        before: normalise before attention and MLP (ViT), not after their sums (BERT).
         first_only: the model reads only each sequence's first token of this layer's output.
-        lowest: nothing below is trained: no gradient leaves this layer.
+        lowest: no layer below is trained: no gradient leaves this layer.
     """
 
     qkv: tuple[Adapted, ...]
@@ -66,24 +66,20 @@ class Layer:
 
     @property
     def maps(self) -> tuple[Adapted, ...]:
-        """What may carry adapters."""
+        """All linear maps."""
         return *self.qkv, self.out, self.up, self.down
 
     @property
     def low(self) -> bool:
-        """Without adapters beside it the MLP's inside is read by bfloat16 products alone: float32 would be rounded."""
+        """Whether only bfloat16 products read the MLP's hidden values, which may then be bfloat16."""
         return self.down.base.low and not self.up.sites and not self.down.sites
 
     def forward(
         self, x: Tensor, shape: Shape, segments: Sequence[Segment], firsts: Sequence[Segment]
     ) -> tuple[Tensor, Any]:
-        """(N, d) -> (N, d), or (S, d) where ``first_only``; ``firsts`` are the clients' segments of the S sequences."""
-        if self.before:
-            normed, n1 = self.norm_1.forward(x)
-            o, residual, attended = self._attend(normed, x, shape, segments, firsts)
-        else:
-            n1 = None
-            o, residual, attended = self._attend(x, x, shape, segments, firsts)
+        """(N, d) -> (N, d), or (S, d) with ``first_only``; ``firsts`` are the clients' segments of the S sequences."""
+        normed, n1 = self.norm_1.forward(x) if self.before else (x, None)
+        o, residual, attended = self._attend(normed, x, shape, segments, firsts)
         segments = firsts if self.first_only else segments
         a, out = self.out.forward(o, segments)
         a.add_(residual)
@@ -91,22 +87,18 @@ class Layer:
         u, up = self.up.forward(n, segments, low=self.low)
         h = F.gelu(u)
         y, down = self.down.forward(h, segments)
-        if self.before:
-            y.add_(a)
-            n3 = None
-        else:
-            y, n3 = self.norm_2.forward(y.add_(n))
+        y, n3 = (y.add_(a), None) if self.before else self.norm_2.forward(y.add_(n))
         return y, (attended, n1, n2, n3, o, out, n, u, up, h if self.down.sites else None, down)
 
     def backward(
         self, gradient: Tensor, saved: Any, shape: Shape, segments: Sequence[Segment], firsts: Sequence[Segment]
     ) -> Tensor | None:
-        """dL/dy -> dL/dx (N, d), or None from the lowest layer; the adapters' gradients go into the segments."""
+        """dL/dy -> dL/dx (N, d), None in the lowest layer; the adapters' gradients go into the segments."""
         attended, n1, n2, n3, o, out, n, u, up, h, down = saved
         parts = firsts if self.first_only else segments
         gy = gradient if n3 is None else self.norm_2.backward(gradient, n3)
         gh = self.down.backward(gy, h, down, parts, need_input=True, low=self.low)
-        gu = linear.gelu_backward(gh, u, grad_input=gh)  # in place: a buffer less in the cache
+        gu = linear.gelu_backward(gh, u, grad_input=gh)  # in place: one buffer less in the cache
         gn = self.up.backward(gu, n, up, parts, need_input=True)
         assert gn is not None
         ga = self.norm_2.backward(gn, n2).add_(gy) if self.before else self.norm_1.backward(gn.add_(gy), n2)

@@ -1,9 +1,9 @@
-"""Frozen linear maps through oneDNN, and gradients of activations: the one module with torch's private operators.
+"""Frozen linear maps by oneDNN, and gradients of activations. Only this module uses torch's private operators.
 
-``torch.ops.mkldnn._linear_pointwise`` runs oneDNN's kernels where ``F.linear`` runs MKL's. On an AMD EPYC with AVX-512
-they are 2.1 to 2.3 times as fast in float32 at every shape of a small transformer (16 to 5,000 rows), and 4.4 times in
-bfloat16; on an Intel Xeon both run at the processor's peak, and without AMX bfloat16 at half of it. Which of the two
-runs is decided by what the machine has, never by a stopwatch: with exact kernels two processes must take the same path.
+``torch.ops.mkldnn._linear_pointwise`` runs oneDNN's kernels, ``F.linear`` runs MKL's. On an AMD EPYC with AVX-512
+oneDNN is 2.1 to 2.3 times as fast in float32 at every shape of a small transformer (16 to 5,000 rows), and 4.4 times in
+bfloat16. On an Intel Xeon both run at the processor's peak, and bfloat16 without AMX at half of it. The machine's
+features decide, not a measurement: with exact kernels two processes must take the same path.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_FEW_ROWS = 8  # below this a product is a vector's: nothing to gain
-_ROWS = 256  # for which oneDNN orders a weight
+_FEW_ROWS = 8  # oneDNN gains nothing with fewer rows
+_ROWS = 256  # oneDNN orders a weight for so many rows
 
-# Overloads looked up once: the look-up costs as much as a small kernel.
+# Overloads are looked up once: the look-up costs as much as a small kernel.
 gelu_backward = torch.ops.aten.gelu_backward.grad_input
 layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 softmax_backward = torch.ops.aten._softmax_backward_data.default
@@ -27,7 +27,7 @@ tanh_backward = torch.ops.aten.tanh_backward.default
 
 @functools.cache
 def _pointwise() -> Any | None:
-    """The linear map of oneDNN, or None where this build of torch lacks it or it does not compute x W^T + b."""
+    """The linear map of oneDNN; None if this build of torch lacks it or it does not compute x W^T + b."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     try:
@@ -51,9 +51,9 @@ class Linear:
     """y = x W^T + b with frozen W, and its gradient in x.
 
     Args:
-        weight: (out, in), used as it is, not copied.
+        weight: (out, in), not copied.
         bias: (out,) or None.
-        low: multiply in bfloat16, accumulate in float32; inputs and outputs stay float32 unless asked for.
+        low: multiply in bfloat16, accumulate in float32; inputs and outputs are float32 by default.
     """
 
     __slots__ = ("_blocked", "bias", "low", "transposed", "weight")
@@ -63,12 +63,12 @@ class Linear:
         self.weight = weight.detach().bfloat16() if low else weight.detach()  # (out, in)
         self.bias = None if bias is None else bias.detach().bfloat16() if low else bias.detach()  # (out,)
         self.transposed = self.weight.t()  # (in, out)
-        # In bfloat16 oneDNN's own order of a weight is kept, forwards and backwards: a tenth faster, the same bits, and
-        # as much memory as the float32 weight. In float32 it would be as much faster for twice that memory.
+        # bfloat16 weights are kept in oneDNN's order, for forward and backward: 10 % faster, the same bits, as much
+        # memory as the float32 weight. In float32 it would need twice that memory.
         self._blocked: dict[bool, Tensor] = {}
 
     def forward(self, x: Tensor, *, low: bool = False) -> Tensor:
-        """(N, in) -> (N, out); ``low``: leave in bfloat16 what was multiplied in it."""
+        """(N, in) -> (N, out); ``low``: leave the output of a bfloat16 product in bfloat16."""
         return self._apply(x, self.weight, self.bias, low)
 
     def backward(self, gradient: Tensor, *, low: bool = False) -> Tensor:
@@ -76,7 +76,7 @@ class Linear:
         return self._apply(gradient, self.transposed, None, low)
 
     def rows(self, start: int, stop: int) -> Linear:
-        """The map to outputs start:stop only."""
+        """The map to outputs start:stop."""
         part: Linear = object.__new__(Linear)
         part.low, part.weight = self.low, self.weight[start:stop]
         part.bias = None if self.bias is None else self.bias[start:stop]

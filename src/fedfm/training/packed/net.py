@@ -1,4 +1,4 @@
-"""From a Hugging Face classifier with PEFT's LoRA to the layers that train it by hand."""
+"""Reads a Hugging Face classifier with PEFT's LoRA into the layers of :mod:`fedfm.training.packed.layers`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT, IMAGE = ("bert",), ("vit", "deit", "ijepa")
 
 
 class Unsupported(Exception):
-    """Something of the model is none of what these layers compute."""
+    """The layers do not support a part of the model."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Net:
 
     Attributes:
         embed: the model's own embedding module.
-        lowest: number of layers without adapters at the bottom: their outputs are computed once a client.
-        positions: tokens a picture, 0 for text.
-        norm, pooler: what stands between the last layer and the head: a normalisation, or BERT's dense map and tanh.
-        mean: pool by the mean over tokens; else the last layer computes the first token alone.
+        lowest: number of layers without adapters at the bottom: their outputs are computed once for each client.
+        positions: tokens of a picture, 0 for text.
+        norm, pooler: between the last layer and the head: a normalisation, or BERT's dense map and tanh.
+        mean: pool by the mean over tokens; else the last layer computes only the first token.
         flat: places of the trained tensors.
         head: names of the head's weight (C, d) and bias (C,).
         frozen: the layers' weights; see :meth:`stale`.
-        outside: all other frozen weights, read where they are.
+        outside: all other frozen weights, used in place.
     """
 
     embed: Any
@@ -53,23 +53,20 @@ class Net:
     stamp: tuple[float, ...]
 
     def stale(self) -> bool:
-        """Frozen weights have changed since they were read (a method may fold adapters into them)."""
+        """Whether frozen weights have changed since they were read (a method may merge adapters into them)."""
         return stamp_of(self.frozen) != self.stamp
 
 
 def stamp_of(tensors: tuple[Tensor, ...]) -> tuple[float, ...]:
-    """Sums: PyTorch's version counters miss what is written through ``.data``, as PEFT's merge does."""
+    """Sums: PyTorch's version counters miss writes through ``.data``, as in PEFT's merge."""
     return tuple(torch.stack([t.sum() for t in tensors]).tolist())
 
 
 def read(model: Model, *, low: bool) -> Net:
-    """The net of a model.
-
-    Args:
-        low: frozen maps multiply in bfloat16.
+    """The net of a model; with ``low`` its frozen maps multiply in bfloat16.
 
     Raises:
-        Unsupported: with what is not supported.
+        Unsupported: with the unsupported part.
     """
     module: Any = model.module
     base = module.get_base_model() if hasattr(module, "peft_config") else None
@@ -177,7 +174,7 @@ def _norm(module: Any) -> Norm:
 def _qkv(
     modules: tuple[Any, Any, Any], attention: Any, names: dict[int, str], low: bool, first_only: bool, name: str
 ) -> tuple[Adapted, ...]:
-    """One map, or two where only some rows ask; the factor of the scores goes into the queries' weights."""
+    """One map, or two with ``first_only``; the queries' weights contain the scaling of the scores."""
     weights, biases, sites, at = [], [], [], 0
     for i, module in enumerate(modules):
         base, factor = _base(module), attention.scaling if i == 0 else 1.0

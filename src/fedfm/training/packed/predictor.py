@@ -1,7 +1,6 @@
-"""Logits of many rows by the packed forward; those of the newest parameters are kept as long as their rows live.
+"""Logits of many rows by the packed forward pass, with a cache for the newest parameters.
 
-Server and clients judge the same rows with the same parameters: what one of them has computed, the other one in the
-same process need not compute again.
+Server and clients evaluate the same rows with the same parameters; in one process the second of them uses the cache.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from fedfm.training.packed.batch import Batch
 from fedfm.training.packed.net import Net
 from fedfm.training.packed.prefix import Cache, Prefix
 
-_ENTRIES = 1 << 18  # numbers in one layer's input: what a layer reads and writes then stays in the cache
+_ENTRIES = 1 << 18  # numbers in one layer's input: its input and output then fit the cache
 
 
 class Predictor:
-    """Logits of a net, batched by the rows alone: their bits depend on the rows and the parameters, on nothing else."""
+    """Logits of a net. Batches depend on the rows alone, so the bits depend on the rows and the parameters alone."""
 
     def __init__(self, net: Net) -> None:
         self.net = net
         self._cache = Cache()
-        self._p = torch.empty(0)  # the parameters (P,) of what is kept
+        self._p = torch.empty(0)  # the parameters (P,) of the cached logits
         self._kept: Any = WeakIdKeyDictionary()  # Rows -> (stamp, logits)
 
     def __call__(self, p: Tensor, rows: Rows) -> Tensor:
@@ -43,7 +42,7 @@ class Predictor:
 
     def _compute(self, p: Tensor, rows: Rows) -> Tensor:
         net, weights = self.net, [self.net.flat.views(p)]
-        # Without frozen layers below, a prefix is the embedding: cheaper to compute than to keep.
+        # Without frozen layers below, a prefix is the embedding: cheap to compute again.
         kept = net.lowest and rows.labels is not None
         prefix = self._cache.get(net, rows) if kept else Prefix(net, rows)
         out = torch.empty(len(rows), weights[0][net.head[0]].shape[0])
@@ -53,7 +52,7 @@ class Predictor:
 
 
 def batches(length: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
-    """Indexes of rows of like length, together at most so many tokens; a row that is longer stands alone."""
+    """Indexes of rows of similar length, at most ``tokens`` together; a longer row is a batch of its own."""
     order = np.argsort(length, kind="stable")
     start = total = 0
     for stop, n in enumerate(length[order].tolist()):

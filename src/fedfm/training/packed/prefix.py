@@ -1,4 +1,4 @@
-"""What enters the lowest adapted layer: computed once for a client's rows and kept as long as they live."""
+"""The input of the lowest adapted layer, computed once for a client's rows and cached while they live."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from fedfm.core.rows import Rows
 from fedfm.training.packed.attention import Shape
 from fedfm.training.packed.net import Net
 
-CAP = 256 << 20  # bytes kept by one process; a client that needs more than a quarter is computed batch by batch
-_ROWS = 32  # rows that pass the frozen layers together
+CAP = 256 << 20  # bytes of the cache of one process; a client that needs more than a quarter is not cached
+_ROWS = 32  # rows in one pass through the frozen layers
 
 
 class Prefix:
-    """Packed tokens of one client's rows: those of row i are ``x[start[i] : start[i] + length[i]]``.
-
-    Attributes:
-        length: (n,) tokens of each row.
-    """
+    """Packed tokens of one client's rows: row i is ``x[start[i] : start[i] + length[i]]``, length (n,)."""
 
     def __init__(self, net: Net, rows: Rows) -> None:
         self.net = net
@@ -37,13 +33,13 @@ class Prefix:
         self.x: Tensor | None = None
 
     def fill(self) -> None:
-        """Compute all rows now, and let go of them: what is kept must not keep its key alive."""
+        """Compute all rows and drop the reference to them: a cached value must not keep its key alive."""
         n = len(self.length)
         self.x = torch.cat([self._compute(np.arange(i, min(i + _ROWS, n))) for i in range(0, n, _ROWS)])
         self.rows = None
 
     def put(self, index: np.ndarray, out: Tensor) -> None:
-        """The tokens of these rows, one row after the other, into ``out`` (n, d)."""
+        """Write the tokens of these rows, one row after the other, into ``out`` (n, d)."""
         if self.x is None:
             out.copy_(self._compute(index))
             return
@@ -69,13 +65,13 @@ class Prefix:
 
 
 class Cache:
-    """The prefixes of the clients seen last, up to a number of bytes."""
+    """The most recent clients' prefixes, up to :data:`CAP` bytes."""
 
     def __init__(self) -> None:
-        self._by_rows: Any = WeakIdKeyDictionary()  # labels tensor of the rows -> Prefix; it dies with them
+        self._by_rows: Any = WeakIdKeyDictionary()  # labels tensor of the rows -> Prefix
 
     def get(self, net: Net, rows: Rows) -> Prefix:
-        """The prefix of these rows. Whether it is kept depends on its own size alone, so that its bits do too."""
+        """The prefix of these rows. Its size alone decides whether it is cached, so its bits depend on it alone too."""
         prefix: Prefix | None = self._by_rows.get(rows.labels)
         if prefix is not None and prefix.x is not None and prefix.net is net:
             return prefix
@@ -100,13 +96,13 @@ class Cache:
 
 
 def takes(rows: Rows) -> bool:
-    """Rows of the kinds that are packed: token vectors of any length, or pictures."""
+    """Whether the rows can be packed: token vectors of any length above 0, or pictures."""
     if rows.tokens is not None and not all(map(len, rows.tokens)):
         return False
     return set(rows.tensors) == ({"pixel_values"} if rows.tokens is None else set())
 
 
 def split(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, stop) of neighbours with these lengths."""
+    """(start, stop) of adjacent pieces with these lengths."""
     ends = np.cumsum(lengths).tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,4 +1,4 @@
-"""Local training of one or several clients as one packed batch a step, forward and backward by hand."""
+"""Local training of one or several clients, one packed batch in each step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fedfm.training.update_rules import Rule
 
 
 def train(net: Net, cache: Cache, jobs: Sequence[Job], fast: bool) -> list[Params]:
-    """All jobs (same model, same optimiser) in lockstep; those with fewer batches stop earlier.
+    """Train all jobs (same model, same optimiser) in lockstep; those with fewer batches stop earlier.
 
     Args:
-        fast: compiled loops where there are any, whose bits are not those of exact kernels.
+        fast: use compiled attention if it supports the model; its bits differ from those of exact kernels.
     """
     fused = fast and attention.fits(net.width, net.layers[0].heads)
     orders = [list(job.orders()) for job in jobs]
@@ -60,9 +60,8 @@ def train(net: Net, cache: Cache, jobs: Sequence[Job], fast: bool) -> list[Param
         rule.step(p[:active], gradient)
     out: list[Any] = [None] * len(jobs)
     for k, i in enumerate(sequence):
-        job = ordered[k]
-        job.client.metrics["loss"] = losses[k] / max(sum(map(len, plans[k])), 1)
-        out[i] = Params({name: net.flat.tensor(name, weights[k]) for name in job.w})
+        jobs[i].client.metrics["loss"] = losses[k] / max(sum(map(len, plans[k])), 1)
+        out[i] = Params({name: net.flat.tensor(name, weights[k]) for name in jobs[i].w})
     return out
 
 
