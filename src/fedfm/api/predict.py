@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
-from fedfm.models.adapters.experts import is_pair
+from fedfm.models.adapters.experts import is_pair, weighed_by
 from fedfm.runtime import predictions
 from fedfm.runtime.run_directory import Run
 
@@ -203,7 +203,7 @@ def export(path: str | Path, to: Target, out: Path, client: str | None = None) -
             f"{path}: {client} has two adapters, not one model; {run.adapter(client or '')} holds their mean for PEFT, "
             "and each of them in global/ and local/"
         )
-    if set(w) != set(model.names):
+    if set(w) != set(model.names) and weighed_by(w) is None:
         raise InputError(f"{path}: the result of {run.experiment.method_name} is not one model; it cannot be exported")
     try:
         return str(write(model, w, to, out, predictions.feature_transform(run.experiment.method)))

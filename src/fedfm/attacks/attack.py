@@ -20,6 +20,7 @@ from fedfm.core.client import Client, ClientId, Update
 from fedfm.core.fields import setting
 from fedfm.core.method import Method, nested
 from fedfm.errors import InputError
+from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.training import Local
 
@@ -43,8 +44,8 @@ class Attack:
         """The attackers' client optimiser."""
         return local
 
-    def upload(self, update: Update) -> Update:
-        """The update that an attacker sends in place of ``update``."""
+    def upload(self, update: Update, w: Params | None) -> Update:
+        """The update that an attacker sends in place of ``update``; ``w``: the weights it changes, where known."""
         return update
 
     def trigger(self, rows: Table) -> Table | None:
@@ -131,7 +132,11 @@ class Attackers:
         if client.id not in self.names:
             return fn(client, **payload)
         reply = getattr(self._method(fn.__self__), fn.__name__)(client, **payload)  # type: ignore[attr-defined]
-        return self.attack.upload(reply) if isinstance(reply, Update) else reply
+        if not isinstance(reply, Update):
+            return reply
+        like = reply.delta.layout.slots.keys()
+        sent = (v for v in payload.values() if isinstance(v, Params) and v.layout.slots.keys() == like)
+        return self.attack.upload(reply, next(sent, None))
 
     def _method(self, method: Any) -> Any:
         # One optimiser object for all attackers: only clients of the same optimiser train as one batch.

@@ -19,6 +19,7 @@ from fedfm.attacks.attack import LANGUAGE, Attack
 from fedfm.core.client import Update
 from fedfm.core.fields import setting
 from fedfm.errors import InputError
+from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Backdoor(Attack):
     def target_of(self, classes: Sequence[str]) -> int:
         return list(classes).index(self.target) if self.target else 0
 
-    def upload(self, update: Update) -> Update:
+    def upload(self, update: Update, w: Params | None) -> Update:
         return update if self.factor == 1 else replace(update, delta=self.factor * update.delta)
 
     def fits(self, kind: str, task: str, model: Model, classes: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fedfm.attacks.attack import Attack
 from fedfm.core.client import Update
 from fedfm.core.fields import setting
+from fedfm.linalg.params import Params
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class ScaledUpdate(Attack):
 
     factor: float = setting(10.0, "gamma; a negative value also flips the sign", finite=True, but=(0.0, 1.0))
 
-    def upload(self, update: Update) -> Update:
+    def upload(self, update: Update, w: Params | None) -> Update:
         return replace(update, delta=self.factor * update.delta)
 
     @property

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 
 from fedfm.attacks.attack import Attack
 from fedfm.core.client import Update
+from fedfm.linalg.params import Params
 
 
 @dataclass(frozen=True)
 class SignFlip(Attack):
     """-delta in place of delta, with the same norm and weight: a bound on norms does not detect it."""
 
-    def upload(self, update: Update) -> Update:
+    def upload(self, update: Update, w: Params | None) -> Update:
         return replace(update, delta=-update.delta)
 
     @property

@@ -99,6 +99,18 @@ class Keeping(Protocol):
 
 
 @runtime_checkable
+class Composed(Protocol):
+    """A client's own model has other tensors than the federation's. Caller: evaluation, which checks what it takes."""
+
+    def check_own(self, w: Params, model: Model) -> None:
+        """Refuse what a client gave as its own model where it is none.
+
+        Raises:
+            ClientFault: with the first tensor that differs.
+        """
+
+
+@runtime_checkable
 class Starting(Protocol):
     """The start models of the last local pass are worth scoring. Caller: the last evaluation."""
 

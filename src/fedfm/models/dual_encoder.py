@@ -7,7 +7,7 @@ resumes from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -163,6 +163,44 @@ def top_texts(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
 def top(model: Model, states: Boundary, k: int, *, train: bool) -> tuple[Tensor, Tensor]:
     """(V (b, d), T (C, d)) from the states below the top k blocks: :func:`top_images` and :func:`top_texts`."""
     return top_images(model, states.images, k, train=train), top_texts(model, states.texts, k, train=train)
+
+
+def image_trunk(model: Model) -> dict[str, Tensor]:
+    """Copies of the frozen weights of the last image block and of the final norm, for a trunk of its own."""
+    last, norm = _trunk(need(model))
+    named = [(f"block.{n}", p) for n, p in last.named_parameters() if ".lora_" not in n]
+    named += [] if norm is None else [(f"norm.{n}", p) for n, p in norm.named_parameters()]
+    return {name: p.detach().clone() for name, p in named}
+
+
+def trunk_images(model: Model, w: Params, trunk: Mapping[str, Tensor], states: Tensor) -> Tensor:
+    """V (b, d), norm 1, with gradients of the ``trunk``: its weights and the LoRA tensors w in the last image block and
+    the final norm, from the states (b, T, h) that enter this block. LoRA has no dropout here.
+    """
+    own = need(model)
+    last, norm = _trunk(own)
+    path = next(p for p, block in own.parts.blocks if block is last)
+    within = {n.partition(f"{path}.")[2]: t for n, t in w.items() if f"{path}." in n}
+    values = {("block", n): t.to(own.device) for n, t in within.items()}
+    values |= {tuple(name.split(".", 1)): t for name, t in trunk.items()}  # type: ignore[misc]
+    training = [module for module in own.train_too if module.training]
+    with ExitStack() as stack:
+        for (place, name), tensor in values.items():
+            owner, _, short = name.rpartition(".")
+            parameters = (last if place == "block" or norm is None else norm).get_submodule(owner)._parameters
+            stack.callback(parameters.__setitem__, short, parameters[short])
+            parameters[short] = tensor  # type: ignore[assignment]
+        for module in training:
+            module.eval()
+            stack.callback(module.train)
+        states = states.to(own.device)
+        stack.enter_context(_resumed(own.dual.clip.vision_model.embeddings, own.parts.blocks, 1, states))
+        return own.dual.images(states)
+
+
+def _trunk(model: DualModel) -> tuple[nn.Module, nn.Module | None]:
+    """(last image block, final norm)."""
+    return model.parts.blocks[-1][1], model.parts.norm
 
 
 def _split(blocks: Blocks, k: int) -> tuple[Blocks, Blocks]:

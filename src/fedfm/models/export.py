@@ -16,7 +16,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters import lora
 from fedfm.models.adapters.adaptation import LORA
-from fedfm.models.adapters.experts import GLOBAL, LOCAL, MIX, is_pair, one_adapter
+from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL, MIX, one_adapter, weighed_by
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
@@ -24,23 +24,26 @@ from fedfm.models.quiet import quiet
 
 Target = Literal["peft", "hf", "torch"]
 ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fedfm.json"
-PAIRED = "mix.safetensors"
+WEIGHING = {MIX: "mix.safetensors", GATE: "gate.safetensors"}  # of two adapters in one folder
 
 
 def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
     """Write the trained tensors: LoRA of any rank as ``adapter_config.json`` and ``adapter_model.safetensors``, others
-    as ``model.safetensors``. ``fedfm.json`` names the model and the classes. A pair of adapters is written as one
-    adapter (by their mean if rows have own weights), as ``global/`` and ``local/``, and its weights as
-    ``mix.safetensors``. ``head_takes``: the transform of features before the head.
+    as ``model.safetensors``. ``fedfm.json`` names the model and the classes. Two adapters are written as ``global/`` and
+    ``local/``, and their weights as ``mix.safetensors`` or ``gate.safetensors``; a pair also as one adapter (by their
+    mean if rows have own weights). ``head_takes``: the transform of features before the head.
 
     Raises:
         KeyError, ValueError: ``w`` is not of this model.
     """
     folder = _folder(folder)
-    if is_pair(w):
+    if (part := weighed_by(w)) is not None:
         for name in (GLOBAL, LOCAL):
             save_adapter(model, w.part(name), folder / name)
-        _save(w.part(MIX), folder / PAIRED)
+        _save(w.part(part), folder / WEIGHING[part])
+        if part == GATE:
+            _about(model, folder)
+            return folder
         w = one_adapter(model, w)
     other = isinstance(model, DualModel) or lora.rank_of(w) != lora.rank_of(model.params())
     if _is_lora(model) and other and (rank := lora.rank_of(w)):
@@ -61,7 +64,7 @@ def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = N
     """Write a method's final parameters: the model's own tensors or a pair of adapters as :func:`save_adapter` does,
     others, such as the heads of an ensemble, as plain tensors with ``fedfm.json``.
     """
-    if set(w) == set(model.names) or is_pair(w):
+    if set(w) == set(model.names) or weighed_by(w) is not None:
         return save_adapter(model, w, folder, head_takes)
     folder = _folder(folder)
     _save(w, folder / WEIGHTS)
@@ -71,7 +74,7 @@ def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = N
 
 def rank_on_disk(folder: Path | str) -> int | None:
     """The rank of the LoRA that :func:`save_adapter` wrote, of a pair that of each; None for other adaptations."""
-    path = Path(folder) / (GLOBAL if (Path(folder) / PAIRED).exists() else "") / "adapter_config.json"
+    path = Path(folder) / (GLOBAL if (Path(folder) / GLOBAL).exists() else "") / "adapter_config.json"
     return int(json.loads(path.read_text(encoding="utf-8"))["r"]) if path.exists() else None
 
 
@@ -83,9 +86,10 @@ def load_adapter(model: Model, folder: Path | str) -> Params:
     """
     from safetensors.torch import load_file
 
-    if (Path(folder) / PAIRED).exists():
-        two = {name: load_adapter(model, Path(folder) / name) for name in (GLOBAL, LOCAL)}
-        return Params.join(**two, **{MIX: Params(load_file(Path(folder) / PAIRED))})
+    for part, file in WEIGHING.items():
+        if (Path(folder) / file).exists():
+            two = {name: load_adapter(model, Path(folder) / name) for name in (GLOBAL, LOCAL)}
+            return Params.join(**two, **{part: Params(load_file(Path(folder) / file))})
     path = Path(folder) / (ADAPTER if _is_lora(model) else WEIGHTS)
     if not path.exists():
         raise InputError(f"{folder}: no {path.name} of adaptation {model.adaptation!r}")
@@ -118,6 +122,8 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
     """
     if to not in ("peft", "hf", "torch"):
         raise InputError(f"--to: unknown {to!r}, expected peft, hf or torch")
+    if to != "peft" and weighed_by(w) == GATE:
+        raise InputError(f"--to {to}: two experts and a gate are no one model: use peft, which writes each")
     if to == "peft":
         if not _is_lora(model):
             other = "torch" if _of_transformers(model.module) is None else "hf or torch"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedfm.core.capabilities import Applying, Keeping, Personal, Predicting, Transforming, has
+from fedfm.core.capabilities import Applying, Composed, Keeping, Personal, Predicting, Transforming, has
 from fedfm.core.checks import match
 from fedfm.core.client import Client
 from fedfm.core.method import Method
@@ -47,7 +47,9 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
     Raises:
         ClientFault: with the first tensor that differs.
     """
-    if has(method, TrainsLocally):
+    if has(method, Composed):
+        method.check_own(w, model)
+    elif has(method, TrainsLocally):
         method.local.check_own(w, model)
     else:
         match(w, model.layout, "model")

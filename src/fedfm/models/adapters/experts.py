@@ -32,7 +32,7 @@ from fedfm.models.layers import module_of
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-GLOBAL, LOCAL, MIX = "global", "local", "mix"
+GLOBAL, LOCAL, MIX, GATE = "global", "local", "mix", "gate"  # parts of a vector of two adapters
 _SAVED = ".modules_to_save.default."
 
 
@@ -172,6 +172,12 @@ def pair(shared: Params, own: Params, bias: float, slope: Tensor | None = None) 
 def is_pair(w: Iterable[str]) -> bool:
     """Whether w is from :func:`pair`."""
     return f"{MIX}/bias" in w
+
+
+def weighed_by(w: Iterable[str]) -> str | None:
+    """The part that says how two adapters are weighed: ``mix`` of a pair, ``gate`` of experts; None of one adapter."""
+    parts = {name.partition("/")[0] for name in w}
+    return next((part for part in (MIX, GATE) if {GLOBAL, LOCAL, part} <= parts), None)
 
 
 def by_row(w: Iterable[str]) -> bool:

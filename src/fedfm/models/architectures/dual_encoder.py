@@ -126,6 +126,12 @@ class DualEncoder(nn.Module):
             self.fixed_texts = self.encode_texts()
 
     @property
+    def width(self) -> int:
+        """Numbers of a feature, d."""
+        siglip = self.clip.config.model_type == "siglip"
+        return int(self.clip.config.vision_config.hidden_size if siglip else self.clip.config.projection_dim)
+
+    @property
     def trains_images(self) -> bool:
         """Whether anything before V is trained."""
         return any(p.requires_grad for name, p in self.named_parameters() if name.startswith(_IMAGE_SIDE))

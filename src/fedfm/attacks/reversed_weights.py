@@ -1,0 +1,36 @@
+"""Reversed weights: attackers send their trained weights with the opposite sign.
+
+Wu, Li, Wang, Wang. FedMS: Federated Learning with Mixture of Sparsely Activated Foundations Models. Section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fedfm.attacks.attack import Attack
+from fedfm.core.client import Update
+from fedfm.core.fields import setting
+from fedfm.linalg.params import Params
+
+STATISTICS = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True)
+class ReversedWeights(Attack):
+    """Instead of w_k the server gets -w_k, as printed, or 2 w_t - w_k. Running means and variances stay: a negative
+    variance would be found out at once.
+
+    The negative shrinks every honest mean towards zero, where LoRA is the foundation model again; the reflection is as
+    far from w_t as the honest update.
+    """
+
+    variant: str = setting("negate", "negate: -w_k; reflect: 2 w_t - w_k", choices=("negate", "reflect"))
+
+    def upload(self, update: Update, w: Params | None) -> Update:
+        delta = update.delta
+        changed = -delta if self.variant == "reflect" or w is None else -delta - 2 * w
+        return replace(update, delta=changed.replace({n: delta[n] for n in delta if n.endswith(STATISTICS)}))
+
+    @property
+    def needs(self) -> str:
+        return "update"

@@ -1,0 +1,1 @@
+"""FedMS, with its gate and its queue of capabilities."""

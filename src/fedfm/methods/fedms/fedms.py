@@ -1,0 +1,408 @@
+"""FedMS: Federated Learning with Mixture of Sparsely Activated Foundations Models.
+
+Wu, Li, Wang, Wang. Stage one: LoRA in both encoders of a CLIP-like model, federated (equation 1). Stage two: the
+global expert W_g is frozen, every client has a local expert W_i that never leaves it (equation 2), and the gate adapter
+Z is federated (equations 3, 6, 7). The paper has no numbered algorithm; where it is silent or its equations have no
+meaning, the docstrings and the settings say what is done here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.core.capabilities import Judge, Needs
+from fedfm.core.checks import match
+from fedfm.core.client import Client, ClientData, ClientId, Update, each, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
+from fedfm.core.method import Method
+from fedfm.core.rows import Rows
+from fedfm.errors import E_LOST, E_NONFINITE, ClientFault, InputError
+from fedfm.linalg.params import Params
+from fedfm.methods.fedavg import FedAvg
+from fedfm.methods.fedms.gate import LAST, Gate, initial
+from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
+from fedfm.models.dual_encoder import DualModel, active_layers, boundary_states, image_trunk, need, top, trunk_images
+from fedfm.models.layers import layers
+from fedfm.models.model import Model
+from fedfm.training import AdamW, Local
+from fedfm.training.job import Job
+from fedfm.training.loop import Flat
+from fedfm.training.update_rules import Rule
+
+HELD_OUT = 0.1  # of the training rows: they decide when a layer wakes up
+FEWEST = 20  # training rows of which some are held out; with fewer, the training rows decide
+PIECE = 256  # rows that are scored at a time
+TRUNK = "trunk."  # names of the gate's own image block
+LEAST_LOSS = 1e-3  # of gate_weights = "inverse_loss"
+NOTHING = Params({})
+
+
+@dataclass(frozen=True)
+class MSState:
+    """Server state.
+
+    Attributes:
+        W_g: the global expert, LoRA of both encoders.
+        Z_g: the gate adapter.
+        k: layers that are active at each client that has a local expert.
+        has: clients that were sent W_g after stage one and answered since.
+        deciding: rows at each of these clients that decide when a layer wakes up.
+        frozen: numbers of the foundation model.
+    """
+
+    W_g: Params
+    Z_g: Params
+    k: dict[ClientId, int]
+    has: dict[ClientId, bool]
+    deciding: dict[ClientId, int]
+    frozen: int
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a client tells of its queue: k, and how many rows decide."""
+
+    k: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class FedMS(Method[MSState]):
+    """A global and a local LoRA expert of a CLIP-like model, mixed by a federated gate; layers wake up as progress
+    stalls.
+    """
+
+    own_models: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(adaptations=("lora",))
+    means: ClassVar[tuple[str, ...]] = ("train", "adapt")
+    asks: ClassVar[tuple[str, ...]] = ("activity",)
+    state_type: ClassVar[Any] = MSState
+
+    global_rounds: int = setting(25, "stage one: rounds of the global expert", ge=0)
+    local_rounds: int = setting(25, "stage two: rounds of the local experts and the gate", ge=0)
+    fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)
+    weighting: str = setting(
+        "uniform", "of stage one's mean: uniform (equation 1) or size", choices=("uniform", "size")
+    )
+    queue: int = setting(5, "Q, accuracies that the capability queue holds", ge=1)
+    threshold: float = setting(0.01, "delta: a gain below it wakes up a layer (equation 5)", finite=True)
+    reset: bool = setting(False, "empty the queue when a layer wakes up")
+    accuracy_of: str = setting("mixture", "what fills the queue: mixture or local expert", choices=("mixture", "local"))
+    gate: str = setting(
+        "adapter",
+        "what of the gate is trained and sent: adapter; last, its last layer; all, also an image block",
+        choices=("adapter", "last", "all"),
+    )
+    gate_weights: str = setting(
+        "loss",
+        "a_i of equation 7: loss, size, inverse_loss or uniform",
+        choices=("loss", "size", "inverse_loss", "uniform"),
+    )
+    share: float | None = setting(None, "lambda of every row, instead of a gate", ge=0, le=1)
+    objective: str = setting(
+        "separate",
+        "stage two: separate, the gate by the mixture's loss, the expert by its own; or joint, both by the mixture's",
+        choices=("separate", "joint"),
+    )
+    local: Local = setting(AdamW(learning_rate=2e-4, weight_decay=0.05), "client optimiser: E, B, eta")
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        """Of both stages."""
+        return self.global_rounds + self.local_rounds
+
+    def init(self, fed: Federation) -> MSState:
+        Z = initial(need(fed.model).dual.width, fed.seed)
+        if self.gate == "all":
+            Z = Params(dict(Z) | {f"{TRUNK}{n}": t for n, t in image_trunk(fed.model).items()})
+        total = sum(p.numel() for p in fed.model.module.parameters())
+        return MSState(fed.initial, Z, {}, {}, {}, total - sum(fed.initial.layout.sizes.values()))
+
+    def step(self, fed: Federation, s: MSState, t: int) -> MSState:
+        cohort = fed.sample(self.fraction)
+        if t <= self.global_rounds:
+            return dataclasses.replace(s, W_g=s.W_g + fed.mean(self.train, of=cohort, w=s.W_g))  # equation 1
+        Z_g = self.travelling(s.Z_g)
+        experts = Params.join(**{GLOBAL: s.W_g, GATE: s.Z_g})
+        start = each({i: NOTHING if i in s.has else experts for i in cohort})
+        Z = Z_g + fed.mean(self.adapt, of=cohort, like=Z_g.layout, Z_g=Z_g, start=start)  # equation 7
+        out = {e.client for e in fed.excluded if e.round == t}
+        told: dict[ClientId, Activity] = fed.ask(self.activity, of=[i for i in cohort if i not in out], least=0)
+        for i in sorted(told.keys() & s.k.keys() - s.has.keys()):
+            fed.notice(f"{i} had lost its local expert: it started again from the global one")
+        return MSState(
+            s.W_g,
+            s.Z_g.replace(Z),
+            s.k | {i: a.k for i, a in told.items()},
+            dict.fromkeys(sorted((s.has.keys() | set(cohort)) - out), True),
+            s.deciding | {i: a.rows for i, a in told.items()},
+            s.frozen,
+        )
+
+    # --- stage one ----------------------------------------------------------------------------------------------------
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        """LoRA of both encoders, from W_g; rows that decide later are held out already."""
+        rows, _ = split(client)
+        W_i = self.local(with_rows(client, rows), w)
+        return Update(W_i - w, len(rows) if self.weighting == "size" else 1, client.metrics)
+
+    # --- stage two ----------------------------------------------------------------------------------------------------
+    @on_client
+    def adapt(self, client: Client, Z_g: Params, start: Params) -> Update:
+        """Sparsely activated LoRA, then one local pass of expert and gate; the local expert stays here."""
+        memory = client.memory
+        if len(start):
+            memory["W_g"], memory["gate"] = start.part(GLOBAL), start.part(GATE)
+            memory["W_i"], memory["k"], memory["q"] = memory["W_g"], 1, Params({"q": torch.zeros(0)})
+        elif "W_i" not in memory:
+            raise ClientFault(E_LOST, "the local expert is lost: it starts again from the global one")
+        Z_g = memory["gate"].replace(Z_g)
+        rows, deciding = split(client)
+        W_g, W_i = memory["W_g"], memory["W_i"]
+        if not len(start):  # at first nothing has been trained that could be measured
+            self.measure(client, deciding, W_g, W_i, Z_g)
+        W_i, Z_i, L_i = self.local_pass(with_rows(client, rows), W_g, W_i, Z_g, memory["k"])
+        if not np.isfinite(L_i):
+            raise ClientFault(E_NONFINITE, f"the gate's loss is {L_i}")
+        memory["W_i"] = W_i
+        client.metrics["active_layers"], client.metrics["deciding_rows"] = float(memory["k"]), float(len(deciding))
+        return Update(self.travelling(Z_i) - self.travelling(Z_g), self.weight(L_i, len(rows)), client.metrics)
+
+    def measure(self, client: Client, deciding: Rows, W_g: Params, W_i: Params, Z_g: Params) -> None:
+        """Equation 5: one more layer wakes up when the last Q accuracies stall."""
+        own = Params.join(**{GLOBAL: W_g, LOCAL: W_i, GATE: Z_g})
+        said = self.logits(client.model, own if self.accuracy_of == "mixture" else W_i, deciding)
+        a = client.model.evaluate(deciding, said)["accuracy"]
+        deepest = max(map(len, client.model.parts.encoders))
+        q = deque(client.memory["q"]["q"].tolist(), maxlen=self.queue)
+        k = activated(q, a, client.memory["k"], self.threshold, deepest)
+        if self.reset and k > client.memory["k"]:
+            q.clear()
+        q.append(a)
+        client.memory["q"], client.memory["k"] = Params({"q": torch.tensor(list(q), dtype=torch.float64)}), k
+
+    def local_pass(self, client: Client, W_g: Params, W_i: Params, Z_g: Params, k: int) -> tuple[Params, Params, float]:
+        """E epochs of both objectives. The top k layers of the local expert are trained, the others are those of W_i.
+
+        Returns:
+            W_i, Z_i, and the gate's mean loss L_i.
+        """
+        model, rows = need(client.model), client.data.train
+        labels = rows.labels
+        if labels is None:
+            raise InputError("data.label: fedms classifies; the rows have no labels")
+        mixture = Experts(model, W_g, rows, k)
+        gate = Gate(model.dual.width).load(Z_g).to(model.device)
+        trunk = {n: t.to(model.device).clone().requires_grad_() for n, t in Z_g.items() if n.startswith(TRUNK)}
+        model.load(W_i)
+        active = set(active_layers(model, k))
+        owners = {n: layer for layer, names in layers(model, "layer").items() for n in names}
+        flats = [
+            Flat({n: p for n, p in model.live().items() if owners[n] in active}),
+            Flat({n: p for n, p in gate.named_parameters() if self.gate != "last" or n.startswith(LAST)} | trunk),
+        ]
+        rules = [Rule(self.local, flat.p) for flat in flats]
+        total, expert, shares, seen = 0.0, 0.0, 0.0, 0
+        model.train_mode()
+        gate.mode(rows=len(rows), last=self.gate == "last")
+        # LoRA's dropout draws from torch's global generator: give it this client's own stream.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(client.seed)
+            for index in Job(client, W_i, self.local).orders():
+                if len(index) == 1 and gate.training:
+                    continue  # batch norm has no variance of one row
+                y = labels[index].to(model.device)
+                seen_by_gate = mixture.seen(index, trunk)  # first: it installs W_g for a moment
+                of_g, of_i = mixture.cosines(index, train=True)
+                lam = self.lam(gate, seen_by_gate)
+                held = of_i.detach() if self.objective == "separate" else of_i
+                L_gate = F.cross_entropy(model.dual.scale * mixed(lam, of_g, held), y)  # equation 3
+                L_expert = F.cross_entropy(model.dual.scale * of_i, y)  # equation 2
+                loss: Any = L_gate + L_expert if self.objective == "separate" else L_gate
+                loss.backward()
+                for flat, rule in zip(flats, rules, strict=True):
+                    rule.step(flat.p, flat.g)
+                    flat.g.zero_()
+                b = len(index)
+                seen, total, expert = seen + b, total + b * L_gate.item(), expert + b * L_expert.item()
+                shares += float(lam.detach().sum())
+        model.eval_mode()
+        n = max(seen, 1)
+        client.metrics |= {"loss": expert / n, "gate_loss": total / n, "global_share": shares / n}
+        return model.params(), Params(gate.tensors() | trunk), total / n
+
+    def lam(self, gate: Gate, V_g: Tensor) -> Tensor:
+        """Lambda (b,)."""
+        return gate(V_g) if self.share is None else torch.full((len(V_g),), self.share, device=V_g.device)
+
+    def weight(self, L_i: float, n_i: int) -> float:
+        """a_i of equation 7, before the weights are made to sum to 1; where all losses are 0, all are alike."""
+        if self.gate_weights == "loss":
+            return max(L_i, 1e-12)
+        return {"size": float(n_i), "inverse_loss": 1 / max(L_i, LEAST_LOSS), "uniform": 1.0}[self.gate_weights]
+
+    def travelling(self, Z: Params) -> Params:
+        """What of the gate is sent."""
+        return Z.only(n for n in Z if n.startswith(LAST)) if self.gate == "last" else Z
+
+    def adapter(self, Z: Params) -> Params:
+        """The gate without a trunk of its own."""
+        return Z.only(n for n in Z if not n.startswith(TRUNK))
+
+    @on_client
+    def activity(self, client: Client) -> Activity:
+        """How many layers are active at the client, and how many rows decided it."""
+        return Activity(client.memory["k"], len(split(client)[1]))
+
+    # --- the result ---------------------------------------------------------------------------------------------------
+    def params_for(self, s: MSState, client: ClientId) -> Params:
+        return Params.join(**{GLOBAL: s.W_g, GATE: s.Z_g}) if s.has else s.W_g
+
+    def own(self, client: Client, w: Params) -> Params:
+        """The global expert, the local one and the gate; before stage two, and of a client without one, W_g."""
+        if not is_mixture(w):
+            return w
+        W_g, W_i = w.part(GLOBAL), client.memory.get("W_i")
+        return W_g if W_i is None else Params.join(**{GLOBAL: W_g, LOCAL: W_i, GATE: w.part(GATE)})
+
+    def start_of(self, client: Client, w: Params) -> Params:
+        return w.part(GLOBAL) if is_mixture(w) else w
+
+    def start_models(self, s: MSState) -> dict[ClientId, Params]:
+        return {"": s.W_g}  # stage one alone, for comparison
+
+    def check_own(self, w: Params, model: Model) -> None:
+        """Refuse what a client gave as its own model where it is none.
+
+        Raises:
+            ClientFault: with the first tensor that differs.
+        """
+        if not is_mixture(w):
+            match(w, model.layout, "model")
+            return
+        for part in (GLOBAL, LOCAL):
+            match(w.part(part), model.layout, part)
+        match(self.adapter(w.part(GATE)), initial(need(model).dual.width, 0).layout, GATE)
+
+    def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
+        """S O of equation 6, (n, C); of one expert alone its scaled cosines."""
+        if not is_mixture(w) or not any(n.startswith(f"{LOCAL}/") for n in w):
+            model.load(w.part(GLOBAL) if is_mixture(w) else w)
+            return model.predict(rows)
+        own, W_g, W_i = need(model), w.part(GLOBAL), w.part(LOCAL)
+        k = differing(own, W_g, W_i)
+        Z, done = w.part(GATE), list[Tensor]()
+        gate = Gate(own.dual.width).load(Z).to(own.device).eval()
+        trunk = {n: t.to(own.device) for n, t in Z.items() if n.startswith(TRUNK)}
+        for start in range(0, len(rows), PIECE):
+            piece = np.arange(start, min(start + PIECE, len(rows)))
+            both = Experts(own, W_g, rows.take(piece), k)
+            own.load(W_i)
+            with torch.no_grad():
+                lam = self.lam(gate, both.seen(piece - start, trunk))
+                of_g, of_i = both.cosines(piece - start, train=False)
+                done.append((own.dual.scale * mixed(lam, of_g, of_i)).float().cpu())
+        return torch.cat(done) if done else torch.zeros(0, len(own.classes))
+
+    def newcomer(
+        self, model: Model, s: MSState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
+    ) -> tuple[Params, dict[ClientId, float]]:
+        """The global expert, a local one that starts from it, and the gate as it stands."""
+        return Params.join(**{GLOBAL: s.W_g, LOCAL: adapt(s.W_g), GATE: s.Z_g}), {}
+
+    def details(self, s: MSState, judge: Judge | None) -> dict[str, Any]:
+        lora, gate = (sum(w.layout.sizes.values()) for w in (s.W_g, s.Z_g))
+        share = {"stage one": lora / s.frozen, "stage two": (lora + gate) / s.frozen}  # Table 1
+        return {"active_layers": dict(s.k), "deciding_rows": dict(s.deciding), "trainable_share": share}
+
+    def baselines(self) -> dict[str, Method[Any]]:
+        """Stage one alone for as many rounds, and the gate removed."""
+        fixed = {f"lambda-{share:g}": dataclasses.replace(self, share=share) for share in (0.0, 0.5, 1.0)}
+        return {"stage-one": FedAvg(self.rounds, self.fraction, self.weighting, self.local), **fixed}
+
+    def validate(self) -> None:
+        if self.local.personal:
+            raise InputError("method.local.name: every client has an expert of its own already; take a plain optimiser")
+
+
+class Experts:
+    """The cosines of both experts on one client's rows. What is the same for both is computed once."""
+
+    def __init__(self, model: DualModel, W_g: Params, rows: Rows, k: int) -> None:
+        self.model, self.k, self.W_g, self.rows = model, k, W_g, rows
+        self.states = boundary_states(model, W_g, rows, k)
+        model.load(W_g)
+        with torch.no_grad():
+            V_g, self.T_g = top(model, self.states, k, train=False)
+        self.V_g = V_g
+
+    def seen(self, index: np.ndarray, trunk: Mapping[str, Tensor]) -> Tensor:
+        """What the gate adapter sees of these rows, (b, d): V_g, or what the gate's own trunk gives."""
+        if not trunk:
+            return self.V_g[index]
+        below = boundary_states(self.model, self.W_g, self.rows.take(index), 1).images
+        return trunk_images(self.model, self.W_g, {n.removeprefix(TRUNK): t for n, t in trunk.items()}, below)
+
+    def cosines(self, index: np.ndarray, *, train: bool) -> tuple[Tensor, Tensor]:
+        """(<V_g, T_g>, <V_i, T_i>), (b, C) each; of the local expert as the model has it now."""
+        V_i, T_i = top(self.model, self.states.take(index), self.k, train=train)
+        return self.V_g[index] @ self.T_g.T, V_i @ T_i.T
+
+
+def differing(model: Model, W_g: Params, W_i: Params) -> int:
+    """How many of the top layers hold every difference between the experts: below them both compute the same."""
+    encoders = model.parts.encoders
+    changed = {
+        layer for layer, names in layers(model, "layer").items() if any(bool((W_g[n] != W_i[n]).any()) for n in names)
+    }
+    depths = [len(blocks) - i for blocks in encoders for i, (path, _) in enumerate(blocks) if path in changed]
+    return max(depths, default=1)
+
+
+def mixed(lam: Tensor, of_g: Tensor, of_i: Tensor) -> Tensor:
+    """O of equation 6: lambda <V_g, T_g> + (1 - lambda) <V_i, T_i>, for lambda (b,) and cosines (b, C)."""
+    return lam[:, None] * of_g + (1 - lam)[:, None] * of_i
+
+
+def activated(q: deque[float], a: float, k: int, threshold: float, deepest: int) -> int:
+    """K after the accuracy ``a`` (equation 5): where the queue is full and a is less than ``threshold`` above its mean,
+    one layer more, at most ``deepest``.
+    """
+    full = len(q) == q.maxlen
+    return min(k + 1, deepest) if full and a - sum(q) / len(q) < threshold else k
+
+
+def split(client: Client) -> tuple[Rows, Rows]:
+    """(rows that are trained on, rows that decide): the client's validation rows decide, or a fixed tenth of its
+    training rows; of fewer than 20, all do both.
+    """
+    rows, val = client.data.train, client.data.val
+    if len(val):
+        return rows, val
+    if len(rows) < FEWEST:
+        return rows, rows
+    order = seeds.generator(0, "held out", client.id).permutation(len(rows))
+    out = int(HELD_OUT * len(rows))
+    return rows.take(np.sort(order[out:])), rows.take(np.sort(order[:out]))
+
+
+def with_rows(client: Client, rows: Rows) -> Client:
+    """The client with these training rows; its memory and metrics are shared."""
+    return dataclasses.replace(client, data=ClientData(lambda: rows, Rows, Rows))
+
+
+def is_mixture(w: Params) -> bool:
+    """Whether these are experts with a gate, rather than one expert."""
+    return any(name.startswith(f"{GATE}/") for name in w)
