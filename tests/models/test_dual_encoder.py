@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_clip import TEXT, VISION, built, save, tokenizer
 from tiny_models import images, load
 
 import fedfm
@@ -29,39 +30,6 @@ from fedfm.training import packed
 KINDS = ("clip", "siglip", "vtde")
 CLASSES = ("fox", "small_dog", "bird")
 TEMPLATES = ("a photo of a {}.", "the {}")
-WORDS = ("a", "photo", "of", "the", "fox", "small", "dog", "bird", ".", "X", "cow")
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
-SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
-VISION = {**SIZES, "num_hidden_layers": 3, "image_size": 16, "patch_size": 8}
-TEXT = {**SIZES, "num_hidden_layers": 2, "vocab_size": 40, "max_position_embeddings": 24, "pad_token_id": 0}
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate((*SPECIAL, *WORDS))}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    ends = [("[CLS]", 2), ("[SEP]", 3)]
-    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-    special = {"unk_token": "[UNK]", "bos_token": "[CLS]", "eos_token": "[SEP]", "pad_token": "[PAD]"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
-
-
-def built(kind):
-    import transformers as t
-
-    ends = {"bos_token_id": 2, "eos_token_id": 3}
-    match kind:
-        case "clip":
-            return t.CLIPModel(t.CLIPConfig(vision_config=VISION, text_config={**TEXT, **ends}, projection_dim=12))
-        case "siglip":
-            return t.SiglipModel(t.SiglipConfig(vision_config=VISION, text_config={**TEXT, **ends}))
-    two = t.ViTConfig(**VISION), t.BertConfig(**TEXT)
-    config = t.VisionTextDualEncoderConfig.from_vision_text_configs(*two, projection_dim=12)
-    return t.VisionTextDualEncoderModel(config)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Folder of a tiny model whose weights are large enough for the classes to differ."""
@@ -69,20 +37,7 @@ def place(tmp_path_factory):
 
     def get(kind):
         if kind not in made:
-            from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
-
-            path = made[kind] = tmp_path_factory.mktemp(kind)
-            with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(7)
-                model = built(kind)
-                for name, p in model.named_parameters():
-                    if p.dim() > 1:
-                        p.add_(0.2 * torch.randn_like(p))
-                    elif name == "logit_scale":
-                        p.fill_(1.5)
-                model.save_pretrained(path)
-                ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(path)
-                tokenizer().save_pretrained(path)
+            made[kind] = save(kind, tmp_path_factory.mktemp(kind))
         return made[kind]
 
     return get

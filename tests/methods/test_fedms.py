@@ -1,0 +1,264 @@
+"""FedMS: the specification's figures, a naive loop beside it, and clients that are absent or lose what they keep."""
+
+import dataclasses
+import json
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_clip import save
+
+import fedfm
+from fedfm.core.client import Client, ClientData
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.methods.fedms.fedms import FedMS, activated, differing, mixed, split
+from fedfm.methods.fedms.gate import Gate, initial
+from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
+from fedfm.runtime.population import populate
+
+CLASSES = ("fox", "small_dog", "bird")
+LOCAL_PASS = {"name": "adamw", "learning_rate": 0.01, "batch_size": 16}
+
+
+@pytest.fixture(scope="module", params=["clip", "vtde"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def place(kind, tmp_path_factory):
+    """A folder with a tiny model of two encoders, and pictures of three classes that differ by their background."""
+    path = tmp_path_factory.mktemp(kind)
+    save(kind, path / "model")
+    rng = np.random.default_rng(0)
+    y, base = rng.integers(0, 3, 160), rng.integers(0, 255, (3, 16, 16, 3))
+    x = np.clip(base[y] * 0.6 + rng.integers(0, 255, (160, 16, 16, 3)) * 0.4, 0, 255).astype(np.uint8)
+    split_ = np.array(["train"] * 120 + ["test"] * 40)
+    np.savez(path / "rows.npz", x=x, y=y, split=split_, classes=np.array(CLASSES))
+    return path
+
+
+def tables(place, run=None, adaptation=None, clients=3, **method):
+    return {
+        "data": {
+            "path": str(place / "rows.npz"),
+            "partition": {"name": "dirichlet", "alpha": 0.5, "clients": clients},
+        },
+        "model": {
+            "name": str(place / "model"),
+            "task": "zero_shot",
+            "adaptation": {"name": "lora", "rank": 2} | (adaptation or {}),
+        },
+        "method": {"name": "fedms", "global_rounds": 1, "local_rounds": 2, "local": LOCAL_PASS} | method,
+        "run": {"seed": 0} | (run or {}),
+    }
+
+
+def run(place, out, progress=None, **more):
+    asked = {} if progress is None else {"progress": progress}
+    return fedfm.run(fedfm.Experiment.from_dict(tables(place, **more)), out=out, **asked)
+
+
+# --- the specification's figures --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("reset", "expected"), [(False, [1, 1, 1, 1, 2, 3, 3, 4]), (True, [1, 1, 1, 1, 2, 2, 2, 3])])
+def test_layers_wake_up_as_specified(reset, expected):
+    q, k, found = deque(maxlen=3), 1, []
+    for a in (0.50, 0.56, 0.60, 0.61, 0.60, 0.61, 0.64, 0.63):
+        more = activated(q, a, k, 0.02, 4)
+        if reset and more > k:
+            q.clear()
+        k = more
+        q.append(a)
+        found.append(k)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("loss", 2.8), ("inverse_loss", 1.9032), ("size", 3.1), ("uniform", 2.3333)]
+)
+def test_the_gates_are_averaged_as_specified(name, expected):
+    method = FedMS(gate_weights=name)
+    a = [method.weight(L, n) for L, n in ((0.2, 10), (0.3, 30), (0.5, 60))]
+    assert sum(w * z for w, z in zip(a, (1, 2, 4), strict=True)) / sum(a) == pytest.approx(expected, abs=5e-5)
+
+
+def test_losses_of_zero_weigh_alike():
+    assert len({FedMS().weight(0.0, n) for n in (1, 7)}) == 1
+
+
+def test_the_mixture_is_of_cosines():
+    O = mixed(torch.tensor([0.25]), torch.tensor([[0.3, 0.1]]), torch.tensor([[0.2, 0.4]]))  # noqa: E741
+    torch.testing.assert_close(O, torch.tensor([[0.225, 0.325]]))
+    torch.testing.assert_close((10 * O).softmax(-1), torch.tensor([[0.26894, 0.73106]]), atol=1e-5, rtol=0)
+    assert F.cross_entropy(10 * O, torch.tensor([0])).item() == pytest.approx(1.31326, abs=1e-5)
+
+
+def test_the_gate_is_a_share_of_each_row():
+    gate = Gate(6).load(initial(6, 0))
+    V = torch.randn(9, 6)
+    hidden = F.batch_norm(V @ gate.hidden.weight.T + gate.hidden.bias, None, None, training=True)
+    z = F.batch_norm(hidden.relu() @ gate.output.weight.T + gate.output.bias, None, None, training=True)
+    torch.testing.assert_close(gate.train()(V), torch.exp(z[:, 0]) / torch.exp(z).sum(1))
+
+
+# --- against a naive loop ---------------------------------------------------------------------------------------------
+def test_a_local_pass_is_that_of_a_loop_that_computes_both_experts_whole(place):
+    """Stage two beside plain PyTorch: both experts' whole forward, torch's AdamW, the layers chosen by hand."""
+    experiment = fedfm.Experiment.from_dict(tables(place))
+    population = populate(experiment)
+    model, method = population.model, experiment.method
+    rows = population.data(population.clients[0]).train
+    W_g = model.params()
+    W_g = W_g.map(lambda x: x + 0.05 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
+    Z = initial(model.dual.width, 3)
+    client = Client("a", ClientData(lambda: rows, type(rows), type(rows)), model, {}, 5)
+    W_i, Z_i, L_i = method.local_pass(client, W_g, W_g, Z, 2)
+
+    model.load(W_g)
+    model.eval_mode()
+    with torch.no_grad():
+        V_g, T_g = model.dual.images(rows.tensors["pixel_values"]), model.dual.encode_texts()
+    top = [path for blocks in model.parts.encoders for path, _ in blocks[-2:]]
+    live = {n: p for n, p in model.live().items() if any(f"{t}." in n for t in top)}
+    gate = Gate(model.dual.width).load(Z).train()
+    both = [torch.optim.AdamW(x, lr=0.01, weight_decay=0.0) for x in (live.values(), gate.parameters())]
+    from fedfm.training.job import Job
+
+    total = seen = 0
+    for index in Job(client, W_g, method.local).orders():
+        if len(index) < 2:
+            continue
+        y = rows.labels[index]
+        V_i, T_i = model.dual.images(rows.tensors["pixel_values"][index]), model.dual.encode_texts()
+        lam = gate(V_g[index])[:, None]
+        of_g, of_i = V_g[index] @ T_g.T, V_i @ T_i.T
+        L_gate = F.cross_entropy(model.dual.scale * (lam * of_g + (1 - lam) * of_i.detach()), y)
+        for o in both:
+            o.zero_grad()
+        (L_gate + F.cross_entropy(model.dual.scale * of_i, y)).backward()
+        for o in both:
+            o.step()
+        total, seen = total + L_gate.item() * len(index), seen + len(index)
+    for name, tensor in model.params().items():
+        torch.testing.assert_close(W_i[name], tensor, atol=2e-5, rtol=1e-3, msg=name)
+    for name, tensor in gate.tensors().items():
+        torch.testing.assert_close(Z_i[name], tensor, atol=2e-5, rtol=1e-3, msg=name)
+    assert L_i == pytest.approx(total / seen, rel=1e-4)
+    still = [n for n in W_g if n not in live]
+    assert still
+    assert all(torch.equal(W_i[n], W_g[n]) for n in still)
+    assert differing(model, W_g, W_i) == 2
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_without_a_gate_one_expert_decides(place, share):
+    experiment = fedfm.Experiment.from_dict(tables(place, share=share))
+    population = populate(experiment)
+    model, rows = population.model, population.test
+    W_g, W_i = model.params(), model.params().map(lambda x: x + 0.1)
+    w = Params.join(**{GLOBAL: W_g, LOCAL: W_i, GATE: initial(model.dual.width, 0)})
+    said = experiment.method.logits(model, w, rows)
+    model.load(W_g if share else W_i)
+    torch.testing.assert_close(said, model.predict(rows), atol=1e-4, rtol=1e-4)
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("gate", ["adapter", "last", "all"])
+def test_every_variant_has_the_same_bits_with_one_worker_and_two(place, gate, tmp_path):
+    one = run(place, tmp_path / "one", gate=gate, run={"workers": 1})
+    two = run(place, tmp_path / "two", gate=gate, run={"workers": 2})
+    assert one["params_sha256"] == two["params_sha256"]
+    assert one["client_accuracy"] == two["client_accuracy"]
+
+
+def test_stage_two_sends_the_gate_and_never_an_expert(place, tmp_path):
+    for gate in ("adapter", "last"):
+        run(place, tmp_path / gate, gate=gate, local_rounds=3)
+    lines = {
+        g: [json.loads(x) for x in (tmp_path / g / "messages.jsonl").read_text().splitlines()]
+        for g in ("adapter", "last")
+    }
+    up = {
+        g: {c["round"]: c["bytes"] for c in crossings if c["to"] == "server" and c["action"] == "train.FedMS_adapt"}
+        for g, crossings in lines.items()
+    }
+    d = 12  # of both tiny models
+    numbers = {"adapter": d * d + d + 4 * d + 2 * d + 2 + 8, "last": 2 * d + 2 + 8}
+    for gate, count in numbers.items():
+        assert set(up[gate]) == {2, 3, 4}
+        assert all(4 * count <= b <= 4 * count + 1500 for b in up[gate].values())
+    down = {
+        c["round"]: c["bytes"] for c in lines["last"] if c["from"] == "server" and c["action"] == "train.FedMS_adapt"
+    }
+    assert down[2] > 4 * down[3]  # the global expert is sent once
+
+
+def test_thresholds_wake_up_all_layers_or_none(place, tmp_path):
+    for name, threshold, expected in (("never", -2.0, 1), ("always", 2.0, 3)):
+        out = run(place, tmp_path / name, queue=1, threshold=threshold, global_rounds=0, local_rounds=4)
+        assert set(out["details"]["active_layers"].values()) == {expected}
+
+
+class Stop(fedfm.Progress):
+    """Stands for Ctrl-C after a round."""
+
+    def __init__(self, t):
+        self.t = t
+
+    def round(self, t, *args, **kwargs):
+        if t == self.t:
+            raise KeyboardInterrupt
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(place, tmp_path):
+    whole = run(place, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(place, tmp_path / "part", progress=Stop(2))
+    assert fedfm.resume(tmp_path / "part")["params_sha256"] == whole["params_sha256"]
+
+
+def test_few_rows_decide_by_themselves_and_others_hold_a_tenth_out(place):
+    population = populate(fedfm.Experiment.from_dict(tables(place)))
+    rows = population.data(population.clients[0]).train
+    for n, (left, out) in {12: (12, 12), 30: (27, 3)}.items():
+        data = ClientData(lambda n=n: rows.take(range(n)), type(rows), type(rows))
+        train, deciding = split(Client("a", data, population.model, {}, 0))
+        assert (len(train), len(deciding)) == (left, out)
+
+
+def test_absent_clients_keep_their_experts(place, tmp_path):
+    out = run(place, tmp_path / "some", fraction=0.4, local_rounds=4)
+    assert 1 <= len(out["details"]["active_layers"]) <= 3
+
+
+def test_a_client_model_is_predicted_and_exported(place, tmp_path):
+    out = tmp_path / "run"
+    line = run(place, out)
+    client = sorted(line["client_accuracy"])[0]
+    said = fedfm.predict(out, place / "rows.npz", client=client)
+    assert len(said["predictions"]) == 160
+    folder = out / "clients" / client / "adapter"
+    assert (folder / "gate.safetensors").exists()
+    from peft import PeftConfig
+
+    assert {PeftConfig.from_pretrained(folder / e).r for e in (GLOBAL, LOCAL)} == {2}
+
+
+def test_a_model_of_one_encoder_is_refused(tmp_path):
+    experiment = {
+        "data": {"name": "digits", "limit": 60},
+        "model": {"name": "nano-vit", "adaptation": {"name": "lora"}},
+        "method": {"name": "fedms"},
+    }
+    with pytest.raises(InputError, match="two encoders"):
+        fedfm.run(fedfm.Experiment.from_dict(experiment), out=tmp_path / "x")
+
+
+def test_an_optimiser_with_a_model_of_its_own_is_refused():
+    from fedfm.training import DittoOptimiser
+
+    with pytest.raises(InputError, match="expert of its own"):
+        dataclasses.replace(FedMS(), local=DittoOptimiser()).validate()
