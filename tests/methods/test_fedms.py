@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_clip import save
 
 import fedfm
+from fedfm.api.predict import predict
 from fedfm.core.client import Client, ClientData
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -18,6 +18,8 @@ from fedfm.methods.fedms.fedms import FedMS, activated, differing, mixed, split
 from fedfm.methods.fedms.gate import Gate, initial
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.runtime.population import populate
+from fedfm.runtime.progress import Progress
+from tiny_clip import save
 
 CLASSES = ("fox", "small_dog", "bird")
 LOCAL_PASS = {"name": "adamw", "learning_rate": 0.01, "batch_size": 16}
@@ -182,7 +184,7 @@ def test_stage_two_sends_the_gate_and_never_an_expert(place, tmp_path):
         for g in ("adapter", "last")
     }
     up = {
-        g: {c["round"]: c["bytes"] for c in crossings if c["to"] == "server" and c["action"] == "train.FedMS_adapt"}
+        g: {c["round"]: c["bytes"] for c in crossings if c["to"] == "server" and c["handler"] == "train.FedMS_adapt"}
         for g, crossings in lines.items()
     }
     d = 12  # of both tiny models
@@ -191,7 +193,7 @@ def test_stage_two_sends_the_gate_and_never_an_expert(place, tmp_path):
         assert set(up[gate]) == {2, 3, 4}
         assert all(4 * count <= b <= 4 * count + 1500 for b in up[gate].values())
     down = {
-        c["round"]: c["bytes"] for c in lines["last"] if c["from"] == "server" and c["action"] == "train.FedMS_adapt"
+        c["round"]: c["bytes"] for c in lines["last"] if c["from"] == "server" and c["handler"] == "train.FedMS_adapt"
     }
     assert down[2] > 4 * down[3]  # the global expert is sent once
 
@@ -202,21 +204,21 @@ def test_thresholds_wake_up_all_layers_or_none(place, tmp_path):
         assert set(out["details"]["active_layers"].values()) == {expected}
 
 
-class Stop(fedfm.Progress):
-    """Stands for Ctrl-C after a round."""
+class _Stop(Progress):
+    """Stops the run when a round has been judged."""
 
-    def __init__(self, t):
-        self.t = t
+    def __init__(self, after):
+        self._after = after
 
-    def round(self, t, *args, **kwargs):
-        if t == self.t:
+    def round(self, line):
+        if line["round"] == self._after:
             raise KeyboardInterrupt
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits(place, tmp_path):
     whole = run(place, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(place, tmp_path / "part", progress=Stop(2))
+        run(place, tmp_path / "part", progress=_Stop(2))
     assert fedfm.resume(tmp_path / "part")["params_sha256"] == whole["params_sha256"]
 
 
@@ -238,7 +240,7 @@ def test_a_client_model_is_predicted_and_exported(place, tmp_path):
     out = tmp_path / "run"
     line = run(place, out)
     client = sorted(line["client_accuracy"])[0]
-    said = fedfm.predict(out, place / "rows.npz", client=client)
+    said = predict(out, place / "rows.npz", client=client)
     assert len(said["predictions"]) == 160
     folder = out / "clients" / client / "adapter"
     assert (folder / "gate.safetensors").exists()

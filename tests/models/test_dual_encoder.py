@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_clip import TEXT, VISION, built, save, tokenizer
 from tiny_models import images, load
 
 import fedfm
@@ -26,10 +25,13 @@ from fedfm.models.model import PREDICTORS, Model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import packed
+from tiny_clip import save, tokenizer
 
 KINDS = ("clip", "siglip", "vtde")
 CLASSES = ("fox", "small_dog", "bird")
 TEMPLATES = ("a photo of a {}.", "the {}")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Folder of a tiny model whose weights are large enough for the classes to differ."""
