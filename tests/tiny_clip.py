@@ -1,5 +1,8 @@
 """Tiny random models of two encoders: CLIP, SigLIP, and a vision-text dual encoder of a ViT and a BERT."""
 
+from pathlib import Path
+
+import numpy as np
 import torch
 
 from fedfm.models.quiet import quiet
@@ -53,3 +56,13 @@ def save(kind, folder):
         ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
         tokenizer().save_pretrained(folder)
     return folder
+
+
+def pictures(path: Path) -> Path:
+    """120 training and 40 test pictures of 3 classes that differ by their background, as npz."""
+    rng = np.random.default_rng(0)
+    y, base = rng.integers(0, 3, 160), rng.integers(0, 255, (3, 16, 16, 3))
+    x = np.clip(base[y] * 0.6 + rng.integers(0, 255, (160, 16, 16, 3)) * 0.4, 0, 255).astype(np.uint8)
+    split = np.array(["train"] * 120 + ["test"] * 40)
+    np.savez(path, x=x, y=y, split=split, classes=np.array(["fox", "small_dog", "bird"]))
+    return path

@@ -32,6 +32,7 @@ from toy import run as rounds
 ATTACKS = {
     "label_shuffle": {"intensity": 2},
     "sign_flip": {},
+    "reversed_weights": {"variant": "reflect"},
     "scaled_update": {"factor": 3.0},
     "backdoor": {"target": "cow", "factor": 2.0},
 }
@@ -330,7 +331,7 @@ def test_only_files_that_define_an_attack_are_attacks():
     ("attack", "method", "said"),
     [
         ({"name": "label_shufle", "fraction": 0.4}, "fedavg", 'did you mean "label_shuffle"'),
-        ({"name": "reversed_weights", "fraction": 0.4}, "fedavg", 'expected "backdoor", "label_shuffle"'),
+        ({"name": "none", "fraction": 0.4}, "fedavg", 'expected "backdoor", "label_shuffle"'),
         ({"name": "rates", "fraction": 0.4}, "fedavg", "attack.name = "),
         ({"fraction": 0.4}, "fedavg", "attack.name is missing"),
         ({"name": "sign_flip"}, "fedavg", r"attack.fraction = 0.0: expected a number in \(0, 1\]"),

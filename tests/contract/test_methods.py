@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import fedfm
+import tiny_clip
 import tiny_text
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import available, resolve
@@ -36,8 +37,12 @@ def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
     """
     tables = experiment(folder, method={"name": name, "rounds": rounds, **keys}, run=run or {})
     cls = resolve("methods", name)
-    takes = resolve("methods", like or name)().needs.adaptations
-    if takes == ("lora",):
+    needs = resolve("methods", like or name)().needs
+    takes = needs.adaptations
+    if needs.task == "zero_shot":
+        tables |= of_two_encoders(folder)
+        tables["method"] |= {"local": {"name": "adamw", "learning_rate": 0.03, "batch_size": 8}, **of_stages(rounds)}
+    elif takes == ("lora",):
         tables |= of_lora(folder)
         tables["method"]["local"] = {"name": "adamw", "learning_rate": 0.03, "batch_size": 8}
     elif takes and "head" not in takes:  # something besides a head has to be trained
@@ -47,12 +52,36 @@ def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
     tables["method"] = {key: value for key, value in tables["method"].items() if key in known}
     if "foundation" in known:
         tables["method"] |= {"foundation": str(head(folder)), "identical": ["labels"]}
+    if "rounds" not in known:
+        return tables
     others = {key: tables["method"][key] for key in ("foundation",) if key in known}
     try:
         checked(cls(rounds=rounds, **others))
     except InputError:
         tables["method"]["rounds"] = cls().rounds
     return tables
+
+
+def of_stages(rounds):
+    """Keys of a method of two stages."""
+    return {"global_rounds": rounds // 2, "local_rounds": rounds - rounds // 2}
+
+
+def of_two_encoders(folder):
+    """Pictures and a model for methods that need two encoders."""
+    if not (folder / "clip").exists():
+        tiny_clip.save("vtde", folder / "clip")
+        rows = tiny_clip.pictures(folder / "pictures.npz")
+    else:
+        rows = folder / "pictures.npz"
+    return {
+        "data": {"path": str(rows), "partition": {"name": "iid", "clients": 3}},
+        "model": {
+            "name": str(folder / "clip"),
+            "task": "zero_shot",
+            "adaptation": {"name": "lora", "rank": 2},
+        },
+    }
 
 
 def of_lora(folder):
@@ -178,7 +207,7 @@ class TestEveryTrainedMethod:
             return out
 
         monkeypatch.setattr(cls, "step", dying)
-        crash = [t for t in (1, 3, 6) if t <= tables["method"]["rounds"]]
+        crash = [t for t in (1, 3, 6) if t <= straight["rounds"]]
         with pytest.raises(KeyboardInterrupt):
             fedfm.run(tables, tmp_path / "broken")
         for _ in crash[:]:

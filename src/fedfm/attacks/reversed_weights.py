@@ -1,6 +1,7 @@
 """Reversed weights: attackers send their trained weights with the opposite sign.
 
-Wu, Li, Wang, Wang. FedMS: Federated Learning with Mixture of Sparsely Activated Foundations Models. Section 4.2.2.
+Wu, Li, Wang, Wang. FedMS: Federated Learning with Mixture of Sparsely Activated Foundations Models.
+arXiv:2312.15926, Section 4.2.2.
 """
 
 from __future__ import annotations

@@ -73,6 +73,8 @@ def check_as_asked(e: Any) -> None:
     for who, takes in ((needs.because or method, needs.adaptations), ("this client optimiser", local_takes)):
         if takes and adaptation is not None and adaptation.name not in takes:
             raise InputError(f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only')
+    if needs.task and e.model.task != needs.task:
+        raise InputError(f'model.task: {needs.because or method} takes "{needs.task}" only; set it')
     if adaptation is not None and (most := max(needs.ranks, default=0)) > adaptation.rank:
         raise InputError(
             f"method.ranks = {list(needs.ranks)}: {most} is above model.adaptation.rank = {adaptation.rank}, the "

@@ -46,6 +46,7 @@ class Needs:
         pooled: it trains on all rows in one place; only the local engine supports this.
         model: who has the experiment's model. With "server" a client gets its rows as they were read, and the server
             requests no scores.
+        task: the only task that it supports; empty: all.
         because: the setting that causes these needs, for messages; empty: the method.
     """
 
@@ -54,6 +55,7 @@ class Needs:
     ranks: tuple[int, ...] = ()
     pooled: bool = False
     model: Literal["everybody", "server"] = "everybody"
+    task: str = ""
     because: str = ""
 
 

@@ -1,9 +1,11 @@
 """FedMS: Federated Learning with Mixture of Sparsely Activated Foundations Models.
 
-Wu, Li, Wang, Wang. Stage one: LoRA in both encoders of a CLIP-like model, federated (equation 1). Stage two: the
+Wu, Li, Wang, Wang. 2023. arXiv:2312.15926. No Algorithm is numbered: equations 1 to 7, Figure 2 and Section 3.
+
+Stage one: LoRA in both encoders of a CLIP-like model, federated (equation 1). Stage two: the
 global expert W_g is frozen, every client has a local expert W_i that never leaves it (equation 2), and the gate adapter
-Z is federated (equations 3, 6, 7). The paper has no numbered algorithm; where it is silent or its equations have no
-meaning, the docstrings and the settings say what is done here.
+Z is federated (equations 3, 6, 7). Where the paper is silent or an equation has no meaning, the docstrings and the
+settings say what is done here.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class FedMS(Method[MSState]):
     """
 
     own_models: ClassVar[bool] = True
-    needs: ClassVar[Needs] = Needs(adaptations=("lora",))
+    needs: ClassVar[Needs] = Needs(adaptations=("lora",), task="zero_shot")
     means: ClassVar[tuple[str, ...]] = ("train", "adapt")
     asks: ClassVar[tuple[str, ...]] = ("activity",)
     state_type: ClassVar[Any] = MSState
