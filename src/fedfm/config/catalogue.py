@@ -21,6 +21,7 @@ _PARTITIONS = {
 }
 _MODELS = {
     "nano-vit": "built in: 32 x 32 ViT, 1.1 M parameters, pretrained on CIFAR-10 and Fashion-MNIST",
+    "nano-clip": "built in: 80 x 80 CLIP for task zero_shot, 3.6 M parameters, distilled from a small CLIP",
     "preact-resnet": "built in, no weights: pre-activation ResNet 64-128-256-512, 32 x 32, 11.2 M parameters",
     "preact-resnet-small": "built in, no weights: the same, 16-32-64 with one block a section, 78 k parameters",
     "vit-b16": "built in, no weights: ViT-B/16, 224 x 224, 86 M parameters",

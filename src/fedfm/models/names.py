@@ -11,8 +11,9 @@ import torch
 
 from fedfm.errors import InputError
 
-BUILT_IN = {  # folders in this package; only nano-vit has weights
+BUILT_IN = {  # folders in this package; only nano-vit and nano-clip have weights
     "nano-vit": "nano_vit",
+    "nano-clip": "nano_clip",
     "nano-gpt2": "architectures/nano_gpt2",
     "preact-resnet": "architectures/preact_resnet",
     "preact-resnet-small": "architectures/preact_resnet_small",
