@@ -30,8 +30,8 @@ WEIGHING = {MIX: "mix.safetensors", GATE: "gate.safetensors"}  # of two adapters
 def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
     """Write the trained tensors: LoRA of any rank as ``adapter_config.json`` and ``adapter_model.safetensors``, others
     as ``model.safetensors``. ``fedfm.json`` names the model and the classes. Two adapters are written as ``global/``
-    and ``local/``, and their weights as ``mix.safetensors`` or ``gate.safetensors``; a pair also as one adapter (by their
-    mean if rows have own weights). ``head_takes``: the transform of features before the head.
+    and ``local/``, and their weights as ``mix.safetensors`` or ``gate.safetensors``; a pair is also written as one
+    adapter (by their mean if rows have own weights). ``head_takes``: the transform of features before the head.
 
     Raises:
         KeyError, ValueError: ``w`` is not of this model.
