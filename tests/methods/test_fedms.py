@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections import deque
 
 import pytest
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 import fedfm
 from fedfm.api.predict import predict
 from fedfm.core.client import Client, ClientData
-from fedfm.errors import InputError
+from fedfm.core.rows import Rows
+from fedfm.errors import ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedms.fedms import FedMS, activated, differing, mixed, split
 from fedfm.methods.fedms.gate import Gate, initial
@@ -207,6 +209,39 @@ class _Stop(Progress):
     def round(self, line):
         if line["round"] == self._after:
             raise KeyboardInterrupt
+
+
+def test_a_queue_that_never_fills_is_a_notice(place, tmp_path):
+    run(place, tmp_path / "long", queue=5, local_rounds=2)
+    run(place, tmp_path / "short", queue=1, local_rounds=3)
+    for name, said in (("long", True), ("short", False)):
+        notices = str(json.loads((tmp_path / name / "manifest.json").read_text()).get("notices"))
+        assert ("never fill the queue" in notices) == said
+
+
+def test_a_client_without_an_expert_says_so_and_starts_from_the_global_one(place):
+    experiment = fedfm.Experiment.from_dict(tables(place))
+    population, method = populate(experiment), experiment.method
+    rows, W_g = population.data(population.clients[0]).train, population.model.params()
+    Z = initial(population.model.dual.width, 0)
+    client = Client("a", ClientData(lambda: rows, Rows, Rows), population.model, {}, 5)
+    with pytest.raises(ClientFault, match="lost"):
+        method.adapt(client, Z, Params({}))
+    method.adapt(client, Z, Params.join(**{GLOBAL: W_g, GATE: Z}))
+    assert client.memory["k"] == 1
+    assert not torch.equal(*(torch.cat(list(client.memory[w].flats.values())) for w in ("W_i", "W_g")))
+
+
+def test_a_lost_expert_is_replaced_and_the_run_says_so(place, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(place, tmp_path / "part", progress=_Stop(3), local_rounds=4)
+    for path in (tmp_path / "part" / "private").rglob("client-00*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(InputError):
+        fedfm.resume(tmp_path / "part")
+    fedfm.resume(tmp_path / "part", accept_loss=True)
+    manifest = json.loads((tmp_path / "part" / "manifest.json").read_text())
+    assert "client-00 had lost its local expert" in str(manifest["notices"])
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits(place, tmp_path):

@@ -135,6 +135,11 @@ class FedMS(Method[MSState]):
         cohort = fed.sample(self.fraction)
         if t <= self.global_rounds:
             return dataclasses.replace(s, W_g=s.W_g + fed.mean(self.train, of=cohort, w=s.W_g))  # equation 1
+        if t == self.global_rounds + 1 and self.queue >= self.local_rounds - 1:
+            fed.notice(
+                f"method.queue = {self.queue}: local_rounds = {self.local_rounds} never fill the queue; every client "
+                "trains its top layer only"
+            )
         Z_g = self.travelling(s.Z_g)
         experts = Params.join(**{GLOBAL: s.W_g, GATE: s.Z_g})
         start = each({i: NOTHING if i in s.has else experts for i in cohort})
