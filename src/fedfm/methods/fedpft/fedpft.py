@@ -327,9 +327,10 @@ class FedPFT(Method[State]):
 
     def settled(self, privacy: Any) -> FedPFT:
         covariance, components = ("diag", 10) if privacy is None else ("spherical", 1)
-        if self.covariance and self.components:
+        if None not in (self.covariance, self.components):
             return self
-        return replace(self, covariance=self.covariance or covariance, components=self.components or components)
+        components = components if self.components is None else self.components
+        return replace(self, covariance=self.covariance or covariance, components=components)
 
     def protected(self, privacy: Any) -> FedPFT:
         method = copy.copy(self.settled(privacy))
