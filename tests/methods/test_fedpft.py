@@ -464,7 +464,7 @@ def test_the_report_says_for_which_neighbours_and_against_whom(file, tmp_path):
     assert "Ledger: 1\N{NO-BREAK SPACE}entry<" in report
     fedfm.run(tables(file, privacy=RECORD, relation="replace", **PRIVATE), tmp_path / "replace")
     report = (tmp_path / "replace" / "report.html").read_text()
-    assert "its label kept; the counts of classes are public" in report
+    assert "with the same label; the counts of classes are public" in report
     assert "sums of every class, without headers" in report
     assert "by equations (10) to (12)" not in report
 

@@ -329,8 +329,11 @@ class FedPFT(Method[State]):
         covariance, components = ("diag", 10) if privacy is None else ("spherical", 1)
         if None not in (self.covariance, self.components):
             return self
-        components = components if self.components is None else self.components
-        return replace(self, covariance=self.covariance or covariance, components=components)
+        return replace(
+            self,
+            covariance=covariance if self.covariance is None else self.covariance,
+            components=components if self.components is None else self.components,
+        )
 
     def protected(self, privacy: Any) -> FedPFT:
         method = copy.copy(self.settled(privacy))
