@@ -1,0 +1,79 @@
+"""Membership inference on FedMS's experts: does a row's loss say that it was trained on?
+
+Yeom, Giacomelli, Fredrikson, Jha. Privacy Risk in Machine Learning: Analyzing the Connection to Overfitting. CSF 2018.
+arXiv:1709.01604, Section 3: the attacker scores a row by the negative of its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch.nn.functional as F
+
+from fedfm import seeds
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, above, nothing
+from fedfm.audits.inference import rates
+from fedfm.audits.replay import Replay, Turn, Watch
+from fedfm.core.rows import Rows
+from fedfm.linalg.params import Params
+from fedfm.models.export import load_adapter
+from fedfm.runtime.population import Partitioned
+from fedfm.runtime.predictions import logits
+from fedfm.runtime.run_directory import Run
+
+GLOBAL = "Does the global expert, which every client gets, disclose who was trained on?"
+OWN = "Does a client's own mixture, which leaves it at the end unless its silo refuses, disclose who was trained on?"
+Z = 1.96  # 95 %
+
+
+class LastState(Watch):
+    """The server's state after the last round."""
+
+    state: Any = None
+
+    def see(self, turn: Turn, population: Partitioned) -> None:
+        self.state = turn.after
+
+
+class ExpertMembership(Audit):
+    """Each client's training rows against its own test rows, by their loss under both models."""
+
+    methods: ClassVar[tuple[str, ...]] = ("fedms",)
+    replies: ClassVar[bool] = False
+
+    def watch(self, run: Run) -> Watch:
+        return LastState()
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        state: Any = next(w for w in replay.watched.values() if isinstance(w, LastState)).state
+        clients, run = replay.population.clients, replay.run
+        own = {c: load_adapter(replay.population.model, run.adapter(c)) for c in clients if run.adapter(c).exists()}
+        return [
+            self._finding(replay, "global_expert_membership", GLOBAL, dict.fromkeys(clients, state.W_g)),
+            self._finding(replay, "own_mixture_membership", OWN, own),
+        ]
+
+    def _finding(self, replay: Replay, name: str, question: str, models: dict[str, Params]) -> Finding:
+        cells = []
+        for client, w in models.items():
+            data = replay.population.data(client)
+            if len(data.train) and len(data.test):
+                cells.append(tuple(self._scores(replay, w, rows) for rows in (data.train, data.test)))
+        if not cells:
+            return nothing(name, question, "No client has a model here, training rows and test rows.")
+        by_client, members = (np.array(x) for x in zip(*((rates.auc(m, s), len(m)) for m, s in cells), strict=True))
+        strangers, rng = sum(len(s) for _, s in cells), seeds.generator(replay.run.experiment.run.seed, "audit", name)
+        mean, low, high = rates.auc_interval(by_client, members, strangers, rng, 0.95, Z)
+        says = f"A training row has a lower loss than a test row of the same client with chance {mean:.3f} "
+        says += f"[{low:.3f}, {high:.3f}]; 0.5 is guessing."
+        detail = {"clients": len(cells), "members": int(members.sum()), "strangers": strangers}
+        return Finding(name, question, mean, low, high, 0.5, above(low, high, rates.NOTABLE), says, False, detail)
+
+    def _scores(self, replay: Replay, w: Params, rows: Rows) -> np.ndarray:
+        """Minus the loss of each row."""
+        said = logits(replay.run.experiment.method, replay.population.model, w, rows)
+        scores: np.ndarray = -F.cross_entropy(said, rows.labels, reduction="none").numpy()  # type: ignore[arg-type]
+        return scores
