@@ -85,8 +85,9 @@ def test_examples_of_each_kind_were_found():
 def test_an_experiment_with_every_default_written_out_is_valid(method):
     table = {"name": method} | ({"foundation": "nano-vit"} if "foundation" in fields(method) else {})
     tables = {"data": {"name": "digits"}, "model": {"name": "nano-vit"}, "method": table}
-    for adaptation in resolve("methods", method)().needs.adaptations[:1]:
-        tables["model"]["adaptation"] = {"name": adaptation}
+    needs = resolve("methods", method)().needs
+    tables["model"] |= {"adaptation": {"name": name} for name in needs.adaptations[:1]}
+    tables["model"] |= {"task": needs.task} if needs.task else {}
     assert complaint(tables) is None
     assert complaint(Experiment.from_dict(tables).to_dict()) is None
 
