@@ -15,8 +15,10 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import ClientFault, InputError
 from fedfm.linalg.params import Params
-from fedfm.methods.fedms.fedms import FedMS, activated, differing, mixed, split
+from fedfm.methods.fedms.activation import activated, split
+from fedfm.methods.fedms.fedms import FedMS
 from fedfm.methods.fedms.gate import Gate, initial
+from fedfm.methods.fedms.mixture import differing, mixed
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress

@@ -2,17 +2,17 @@
 
 Wu, Li, Wang, Wang. 2023. arXiv:2312.15926. No Algorithm is numbered: equations 1 to 7, Figure 2 and Section 3.
 
-Stage one: LoRA in both encoders of a CLIP-like model, federated (equation 1). Stage two: the
-global expert W_g is frozen, every client has a local expert W_i that never leaves it (equation 2), and the gate adapter
-Z is federated (equations 3, 6, 7). Where the paper is silent or an equation has no meaning, the docstrings and the
-settings say what is done here.
+Stage one: LoRA in both encoders of a CLIP-like model, federated (equation 1). Stage two: the global expert W_g is
+frozen, every client has a local expert W_i that never leaves it (equation 2), and the gate adapter Z is federated
+(equations 3, 6, 7). Where the paper is silent or an equation has no meaning, the docstrings and the settings say what
+is done here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,10 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfm import seeds
 from fedfm.core.capabilities import Judge, Needs
 from fedfm.core.checks import match
-from fedfm.core.client import Client, ClientData, ClientId, Update, each, on_client
+from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.method import Method
@@ -32,9 +31,11 @@ from fedfm.core.rows import Rows
 from fedfm.errors import E_LOST, E_NONFINITE, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
+from fedfm.methods.fedms.activation import activated, split, with_rows
 from fedfm.methods.fedms.gate import LAST, Gate, initial
+from fedfm.methods.fedms.mixture import TRUNK, Experts, differing, mixed
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
-from fedfm.models.dual_encoder import DualModel, active_layers, boundary_states, image_trunk, need, top, trunk_images
+from fedfm.models.dual_encoder import active_layers, image_trunk, need
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
 from fedfm.training import AdamW, Local
@@ -42,10 +43,7 @@ from fedfm.training.job import Job
 from fedfm.training.loop import Flat
 from fedfm.training.update_rules import Rule
 
-HELD_OUT = 0.1  # of the training rows: they decide when a layer wakes up
-FEWEST = 20  # training rows of which some are held out; with fewer, the training rows decide
 PIECE = 256  # rows that are scored at a time
-TRUNK = "trunk."  # names of the gate's own image block
 LEAST_LOSS = 1e-3  # of gate_weights = "inverse_loss"
 NOTHING = Params({})
 
@@ -342,72 +340,6 @@ class FedMS(Method[MSState]):
     def validate(self) -> None:
         if self.local.personal:
             raise InputError("method.local.name: every client has an expert of its own already; take a plain optimiser")
-
-
-class Experts:
-    """The cosines of both experts on one client's rows. What is the same for both is computed once."""
-
-    def __init__(self, model: DualModel, W_g: Params, rows: Rows, k: int) -> None:
-        self.model, self.k, self.W_g, self.rows = model, k, W_g, rows
-        self.states = boundary_states(model, W_g, rows, k)
-        model.load(W_g)
-        with torch.no_grad():
-            V_g, self.T_g = top(model, self.states, k, train=False)
-        self.V_g = V_g
-
-    def seen(self, index: np.ndarray, trunk: Mapping[str, Tensor]) -> Tensor:
-        """What the gate adapter sees of these rows, (b, d): V_g, or what the gate's own trunk gives."""
-        if not trunk:
-            return self.V_g[index]
-        below = boundary_states(self.model, self.W_g, self.rows.take(index), 1).images
-        return trunk_images(self.model, self.W_g, {n.removeprefix(TRUNK): t for n, t in trunk.items()}, below)
-
-    def cosines(self, index: np.ndarray, *, train: bool) -> tuple[Tensor, Tensor]:
-        """(<V_g, T_g>, <V_i, T_i>), (b, C) each; of the local expert as the model has it now."""
-        V_i, T_i = top(self.model, self.states.take(index), self.k, train=train)
-        return self.V_g[index] @ self.T_g.T, V_i @ T_i.T
-
-
-def differing(model: Model, W_g: Params, W_i: Params) -> int:
-    """How many of the top layers hold every difference between the experts: below them both compute the same."""
-    encoders = model.parts.encoders
-    changed = {
-        layer for layer, names in layers(model, "layer").items() if any(bool((W_g[n] != W_i[n]).any()) for n in names)
-    }
-    depths = [len(blocks) - i for blocks in encoders for i, (path, _) in enumerate(blocks) if path in changed]
-    return max(depths, default=1)
-
-
-def mixed(lam: Tensor, of_g: Tensor, of_i: Tensor) -> Tensor:
-    """O of equation 6: lambda <V_g, T_g> + (1 - lambda) <V_i, T_i>, for lambda (b,) and cosines (b, C)."""
-    return lam[:, None] * of_g + (1 - lam)[:, None] * of_i
-
-
-def activated(q: deque[float], a: float, k: int, threshold: float, deepest: int) -> int:
-    """K after the accuracy ``a`` (equation 5): where the queue is full and a is less than ``threshold`` above its mean,
-    one layer more, at most ``deepest``.
-    """
-    full = len(q) == q.maxlen
-    return min(k + 1, deepest) if full and a - sum(q) / len(q) < threshold else k
-
-
-def split(client: Client) -> tuple[Rows, Rows]:
-    """(rows that are trained on, rows that decide): the client's validation rows decide, or a fixed tenth of its
-    training rows; of fewer than 20, all do both.
-    """
-    rows, val = client.data.train, client.data.val
-    if len(val):
-        return rows, val
-    if len(rows) < FEWEST:
-        return rows, rows
-    order = seeds.generator(0, "held out", client.id).permutation(len(rows))
-    out = int(HELD_OUT * len(rows))
-    return rows.take(np.sort(order[out:])), rows.take(np.sort(order[:out]))
-
-
-def with_rows(client: Client, rows: Rows) -> Client:
-    """The client with these training rows; its memory and metrics are shared."""
-    return dataclasses.replace(client, data=ClientData(lambda: rows, Rows, Rows))
 
 
 def is_mixture(w: Params) -> bool:
