@@ -275,7 +275,7 @@ def test_other_methods_are_refused_with_those_that_are_not(tmp_path, capsys):
     tables = {"data": {"path": str(tmp_path / "rows.npz")}, "model": {"name": "features"}}
     execute.run(tables | {"method": {"name": "fedavg", "rounds": 1}, "run": {"workers": 1}}, tmp_path / "avg")
     assert main(["audit", str(tmp_path / "avg")]) == 2
-    assert 'there are audits of "fedamp", "fedawa", "fedbaf", "fedbip", "fedpft"' in capsys.readouterr().err
+    assert 'there are audits of "fedamp", "fedawa", "fedbaf", "fedbip", "fedms", "fedpft"' in capsys.readouterr().err
 
 
 def test_lost_noise_is_refused(quiet, tmp_path):
@@ -293,7 +293,7 @@ def test_another_result_is_an_error_not_a_finding(copy):
 
 def test_every_audit_is_found_by_its_file():
     fedpft = {"membership", "epsilon", "reconstruction", "single_holder", "inversion"}
-    assert set(audits()) == fedpft | {"extraction", "task_vector"}
+    assert set(audits()) == fedpft | {"extraction", "task_vector", "expert_membership"}
 
 
 def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):
