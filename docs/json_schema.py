@@ -117,6 +117,7 @@ def _property(f: Field[Any], hint: Any) -> Schema:
 def _value(hint: Any, bounds: Any) -> Schema:
     if get_origin(hint) is tuple:
         least = {"minItems": bounds.least} if bounds.least else {}
+        least |= {"maxItems": bounds.most} if bounds.most else {}
         return {"type": "array", "items": _value(get_args(hint)[0], bounds)} | least
     if get_origin(hint) is dict:
         names = {"propertyNames": {"pattern": f"^(?:{bounds.keys})$"}} if bounds.keys else {}

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -629,3 +630,29 @@ def test_alpha_of_two_encoders_is_the_rank_wherever_it_is_filled_in():
     assert Experiment(**made).model.adaptation.alpha == 6
     spec = ModelSpec("x", task="zero_shot", adaptation=AdaptationSpec("lora", rank=3))
     assert at_rank(spec, 5).adaptation.alpha == 3
+
+
+def test_the_contrastive_loss_against_a_loop_over_pairs():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 2, 2, 1, 0, 2])
+    total = 0.0
+    for i in range(6):
+        equal = [j for j in range(6) if labels[j] == labels[i]]
+        row = [float(logits[i, labels[j]]) for j in range(6)]  # picture i and the text of row j
+        column = [float(logits[j, labels[i]]) for j in range(6)]  # picture j and the text of row i
+        for scores in (row, column):
+            norm = math.log(sum(map(math.exp, scores)))
+            total += sum((norm - scores[j]) / len(equal) for j in equal) / 6
+    assert float(dual.contrastive(logits, labels)) == pytest.approx(total / 2, rel=1e-12)
+
+
+def test_models_train_with_the_contrastive_loss_or_say_why_not(place):
+    model = model_of(place("clip"), loss="contrastive")
+    batch = model.prepare(table(), range(5)).batch(range(5))
+    expected = dual.contrastive(model.logits(batch), batch["labels"])
+    assert torch.equal(model.loss(batch), expected)
+    assert not torch.allclose(expected, F.cross_entropy(model.logits(batch), batch["labels"]))
+    with pytest.raises(InputError, match=r'model.loss = "contrastive".*zero_shot'):
+        model_of(place("clip"), "head", loss="contrastive")
+    with pytest.raises(InputError, match=r'model.loss = "contrastive".*zero_shot'):
+        load("nano-vit", images(side=32), "lora", loss="contrastive")

@@ -15,17 +15,18 @@ def torch_optimiser(local, p):
         case SGD():
             return torch.optim.SGD([p], momentum=local.momentum, **options)
         case AdamW():
-            return torch.optim.AdamW([p], **options)
+            return torch.optim.AdamW([p], betas=local.betas, eps=local.epsilon, **options)
         case _:
-            return torch.optim.Adam([p], **options)
+            return torch.optim.Adam([p], betas=local.betas, eps=local.epsilon, **options)
 
 
 rates = st.floats(1e-4, 0.5)
 decays = st.sampled_from([0.0, 1e-3, 0.3])
+betas = st.sampled_from([(0.9, 0.999), (0.9, 0.98), (0.0, 0.5)])
 locals_ = st.one_of(
     st.builds(SGD, learning_rate=rates, weight_decay=decays, momentum=st.sampled_from([0.0, 0.5, 0.99])),
-    st.builds(Adam, learning_rate=rates, weight_decay=decays),
-    st.builds(AdamW, learning_rate=rates, weight_decay=decays),
+    st.builds(Adam, learning_rate=rates, weight_decay=decays, betas=betas, epsilon=st.sampled_from([1e-8, 1e-6])),
+    st.builds(AdamW, learning_rate=rates, weight_decay=decays, betas=betas, epsilon=st.sampled_from([1e-8, 1e-6])),
 )
 
 

@@ -427,7 +427,7 @@ def trainer(folder, model, **args):
 
 def test_a_trainer_is_federated_as_by_hand(tmp_path):
     model = bert()
-    made = trainer(tmp_path, model)
+    made = trainer(tmp_path, model, adam_beta2=0.98, adam_epsilon=1e-6)
     result = fedfm.federate(made, partition={"clients": 2}, rounds=2, out=tmp_path / "run", run={"workers": 1})
     local = fedfm.load_run(result["run"]).experiment.method.local
     assert (type(local).__name__, local.learning_rate, local.batch_size, local.epochs) == ("AdamW", 5e-3, 8, 2)
@@ -448,7 +448,7 @@ def test_a_trainer_is_federated_as_by_hand(tmp_path):
         for name, mine in dealt.clients.items():
             net.load_state_dict(start)
             net.train()
-            optimiser = torch.optim.AdamW(net.parameters(), lr=5e-3, weight_decay=0.1)
+            optimiser = torch.optim.AdamW(net.parameters(), lr=5e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.1)
             rng = seeds.generator(seeds.derive(0, "client", t, name), "batches")
             for _ in range(2):
                 order = rng.permutation(len(mine.train))

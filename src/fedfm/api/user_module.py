@@ -96,13 +96,16 @@ class Given:
             raise InputError(f'Trainer: args.optim = "{optim}" has no counterpart; give local={{"name": "adamw"}}')
         if "epochs" not in local and (args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)):
             raise InputError('Trainer: a round has whole epochs; give local={"epochs": 1}, not max_steps or a fraction')
-        optimiser = {
+        optimiser: dict[str, Any] = {
             "name": known,
             "learning_rate": float(args.learning_rate),
             "batch_size": int(args.per_device_train_batch_size * args.gradient_accumulation_steps),
             "epochs": int(args.num_train_epochs),
             "weight_decay": float(args.weight_decay),
-        } | local
+        }
+        if local.get("name", known) == "adamw":
+            optimiser |= {"betas": [args.adam_beta1, args.adam_beta2], "epsilon": args.adam_epsilon}
+        optimiser |= local
         self.notices = (
             "client optimiser from the Trainer's arguments: "
             + ", ".join(f"{k} {v}" for k, v in optimiser.items())

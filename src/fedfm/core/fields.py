@@ -36,7 +36,7 @@ class Bounds:
         choices: the allowed texts.
         pattern: regular expression for the whole text, in syntax common to Python and JSON Schema.
         keys: the same for a table's keys.
-        least: smallest number of entries of a list or a table.
+        least, most: smallest and, unless 0, largest number of entries of a list or a table.
         words: the expected value in words, for messages; by default derived from the bounds.
     """
 
@@ -50,6 +50,7 @@ class Bounds:
     pattern: str = ""
     keys: str = ""
     least: int = 0
+    most: int = 0
     words: str = ""
 
     def admit(self, value: Any) -> bool:
@@ -208,7 +209,8 @@ def _expected(settings: Any, f: Field[Any]) -> str:
 def _wrong(value: Any, bounds: Bounds, key: str) -> Iterator[tuple[str, Any]]:
     """(place, value) of each value outside the bounds."""
     if isinstance(value, (tuple, list, Mapping)):
-        if len(value) < bounds.least or (isinstance(value, Mapping) and not _named(value, bounds)):
+        fits = bounds.least <= len(value) <= (bounds.most or len(value))
+        if not fits or (isinstance(value, Mapping) and not _named(value, bounds)):
             yield key, value
         entries = value.items() if isinstance(value, Mapping) else ((i, v) for i, v in enumerate(value))
         for at, entry in entries:

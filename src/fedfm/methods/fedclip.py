@@ -59,7 +59,7 @@ class FedCLIP(FedAvg):
         rule, total, seen = Rule(self.local, flat.p), 0.0, 0
         for index in Job(client, w, self.local).orders():
             logits = model.dual.scale.cpu() * adapter(V[index]) @ T.T
-            loss: Any = F.cross_entropy(logits, rows.labels[index])
+            loss: Any = model.objective(logits, rows.labels[index])
             loss.backward()
             rule.step(flat.p, flat.g)
             flat.g.zero_()

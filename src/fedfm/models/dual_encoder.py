@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
@@ -32,6 +33,7 @@ class DualModel(Model):
     Attributes:
         dual: the module below PEFT's wrapper.
         images_fixed: nothing before the pictures' features is trained: :meth:`encode` gives the features.
+        objective: the loss of logits (b, C) and labels (b,), a scalar: cross-entropy, or :func:`contrastive`.
     """
 
     def __init__(self, module: nn.Module, **about: Any) -> None:
@@ -40,6 +42,12 @@ class DualModel(Model):
         self.images_fixed = not self.dual.trains_images
         if not self.dual.trains_texts:
             self.dual.fix_texts()
+        self.softmax = self.spec.loss == "cross_entropy"
+        self.objective: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy if self.softmax else contrastive
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Of a batch, a scalar: the objective."""
+        return self.objective(*self.flat(self.logits(batch), batch))
 
     def encode(self, rows: Rows) -> Rows:
         """The rows as they are, or their ``features`` V (n, d) where nothing before them is trained."""
@@ -70,6 +78,20 @@ class DualModel(Model):
         """``function`` of the pictures, (n, ...), on the CPU; it sees 32 rows at a time, always."""
         done = [function(batch["pixel_values"].to(self.device))[:n].cpu() for batch, n in self._fixed(rows)]
         return torch.cat(done) if done else torch.zeros(0, self.dual.texts().shape[-1])
+
+
+def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
+    """CLIP's loss of a batch (Radford et al., Figure 3): each picture finds its text among the batch's, and each text
+    its picture. Pictures of one class share their text: the targets are uniform over equal labels.
+
+    Args:
+        logits: (b, C), s <V, T> of the pictures and all classes.
+        labels: (b,).
+    """
+    pairs = logits[:, labels]  # (b, b)
+    same = (labels[:, None] == labels).to(pairs.dtype)
+    targets = same / same.sum(1, keepdim=True)
+    return (F.cross_entropy(pairs, targets) + F.cross_entropy(pairs.T, targets)) / 2
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,11 @@ def load_model(
     head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
     _keep_head_exact(head, spec)
     kind_of = DualModel if isinstance(loaded.module, DualEncoder) else Model
+    if spec.loss == "contrastive" and kind_of is Model:
+        raise InputError(
+            'model.loss = "contrastive" compares pictures with texts: it needs model.task = "zero_shot" and an '
+            'adaptation that keeps both encoders, such as "lora"'
+        )
     return kind_of(
         module.to(device),
         spec=spec,

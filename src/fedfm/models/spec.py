@@ -56,6 +56,11 @@ class ModelSpec:
         least=1,
         words="texts with one {} for the class name",
     )
+    loss: str = setting(
+        "cross_entropy",
+        "zero_shot: cross_entropy over the class names, or contrastive: CLIP's symmetric loss of a batch",
+        choices=("cross_entropy", "contrastive"),
+    )
     max_length: int = setting(128, "tokens", ge=2)
     answer_tokens: int | None = setting(
         None,

@@ -115,9 +115,13 @@ class SGD(Local):
 
 @dataclass(frozen=True)
 class Adam(Local):
-    """Adam with the constants 0.9, 0.999 and 1e-8; weight decay enters the gradient."""
+    """Adam; weight decay enters the gradient."""
 
     learning_rate: float = setting(0.001, "eta", gt=0, finite=True)
+    betas: tuple[float, ...] = setting(
+        (0.9, 0.999), "decay of the means of gradients and of squares", ge=0, lt=1, least=2, most=2
+    )
+    epsilon: float = setting(1e-8, "added to the denominator", gt=0, finite=True)
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,10 @@ class AdamW(Local):
     """Adam with decoupled weight decay."""
 
     learning_rate: float = setting(0.001, "eta", gt=0, finite=True)
+    betas: tuple[float, ...] = setting(
+        (0.9, 0.999), "decay of the means of gradients and of squares", ge=0, lt=1, least=2, most=2
+    )
+    epsilon: float = setting(1e-8, "added to the denominator", gt=0, finite=True)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class TwoModels(Local):
 
     optimiser: str = setting("sgd", "of both models: sgd, adam or adamw", choices=tuple(_PLAIN))
     momentum: float = setting(0.0, "of sgd", ge=0, lt=1)
+    betas: tuple[float, ...] = setting((0.9, 0.999), "of adam and adamw", ge=0, lt=1, least=2, most=2)
+    epsilon: float = setting(1e-8, "of adam and adamw", gt=0, finite=True)
 
     @property
     def passes(self) -> int:
@@ -46,8 +48,8 @@ class TwoModels(Local):
 
     @cached_property
     def plain(self) -> Local:
-        same = {f.name: getattr(self, f.name) for f in fields(Local)}
-        return SGD(**same, momentum=self.momentum) if self.optimiser == "sgd" else _PLAIN[self.optimiser](**same)
+        kind = _PLAIN[self.optimiser]
+        return kind(**{f.name: getattr(self, f.name) for f in fields(kind)})
 
 
 @dataclass(frozen=True)

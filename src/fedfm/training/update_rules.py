@@ -9,8 +9,6 @@ from torch import Tensor
 
 from fedfm.training.optimisers import SGD, Adam, AdamW, Local
 
-BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8  # PyTorch's defaults
-
 
 class Rule:
     """The optimiser's state for vectors of one shape; ``step`` updates them in place."""
@@ -18,7 +16,7 @@ class Rule:
     def __init__(self, local: Local, like: Tensor) -> None:
         self.local, self.t = local, 0
         self.momentum = local.momentum if isinstance(local, SGD) else 0.0
-        self.adam = isinstance(local, (Adam, AdamW))
+        self.adam = local if isinstance(local, (Adam, AdamW)) else None
         self.m = torch.zeros_like(like) if self.adam or self.momentum else None
         self.v = torch.zeros_like(like) if self.adam else None
 
@@ -37,7 +35,7 @@ class Rule:
             p.mul_(1 - eta * decay)
         elif decay:
             g.add_(p, alpha=decay)
-        if not self.adam:
+        if self.adam is None:
             if self.m is not None:
                 # PyTorch's momentum starts at the first gradient; the same recursion from m = 0 gives it.
                 g = self.m.mul_(self.momentum).add_(g)
@@ -45,8 +43,9 @@ class Rule:
             return
         assert self.m is not None
         assert self.v is not None
-        self.m.lerp_(g, 1 - BETA_1)
-        self.v.mul_(BETA_2).addcmul_(g, g, value=1 - BETA_2)
-        scale = math.sqrt(1 - BETA_2**self.t)
-        denominator = (self.v.sqrt() / scale).add_(EPSILON)
-        p.addcdiv_(self.m, denominator, value=-eta / (1 - BETA_1**self.t))
+        beta_1, beta_2 = self.adam.betas
+        self.m.lerp_(g, 1 - beta_1)
+        self.v.mul_(beta_2).addcmul_(g, g, value=1 - beta_2)
+        scale = math.sqrt(1 - beta_2**self.t)
+        denominator = (self.v.sqrt() / scale).add_(self.adam.epsilon)
+        p.addcdiv_(self.m, denominator, value=-eta / (1 - beta_1**self.t))

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.core.capabilities import Judge, Needs
@@ -233,8 +232,8 @@ class FedMS(Method[MSState]):
                 of_g, of_i = mixture.cosines(index, train=True)
                 lam = self.lam(gate, seen_by_gate)
                 held = of_i.detach() if self.objective == "separate" else of_i
-                L_gate = F.cross_entropy(model.dual.scale * mixed(lam, of_g, held), y)  # equation 3
-                L_expert = F.cross_entropy(model.dual.scale * of_i, y)  # equation 2
+                L_gate = model.objective(model.dual.scale * mixed(lam, of_g, held), y)  # equation 3
+                L_expert = model.objective(model.dual.scale * of_i, y)  # equation 2
                 loss: Any = L_gate + L_expert if self.objective == "separate" else L_gate
                 loss.backward()
                 for flat, rule in zip(flats, rules, strict=True):
