@@ -119,7 +119,13 @@ class Adam(Local):
 
     learning_rate: float = setting(0.001, "eta", gt=0, finite=True)
     betas: tuple[float, ...] = setting(
-        (0.9, 0.999), "decay of the means of gradients and of squares", ge=0, lt=1, least=2, most=2
+        (0.9, 0.999),
+        "decay of the means of gradients and of squares",
+        ge=0,
+        lt=1,
+        least=2,
+        most=2,
+        words="two numbers in [0, 1)",
     )
     epsilon: float = setting(1e-8, "added to the denominator", gt=0, finite=True)
 
@@ -130,7 +136,13 @@ class AdamW(Local):
 
     learning_rate: float = setting(0.001, "eta", gt=0, finite=True)
     betas: tuple[float, ...] = setting(
-        (0.9, 0.999), "decay of the means of gradients and of squares", ge=0, lt=1, least=2, most=2
+        (0.9, 0.999),
+        "decay of the means of gradients and of squares",
+        ge=0,
+        lt=1,
+        least=2,
+        most=2,
+        words="two numbers in [0, 1)",
     )
     epsilon: float = setting(1e-8, "added to the denominator", gt=0, finite=True)
 

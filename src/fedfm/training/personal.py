@@ -29,7 +29,9 @@ class TwoModels(Local):
 
     optimiser: str = setting("sgd", "of both models: sgd, adam or adamw", choices=tuple(_PLAIN))
     momentum: float = setting(0.0, "of sgd", ge=0, lt=1)
-    betas: tuple[float, ...] = setting((0.9, 0.999), "of adam and adamw", ge=0, lt=1, least=2, most=2)
+    betas: tuple[float, ...] = setting(
+        (0.9, 0.999), "of adam and adamw", ge=0, lt=1, least=2, most=2, words="two numbers in [0, 1)"
+    )
     epsilon: float = setting(1e-8, "of adam and adamw", gt=0, finite=True)
 
     @property
