@@ -4,6 +4,7 @@ import json
 
 import pytest
 from processes import fedfm, same
+
 from tiny_clip import pictures, save
 
 TOML = """
