@@ -22,6 +22,7 @@ from fedfm.methods.fedms.mixture import differing, mixed
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress
+from fedfm.training import SGD, AdamW
 from tiny_clip import pictures, save
 
 LOCAL_PASS = {"name": "adamw", "learning_rate": 0.01, "batch_size": 16}
@@ -60,6 +61,17 @@ def tables(place, run=None, adaptation=None, clients=3, **method):
 def run(place, out, progress=None, **more):
     asked = {} if progress is None else {"progress": progress}
     return fedfm.run(fedfm.Experiment.from_dict(tables(place, **more)), out=out, **asked)
+
+
+def test_an_optimiser_without_a_name_is_the_methods_own(place):
+    def local(**keys):
+        return fedfm.Experiment.from_dict(tables(place, local=keys)).method.local
+
+    assert local(batch_size=8, betas=[0.9, 0.98]) == AdamW(
+        learning_rate=2e-4, weight_decay=0.05, batch_size=8, betas=(0.9, 0.98)
+    )
+    assert local(name="adamw") == AdamW()
+    assert local(name="sgd", momentum=0.5) == SGD(momentum=0.5)
 
 
 # --- the specification's figures --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, key_of, plain_type
 from fedfm.core.method import Method
 from fedfm.errors import InputError, close, listed
-from fedfm.training import Local
+from fedfm.training import SGD, Local
 
 _DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  # formats that data.path takes
 
@@ -73,6 +73,8 @@ def build(cls: type, table: Any, path: str) -> Any:
     found = {}
     for key, value in table.items():
         of = known[key]
+        if isinstance(of.default, Local) and not isinstance(of.default, SGD) and isinstance(value, Mapping):
+            value = value if "name" in value else named(of.default) | dict(value)  # keys of the method's own optimiser
         found[of.name] = convert(value, hints[of.name], f"{at}{key}", of.metadata.get("help", ""))
     return cls(**found)
 
