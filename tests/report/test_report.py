@@ -96,7 +96,7 @@ def test_what_the_sections_say(tmp_path):
     assert "6 clients, each model on the client&#x27;s own test rows: mean 69.5 %, worst 57.9 %, best 77.9 %" in text
     assert "c1 no test rows" in text
     assert "client c99 got no rows and was dropped" in text
-    assert "train.FedAvg_train client to server masked 72 72.0 kB 1.00 kB 6 yes" in text
+    assert "train.FedAvg_train client to server masked 72 72.0 kB 1.00 kB 0.01 / 0.001 / 0.0001 6 yes" in text
     assert "query.hello server to client plain 6 720 B 120 B 6 no" in text
     assert "The server received train.FedAvg_train masked: the masks cancel in the sum" in text
     assert "12 rounds: median 1.50 s, longest 1.50 s, together 18.0 s." in text

@@ -32,7 +32,7 @@ _NEIGHBOURS = {
     "replace": "data sets that differ in one row with the same label; the counts of classes are public",
     "replace_any": "data sets that differ in one row and its label",
 }
-_RATES = {"s at 0.1 MB/s": 1e5, "s at 1 MB/s": 1e6, "s at 10 MB/s": 1e7}  # bytes a second of a client's link
+_RATES = (1e5, 1e6, 1e7)  # bytes a second of a client's link
 _MEAN = "train."  # prefix of handlers whose replies the server only averages
 
 
@@ -53,15 +53,15 @@ def messages(run: RunFiles) -> str:
             count(t.messages),
             size(t.bytes),
             size(t.bytes / t.messages),
-            *(number(t.bytes / t.messages / rate) for rate in _RATES.values()),
+            " / ".join(f"{t.bytes / t.messages / rate:.2g}" for rate in _RATES),
             str(t.clients),
             "yes" if t.counted else "no",
         ]
         for t in run.traffic
     ]
-    head = ["handler", "direction", "form", "messages", "total", "mean", *_RATES, "clients", "counted"]
+    head = ["handler", "direction", "form", "messages", "total", "mean", "seconds", "clients", "counted"]
     listing = table(head, rows, "Messages by handler, direction and form", words=(1, 2))
-    listing += note("Seconds at a rate: what a mean message takes on a client's link of so many megabytes a second.")
+    listing += note("Seconds: what a mean message takes on a client's link of 0.1, 1 and 10 MB/s.")
     if any(not t.counted for t in run.traffic):
         listing += note("Not counted: the hello and evaluation, which are not part of the method's own cost.")
     sentences = "".join(f"<li>{_sentence(t)}</li>" for t in run.traffic)
