@@ -42,7 +42,11 @@ def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
     takes = needs.adaptations
     if needs.task == "zero_shot":
         tables |= of_two_encoders(folder, takes[0])
-        tables["method"] |= {"local": {"name": "adamw", "learning_rate": 0.03, "batch_size": 8}, **of_stages(rounds), **keys}
+        tables["method"] |= {
+            "local": {"name": "adamw", "learning_rate": 0.03, "batch_size": 8},
+            **of_stages(rounds),
+            **keys,
+        }
     elif takes == ("lora",):
         tables |= of_lora(folder)
         tables["method"]["local"] = {"name": "adamw", "learning_rate": 0.03, "batch_size": 8}
