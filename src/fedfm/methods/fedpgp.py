@@ -68,7 +68,7 @@ class FedPGP(KeepingFedAvg):
         return Params({name: DEVIATION * torch.randn(shape, generator=rng) for name, shape in shapes.items()})
 
     def local_pass(self, client: Client, w: Params, low_rank: Params) -> tuple[Params, Params]:
-        """E epochs of p_G, U_i and V_i together on the cross-entropy + mu times :func:`contrastive`.
+        """E epochs of p_G, U_i and V_i together on the loss of the rows + mu times :func:`contrastive`.
 
         Returns:
             the client's p_G, and its U_i and V_i.
@@ -85,7 +85,7 @@ class FedPGP(KeepingFedAvg):
         for index in Job(client, w, self.local).orders():
             z_i = dual.encode_texts(p_G + U @ V)  # (C, d)
             logits = dual.logits(images[index].to(device), z_i)
-            loss: Any = F.cross_entropy(logits, rows.labels[index].to(device))
+            loss: Any = model.objective(logits, rows.labels[index].to(device))
             if z_C is not None:
                 of_texts = contrastive(dual.encode_texts(p_G), z_C, z_i, self.tau)
                 loss, apart = loss + self.mu * of_texts, apart + of_texts.item() * len(index)
