@@ -26,6 +26,7 @@ LEARNS = {  # what a method needs to learn from a few dozen rows
     "fedadam": {"server_learning_rate": 0.1},
     "fedyogi": {"server_learning_rate": 0.1},
     "kd": {"learning_rate": 0.05},
+    "fedpgp": {"local": {"name": "adamw", "learning_rate": 0.1, "epochs": 2, "batch_size": 8}},
     "fedper": {"local": {"name": "adam", "learning_rate": 0.01, "epochs": 2, "batch_size": 16}},
     "fedrep": {"local": {"name": "adam", "learning_rate": 0.01, "epochs": 2, "batch_size": 16}},
 }
@@ -40,8 +41,12 @@ def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
     needs = resolve("methods", like or name)().needs
     takes = needs.adaptations
     if needs.task == "zero_shot":
-        tables |= of_two_encoders(folder)
-        tables["method"] |= {"local": {"name": "adamw", "learning_rate": 0.03, "batch_size": 8}, **of_stages(rounds)}
+        tables |= of_two_encoders(folder, takes[0])
+        tables["method"] |= {
+            "local": {"name": "adamw", "learning_rate": 0.03, "batch_size": 8},
+            **of_stages(rounds),
+            **keys,
+        }
     elif takes == ("lora",):
         tables |= of_lora(folder)
         tables["method"]["local"] = {"name": "adamw", "learning_rate": 0.03, "batch_size": 8}
@@ -67,7 +72,7 @@ def of_stages(rounds):
     return {"global_rounds": rounds // 2, "local_rounds": rounds - rounds // 2}
 
 
-def of_two_encoders(folder):
+def of_two_encoders(folder, adaptation):
     """Pictures and a model for methods that need two encoders."""
     if not (folder / "clip").exists():
         tiny_clip.save("vtde", folder / "clip")
@@ -79,7 +84,7 @@ def of_two_encoders(folder):
         "model": {
             "name": str(folder / "clip"),
             "task": "zero_shot",
-            "adaptation": {"name": "lora", "rank": 2},
+            "adaptation": {"name": adaptation, "rank": 2, "tokens": 4},
         },
     }
 

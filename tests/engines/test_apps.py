@@ -14,6 +14,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+import tiny_clip
 from fedfm import __version__
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
@@ -360,6 +361,20 @@ def test_a_silo_with_rows_of_its_own_never_attacks_on_demand(tmp_path):
         apps[100 + number] = App(site, own)
     with pytest.raises(InputError, match="silos with rows of their own do not attack on demand"):
         host(Run.create(demanded, tmp_path / "run"), InProcessGrid(apps))
+
+
+def test_a_silo_with_rows_of_its_own_trains_on_all_its_classes(tmp_path):
+    model, rows = tiny_clip.save("clip", tmp_path / "clip"), tiny_clip.pictures(tmp_path / "rows.npz")
+    tables = {
+        "data": {"path": str(rows), "base_classes": 2, "partition": {"name": "iid", "clients": 1}},
+        "model": {"name": str(model), "task": "zero_shot"},
+        "method": {"name": "fedavg", "rounds": 1},
+        "run": {"engine": "simulation", "timeout": 5.0},
+    }
+    demanded = Experiment.from_dict(tables)
+    site, own = silo_site(tmp_path / "north", "north", demanded, data=str(rows), models=[str(model)])
+    with pytest.raises(InputError, match=r"data\.base_classes: silos with rows of their own train on all of them"):
+        host(Run.create(demanded, tmp_path / "run"), InProcessGrid({100: App(site, own)}))
 
 
 def test_stop_is_heeded_while_waiting(tmp_path):

@@ -241,6 +241,17 @@ def test_numbers_that_travel_on_models_of_full_size(kind, adapt, numbers):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_written_prompts_are_read_beside_a_learned_context(place, kind):
+    model = model_of(place(kind), "prompt", templates=TEMPLATES)
+    model.load(moved(model))
+    with torch.no_grad():
+        each = [plain(place(kind)).get_text_features(**tokens(place(kind), prompts(t))) for t in TEMPLATES]
+    right = F.normalize(sum(F.normalize(out.pooler_output, dim=-1) for out in each), dim=-1)
+    torch.testing.assert_close(model.written_texts(), right, rtol=1e-4, atol=1e-5)
+    assert (model.dual.texts() - right).norm() > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_learned_context_stands_between_the_start_and_the_name(place, kind):
     model = model_of(place(kind), "prompt")
     assert model.names == ("context.weight",)

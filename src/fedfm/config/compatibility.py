@@ -75,6 +75,10 @@ def check_as_asked(e: Any) -> None:
             raise InputError(f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only')
     if needs.task and e.model.task != needs.task:
         raise InputError(f'model.task: {needs.because or method} takes "{needs.task}" only; set it')
+    if e.data.base_classes is not None and e.model.task != "zero_shot":
+        raise InputError(
+            'data.base_classes: only names score classes without training rows; set model.task = "zero_shot"'
+        )
     if adaptation is not None and (most := max(needs.ranks, default=0)) > adaptation.rank:
         raise InputError(
             f"method.ranks = {list(needs.ranks)}: {most} is above model.adaptation.rank = {adaptation.rank}, the "

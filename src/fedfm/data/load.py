@@ -48,8 +48,8 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
     ``where`` keeps the rows whose columns have the listed values, and all classes. If a source marks no test rows,
     ``test_fraction`` of its training rows become test rows: stratified by class (and by the column of a ``by_column``
     partition, so that each client has its own), of running text the end. With ``clients`` each file is processed on its
-    own; classes are united by name, and the column "client" names the client. ``limit`` then thins training rows, never
-    test rows.
+    own; classes are united by name, and the column "client" names the client. With ``base_classes`` the training and
+    validation rows of the other classes are left out. ``limit`` then thins training rows, never test rows.
 
     Args:
         spec: the [data] table.
@@ -69,7 +69,7 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
     else:
         source = chosen(_read(spec, task), spec.where or {})
         table = _mark_test(_fit(source, task), spec, generator(seed, "split"))
-    table = _limit(table, spec, generator(seed, "limit"))
+    table = _limit(_without_new(table, spec.base_classes), spec, generator(seed, "limit"))
     return scaled(table, spec.scale)
 
 
@@ -217,6 +217,23 @@ def _owner_to_be(table: Table, spec: DataSpec) -> np.ndarray:
         return np.zeros(len(table), dtype=np.int64)
     number: np.ndarray = np.unique(table.columns[column], return_inverse=True)[1]
     return number
+
+
+def _without_new(table: Table, base: int | None) -> Table:
+    """The table without rows of new classes, those after the first ``base``, in training and validation."""
+    if base is None:
+        return table
+    if table.labels is None or base >= len(table.classes):
+        raise InputError(
+            f"data.base_classes = {base}: expected fewer than the {len(table.classes)} classes of {table.source}, "
+            "the others are new"
+        )
+    out = (table.labels >= base) & (table.split != "test")
+    note = (
+        f"data.base_classes = {base}: {int(out.sum())} training rows of new classes are left out "
+        f"({listing(table.classes[base:], 5)})"
+    )
+    return replace(table.take(np.flatnonzero(~out)), notices=(*table.notices, note))
 
 
 def _limit(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:

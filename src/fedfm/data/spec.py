@@ -74,6 +74,11 @@ class DataSpec:
     where: dict[str, tuple[str, ...]] | None = setting(
         None, "column -> values: other rows, test rows too, are left out", least=1
     )
+    base_classes: int | None = setting(
+        None,
+        "task zero_shot: so many classes, the first in order, are trained on; the others are new, with test rows only",
+        ge=1,
+    )
     limit: int | None = setting(None, "most training rows, stratified", ge=1)
     test_fraction: float = setting(0.2, "where the source marks no test rows", ge=0, lt=1)
     val_fraction: float = setting(0.0, "of each client's training rows, kept for validation", ge=0, lt=1)

@@ -1,4 +1,4 @@
-"""Base of FedALA, FedPer and FedRep: FedAvg whose clients keep models of their own, which the server never has."""
+"""Base of FedALA, FedPer, FedPGP and FedRep: FedAvg whose clients keep models that the server never has."""
 
 from __future__ import annotations
 

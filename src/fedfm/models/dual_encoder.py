@@ -20,7 +20,7 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters import lora
-from fedfm.models.architectures.dual_encoder import DualEncoder, mean_direction
+from fedfm.models.architectures.dual_encoder import DualEncoder, mean_direction, tokenised
 from fedfm.models.families import unwrapped
 from fedfm.models.model import Model
 
@@ -67,6 +67,18 @@ class DualModel(Model):
         if "features" in batch:
             return self.dual.logits(batch["features"].to(self.device))
         return super().logits(batch)
+
+    def written_texts(self) -> Tensor:
+        """T (C, d), norm 1: of the prompts that ``model.templates`` writes, also where words are learned.
+
+        Raises:
+            InputError: a prompt is too long for the text encoder.
+        """
+        siglip = self.dual.config.model_type == "siglip"
+        length = self.dual.input_ids.shape[-1] if siglip else self.tools.max_length
+        written = tokenised(self.tools.tokenizer, self.classes, self.spec.templates, length=length, whole=siglip)
+        with self.evaluating():
+            return DualEncoder(self.dual.clip, written).to(self.device).encode_texts()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 Scores = dict[str, Any]
+BASE_AND_NEW = ("base_accuracy", "new_accuracy", "harmonic_mean")
 
 
 def evaluate(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
@@ -70,6 +71,22 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
         "macro_f1": float((2 * hit / (actual + guessed))[occurs].mean()),
         "loss": _finite(float(F.cross_entropy(logits.double(), labels))),
     }
+
+
+def base_and_new(logits: Tensor, labels: Tensor, base: int) -> Scores:
+    """Accuracies of logits (n, C) on base rows among the base classes, the first ``base``, and on new rows among the
+    others, with their harmonic mean; None without rows of either.
+
+    Conditional Prompt Learning for Vision-Language Models (CoCoOp). Zhou, Yang, Loy, Liu. CVPR 2022. arXiv:2203.05557.
+    Section 4.1.
+    """
+    found: list[float | None] = []
+    for rows, among in ((labels < base, slice(0, base)), (labels >= base, slice(base, None))):
+        hits = logits[rows, among].argmax(-1) == labels[rows] - among.start
+        found.append(hits.double().mean().item() if len(hits) else None)
+    b, n = found
+    mean = None if b is None or n is None else 2 * b * n / (b + n) if b + n else 0.0
+    return dict(zip(BASE_AND_NEW, (b, n, mean), strict=True))
 
 
 def likelihood(model: Model, rows: Rows, batch_size: int = 64) -> Scores:

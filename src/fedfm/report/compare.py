@@ -11,7 +11,7 @@ from fedfm.errors import InputError
 from fedfm.report import frontier
 from fedfm.report.page import aside, figure, legend, note, page, save
 from fedfm.report.page import table as html_table
-from fedfm.report.read import RunFiles, mapping, read
+from fedfm.report.read import BASE_AND_NEW, RunFiles, mapping, read
 from fedfm.report.svg import COLOURS, ChartBar, Format, Series, bars, lines
 from fedfm.report.text import NBSP, NONE, duration, esc, finite, number, percent, plural, shorten, size, width_of
 
@@ -78,6 +78,9 @@ def _figures(runs: Sequence[RunFiles]) -> dict[str, list[float | None]]:
         "worst client": [run.worst for run in runs],
         "spread": [run.spread for run in runs],
     }
+    of_names = zip(("base", "new", "harmonic mean"), BASE_AND_NEW, strict=True)
+    judged = {column: [run.value(key) for run in runs] for column, key in of_names}
+    shares |= {column: values for column, values in judged.items() if any(v is not None for v in values)}
     plain = {"perplexity": [run.value("perplexity") for run in runs]}
     if not any(v is not None for v in plain["perplexity"]):
         return shares
@@ -128,6 +131,7 @@ def section(runs: Sequence[RunFiles]) -> str:
         "local loss": "Local loss: mean of the clients on their own test rows.",
         "global": "Global: mean over the models on the global test rows.",
         "local": "Local: mean of the clients on their own test rows.",
+        "base": "Base, new: on the global test rows of these classes, among these classes; mean over the models.",
         "spread": "Spread: standard deviation over the clients, in points.",
     }
     meaning = note(" ".join(text for column, text in meanings.items() if column in head))

@@ -111,6 +111,9 @@ def _tiles(run: RunFiles) -> str:
         ("Sent", f"{size(run.traffic_total('up'))}", f"up; {size(run.traffic_total('down'))} down"),
         ("Epsilon", number(epsilon), "nothing is claimed" if epsilon is None else ""),
     ]
+    if (both := run.value("harmonic_mean")) is not None:
+        shares = (percent(run.value(key)) for key in ("base_accuracy", "new_accuracy"))
+        tiles.insert(2, ("Base and new", percent(both), "harmonic mean of {} and {}".format(*shares)))
     if run.value("perplexity") is not None:  # the main metric of a language model
         first = ("Perplexity", number(run.value("perplexity")), "on the global test rows")
         tiles = [first, *(tiles[1:] if run.value("accuracy") is None else [*tiles[:3], *tiles[4:]])]

@@ -16,6 +16,7 @@ from fedfm.runtime import logs
 
 SCHEMA = 1  # newest version of the manifest that this module reads
 SERVER = "server"
+BASE_AND_NEW = ("base_accuracy", "new_accuracy", "harmonic_mean")  # as fedfm.models.metrics names them
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Round:
     Attributes:
         number: 0 before training, then 1, 2, ...
         values: accuracy, global_accuracy, local_accuracy, loss, balanced_accuracy, macro_f1, perplexity, local_loss,
-            train_loss.
+            train_loss, base_accuracy, new_accuracy, harmonic_mean.
         seconds: of this round; the file counts from the start of the run.
         bytes_up, bytes_down: of the method's own messages since the start of the run.
         clients: accuracy of each client on its own test rows; None if it has none.
@@ -107,8 +108,9 @@ class RunFiles:
 
     def value(self, name: str) -> float | None:
         """A metric of the result line, else of the last committed round."""
-        if name in self.result:
-            return numeric(self.result[name])
+        for known in (self.result, mapping(self.result.get("details"))):
+            if name in known:
+                return numeric(known[name])
         return self.rounds[-1].values.get(name) if self.rounds else None
 
     @property
@@ -249,7 +251,7 @@ def _round(line: Mapping[str, Any]) -> Round:
     return Round(
         number=int(whole(line.get("round"))),
         seconds=numeric(line.get("seconds")),
-        values={name: numeric(line.get(name)) for name in (*_VALUES, "local_loss", "train_loss")},
+        values={name: numeric(line.get(name)) for name in (*_VALUES, "local_loss", "train_loss", *BASE_AND_NEW)},
         clients=_by_client(line.get("client_accuracy")),
         losses=_by_client(line.get("client_loss")),
         cohort=tuple(str(c) for c in sequence(line.get("cohort"))),

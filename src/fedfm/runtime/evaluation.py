@@ -105,13 +105,16 @@ class Evaluator:
             rows = sum(m["n"] for m in validated)
             line["val_loss"] = sum(m["n"] * m["loss"] for m in validated) / rows if rows else None
         if self.judge is not None and (thorough or not personal(self._method)):
-            judged = [self.judge(w) for w in self.revealed(state).values()]
+            by_model = {client: self.judge(w) for client, w in self.revealed(state).items()}
+            judged = list(by_model.values())
             line["global_accuracy"] = _mean("accuracy", judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
                 line[key] = _mean(key, judged)
-            for key in ("attack_success", *ANSWERS):
+            for key in ("attack_success", *ANSWERS, *metrics.BASE_AND_NEW):
                 if any(key in m for m in judged):
                     line[key] = _mean(key, judged)
+            if personal(self._method) and self._run.experiment.data.base_classes is not None:
+                line["client_base_and_new"] = {c: {k: m[k] for k in metrics.BASE_AND_NEW} for c, m in by_model.items()}
         if thorough and has(self._method, Starting):
             found = self._own(self._method.start_models(state), "test", self._clients.evaluate_start)
             line["server_accuracy"] = _mean("accuracy", found.values())
@@ -163,7 +166,10 @@ def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def judge(
-    population: Partitioned, method: Method[Any], ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None
+    population: Partitioned,
+    method: Method[Any],
+    ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None,
+    base: int | None = None,
 ) -> Judge | None:
     """Metrics of a method's parameters on the global test rows; None if there are no such rows.
 
@@ -172,6 +178,7 @@ def judge(
 
     Args:
         ask: returns cached logits of pieces; pieces that it leaves out are computed here.
+        base: ``data.base_classes``; with it there are the metrics of :func:`fedfm.models.metrics.base_and_new`, too.
     """
     if not len(population.federated.test):
         return None
@@ -186,7 +193,12 @@ def judge(
         index = np.concatenate([population.federated.test[:0], *pieces.values()])
         return metrics.scores(torch.cat(parts), population.labels(index))
 
-    judged = assembled if by_pieces(population, method) else whole
+    def with_new(w: Params, base: int = base or 0) -> dict[str, Any]:
+        said = logits(method, population.model, w, population.test)
+        labels = population.labels(population.federated.test)
+        return metrics.scores(said, labels) | metrics.base_and_new(said, labels, base)
+
+    judged = with_new if base is not None else assembled if by_pieces(population, method) else whole
 
     def with_attack(w: Params) -> dict[str, Any]:
         found = judged(w)

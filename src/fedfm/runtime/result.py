@@ -14,6 +14,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.method import Method
 from fedfm.core.update_metrics import BEFORE, LOSS_BEFORE, PASSES
 from fedfm.linalg.params import Params, sha256_of
+from fedfm.models.metrics import BASE_AND_NEW
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, logs
@@ -66,7 +67,7 @@ def finish(
     }
     if kept(method):
         result["server_sha256"] = sha256_of(evaluator.models(state))
-    more = ["server_accuracy", "server_client_accuracy", "server_loss"]
+    more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
     more += [*ANSWERS, *(f"local_{key}" for key in ANSWERS), "client_loss", "server_client_loss", "val_loss"]
     result["details"] |= {key: last[key] for key in more if key in last}
     if cut := max(last.get(key) or 0.0 for key in ("answers_cut", "local_answers_cut")):

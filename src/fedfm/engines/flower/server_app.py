@@ -103,11 +103,13 @@ def host(
             if link.own_data:
                 if experiment.attack is not None:
                     raise InputError("[attack]: silos with rows of their own do not attack on demand; drop it")
+                if experiment.data.base_classes is not None:
+                    raise InputError("data.base_classes: silos with rows of their own train on all of them; drop it")
                 run.manifest["clients"] = list(link.clients)
                 tell(run, None, [])
                 run.write_manifest()
             enough(experiment, len(link.clients))
-            scores = judge(population, experiment.method)
+            scores = judge(population, experiment.method, base=experiment.data.base_classes)
             server = Server(run, link, population.model, judge=scores, progress=watcher)
             for crossing in link.hellos:
                 server.fed.transcript.add(crossing)

@@ -201,7 +201,7 @@ def start(
             progress=progress.client,
         )
         try:
-            scores = judge(population, experiment.method, link.judge)
+            scores = judge(population, experiment.method, link.judge, experiment.data.base_classes)
             return Server(run, link, population.model, judge=scores, progress=progress).go()
         finally:
             link.close()

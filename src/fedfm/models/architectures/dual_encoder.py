@@ -73,15 +73,14 @@ class DualEncoder(nn.Module):
             words = clip.text_model.get_input_embeddings()
             shape = len(prompts.context), words.embedding_dim
             self.context = nn.Embedding(*shape, _weight=torch.zeros(shape))
-            words.register_forward_hook(self._placed)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """(b, 3, H, W) -> logits (b, C)."""
         return self.logits(self.images(pixel_values))
 
-    def logits(self, images: Tensor) -> Tensor:
-        """V (b, d) -> (b, C), float32."""
-        return F.linear(images.float(), self.scale * self.texts().float())
+    def logits(self, images: Tensor, texts: Tensor | None = None) -> Tensor:
+        """V (b, d) -> (b, C), float32; of these texts T (C, d), by default :meth:`texts`."""
+        return F.linear(images.float(), self.scale * (self.texts() if texts is None else texts).float())
 
     @property
     def scale(self) -> Tensor:
@@ -102,13 +101,19 @@ class DualEncoder(nn.Module):
             self._kept.append(self.encode_texts())
         return self._kept[0]
 
-    def encode_texts(self) -> Tensor:
-        """:meth:`texts`, computed now."""
-        return mean_direction([self.template_features(p) for p in range(len(self.input_ids))])
+    def encode_texts(self, context: Tensor | None = None) -> Tensor:
+        """:meth:`texts`, computed now; with these context vectors (M, h) instead of the learned ones."""
+        return mean_direction([self.template_features(p, context) for p in range(len(self.input_ids))])
 
-    def template_features(self, p: int) -> Tensor:
-        """(C, d), norm 1: of the prompts by template p."""
-        out = self.clip.get_text_features(input_ids=self.input_ids[p], attention_mask=self.attention_mask[p])
+    def template_features(self, p: int, context: Tensor | None = None) -> Tensor:
+        """(C, d), norm 1: of the prompts by template p; for ``context`` see :meth:`encode_texts`."""
+        ids, mask = self.input_ids[p], self.attention_mask[p]
+        if self.context is None:
+            out = self.clip.get_text_features(input_ids=ids, attention_mask=mask)
+        else:
+            vectors, words = self.context.weight if context is None else context, self.clip.text_model
+            with words.get_input_embeddings().register_forward_hook(lambda *io: self._placed(vectors, io[-1])):
+                out = self.clip.get_text_features(input_ids=ids, attention_mask=mask)
         return F.normalize(out.pooler_output.float(), dim=-1).to(out.pooler_output.dtype)
 
     @contextmanager
@@ -157,11 +162,9 @@ class DualEncoder(nn.Module):
                 parameter.requires_grad_(False)
         return self
 
-    def _placed(self, module: nn.Module, args: Any, words: Tensor) -> Tensor:
-        """A forward hook: word embeddings (C, L, h) with the context vectors in their places."""
-        if self.context is None:
-            return words
-        context = self.context.weight.to(words.dtype).expand(len(words), -1, -1)  # (C, M, h)
+    def _placed(self, context: Tensor, words: Tensor) -> Tensor:
+        """Word embeddings (C, L, h) with the context vectors (M, h) in their places."""
+        context = context.to(words.dtype).expand(len(words), -1, -1)  # (C, M, h)
         return torch.cat([words[:, : self._places.start], context, words[:, self._places.stop :]], 1)
 
 
