@@ -135,15 +135,11 @@ class FedPFT(Method[State]):
         return Summary(labels, sizes, packed, withheld, len(away), [d.kl for d in apart], [d.tv for d in apart])
 
     def _fitted(self, client: Client, groups: Mapping[int, np.ndarray]) -> list[Mixture]:
-        device = client.model.device
-        how: dict[str, Any] = {
-            "seeds": [seeds.derive(client.seed, "em", c) for c in groups],
-            "device": device if device.type == "cuda" else None,
-        }
+        own = [seeds.derive(client.seed, "em", c) for c in groups]
         rows, most = list(groups.values()), self._most(client)
         if self.counts == "withheld":
-            return fit_uncounted(rows, most, self.shape, **how)
-        fits = fit_without_singles(rows, [capacity(len(x), most) for x in rows], self.shape, **how)
+            return fit_uncounted(rows, most, self.shape, seeds=own)
+        fits = fit_without_singles(rows, [capacity(len(x), most) for x in rows], self.shape, seeds=own)
         return [f.mixture for f in fits]
 
     @on_client

@@ -12,14 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fedfm.linalg.threads import one_thread
-from fedfm.methods.fedpft.mixtures import full
 from fedfm.methods.fedpft.mixtures.mixture import COVARIANCES, Array, Mixture
-
-if TYPE_CHECKING:
-    import torch
 
 ROWS_A_COMPONENT = 10
 
@@ -61,7 +56,6 @@ def fit(
     max_iter: int = 100,
     tol: float = 1e-3,
     starts: Sequence[Array] | None = None,
-    device: torch.device | str | None = None,
 ) -> list[Fit]:
     """One mixture for every group, by EM from k-means++ and a few iterations of k-means.
 
@@ -76,8 +70,6 @@ def fit(
         max_iter: E steps at most.
         tol: stop when the mean log-likelihood of a row changes by less.
         starts: labels (n,) in 0...K-1 of each group, instead of k-means++.
-        device: run EM there in batches of tensors (see ``batched``) instead of compiled loops on the CPU. The starts
-            are the same, the mixtures equal up to rounding. It has not run on a GPU; "cpu" is slower than the loops.
 
     Raises:
         ValueError: invalid shapes, lengths or values, with the group's index; NaN, infinity or numbers beyond 1e15
@@ -93,23 +85,18 @@ def fit(
     for i, (group, k) in enumerate(zip(groups, components, strict=True)):
         _refuse(i, group, k, groups[0], None if starts is None else starts[i])
 
-    from fedfm.methods.fedpft.mixtures.group import Started, begin, several
+    from fedfm.methods.fedpft.mixtures.group import fit_one
 
-    found: list[full.Found | Started] = []
+    fits = []
     with one_thread() if covariance == "full" else nullcontext():
-        for i, group in enumerate(groups):
+        for i, (group, k) in enumerate(zip(groups, components, strict=True)):
+            start = None if starts is None else starts[i]
             try:
-                one = begin(group, components[i], covariance, seeds[i], None if starts is None else starts[i])
+                found = fit_one(group, k, covariance, seeds[i], max_iter, tol, start)
             except OverflowError as error:
                 raise ValueError(f"group {i} {error}") from None
-            if device is None and isinstance(one, Started):
-                one = several(one, covariance, max_iter, tol)
-            found.append(one)
-    if device is not None:
-        from fedfm.methods.fedpft.mixtures import batched
-
-        found = list(batched.rest(found, covariance, max_iter, tol, device))
-    return [Fit(Mixture(*f[:3]), *f[3:]) for f in found if not isinstance(f, Started)]  # all of them
+            fits.append(Fit(Mixture(*found[:3]), *found[3:]))
+    return fits
 
 
 def _refuse(i: int, group: Array, k: int, first: Array, start: Array | None) -> None:

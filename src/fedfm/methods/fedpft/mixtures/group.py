@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from fedfm.linalg.kernels.jit import aligned
@@ -17,31 +15,10 @@ LLOYD = 3  # iterations of k-means after k-means++
 LARGEST = 1e15  # keeps squares and their sums within float32
 
 
-@dataclass(frozen=True)
-class Started:
-    """A group of several components before the first step of EM.
-
-    Attributes:
-        x: rows about their mean, (n, d) float32.
-        middle: that mean, (1, d).
-        labels: of the rows, (n,); each of the ``k`` has a row.
-        floor: of the variances.
-    """
-
-    x: Array
-    middle: Array
-    labels: Array
-    k: int
-    floor: float
-
-    def ended(self, found: Found) -> Found:
-        """The result of EM on centred rows, with the mean added."""
-        weights, means, scales, *how = found
-        return weights, (means + self.middle.astype(np.float64)).astype(np.float32), scales, *how  # type: ignore[return-value]
-
-
-def begin(group: Array, k: int, covariance: str, seed: int, start: Array | None = None) -> Found | Started:
-    """From rows (n, d), in float32: the mixture if it has a closed form, else the start of EM.
+def fit_one(
+    group: Array, k: int, covariance: str, seed: int, max_iter: int, tol: float, start: Array | None = None
+) -> Found:
+    """The mixture of rows (n, d), computed in float32.
 
     Raises:
         OverflowError: NaN, infinity or numbers beyond 1e15 among the rows.
@@ -64,7 +41,8 @@ def begin(group: Array, k: int, covariance: str, seed: int, start: Array | None 
         if (k := int(np.count_nonzero(rows))) < len(rows):  # drop components without rows
             labels = (np.cumsum(rows > 0) - 1)[labels]
         if k > 1:
-            return Started(centred, middle, labels, k, floor)
+            weights, means, *rest = _several(centred, labels, k, covariance, floor, max_iter, tol)
+            return weights, (means + middle.astype(np.float64)).astype(np.float32), *rest  # type: ignore[return-value]
     if covariance == "full":
         scales = np.zeros((1, d, d), np.float32)
         log_likelihood = full.one(x, middle[0], floor, scales[0])
@@ -74,12 +52,12 @@ def begin(group: Array, k: int, covariance: str, seed: int, start: Array | None 
     return np.ones(1), middle, scales, log_likelihood, 1, True
 
 
-def several(s: Started, covariance: str, max_iter: int, tol: float) -> Found:
-    """EM for several components."""
+def _several(x: Array, labels: Array, k: int, covariance: str, floor: float, max_iter: int, tol: float) -> Found:
+    """EM from hard labels (n,), each of which has a row, of rows about their mean."""
     if covariance == "full":
-        return s.ended(full.several(s.x, s.labels, s.k, s.floor, max_iter, tol))
-    weights, work = np.empty(s.k), aligned(7, s.k, s.x.shape[1])
+        return full.several(x, labels, k, floor, max_iter, tol)
+    weights, work = np.empty(k), aligned(7, k, x.shape[1])
     work[:] = 0
     diag = covariance == "diag"
-    iterations, converged, ll = kernel.em(s.x, s.labels, diag, s.floor, tol, max_iter, weights, work)
-    return s.ended((weights, work[0], np.sqrt(work[1] if diag else work[1, :, 0]), ll, iterations, converged))
+    iterations, converged, ll = kernel.em(x, labels, diag, floor, tol, max_iter, weights, work)
+    return weights, work[0], np.sqrt(work[1] if diag else work[1, :, 0]), ll, iterations, converged

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fedfm.methods.fedpft.mixtures.em import Fit, fit
 from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
@@ -12,7 +11,7 @@ ALONE = 2 - 0.005  # a component of fewer rows stands for one; at EM's end other
 
 
 def fit_without_singles(
-    groups: Sequence[Array], components: Sequence[int], covariance: str, *, seeds: Sequence[int], **options: Any
+    groups: Sequence[Array], components: Sequence[int], covariance: str, *, seeds: Sequence[int]
 ) -> list[Fit]:
     """:func:`~fedfm.methods.fedpft.mixtures.fit`, then drop components that stand for one row.
 
@@ -22,17 +21,10 @@ def fit_without_singles(
 
     The arguments and errors are those of ``fit``.
     """
-    fits = fit(groups, components, covariance, seeds=seeds, **options)
-    while rest := {i: left for i, f in enumerate(fits) if (left := _shared(f.mixture, len(groups[i])))}:
-        again = fit(
-            [groups[i] for i in rest],
-            [g.components for g in rest.values()],
-            covariance,
-            seeds=[seeds[i] for i in rest],
-            **options | {"starts": [g.nearest(groups[i]) for i, g in rest.items()]},
-        )
-        for i, found in zip(rest, again, strict=True):
-            fits[i] = found
+    fits = fit(groups, components, covariance, seeds=seeds)
+    for i, x in enumerate(groups):
+        while (rest := _shared(fits[i].mixture, len(x))) is not None:
+            (fits[i],) = fit([x], [rest.components], covariance, seeds=[seeds[i]], starts=[rest.nearest(x)])
     return fits
 
 

@@ -16,7 +16,6 @@ that are the same for every n:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,13 +27,11 @@ OCTAVE = 8  # steps of a standard deviation between two powers of two
 PARTS = 8  # steps of a mean in the power of two below its standard deviation
 
 
-def fit_uncounted(
-    groups: Sequence[Array], components: int, covariance: str, *, seeds: Sequence[int], **options: Any
-) -> list[Mixture]:
+def fit_uncounted(groups: Sequence[Array], components: int, covariance: str, *, seeds: Sequence[int]) -> list[Mixture]:
     """A mixture of one or of ``components`` components for every group, on grids that do not depend on its rows.
 
     Args:
-        groups, seeds, options: as for :func:`~fedfm.methods.fedpft.mixtures.fit`.
+        groups, seeds: as for :func:`~fedfm.methods.fedpft.mixtures.fit`.
         components: K of groups with at least ten times as many rows.
         covariance: ``"spherical"`` or ``"diag"``.
 
@@ -49,7 +46,7 @@ def fit_uncounted(
     if covariance == "full":
         raise ValueError('covariance = "full": its rank reveals the number of rows; expected "spherical" or "diag"')
     k = [components if capacity(len(x), components) == components else 1 for x in groups]
-    fits = fit_without_singles(groups, k, covariance, seeds=seeds, **options)
+    fits = fit_without_singles(groups, k, covariance, seeds=seeds)
     return [
         rounded(_whole(f.mixture, x, many, seed, covariance))
         for f, x, many, seed in zip(fits, groups, k, seeds, strict=True)
