@@ -100,7 +100,8 @@ def test_the_steps_are_those_of_a_textbook(covariance, n, d, k):
         got = one(x, k, covariance, starts=[start], max_iter=steps, tol=0.0)
         lls, w, mu, sigma = textbook(x, start, k, covariance, floor_of(x), steps)
         m = got.mixture
-        assert got.log_likelihood == pytest.approx(lls[-1], abs=1e-4)
+        found = got.log_likelihood if k > 1 else m.log_prob(x).mean()
+        assert found == pytest.approx(lls[-1], abs=1e-4)
         np.testing.assert_allclose(m.weights, w, atol=1e-5)
         np.testing.assert_allclose(m.means, mu, atol=1e-4)
         np.testing.assert_allclose(covariances(m), sigma, atol=1e-4)
@@ -131,19 +132,21 @@ def test_it_ends_where_scikit_learn_ends(covariance, n, d, k):
 
 @pytest.mark.parametrize("covariance", COVARIANCES)
 def test_one_component_is_scikit_learns(covariance):
-    """Its closed form needs one E step, and its log-likelihood no row; 5 rows in 12 dimensions as well."""
+    """Its closed form needs one E step; 5 rows in 12 dimensions as well."""
     for n in (5, 300):
         x, _ = blobs(n, 12, 1, dtype=np.float64)
         peer = GaussianMixture(1, covariance_type=covariance, reg_covar=floor_of(x)).fit(x)
         got = one(x, 1, covariance)
         assert (got.iterations, got.converged) == (1, True)
-        assert got.log_likelihood == pytest.approx(peer.lower_bound_, abs=1e-4)
+        assert got.mixture.log_prob(x).mean() == pytest.approx(peer.lower_bound_, abs=1e-4)
         np.testing.assert_allclose(got.mixture.means, peer.means_, atol=1e-5)
 
 
 def same(a, b):
     fields = [(getattr(a.mixture, f), getattr(b.mixture, f)) for f in ("weights", "means", "scales")]
-    return all(np.array_equal(u, v) for u, v in fields) and a.log_likelihood == b.log_likelihood
+    return all(np.array_equal(u, v) for u, v in fields) and np.array_equal(
+        a.log_likelihood, b.log_likelihood, equal_nan=True
+    )
 
 
 def test_large_means_cost_no_digits():
@@ -160,8 +163,6 @@ def test_many_rows_lose_no_digits_to_float32(covariance):
     x, start = blobs(30_000, 3, 2, apart=2.0)
     got = one(x, 2, covariance, starts=[start], max_iter=3, tol=0.0)
     assert got.log_likelihood == pytest.approx(textbook(x, start, 2, covariance, floor_of(x), 3)[0][-1], abs=1e-5)
-    whole = one(x, 1, covariance)
-    assert whole.log_likelihood == pytest.approx(whole.mixture.log_prob(x).mean(), abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64, ">f4"])

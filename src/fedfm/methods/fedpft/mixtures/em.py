@@ -25,8 +25,8 @@ class Fit:
 
     Attributes:
         mixture: after the last M step.
-        log_likelihood: mean over the rows, in the last E step, before the last M step; with one component, of the
-            mixture itself.
+        log_likelihood: mean over the rows, in the last E step, before the last M step; NaN of one component, which has
+            a closed form.
         iterations: number of E steps.
         converged: the last one changed the log-likelihood by less than the tolerance.
     """

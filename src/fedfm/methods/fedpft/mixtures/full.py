@@ -13,10 +13,9 @@ Found = tuple[Array, Array, Array, float, int, bool]  # weights, means, scales, 
 FALL = 1e-10  # relative to the log-likelihood: a smaller fall is rounding
 NONE = 1e-10  # rows: a component with fewer does not change
 FAR = 1e-14  # smaller responsibilities count as 0
-FEW = 3  # if FEW n <= d, the (n, n) matrix costs less than the trace of the (d, d) one
 
 
-def _factor(t: Array, n: float, floor: float) -> Array:
+def factor(t: Array, n: float, floor: float) -> Array:
     """Lower Cholesky factor of t^T t / n + floor I; ``t`` (m, d) float64."""
     sigma = t.T @ t  # (d, d)
     sigma /= n
@@ -29,27 +28,7 @@ def _inverse(lower: Array) -> Array:
     """The inverse of a lower triangular matrix (d, d)."""
     from scipy.linalg.lapack import dtrtri
 
-    inverse: Array = dtrtri(lower, lower=1)[0]
-    return inverse
-
-
-def one(x: Array, middle: Array, floor: float, lower: Array) -> float:
-    """One component for rows ``x`` (n, d), float32: fill ``lower`` (d, d) with its Cholesky factor.
-
-    Returns the mean log-likelihood of a row, without solving for any row: with S the rows' covariance about ``middle``
-    and Sigma = S + floor I, the mean squared Mahalanobis distance is tr(Sigma^-1 S) = d - floor tr(Sigma^-1). With few
-    rows, det and trace come from the small matrix: S = Y^T Y and Y Y^T have the same eigenvalues above 0.
-    """
-    n, d = x.shape
-    y = np.subtract(x, middle, dtype=np.float64)  # (n, d)
-    small = _factor(y, n, floor)
-    lower[:] = small
-    if FEW * n <= d:
-        small = _factor(y.T, n, floor)  # (n, n)
-    rank = len(small)
-    log_det = 2 * np.log(np.diagonal(small)).sum() + (d - rank) * math.log(floor)
-    square = rank - floor * np.linalg.norm(_inverse(small)) ** 2
-    return float(-0.5 * (d * math.log(2 * math.pi) + log_det + square))
+    return np.asarray(dtrtri(lower, lower=1)[0])
 
 
 def several(x: Array, labels: Array, k: int, floor: float, max_iter: int, tol: float) -> Found:
@@ -81,7 +60,7 @@ def several(x: Array, labels: Array, k: int, floor: float, max_iter: int, tol: f
                 rows = np.flatnonzero(r[c] > FAR)
                 share = r[c, rows, None]
                 mu[c] = (share * x[rows]).sum(0) / count
-                lower[c] = _factor(np.sqrt(share) * (x[rows] - mu[c]), count, floor)
+                lower[c] = factor(np.sqrt(share) * (x[rows] - mu[c]), count, floor)
                 inverse[c] = _inverse(lower[c])
         if step:
             if abs(ll - last) < tol:

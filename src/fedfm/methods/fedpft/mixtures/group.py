@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from fedfm.linalg.kernels.jit import aligned
 from fedfm.methods.fedpft.mixtures import full, kernel, kmeans
 from fedfm.methods.fedpft.mixtures.full import Found
 from fedfm.methods.fedpft.mixtures.mixture import Array
-from fedfm.methods.fedpft.mixtures.moments import moments, normal
+from fedfm.methods.fedpft.mixtures.moments import moments
 
 FLOOR, FLOOR_ALWAYS = 1e-6, 1e-12
 LLOYD = 3  # iterations of k-means after k-means++
@@ -44,12 +46,10 @@ def fit_one(
             weights, means, *rest = _several(centred, labels, k, covariance, floor, max_iter, tol)
             return weights, (means + middle.astype(np.float64)).astype(np.float32), *rest  # type: ignore[return-value]
     if covariance == "full":
-        scales = np.zeros((1, d, d), np.float32)
-        log_likelihood = full.one(x, middle[0], floor, scales[0])
+        scales = full.factor(np.subtract(x, middle, dtype=np.float64), n, floor)[None]
     else:
-        scales = np.empty((1, d) if covariance == "diag" else 1, np.float32)
-        log_likelihood = normal(variances, floor, scales.reshape(-1))
-    return np.ones(1), middle, scales, log_likelihood, 1, True
+        scales = np.sqrt((variances[None] if covariance == "diag" else np.array([mean_variance])) + floor)
+    return np.ones(1), middle, scales.astype(np.float32), math.nan, 1, True
 
 
 def _several(x: Array, labels: Array, k: int, covariance: str, floor: float, max_iter: int, tol: float) -> Found:

@@ -1,13 +1,12 @@
-"""Mean and variances of a group's rows, and the mixture of one component that follows from them."""
+"""Mean and variances of a group's rows."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from fedfm.linalg.kernels.jit import SPAN, compiled, in_order
+from fedfm.linalg.kernels.jit import SPAN, in_order
 
 
 @in_order
@@ -57,28 +56,3 @@ def moments(x: Any, middle: Any, variances: Any, largest: float) -> float:
             return -1.0
         total += variances[j]
     return float(total / d)
-
-
-@compiled
-def normal(variances: Any, floor: float, scales: Any) -> float:
-    """Fill the standard deviations ``scales``, (d,) or (1,), float32, of one component from variances (d,).
-
-    Returns the mean log-likelihood of a row, without the rows: the mean squared distance is sum_j s_j / v_j.
-    """
-    d, log_det, square = len(variances), 0.0, 0.0
-    if len(scales) < d:
-        for j in range(d):
-            square += variances[j]
-        v = square / d + floor
-        scales[0] = math.sqrt(v)
-        return -0.5 * (square / v + d * math.log(v) + d * math.log(2 * math.pi))
-    for at in range(0, d, 8):  # one logarithm for eight factors, each between 1e-12 and 1e31
-        product = 1.0
-        for j in range(at, min(at + 8, d)):
-            product *= variances[j] + floor
-        log_det += math.log(product)
-    for j in range(d):
-        v = variances[j] + floor
-        square += variances[j] / v
-        scales[j] = math.sqrt(v)
-    return -0.5 * (square + log_det + d * math.log(2 * math.pi))

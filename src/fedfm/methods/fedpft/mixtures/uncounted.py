@@ -71,8 +71,7 @@ def _weights(weights: Array) -> Array:
         units[(exact - units).argmax()] += 1
     while units.sum() > steps:
         units[np.where(units > 1, exact - units, np.inf).argmin()] -= 1
-    found: Array = units / steps
-    return found
+    return np.asarray(units / steps)
 
 
 def _whole(g: Mixture, x: Array, k: int, seed: int, covariance: str) -> Mixture:
