@@ -25,13 +25,7 @@ def mixed(rng, rounds, size, a, spread=1.0):
 
 
 def test_two_rounds_by_hand():
-    met = e.intersection(U, V)
-    assert met.x == pytest.approx(W_PRE, abs=1e-12)
-    assert met.c == pytest.approx([2, 7 / 3], abs=1e-12)  # 1 + 1/a for a = 1 and 3/4
-    d = V - U
-    gram = np.array([[5, -36 / 7], [-36 / 7, 261 / 49]])
-    assert (d @ d.T) * (np.eye(2) - 1 / 2) == pytest.approx(gram)
-    assert met.condition == pytest.approx(np.linalg.cond(gram))
+    assert e.intersection(U, V) == pytest.approx(W_PRE, abs=1e-12)
 
 
 def test_one_round_by_hand():
@@ -55,7 +49,9 @@ def test_lines_meet_in_w_pre_whatever_a_was(seed, rounds, size):
         met = e.intersection(u, v)
     except e.NoIntersectionError:
         return  # nearly parallel by chance, which happens in two dimensions only
-    assert e.relative_error(met.x, w_pre) < 1e-9 * max(1.0, met.condition / 1e4)
+    d = v - u
+    condition = np.linalg.cond((d @ d.T) * (np.eye(rounds) - 1 / rounds))
+    assert e.relative_error(met, w_pre) < 1e-9 * max(1.0, condition / 1e4)
 
 
 @given(SEEDS)
@@ -71,9 +67,7 @@ def test_the_meeting_is_the_least_squares_point_of_noisy_lines(seed):
         matrix[t * size : (t + 1) * size, :size] = np.eye(size)
         matrix[t * size : (t + 1) * size, size + t] = -(v - u)[t]
     naive = np.linalg.lstsq(matrix, right, rcond=None)[0]
-    met = e.intersection(u, v)
-    assert met.x == pytest.approx(naive[:size], abs=1e-8)
-    assert met.c == pytest.approx(naive[size:], abs=1e-8)
+    assert e.intersection(u, v) == pytest.approx(naive[:size], abs=1e-8)
 
 
 @given(SEEDS, st.floats(0.01, 100))
@@ -82,25 +76,23 @@ def test_rotation_shift_scale_and_order_move_the_point_alike(seed, scale):
     rng = np.random.default_rng(seed)
     w_pre, u, v = mixed(rng, 3, 8, rng.uniform(0.5, 2, 3))
     turn, shift = np.linalg.qr(rng.normal(size=(8, 8)))[0], rng.normal(size=8)
-    there = e.intersection(scale * u @ turn + shift, scale * v @ turn + shift).x
+    there = e.intersection(scale * u @ turn + shift, scale * v @ turn + shift)
     assert there == pytest.approx(scale * w_pre @ turn + shift, rel=1e-6, abs=1e-6 * scale)
     order = rng.permutation(3)
-    assert e.intersection(u[order], v[order]).x == pytest.approx(w_pre, abs=1e-8)
+    assert e.intersection(u[order], v[order]) == pytest.approx(w_pre, abs=1e-8)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("f8", 1e-12), ("f4", 1e-5), ("f2", 2e-2)])
 def test_rounding_of_what_was_sent_is_all_that_is_left(dtype, bound):
     rng = np.random.default_rng(0)
     w_pre, u, v = mixed(rng, 2, 5000, [1.5, 0.8])
-    assert e.relative_error(e.intersection(u.astype(dtype), v.astype(dtype)).x, w_pre) < bound
+    assert e.relative_error(e.intersection(u.astype(dtype), v.astype(dtype)), w_pre) < bound
 
 
 def test_rounds_without_mixing_are_left_out():
     rng = np.random.default_rng(1)
     w_pre, u, v = mixed(rng, 4, 30, [1.0, 0.0, 1.5, 0.0])
-    met = e.intersection(u, v)
-    assert met.x == pytest.approx(w_pre, abs=1e-9)
-    assert np.isnan(met.c).tolist() == [False, True, False, True]
+    assert e.intersection(u, v) == pytest.approx(w_pre, abs=1e-9)
 
 
 def test_lines_that_do_not_meet_are_refused():
@@ -133,7 +125,7 @@ def test_scalars_by_tensor():
         assert x[g] == pytest.approx(w_pre[g], abs=1e-8)
     assert np.isfinite(x).all()
     # One scalar a round cannot fit them.
-    assert e.relative_error(e.intersection(u, v).x, w_pre) > 1e-3
+    assert e.relative_error(e.intersection(u, v), w_pre) > 1e-3
 
 
 def test_scalars_by_tensor_stay_in_their_range():
@@ -154,8 +146,8 @@ def test_half_of_the_tensors_a_round():
     a = np.repeat(on * rng.uniform(0.5, 1.5, (4, 1)), 30, 1)
     w_pre, u, v = mixed(rng, 4, 90, a)
     met = e.intersection(u, v, groups)
-    assert met.x[:60] == pytest.approx(w_pre[:60], abs=1e-9)  # mixed twice or more
-    assert met.x[60:] == pytest.approx(v[:, 60:].mean(0))  # never mixed: nothing is known
+    assert met[:60] == pytest.approx(w_pre[:60], abs=1e-9)  # mixed twice or more
+    assert met[60:] == pytest.approx(v[:, 60:].mean(0))  # never mixed: nothing is known
 
 
 def test_a_tensor_mixed_once_is_found_through_the_others():
@@ -163,7 +155,7 @@ def test_a_tensor_mixed_once_is_found_through_the_others():
     on = np.array([[1, 1], [1, 0]])
     a = np.repeat(on * np.array([[0.9], [1.4]]), 25, 1)
     w_pre, u, v = mixed(rng, 2, 50, a)
-    assert e.intersection(u, v, groups_of(25, 25)).x == pytest.approx(w_pre, abs=1e-9)
+    assert e.intersection(u, v, groups_of(25, 25)) == pytest.approx(w_pre, abs=1e-9)
 
 
 @given(SEEDS, st.sampled_from(["uniform", "log"]))
@@ -217,7 +209,7 @@ def naive_alternating(u, v, l):  # noqa: E741 - the symbol of the specification
         a = np.array(
             [np.clip(drawn[t] @ (p - v[t]) / ((p - v[t]) ** 2).sum(), 0.8 * l[t], 2.4 * l[t]) for t in range(len(u))]
         )
-    return (a[:, None] * (drawn + a[:, None] * v)).sum(0) / (a**2).sum(), a
+    return (a[:, None] * (drawn + a[:, None] * v)).sum(0) / (a**2).sum()
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
@@ -226,10 +218,8 @@ def test_the_alternating_estimate_is_that_of_its_formula(rounds):
     guess = 0.9 ** np.arange(rounds)
     w_pre, u, v = mixed(rng, rounds, 300, guess * rng.uniform(1, 2, rounds))
     u = u + 0.2 * rng.normal(size=u.shape)
-    x, a = e.alternating(u, v, guess)
-    expected, expected_a = naive_alternating(u, v, guess)
-    assert a == pytest.approx(expected_a, rel=1e-6)
-    assert x == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    x = e.alternating(u, v, guess)
+    assert x == pytest.approx(naive_alternating(u, v, guess), rel=1e-5, abs=1e-7)
     assert e.relative_error(x, w_pre) < 0.5
 
 
@@ -239,20 +229,9 @@ def test_the_more_collude_the_nearer():
     w_pre, u, v = mixed(rng, 2, 4000, guess * [1.3, 1.7])
     noise = rng.normal(size=(2, 10, 4000))  # of ten clients
     noise -= noise.mean(1, keepdims=True)  # together they know w'
-    errors = [e.relative_error(e.alternating(u + noise[:, :k].mean(1), v, guess)[0], w_pre) for k in (1, 2, 5, 10)]
+    errors = [e.relative_error(e.alternating(u + noise[:, :k].mean(1), v, guess), w_pre) for k in (1, 2, 5, 10)]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.01 < errors[0]
-
-
-def test_the_error_of_known_scalars_is_the_mean_of_the_guesses_errors():
-    """Given a, x - w_pre = -sum a_t e_t / sum a_t^2 with e = u_hat - w'."""
-    rng = np.random.default_rng(8)
-    guess = np.array([1.0, 0.7, 0.5])
-    w_pre, u, v = mixed(rng, 3, 50, 1.5 * guess)
-    off = 0.1 * rng.normal(size=u.shape)
-    x, a = e.alternating(u + off, v, guess, free=False)
-    assert a == pytest.approx(1.5 * guess)
-    assert x - w_pre == pytest.approx(-(a[:, None] * off).sum(0) / (a**2).sum())
 
 
 def test_nothing_mixed_in_gives_no_estimate():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fedfm.errors import ClientFault, InputError
+from fedfm.errors import InputError
 from fedfm.methods.fedpft.noisy_moments import statistics, to_gaussian, unit_rows
 from fedfm.methods.fedpft.noisy_sums import client_sums, federation_sum, width
 from fedfm.methods.fedpft.release_plan import COVARIANCES, RELATIONS, Plan
@@ -109,13 +109,7 @@ def test_an_empty_client_adds_nothing():
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
-        (lambda: client_sums(np.eye(D), np.zeros(3, int), 2, Plan()), InputError, "labels"),
-        (lambda: client_sums(np.eye(D), np.full(D, 2), 2, Plan()), InputError, "labels"),
-        (lambda: client_sums(np.eye(D), np.full(D, -1), 2, Plan()), InputError, "labels"),
         (lambda: client_sums(2 * np.eye(D), np.zeros(D, int), 2, Plan()), InputError, "unit_rows"),
-        (lambda: federation_sum(np.zeros((2, 9)), 3, Plan(), D, KEY, "s"), ClientFault, "E_SHAPE"),
-        (lambda: federation_sum(np.full((2, 6), np.nan), 3, Plan(), D, KEY, "s"), ClientFault, "E_NONFINITE"),
-        (lambda: federation_sum(np.zeros((2, 6)), 0, Plan(), D, KEY, "s"), InputError, "clients"),
         (
             lambda: federation_sum(np.zeros((2, 6)), 3, Plan("replace", calibration="paper"), D, KEY, "s"),
             InputError,

@@ -1,7 +1,5 @@
 """Factors of low rank against the dense matrices that they stand for."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,13 +33,10 @@ def test_a_stack_is_the_weighted_sum(seed, m, n, ranks):
 
 @settings(deadline=None, max_examples=50)
 @given(**SIZES, ranks=RANKS)
-def test_inner_products_and_norms(seed, m, n, ranks):
+def test_inner_products(seed, m, n, ranks):
     matrices = [draw(seed + k, m, n, r) for k, r in enumerate(ranks)]
     flat = torch.stack([dense(x).reshape(-1) for x in matrices])
     torch.testing.assert_close(low_rank.inners(matrices), flat @ flat.T, rtol=1e-10, atol=1e-10)
-    for i, x in enumerate(matrices):
-        assert low_rank.norm(x) == pytest.approx(float(flat[i].norm()))
-        assert low_rank.inner(x, matrices[0]) == pytest.approx(float(flat[i] @ flat[0]), abs=1e-9)
 
 
 @settings(deadline=None, max_examples=50)
@@ -98,4 +93,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="no matrices"):
         low_rank.stack([])
     assert low_rank.inners([]).shape == (0, 0)
-    assert math.isclose(low_rank.norm(draw(0, 2, 2, 0)), 0.0)
+    assert low_rank.inners([draw(0, 2, 2, 0)]).item() == 0.0

@@ -114,16 +114,16 @@ def recover(lines: Lines, method: FedBaF, groups: extraction.Groups, *, exact: b
         return x, "intervals of every coordinate"
     if not exact:
         if method.harden != "per_tensor":
-            return extraction.alternating(u, v, guess)[0], "alternating estimate"
+            return extraction.alternating(u, v, guess), "alternating estimate"
         x = np.empty(u.shape[1])
         for g in groups:
-            x[g] = extraction.alternating(u[:, g], v[:, g], guess)[0]
+            x[g] = extraction.alternating(u[:, g], v[:, g], guess)
         return x, "alternating estimate of every tensor"
     try:
         if method.harden == "half":
-            return extraction.intersection(u, v, groups).x, "intersection of lines"
+            return extraction.intersection(u, v, groups), "intersection of lines"
         if method.harden not in ("per_tensor", "noise_afresh"):
-            return extraction.intersection(u, v).x, "intersection of lines"
+            return extraction.intersection(u, v), "intersection of lines"
     except NoIntersectionError:
         pass
     if method.harden in ("per_tensor", "half"):

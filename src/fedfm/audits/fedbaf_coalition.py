@@ -67,8 +67,7 @@ class Target:
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> Array:
-    x: Array = torch.cat([t.detach().reshape(-1).float() for t in tensors]).numpy()
-    return x
+    return np.asarray(torch.cat([t.detach().reshape(-1).float() for t in tensors]).numpy())
 
 
 class Pull:

@@ -181,8 +181,7 @@ def _summary(name: str, question: str, full: Full, clients: Sequence[ClientId], 
 
 
 def _flat(w: Params, names: Sequence[str]) -> Array:
-    found: Array = torch.cat([w[n].reshape(-1).double() for n in names]).numpy()
-    return found
+    return np.asarray(torch.cat([w[n].reshape(-1).double() for n in names]).numpy())
 
 
 def _cosine(a: Array, b: Array) -> float:

@@ -70,8 +70,7 @@ class View:
 
     def features(self, rows: Array) -> Array:
         """(n, d) features of rows of the table, as the method uses them: of norm 1 under differential privacy."""
-        found: Array = self._features[self._place[rows]]
-        return found
+        return np.asarray(self._features[self._place[rows]])
 
     def as_used(self, x: Array) -> Array:
         """Features as the method uses them."""
@@ -80,15 +79,13 @@ class View:
     def held_out(self, client: ClientId, label: int) -> Array:
         """Test rows of a class that could have been this client's: its own if clients have own sources, else all."""
         rows = self.federated.clients[client].test if own_sources(self.replay.run) else self.federated.test
-        found: Array = rows[self.labels[rows] == label]
-        return found
+        return np.asarray(rows[self.labels[rows] == label])
 
     def of_class(self, label: int, *, without: ClientId = "") -> Array:
         """Training rows of a class at all clients but one."""
         rows = [c.train for name, c in sorted(self.federated.clients.items()) if name != without]
         every: Array = np.concatenate([np.zeros(0, dtype=np.int64), *rows])
-        found: Array = every[self.labels[every] == label]
-        return found
+        return np.asarray(every[self.labels[every] == label])
 
     def rng(self, *purpose: str | int) -> np.random.Generator:
         """Generator that depends on the run's seed and the purpose."""

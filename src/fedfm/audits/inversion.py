@@ -135,5 +135,4 @@ def pictures(table: Table, rows: Sequence[int]) -> Array:
         else:
             picture = Image.open(io.BytesIO(x) if isinstance(x, bytes) else x)
         done.append(np.asarray(picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)))
-    out: Array = np.stack(done).astype(np.float32) / 255
-    return out
+    return np.asarray(np.stack(done).astype(np.float32) / 255)

@@ -6,7 +6,6 @@ the dense matrices need O(K m n) memory. Everything is computed in float64.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -43,12 +42,6 @@ def stack(terms: Iterable[tuple[float, Factors]]) -> Factors:
     return torch.cat([c * u.double() for c, (u, _) in terms], 1), torch.cat([v.double() for _, (_, v) in terms])
 
 
-def inner(x: Factors, y: Factors) -> float:
-    """<U_x V_x, U_y V_y> = tr((U_x^T U_y)(V_y V_x^T))."""
-    (u, v), (p, q) = x, y
-    return float(((u.double().T @ p.double()) * (v.double() @ q.double().T)).sum())
-
-
 def inners(matrices: Sequence[Factors]) -> Tensor:
     """All inner products (K, K), float64, as two matrix products of the stacked factors.
 
@@ -62,11 +55,6 @@ def inners(matrices: Sequence[Factors]) -> Tensor:
     owner = torch.repeat_interleave(torch.tensor([len(v_k) for _, v_k in matrices]))  # (R,)
     rows = torch.zeros(len(matrices), len(owner), dtype=torch.float64).index_add_(0, owner, both)
     return torch.zeros(len(matrices), len(matrices), dtype=torch.float64).index_add_(1, owner, rows)
-
-
-def norm(x: Factors) -> float:
-    """Frobenius norm of U V."""
-    return math.sqrt(max(inner(x, x), 0.0))
 
 
 def truncate(x: Factors, rank: int) -> tuple[Factors, Tensor]:

@@ -102,8 +102,7 @@ class FedAMP(Method[Clouds]):
 def squared_distances(G: np.ndarray) -> np.ndarray:
     """||w_i - w_j||^2 (K, K) from inner products (K, K)."""
     square = np.diag(G)
-    d: np.ndarray = np.maximum(square[:, None] + square - 2 * G, 0)
-    return d
+    return np.asarray(np.maximum(square[:, None] + square - 2 * G, 0))
 
 
 def weights(d: np.ndarray, sigma: float | None = None, alpha: float | None = None) -> np.ndarray:

@@ -62,8 +62,7 @@ class FedAWA(FedAvg):
 def softmax(a: np.ndarray) -> np.ndarray:
     """The weights lambda (K,) of logits (K,)."""
     e = np.exp(a - a.max())
-    lambda_: np.ndarray = e / e.sum()
-    return lambda_
+    return np.asarray(e / e.sum())
 
 
 def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
@@ -84,5 +83,4 @@ def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
     least = 1e-14 * max(float(torch.diagonal(tt).max()), 1e-300)  # below it is rounding; a root of 0 has no gradient
     distance = torch.where(square > least, square.clamp_min(least).sqrt(), 0.0)
     (g,) = torch.autograd.grad(lambda_ @ (apart + distance), logits)
-    found: np.ndarray = a - eta * (g / (g.abs() + EPSILON)).numpy()
-    return found
+    return np.asarray(a - eta * (g / (g.abs() + EPSILON)).numpy())

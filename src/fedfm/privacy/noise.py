@@ -76,8 +76,7 @@ def on_grid(values: Array, sigma: float) -> Array:
     The last bits of (float + float noise) reveal the float (Mironov 2012); each lattice point stands for many floats.
     """
     step = 2.0 ** (math.frexp(sigma)[1] - _GRID_BITS)
-    rounded: Array = np.round(values / step) * step
-    return rounded
+    return np.asarray(np.round(values / step) * step)
 
 
 def stream(key: bytes, purpose: str, length: int) -> bytes:

@@ -37,5 +37,4 @@ def readings(total: Array, known: Array, used: Array, unused: Array, sigma: floa
     noise = max(sigma**2, 1e-9 * float((halves**2).sum(1).mean()) + 1e-300)
     gram = halves @ halves.T  # (m, m)
     gram[np.diag_indices_from(gram)] += noise
-    out: Array = np.linalg.solve(gram, halves @ left)
-    return out
+    return np.asarray(np.linalg.solve(gram, halves @ left))

@@ -12,7 +12,6 @@ the P entries, one a tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -33,22 +32,7 @@ class NoIntersectionError(ValueError):
     """The lines do not meet in one point: there are fewer than two, or all are parallel."""
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Intersection of lines.
-
-    Attributes:
-        x: (P,) float64.
-        c: (T,) its place on each line; NaN for a line that was not used.
-        condition: of the normal equations.
-    """
-
-    x: Array
-    c: Array
-    condition: float
-
-
-def intersection(u: Array, v: Array, groups: Groups | None = None) -> Meeting:
+def intersection(u: Array, v: Array, groups: Groups | None = None) -> Array:
     """The point nearest to T lines u_t + c_t (v_t - u_t), in closed form.
 
     G_ij = <d_i, d_j> (1[i = j] - 1/T), r_i = -<d_i, u_i - mean u>, G c = r, x = mean_t (u_t + c_t d_t). If rounds mix
@@ -66,7 +50,7 @@ def intersection(u: Array, v: Array, groups: Groups | None = None) -> Meeting:
         >>> import numpy as np
         >>> u = np.array([[3.0, 4.0], [4.0, 3.0]])
         >>> v = np.array([[0.0, 5.0], [1.0, 30 / 7]])
-        >>> intersection(u, v).x.round(6).tolist()
+        >>> intersection(u, v).round(6).tolist()
         [-3.0, 6.0]
     """
     rounds, groups = len(u), groups or [slice(None)]
@@ -78,13 +62,12 @@ def intersection(u: Array, v: Array, groups: Groups | None = None) -> Meeting:
             gram[np.ix_(on, on)] += (d @ d.T) * (np.eye(len(on)) - 1 / len(on))
             right[on] -= ((a - a.mean(0)) * d).sum(1)
     used = np.flatnonzero(gram.diagonal())
-    c, condition = _solve(gram[np.ix_(used, used)], right[used], len(moved))
     every = np.full(rounds, np.nan)
-    every[used] = c
+    every[used] = _solve(gram[np.ix_(used, used)], right[used], len(moved))
     x = np.empty(u.shape[1])
     for g in groups:
         x[g] = _on_lines(u, v, g, every)
-    return Meeting(x, every, condition)
+    return x
 
 
 def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> tuple[Array, int]:
@@ -107,7 +90,7 @@ def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> t
         try:
             gram = (d @ d.T) * (np.eye(len(on)) - 1 / max(len(on), 1))
             right = -((a - a.mean(0)) * d).sum(1) if len(on) else np.zeros(0)
-            free, _ = _solve(gram, right, len(on))
+            free = _solve(gram, right, len(on))
             c[on] = _held(gram, right, free, low[on], high[on])
             met += 1
         except NoIntersectionError:
@@ -172,11 +155,10 @@ def one_round(u: Array, v: Array, low: float, high: float) -> Array:
         [-15.0, 40.0]
     """
     u, v = u.astype(np.float64), v.astype(np.float64)
-    x: Array = u + harmonic(low, high) * (v - u)
-    return x
+    return np.asarray(u + harmonic(low, high) * (v - u))
 
 
-def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: float = SHORT) -> tuple[Array, Array]:
+def alternating(u: Array, v: Array, guess: Array) -> Array:
     """Alternating estimate of a_t and w_pre by a part of the cohort, with its own mean u_t in place of w'.
 
     E_t = v_t - u_t; a = 1.5 l; repeat: p = sum_t a_t (E_t + a_t v_t) / sum_t a_t^2;
@@ -184,10 +166,6 @@ def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: f
 
     Args:
         guess: (T,) l_t, from the coalition's own means; rounds with 0 are not used.
-        free: False keeps a_t at 1.5 l_t.
-
-    Returns:
-        (P,) estimate and (T,) a_t.
 
     Raises:
         NoIntersectionError: no round has a guess above 0.
@@ -204,12 +182,12 @@ def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: f
         inner += z @ z.T
     a = 1.5 * l
     weights = np.zeros(2 * n)
-    for _ in range(SWEEPS if free else 1):
+    for _ in range(SWEEPS):
         weights = np.concatenate([a, a * a]) / (a * a).sum()  # of E, of v
         away = weights[None, :] - np.eye(2 * n)[n:]  # p - v_t in terms of E and v; weights of v sum to 1
         top = (inner[:n] * away).sum(1)
         bottom = np.einsum("ti,ij,tj->t", away, inner, away)
-        new = np.clip(np.divide(top, bottom, out=np.array(a), where=bottom > 0), SHORT * l, LONG * l) if free else a
+        new = np.clip(np.divide(top, bottom, out=np.array(a), where=bottom > 0), SHORT * l, LONG * l)
         done = bool(np.abs(new - a).max() <= 1e-13 * a.max())
         a = new
         if done:
@@ -219,9 +197,7 @@ def alternating(u: Array, v: Array, guess: Array, *, free: bool = True, least: f
         part = slice(start, start + BLOCK)
         x[part] = (weights[:n] + weights[n:]) @ v[used, part].astype(np.float64)  # E = v - u
         x[part] -= weights[:n] @ u[used, part].astype(np.float64)
-    every = np.zeros(len(u))
-    every[used] = a
-    return x, every
+    return x
 
 
 def turned_around(w: Array, share: float) -> Array:
@@ -234,8 +210,7 @@ def turned_around(w: Array, share: float) -> Array:
     """
     if not 0 < share <= 1:
         raise ValueError(f"share {share}: expected a number in (0, 1]")
-    x: Array = -(TURN - share) / share * w
-    return x
+    return np.asarray(-(TURN - share) / share * w)
 
 
 def relative_error(x: Array, truth: Array) -> float:
@@ -264,13 +239,11 @@ def _on_lines(u: Array, v: Array, g: slice, c: Array) -> Array:
     a, d, on = _lines(u, v, g)
     known = np.isfinite(c[on])
     if known.any():
-        x: Array = (a[known] + c[on][known, None] * d[known]).mean(0)
-        return x
-    y: Array = v[:, g].astype(np.float64).mean(0)
-    return y
+        return np.asarray((a[known] + c[on][known, None] * d[known]).mean(0))
+    return np.asarray(v[:, g].astype(np.float64).mean(0))
 
 
-def _solve(gram: Array, right: Array, lines: int) -> tuple[Array, float]:
+def _solve(gram: Array, right: Array, lines: int) -> Array:
     if len(gram) < 2:
         raise NoIntersectionError(f"{lines} line{'' if lines == 1 else 's'}: two are needed")
     condition = float(np.linalg.cond(gram))
@@ -278,7 +251,7 @@ def _solve(gram: Array, right: Array, lines: int) -> tuple[Array, float]:
         raise NoIntersectionError(
             f"the lines are parallel: the condition of their equations is {condition:.1e}, above {WORST:.0e}"
         )
-    return np.linalg.solve(gram, right), condition
+    return np.asarray(np.linalg.solve(gram, right))
 
 
 def _held(gram: Array, right: Array, start: Array, low: Array, high: Array) -> Array:

@@ -32,8 +32,7 @@ class Inverter:
 
         with torch.no_grad():
             done = [self._net(part) for part in torch.split(self._standard(features), 256)]
-        out: Array = torch.cat(done).permute(0, 2, 3, 1).numpy()
-        return out
+        return np.asarray(torch.cat(done).permute(0, 2, 3, 1).numpy())
 
     def _standard(self, features: Array) -> Any:
         import torch

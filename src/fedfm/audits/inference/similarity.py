@@ -43,8 +43,7 @@ def ssim(a: Array, b: Array) -> Array:
     vx, vy, cov = _mean(x * x) - mx * mx, _mean(y * y) - my * my, _mean(x * y) - mx * my
     c1, c2 = K1**2, K2**2
     value = (2 * mx * my + c1) * (2 * cov + c2) / ((mx * mx + my * my + c1) * (vx + vy + c2))
-    out: Array = value.mean((-2, -1))
-    return out
+    return np.asarray(value.mean((-2, -1)))
 
 
 def _mean(x: Array) -> Array:
@@ -53,5 +52,4 @@ def _mean(x: Array) -> Array:
     np.cumsum(np.cumsum(x, -2), -1, out=total[..., 1:, 1:])
     w = WINDOW
     area = total[..., w:, w:] - total[..., :-w, w:] - total[..., w:, :-w] + total[..., :-w, :-w]
-    out: Array = area / w**2
-    return out
+    return np.asarray(area / w**2)

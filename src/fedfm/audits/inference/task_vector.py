@@ -33,8 +33,7 @@ def class_evidence(weight: Array, bias: Array | None, feature: Array | None = No
         return bias.astype(np.float64)
     if feature is None:
         raise ValueError("a head without a bias needs a typical feature")
-    found: Array = weight.astype(np.float64) @ feature.astype(np.float64)
-    return found
+    return np.asarray(weight.astype(np.float64) @ feature.astype(np.float64))
 
 
 def class_shares(bias: Array, steps: float, predicted: Array) -> Array:
@@ -54,8 +53,7 @@ def class_shares(bias: Array, steps: float, predicted: Array) -> Array:
     equations = np.vstack([np.eye(classes) - predicted.T, np.full((1, classes), float(classes))])
     found, _ = nnls(equations, np.append(bias.astype(np.float64) / steps, float(classes)))
     total = found.sum()
-    shares: Array = found / total if total > 0 else np.full(classes, 1 / classes)
-    return shares
+    return np.asarray(found / total if total > 0 else np.full(classes, 1 / classes))
 
 
 def overlap(a: Array, b: Array) -> float:
@@ -72,8 +70,7 @@ def shown(change: Array, others: Array, p: Array, own: float) -> Array:
         p: (M,) its weights of the colluders.
         own: its weight of the victim, not 0.
     """
-    found: Array = (change - p @ others) / own
-    return found
+    return np.asarray((change - p @ others) / own)
 
 
 def unshown(change: Array, others: Array, at: int, negative: str, temperature: float = 1.0) -> list[Array]:

@@ -256,8 +256,7 @@ def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float 
         g = np.maximum(g, 0)
     g = g * counts
     total = g.sum(2, keepdims=True)  # with clip and softmax at least 1: g_ii, or that of the vector it copies
-    p: np.ndarray = np.divide(g, total, out=np.full_like(g, np.nan), where=total >= LEAST)
-    return p
+    return np.asarray(np.divide(g, total, out=np.full_like(g, np.nan), where=total >= LEAST))
 
 
 def spread(p: np.ndarray, clients: Sequence[ClientId], rows: Sequence[ClientId], columns: Sequence[ClientId]) -> Params:
@@ -283,5 +282,4 @@ def copies(tau: Mapping[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]
 def capped(squares: np.ndarray, cap: float) -> np.ndarray:
     """Factors (K,) that shorten vectors of these squared norms to at most ``cap`` times the median norm."""
     norms = np.sqrt(squares)
-    factors: np.ndarray = np.minimum(1, cap * np.median(norms) / np.where(norms > 0, norms, 1))
-    return factors
+    return np.asarray(np.minimum(1, cap * np.median(norms) / np.where(norms > 0, norms, 1)))

@@ -35,12 +35,7 @@ Cells = Sequence[Sequence[Divergence]]
 
 
 def divergence(x: np.ndarray, g: Mixture, width: float, rng: np.random.Generator, draws: int = DRAWS) -> Divergence:
-    """Monte Carlo on draws from p = (1/n) sum_j N(x_j, width^2 I).
-
-    Args:
-        x: (n, d) features.
-        width: standard deviation of the smoothing, in the features' unit.
-    """
+    """Monte Carlo on draws from p = (1/n) sum_j N(x_j, width^2 I), for features x (n, d)."""
     x = np.asarray(x, dtype=np.float64)
     z = x[rng.integers(0, len(x), draws)] + width * rng.standard_normal((draws, x.shape[1]))
     difference = _smoothed_log_density(z, x, width) - g.log_prob(z.astype(np.float32))

@@ -45,8 +45,7 @@ def unit_rows(x: Array) -> Array:
     largest = np.abs(x).max(axis=1, initial=0.0)
     x[largest == 0, 0] = 1.0
     x /= np.where(largest == 0, 1.0, largest)[:, None]  # scale first: a norm of tiny or huge entries is 0 or inf
-    unit: Array = x / np.linalg.norm(x, axis=1, keepdims=True)
-    return unit
+    return np.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,9 @@ class Cell:
 
 
 def statistics(x: Array, plan: Plan, weights: Array | None = None) -> Cell:
-    """The exact sums, a cell without noise. Do not send it.
+    """The exact sums of n >= 0 unit rows (n, d) of one class, a cell without noise. Do not send it.
 
     Args:
-        x: (n, d) unit rows of one class; n may be 0.
-        plan: says which sums.
         weights: (n,) of the rows, from 0 to 1; all 1 if None.
 
     Raises:
@@ -101,7 +98,6 @@ def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int 
     Args:
         x: (n, d) unit rows of the class. Under ``add_remove`` and ``replace_any`` release every class, also with n = 0:
             a missing cell would reveal that it is empty.
-        plan: the public part.
         key: the client's secret, at least 16 bytes.
         purpose: names client and class, e.g. ``"c3/moments/7"``; different for every cell.
         client_rows: rows of the client in all classes, for calibration ``paper_client``.
@@ -138,13 +134,7 @@ def noised(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: in
 
 
 def to_gaussian(cell: Cell, plan: Plan, d: int, *, client_rows: int = 0) -> tuple[float, Array, Array | float] | None:
-    """Server half: the normal distribution that a cell describes. It is post-processing and costs no privacy.
-
-    Args:
-        cell: noisy statistics of one class.
-        plan: the public part, the same as the client's.
-        d: number of features.
-        client_rows: rows of the client in all classes, for calibration ``paper_client``.
+    """Server half: the normal distribution that a class's cell describes. It is post-processing: no privacy is spent.
 
     Returns:
         (n~, mean (d,), variance: a float (spherical), (d,) (diag) or (d, d) positive definite (full)); None if the

@@ -125,15 +125,13 @@ def asked(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, A
     lost = [float(r.counts[c]) for client, r in replies.items() for c in range(classes) if (client, c) not in kept]
     typical = max(1, round(sum(n for found in received.values() for _, n, _ in found) / (classes * len(replies))))
     rows = max(typical, round(sum(reply.rows for reply in replies.values()) / len(replies)))  # 0 but for paper_client
-    sigma = plan.sum_sigma(typical, client_rows=rows)
     warnings = (too_noisy(plan, dim, typical, client_rows=rows), _unkept(plan, typical, client_rows=rows))
     return received, {
         "formula_bytes": 4 * classes * (1 + dim + plan.seconds(dim)) * len(replies),
         "cells_kept": len(kept),
         "cells": classes * len(replies),
         **_left_out(plan, lost),
-        "noise_std_of_sums": sigma,
-        "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / sigma,
+        **told_of_sums(plan, typical, rows),
         "warnings": [text for text in warnings if text],
     }
 
@@ -159,9 +157,9 @@ def _unkept(plan: Plan, n: int, client_rows: int) -> str | None:
     )
 
 
-def told_of_sums(plan: Plan) -> dict[str, Any]:
-    """Details of the noise of each client's own release, in a decentralised run."""
-    sigma = plan.sum_sigma(1, client_rows=1)
+def told_of_sums(plan: Plan, n: int = 1, client_rows: int = 1) -> dict[str, Any]:
+    """Details of the noise of each client's own release, for a class of n rows."""
+    sigma = plan.sum_sigma(n, client_rows=client_rows)
     return {"noise_std_of_sums": sigma, "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / sigma}
 
 

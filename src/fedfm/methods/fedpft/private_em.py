@@ -83,8 +83,7 @@ def responsibilities(x: Array, mixture: NoisyMixture) -> Array:
             off = off / np.sqrt(scale)
         log[:, j] = math.log(mixture.weights[j]) - 0.5 * (off**2).sum(axis=1) - 0.5 * np.log(scale).sum()
     r = np.exp(log - log.max(axis=1, keepdims=True))
-    normalised: Array = r / r.sum(axis=1, keepdims=True)
-    return normalised
+    return np.asarray(r / r.sum(axis=1, keepdims=True))
 
 
 def iteration(x: Array, mixture: NoisyMixture, plan: Plan) -> list[Cell]:
@@ -101,10 +100,8 @@ def release_mixture(
     Args:
         x: (n, d) unit rows of the class; n may be 0 unless counts are public.
         plan: of one component; :func:`plan_for` derives the plan that is spent.
-        key: the client's secret, at least 16 bytes.
-        purpose: names client and class; different for every cell.
-        components: K, fixed before the data are seen.
-        iterations: J, fixed before the data are seen.
+        key, purpose: as of :func:`fedfm.methods.fedpft.noisy_moments.release`.
+        components, iterations: K and J, fixed before the data are seen.
 
     Returns:
         At most K components: those whose count does not stand out of its noise are pooled into one. None if that one

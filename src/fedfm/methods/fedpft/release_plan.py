@@ -34,8 +34,6 @@ class Plan:
     1 - |mean|^2.
 
     Attributes:
-        relation: which data sets are neighbours.
-        covariance: ``spherical``, ``diag`` or ``full``.
         epsilon: guarantee for one row of one client.
         delta: the same for all cells, whatever their size: delta = 1/n guarantees nothing at n = 1.
         calibration: ``analytic`` (Balle & Wang 2018); ``paper``, FedPFT's Theorem 4.1 with the rows of the class,
@@ -107,10 +105,9 @@ class Plan:
         return self.sum_sensitivity / self._rows(n)
 
     def sigma(self, n: float, *, client_rows: int = 0) -> float:
-        """Standard deviation of the noise on the statistics of :meth:`sensitivity`.
+        """Standard deviation of the noise on the statistics of :meth:`sensitivity` for n rows of the class.
 
         Args:
-            n: rows of the class.
             client_rows: rows of the client in all classes; for ``paper_client`` only.
 
         Raises:
@@ -150,10 +147,7 @@ class Plan:
         """The ledger's line for a client whose smallest released class has n rows.
 
         For ``paper_client`` epsilon is what this client truly spends, which depends on its data; for the others
-        epsilon does not depend on n.
-
-        Raises:
-            InputError: as :meth:`sigma`.
+        epsilon does not depend on n. Errors as :meth:`sigma`.
         """
         sigma, note = self.sigma(n, client_rows=client_rows), ""
         epsilon = self.epsilon_spent
@@ -188,15 +182,8 @@ class Plan:
 def too_noisy(plan: Plan, d: int, n: float, *, client_rows: int = 0) -> str | None:
     """A warning if the noise on a class's mean is longer than the mean can be, sigma_mu sqrt(d) > 1; else None.
 
-    With d = 192 and epsilon = 1 this holds up to 103 rows under ``replace``, 53 under ``add_remove``.
-
-    Args:
-        d: number of features.
-        n: rows of the class.
-        client_rows: for ``paper_client`` only.
-
-    Raises:
-        InputError: as :meth:`Plan.sigma`.
+    With d = 192 features and epsilon = 1 this holds up to n = 103 rows of the class under ``replace``, 53 under
+    ``add_remove``. ``client_rows`` and errors as of :meth:`Plan.sigma`.
     """
     if n <= 0:
         return None  # an empty cell has no mean

@@ -77,12 +77,7 @@ class Linear:
 
     def rows(self, start: int, stop: int) -> Linear:
         """The map to outputs start:stop."""
-        part: Linear = object.__new__(Linear)
-        part.low, part.weight = self.low, self.weight[start:stop]
-        part.bias = None if self.bias is None else self.bias[start:stop]
-        part.transposed = part.weight.t()
-        part._blocked = {}
-        return part
+        return Linear(self.weight[start:stop], None if self.bias is None else self.bias[start:stop], self.low)
 
     def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None, low: bool) -> Tensor:
         if not self.low:

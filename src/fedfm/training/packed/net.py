@@ -87,9 +87,7 @@ def read(model: Model, *, low: bool) -> Net:
     if lowest is None:
         raise Unsupported("no LoRA")
     layers = tuple(
-        (_bert if kind in TEXT else _vit)(
-            block, names, low, first_only=not mean and i == len(blocks) - 1, lowest=i == lowest, name=str(i)
-        )
+        _layer(block, kind, names, low, first_only=not mean and i == len(blocks) - 1, lowest=i == lowest, name=str(i))
         for i, block in enumerate(blocks)
     )
     flat = FlatLayout()
@@ -133,33 +131,26 @@ def _is_lora(module: nn.Module) -> bool:
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 
-def _bert(block: Any, names: dict[int, str], low: bool, *, first_only: bool, lowest: bool, name: str) -> Layer:
-    attention = block.attention.self
+def _layer(
+    block: Any, kind: str, names: dict[int, str], low: bool, *, first_only: bool, lowest: bool, name: str
+) -> Layer:
+    if kind in TEXT:
+        attention, out = block.attention.self, block.attention.output.dense
+        qkv, up, down = (attention.query, attention.key, attention.value), block.intermediate.dense, block.output.dense
+        norms, heads = (block.attention.output.LayerNorm, block.output.LayerNorm), attention.num_attention_heads
+    else:
+        attention, out = block.attention, block.attention.o_proj
+        qkv, up, down = (attention.q_proj, attention.k_proj, attention.v_proj), block.mlp.fc1, block.mlp.fc2
+        norms, heads = (block.layernorm_before, block.layernorm_after), attention.num_attention_heads
     return Layer(
-        qkv=_qkv((attention.query, attention.key, attention.value), attention, names, low, first_only, name),
-        out=_adapted(block.attention.output.dense, names, low, f"{name}/out"),
-        up=_adapted(block.intermediate.dense, names, low, f"{name}/up"),
-        down=_adapted(block.output.dense, names, low, f"{name}/down"),
-        norm_1=_norm(block.attention.output.LayerNorm),
-        norm_2=_norm(block.output.LayerNorm),
-        heads=attention.num_attention_heads,
-        before=False,
-        first_only=first_only,
-        lowest=lowest,
-    )
-
-
-def _vit(block: Any, names: dict[int, str], low: bool, *, first_only: bool, lowest: bool, name: str) -> Layer:
-    attention = block.attention
-    return Layer(
-        qkv=_qkv((attention.q_proj, attention.k_proj, attention.v_proj), attention, names, low, first_only, name),
-        out=_adapted(attention.o_proj, names, low, f"{name}/out"),
-        up=_adapted(block.mlp.fc1, names, low, f"{name}/up"),
-        down=_adapted(block.mlp.fc2, names, low, f"{name}/down"),
-        norm_1=_norm(block.layernorm_before),
-        norm_2=_norm(block.layernorm_after),
-        heads=attention.num_attention_heads,
-        before=True,
+        qkv=_qkv(qkv, attention, names, low, first_only, name),
+        out=_adapted(out, names, low, f"{name}/out"),
+        up=_adapted(up, names, low, f"{name}/up"),
+        down=_adapted(down, names, low, f"{name}/down"),
+        norm_1=_norm(norms[0]),
+        norm_2=_norm(norms[1]),
+        heads=heads,
+        before=kind in IMAGE,
         first_only=first_only,
         lowest=lowest,
     )
