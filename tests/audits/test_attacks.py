@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from fedfm.audits.inference import coins, copies, inverter, likelihood_ratio, one_run, rates, similarity
+from fedfm.audits.inference import copies, inverter, likelihood_ratio, one_run, rates, similarity
 from fedfm.methods.fedpft.mixtures import fit
 
 
@@ -162,9 +162,9 @@ def test_exact_sums_give_all_coins_away():
     rng = np.random.default_rng(3)
     used, unused, rest = (rng.normal(size=(m, 20)) for m in (12, 12, 100))
     total = used.sum(0) + rest.sum(0)
-    found = coins.readings(total, rest.sum(0), used, unused, 0.0)
+    found = one_run.readings(total, rest.sum(0), used, unused, 0.0)
     np.testing.assert_allclose(found, 1.0, atol=1e-6)
-    swapped = coins.readings(total, rest.sum(0), unused, used, 0.0)
+    swapped = one_run.readings(total, rest.sum(0), unused, used, 0.0)
     np.testing.assert_allclose(swapped, -found, atol=1e-9)
 
 
@@ -176,7 +176,7 @@ def test_noise_hides_coins_and_more_pairs_than_dimensions_do_no_harm():
         for _ in range(60):
             used, unused = rng.normal(size=(30, 10)), rng.normal(size=(30, 10))
             total = used.sum(0) + sigma * rng.normal(size=10)
-            hits += (coins.readings(total, np.zeros(10), used, unused, sigma) > 0).tolist()
+            hits += (one_run.readings(total, np.zeros(10), used, unused, sigma) > 0).tolist()
         right[sigma] = np.mean(hits)
     assert right[0.1] > 0.65
     assert right[1000.0] == pytest.approx(0.5, abs=0.05)

@@ -12,7 +12,7 @@ from fedfm.api import execute
 from fedfm.audits import extraction
 from fedfm.audits.audit import perform
 from fedfm.audits.extraction import Clipped, recover, turned, verdict
-from fedfm.audits.fedbaf_coalition import Pull, Rounds
+from fedfm.audits.fedbaf_coalition import Pull, Rounds, kept
 from fedfm.audits.inference.extraction import relative_error
 from fedfm.audits.replay import finished, replay
 from fedfm.core.client import Update
@@ -85,15 +85,7 @@ def default(folder):
 def watched(path):
     """(rounds as the audit keeps them, the replay)."""
     current = finished(path)
-    experiment = current.experiment
-    rounds = Rounds(
-        experiment.method,
-        clients=len(current.manifest["clients"]),
-        rounds=current.manifest["result"]["rounds"],
-        trainable=current.manifest["model"]["trainable"],
-        seed=experiment.run.seed,
-        evaluate_every=experiment.run.evaluate_every,
-    )
+    rounds = Rounds(current)
     return rounds, replay(current, watched={"extraction": rounds}, keep=False)
 
 
@@ -350,11 +342,8 @@ def test_a_run_without_mixing_is_refused(folder):
 
 
 def test_a_large_model_is_kept_for_as_many_rounds_as_fit():
-    method = FedBaF(foundation="x", fraction=0.1)
-    small = Rounds(method, clients=100, rounds=200, trainable=10_000, seed=0)
-    assert small.most == 30
-    assert Rounds(method, clients=100, rounds=200, trainable=5_000_000, seed=0).most == 4
-    assert Rounds(method, clients=100, rounds=200, trainable=500_000_000, seed=0).most == 2
+    found = [kept(0.1, clients=100, trainable=n) for n in (10_000, 5_000_000, 500_000_000)]
+    assert found == [30, 4, 2]
 
 
 def test_the_upload_turns_the_mean_around_and_leaves_running_statistics():

@@ -98,12 +98,6 @@ def halves_of(method: Method[Any]) -> list[Callable[..., Any]]:
 class Attackers:
     """The attackers of a run. They follow from the seed and the clients' names, so all engines have the same.
 
-    Args:
-        attack: what they do.
-        clients: all names of the federation.
-        seed: the run's.
-        task: the model's.
-
     Attributes:
         names: the floor(fraction K) attackers, sorted.
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.fedpft_view import Array, SentClass, View
+from fedfm.audits.fedpft_view import SentClass, View
 from fedfm.audits.finding import Finding, Verdict, nothing
-from fedfm.audits.inference.coins import readings
-from fedfm.audits.inference.one_run import epsilon_bound
+from fedfm.audits.inference.one_run import epsilon_bound, readings
+from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
 from fedfm.audits.stated_epsilon import claim
 from fedfm.runtime.run_directory import Run

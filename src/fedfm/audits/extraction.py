@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
@@ -19,6 +18,7 @@ from fedfm.audits.fidelity import Fidelity
 from fedfm.audits.finding import Finding, Verdict, nothing
 from fedfm.audits.inference import extraction
 from fedfm.audits.inference.extraction import NoIntersectionError
+from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
 from fedfm.core.client import ClientId, Update
 from fedfm.core.federation import Federation
@@ -29,7 +29,6 @@ from fedfm.methods.fedbaf.fedbaf import LOG_RANGE, FedBaF
 from fedfm.privacy.gaussian import sigma_for
 from fedfm.runtime.run_directory import Run
 
-Array = NDArray[Any]
 LINE = 0.1  # below this relative error the model counts as disclosed
 ALIKE = 0.9  # above this cosine of the features, too, whatever the error
 FAR, UNLIKE = 0.5, 0.5  # it counts as secret above this error and below this cosine
@@ -58,16 +57,7 @@ class Extraction(Audit):
         return None
 
     def watch(self, run: Run) -> Rounds:
-        experiment, manifest = run.experiment, run.manifest
-        return Rounds(
-            experiment.method,
-            clients=len(manifest["clients"]),
-            rounds=manifest["result"]["rounds"],
-            trainable=int(manifest["model"]["trainable"]),
-            seed=experiment.run.seed,
-            evaluate_every=experiment.run.evaluate_every,
-            aggregator=experiment.aggregation,
-        )
+        return Rounds(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         rounds = replay.watched["extraction"]

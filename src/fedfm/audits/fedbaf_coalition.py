@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.inference import extraction
+from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Seen, Turn, secrets
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
@@ -29,7 +29,6 @@ from fedfm.runtime.client_memory import secret
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 
-Array = NDArray[Any]
 ROUNDS, MEMORY = 12, 1 << 30  # rounds to keep, if they fit into this many bytes
 ROUNDING = 1e-3  # of the length of a round's step: a nearer aggregate counts as exact
 
@@ -144,10 +143,9 @@ class BaseStep:
         U is the server's secret; it is not returned.
 
         Args:
-            method: replaces the run's.
+            method, last: replace the run's method, and its aggregator in the last round.
             turns: rounds from the first on; their replies may differ from the run's.
             w_0: the server's model before the first round.
-            last: aggregator of the last round; None for the run's.
         """
         self._population.model.load(w_0)
         with secrets(run) as private:
@@ -229,6 +227,13 @@ class Lines:
     controls: bool = False
 
 
+def kept(fraction: float, clients: int, trainable: int) -> int:
+    """Number of rounds to keep with their replies."""
+    cohort = max(math.floor(fraction * clients), 1)
+    fits = MEMORY // (4 * max(trainable, 1) * (cohort + 3))
+    return max(2, min(max(ROUNDS, math.ceil(3 / fraction)), fits))
+
+
 class Rounds:
     """Watch of a replay: keeps the models of the first rounds, and tau and distances of all.
 
@@ -240,22 +245,11 @@ class Rounds:
         first, last: the model before the first round, and after the last.
     """
 
-    def __init__(
-        self,
-        method: FedBaF,
-        *,
-        clients: int,
-        rounds: int,
-        trainable: int,
-        seed: int,
-        evaluate_every: int = 1,
-        aggregator: Aggregator | None = None,
-    ) -> None:
-        self.method, self._rounds, self._seed, self._every = method, rounds, seed, evaluate_every
-        self._aggregator = aggregator
-        cohort = max(math.floor(method.fraction * clients), 1)
-        fits = MEMORY // (4 * max(trainable, 1) * (cohort + 3))
-        self.most = max(2, min(max(ROUNDS, math.ceil(3 / method.fraction)), fits))
+    def __init__(self, run: Run) -> None:
+        experiment, manifest = run.experiment, run.manifest
+        self.method, self._seed, self._every = experiment.method, experiment.run.seed, experiment.run.evaluate_every
+        self._rounds, self._aggregator = manifest["result"]["rounds"], experiment.aggregation
+        self.most = kept(self.method.fraction, len(manifest["clients"]), int(manifest["model"]["trainable"]))
         self.turns: list[Turn] = []
         self.curve: list[dict[str, float]] = []
         self.asked: dict[int, set[ClientId]] = {}

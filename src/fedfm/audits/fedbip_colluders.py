@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedfm.audits.finding import Finding, Verdict, nothing
 from fedfm.audits.inference import task_vector
+from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
 from fedfm.core.client import ClientId
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbip.fedbip import FedBip
 from fedfm.models.layers import layers
 
-Array = NDArray[Any]
 MOST = 1 << 28  # most entries of all task vectors
 VICTIMS, SOLVERS = 8, 6  # most victims; most colluders that solve for one
 AGREES = 1e-4  # relative error of an aggregate that counts as rounding

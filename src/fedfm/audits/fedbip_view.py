@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
 from fedfm import seeds
 from fedfm.audits.fedbip_colluders import Full
+from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Turn, own_sources
 from fedfm.core.capabilities import Charting
 from fedfm.core.client import ClientId, Update
@@ -26,7 +26,6 @@ from fedfm.models.model import Model
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 
-Array = NDArray[Any]
 CLIENTS, ROWS = 40, 150  # clients whose rows are scored; most members, and most strangers, of each
 ALIGNED = 300  # rows whose gradient is computed: a backward pass each
 PUBLIC, WAY = 200, (0.0, 0.25, 0.5, 0.75, 1.0)  # rows of the server's own; places between theta_bar and theta

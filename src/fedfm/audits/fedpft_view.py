@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedfm import seeds
+from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, own_sources
 from fedfm.core.client import ClientId, Update
 from fedfm.methods.fedpft import noisy_moments
@@ -19,8 +19,6 @@ from fedfm.methods.fedpft.mixtures import Mixture
 from fedfm.methods.fedpft.private_em import plan_for
 from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.methods.fedpft.summary import Summary, gaussian, opened
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedfm import seeds
@@ -15,7 +14,6 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.runtime.population import Partitioned
 
-Array = NDArray[Any]
 TESTED, FITTED, PASSAGES = 300, 400, 8  # test rows, rows that fit a probe, passages of a language model
 RIDGE = 1e-3  # of the mean variance of the features
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from fedfm import seeds
 from fedfm.audits.audit import Audit
-from fedfm.audits.fedpft_view import Array, SentClass, View
+from fedfm.audits.fedpft_view import SentClass, View
 from fedfm.audits.finding import Finding, Verdict, above
 from fedfm.audits.inference import rates, similarity
 from fedfm.audits.inference.inverter import SIDE, Inverter, train
+from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
 from fedfm.data.table import Table
 from fedfm.errors import InputError

@@ -10,12 +10,12 @@ import numpy as np
 
 from fedfm import seeds
 from fedfm.audits.audit import Audit
-from fedfm.audits.fedpft_view import Array, SentClass, View
+from fedfm.audits.fedpft_view import SentClass, View
 from fedfm.audits.finding import Finding, Verdict, above, nothing
 from fedfm.audits.inference import rates
 from fedfm.audits.inference.likelihood_ratio import Density, scores
 from fedfm.audits.inference.one_run import largest_auc
-from fedfm.audits.inference.rates import ALARMS, FEW, NOTABLE, NOTABLE_TPR
+from fedfm.audits.inference.rates import ALARMS, FEW, NOTABLE, NOTABLE_TPR, Array
 from fedfm.audits.replay import Replay
 from fedfm.audits.stated_epsilon import claim
 from fedfm.methods.fedpft import noisy_moments

@@ -28,7 +28,10 @@ class Reconstruction(Audit):
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         view = View(replay)
-        gaps = {c: _gap(view, c) for c in sorted({cell.label for cell in view.cells})}
+        test, gaps = view.federated.test, dict[int, float]()  # typical distance between neighbours of a class
+        for c in sorted({cell.label for cell in view.cells}):
+            every = np.concatenate([view.of_class(c), test[view.labels[test] == c]])
+            gaps[c] = copies.typical_gap(view.features(every))
         named, ratios, components = [], [], 0
         for cell in view.cells:
             if cell.mixture is None or not len(cell.rows):
@@ -49,12 +52,6 @@ class Reconstruction(Audit):
         verdict: Verdict = "leaks" if named else "holds"
         says, rate = _sentence(named, hit, total, ratios), hit / max(total, 1)
         return [Finding("reconstruction", QUESTION, rate, low, high, 0.0, verdict, says, False, detail)]
-
-
-def _gap(view: View, label: int) -> float:
-    """Typical distance between neighbours of a class, over all its rows."""
-    held = view.federated.test[view.labels[view.federated.test] == label]
-    return copies.typical_gap(view.features(np.concatenate([view.of_class(label), held])))
 
 
 def _of(view: View, cell: SentClass, gap: float) -> tuple[list[dict[str, Any]], list[float]]:

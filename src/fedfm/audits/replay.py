@@ -149,11 +149,8 @@ def replay(
     *,
     keep: bool = True,
 ) -> Replay:
-    """Run it again and record.
-
-    Args:
-        watched: observers of the rounds.
-        keep: keep all replies; they are as large as the clients' messages.
+    """Run it again and record: for the ``watched`` observers and, with ``keep``, all replies, which are as large as
+    the clients' messages.
 
     Raises:
         InputError: data or model have changed, or the secrets of the noise are missing.
@@ -235,8 +232,6 @@ def turns(
     Args:
         private: folder of secrets and memories.
         excluded: excluded clients, by (round, client).
-        aggregator: of the means; the plain one if None.
-        attack: the population's attackers.
     """
     aggregator = aggregator or Aggregator()
     silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, attack=attack)

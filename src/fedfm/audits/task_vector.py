@@ -6,24 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedbip_colluders import colluders
 from fedfm.audits.fedbip_view import ALIGNED, Eye, Scored, alignments, at_rank, head_names, public
 from fedfm.audits.finding import Finding, above, nothing
 from fedfm.audits.inference import rates, task_vector
-from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR
+from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR, Array
 from fedfm.audits.replay import Replay, own_sources
 from fedfm.core.client import ClientId
 from fedfm.core.rows import Rows
-from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, TrainsLocally
 
-Array = NDArray[Any]
 LABELS = "Can the server tell from a task vector which classes a client holds?"
 SHARES = "And how many rows of each?"
 MEMBERSHIP = "Can the server tell from a client's task vectors which rows it trained on?"
@@ -70,13 +67,11 @@ def _labels(replay: Replay, eye: Eye) -> list[Finding]:
     feature = None
     if names[1] is None:
         feature = model.features(public(population)).double().mean(0).numpy()
-    evidence = {c: _evidence(head, names, feature) for c, head in eye.heads.items()}
+    evidence = {}
+    for c, head in eye.heads.items():
+        bias = head[names[1]].double().numpy() if names[1] is not None else None
+        evidence[c] = task_vector.class_evidence(head[names[0]].double().numpy(), bias, feature)
     return [_presence(eye, name, counts, evidence), _proportions(replay, eye, shares_name, counts, names)]
-
-
-def _evidence(head: Params, names: tuple[str, str | None], feature: Array | None) -> Array:
-    bias = head[names[1]].double().numpy() if names[1] is not None else None
-    return task_vector.class_evidence(head[names[0]].double().numpy(), bias, feature)
 
 
 def _counts(population: Partitioned, classes: int) -> dict[ClientId, Array]:

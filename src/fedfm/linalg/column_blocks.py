@@ -123,11 +123,6 @@ def cut(runs: Iterable[Span], size: int) -> Iterator[list[Span]]:
         yield piece
 
 
-def columns_of(stretch: Stretch) -> int:
-    """Number of columns."""
-    return sum(run.stop - run.start for run in stretch.runs)
-
-
 def rows_of(vectors: Sequence[Params]) -> Rows:
     """The floating-point entries."""
     dtypes = [d for d in vectors[0].layout.sizes if d.is_floating_point] if vectors else []

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedfm.linalg.column_blocks import Desk, Rows, Stretch, blocks, columns_of, in_order, merged, put, rows_of
+from fedfm.linalg.column_blocks import Desk, Rows, Stretch, blocks, in_order, merged, put, rows_of
 from fedfm.linalg.out_of_core import allocate
 from fedfm.linalg.params import Layout, Params
 
@@ -143,7 +143,7 @@ def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np
         wide = np.subtract(x, near[:, None], dtype=np.float64)
         total += wide @ wide.T
     left = means - near
-    total -= columns_of(stretch) * np.outer(left, left)
+    total -= sum(r.stop - r.start for r in stretch.runs) * np.outer(left, left)
     return total
 
 

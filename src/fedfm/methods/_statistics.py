@@ -12,11 +12,7 @@ def averaged(model: Model, x: Params, w: Params, delta: Params) -> Params:
     The rules of server optimisers are for gradients. A step of Adam is at most about eta long, so statistics would lag
     rounds behind the weights; momentum carries a variance past the clients' own, even below 0.
 
-    Args:
-        model: its ``live()`` is what is trained.
-        x: (P,) the model after the server's step.
-        w: (P,) the model that the clients started from.
-        delta: (P,) their mean update.
+    ``x`` is the model after the server's step, ``w`` what the clients started from, ``delta`` their mean update.
     """
     trained = model.live()
     rest = [name for name in x if name not in trained]

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedfm.errors import InputError
 
@@ -54,7 +53,7 @@ def delta_of(sigma: float, sensitivity: float, epsilon: float) -> float:
     # delta = phi(low) (M(low) - M(high)).
     scale = 0.5 * math.exp(-0.5 * low * low)
     if high - low < 0.5:  # the difference would cancel: integrate -M'(u) = 1 - u M(u)
-        nodes, weights = _quadrature()
+        nodes, weights = np.polynomial.legendre.leggauss(12)  # exact to rounding for so smooth an integrand
         u = low + half * (nodes + 1)
         slope = math.sqrt(2 / math.pi) - u * erfcx(u / math.sqrt(2))
         return max(scale * half * float(weights @ slope), 0.0)
@@ -63,20 +62,10 @@ def delta_of(sigma: float, sensitivity: float, epsilon: float) -> float:
     return max(scale * float(erfcx(low / math.sqrt(2)) - erfcx(high / math.sqrt(2))), 0.0)
 
 
-@functools.lru_cache(maxsize=1)
-def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Gauss-Legendre on [-1, 1], 12 nodes: exact to rounding for this smooth integrand on a short interval."""
-    nodes, weights = np.polynomial.legendre.leggauss(12)
-    return nodes, weights
-
-
 def sigma_for(epsilon: float, delta: float, sensitivity: float = 1.0) -> float:
     """The smallest noise that is (epsilon, delta)-private: Balle & Wang 2018, Algorithm 1, by bisection.
 
-    Args:
-        epsilon: above 0.
-        delta: in (0, 1).
-        sensitivity: the result is proportional to it.
+    It is proportional to the sensitivity.
 
     Raises:
         InputError: epsilon is not a positive number, delta is not in (0, 1), or the sensitivity is negative.
@@ -151,27 +140,6 @@ def paper_sigma(epsilon: float, delta: float, n: float) -> float:
     if not 0 < n < math.inf:
         raise InputError(f"n is {n}; the noise of Theorem 4.1 needs a number of rows above 0")
     return 4 / (n * epsilon) * math.sqrt(5 * math.log(4 / delta))
-
-
-def paper_holds(epsilon: float, delta: float, n: float, sensitivity: float) -> bool:
-    """Whether :func:`paper_sigma` is (epsilon, delta)-private for statistics of this true sensitivity, numerically.
-
-    Theorem 4.1 claims it for every epsilon; it fails from about 10 on at its own sensitivity.
-
-    Args:
-        epsilon: above 0.
-        delta: in (0, 1).
-        n: as in :func:`paper_sigma`.
-        sensitivity: of the statistics of n rows, e.g. sqrt(4.5)/n.
-
-    Raises:
-        InputError: an argument is out of range.
-
-    Example:
-        >>> paper_holds(1.0, 1e-5, 100, 2 * 10**0.5 / 100), paper_holds(11.0, 1e-5, 100, 2 * 10**0.5 / 100)
-        (True, False)
-    """
-    return delta_of(paper_sigma(epsilon, delta, n), sensitivity, epsilon) <= delta
 
 
 def _finite(name: str, value: float) -> None:

@@ -29,9 +29,8 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
     The radius takes 64 random bits: the tails are cut at 9.5, beyond which a normal number has mass 1e-20.
 
     Args:
-        key: secret, at least 16 bytes; only its owner keeps it.
+        key: secret; only its owner keeps it.
         purpose: what the noise is for, e.g. ``"c3/moments/7"``.
-        shape: of the result.
 
     Raises:
         InputError: the key is shorter than 16 bytes.
@@ -53,10 +52,7 @@ def packed(key: bytes, purpose: str, d: int) -> Array:
     """The lower triangle, row by row, of symmetric noise: (d (d + 1) / 2,), float64.
 
     The diagonal has the standard deviation 1, the other entries 1/sqrt(2). This is independent noise on the vector
-    (M_jj, sqrt(2) M_jk), whose L2 distance is the Frobenius distance of the matrices.
-
-    Raises:
-        InputError: the key is shorter than 16 bytes.
+    (M_jj, sqrt(2) M_jk), whose L2 distance is the Frobenius distance of the matrices. Arguments as of :func:`gaussian`.
     """
     row, column = np.tril_indices(d)
     return gaussian(key, purpose, (len(row),)) * np.where(row == column, 1.0, math.sqrt(0.5))

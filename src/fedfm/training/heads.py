@@ -51,11 +51,7 @@ def pays_in_span(local: SGD, n: int, classes: int, width: int) -> bool:
 
 
 def train(jobs: Sequence[Job]) -> list[Params]:
-    """Train one job after the other.
-
-    Raises:
-        ValueError: a client has no labels, or labels outside the head's classes.
-    """
+    """Train one job after the other; a ValueError if labels are missing or outside the head's classes."""
     return [_train(job) for job in jobs]
 
 

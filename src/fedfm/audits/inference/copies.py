@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from fedfm.audits.inference.rates import Array
 
 
 def nearest(points: Array, rows: Array) -> tuple[Array, Array]:
-    """Index and Euclidean distance of each point's nearest row; without rows infinite.
-
-    Args:
-        points: (k, d).
-        rows: (n, d).
-
-    Returns:
-        (k,) indices, (k,) distances.
-    """
+    """Index (k,) and Euclidean distance (k,) of the nearest row (n, d) of each point (k, d); without rows infinite."""
     if not len(rows):
         return np.zeros(len(points), dtype=np.int64), np.full(len(points), np.inf)
     squares = _squares(points, rows)
@@ -30,11 +19,8 @@ def nearest(points: Array, rows: Array) -> tuple[Array, Array]:
 
 
 def typical_gap(rows: Array, most: int = 1000) -> float:
-    """Median distance of a row to its nearest different row; 0 if there is none.
-
-    Args:
-        rows: (n, d).
-        most: rows to use, evenly spread, if there are more.
+    """Median distance of a row (n, d) to its nearest different row; 0 if there is none. It uses at most ``most`` rows,
+    evenly spread.
     """
     rows = rows[:: -(-len(rows) // most)] if len(rows) > most else rows
     rows = np.unique(rows.astype(np.float64), axis=0)

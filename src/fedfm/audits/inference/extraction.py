@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from fedfm.audits.inference.rates import Array
+
 Groups = Sequence[slice]
 WORST = 1e12  # condition of the normal equations above which lines count as parallel
 STILL = 1e-6  # of the length of v: a shorter d is rounding, and nothing was mixed in

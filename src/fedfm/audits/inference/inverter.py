@@ -6,15 +6,12 @@ bounds a larger attack from below.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import nn
+from fedfm.audits.inference.rates import Array
 
-Array = NDArray[Any]
 SIDE = 32
 STEPS, BATCH, RATE = 500, 32, 2e-3
 PROBE, PATIENCE = 50, 3  # steps between validations; validations without a better loss before the stop
@@ -28,15 +25,11 @@ class Inverter:
         self._net, self._mean, self._scale = net, mean, scale
 
     def __call__(self, features: Array) -> Array:
-        import torch
-
         with torch.no_grad():
             done = [self._net(part) for part in torch.split(self._standard(features), 256)]
         return np.asarray(torch.cat(done).permute(0, 2, 3, 1).numpy())
 
-    def _standard(self, features: Array) -> Any:
-        import torch
-
+    def _standard(self, features: Array) -> Tensor:
         return torch.from_numpy(((features - self._mean) / self._scale).astype(np.float32))
 
 
@@ -49,8 +42,6 @@ def train(features: Array, pictures: Array, seed: int, steps: int = STEPS) -> In
         seed: the same seed, the same network.
         steps: of Adam, at most.
     """
-    import torch
-
     mean, scale = features.mean(0), features.std(0) + 1e-6
     order = np.random.default_rng(seed).permutation(len(features))
     held, own = order[: max(1, len(order) // 10)], order[max(1, len(order) // 10) :]
@@ -81,10 +72,8 @@ def train(features: Array, pictures: Array, seed: int, steps: int = STEPS) -> In
     return inverter
 
 
-def _decoder(dim: int, middle: Any) -> nn.Module:
+def _decoder(dim: int, middle: Tensor) -> nn.Module:
     """(n, d) -> (n, 3, 32, 32): 4 x 4 cells, doubled three times, added to the mean picture."""
-    import torch
-    from torch import nn
 
     def up(a: int, b: int) -> list[nn.Module]:
         return [nn.Upsample(scale_factor=2.0), nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU()]
@@ -93,15 +82,17 @@ def _decoder(dim: int, middle: Any) -> nn.Module:
     net = nn.Sequential(
         nn.Linear(dim, 64 * 16), nn.Unflatten(1, (64, 4, 4)), nn.SiLU(), *up(64, 48), *up(48, 32), *up(32, 16), last
     )
+    return _OnMean(net, middle.float().permute(2, 0, 1))
 
-    class OnMean(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net
-            self.register_buffer("middle", middle.float().permute(2, 0, 1))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = (self.middle + self.net(x)).clamp(0, 1)
-            return out
+class _OnMean(nn.Module):
+    """The mean picture plus what the net says."""
 
-    return OnMean()
+    def __init__(self, net: nn.Module, middle: Tensor) -> None:
+        super().__init__()
+        self.net = net
+        self.register_buffer("middle", middle)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = (self.middle + self.net(x)).clamp(0, 1)
+        return out

@@ -8,12 +8,12 @@ et al.: Membership inference attacks from first principles. 2022. arXiv:2112.035
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from fedfm.audits.inference.rates import Array
+
 _LARGE = 1e15  # in place of infinity: means and spreads of scores stay finite
 
 

@@ -3,6 +3,9 @@
 Steinke, Nasr, Jagielski: Privacy auditing with one (1) training run. NeurIPS 2023. arXiv:2305.08846, Theorem 5.2 and
 Appendix D. Guesses may depend on each other in any way. If a mechanism is (epsilon, delta)-private in each coin, r
 guesses are right no more often than r tosses of a coin of bias e^epsilon/(1 + e^epsilon), up to a term in delta.
+
+Here a coin decided for each pair of rows (x, x') which of the two went into a sum. The attacker knows all pairs, all
+other rows and the distribution of the noise, as differential privacy allows; no other linear reading tells more.
 """
 
 from __future__ import annotations
@@ -12,16 +15,39 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedfm.audits.inference.rates import Array
+
 SHARES = (1.0, 0.5, 0.2, 0.05)  # of the guesses, the surest first; each is a test with a part of the level
+
+
+def readings(total: Array, known: Array, used: Array, unused: Array, sigma: float) -> Array:
+    """Evidence by pair that ``used`` is in the released sum (positive) or ``unused`` (negative).
+
+    With s = (x + x')/2 + b (x - x')/2 and b = +-1, the rest of the sum is D b + noise, with half the differences in D.
+    The reading is the posterior mean of b under b ~ N(0, 1), which separates the pairs.
+
+    Args:
+        total, known: (d,) the released sum, and the sum of all other rows.
+        used, unused: (m, d) the rows in the sum, and their partners; the attack is symmetric in both.
+        sigma: standard deviation of the noise on each number of the sum.
+
+    Returns:
+        (m,).
+    """
+    halves = (used - unused) / 2  # (m, d)
+    left = total - known - ((used + unused) / 2).sum(0)  # (d,)
+    # A floor far below any noise keeps the system solvable if pairs depend on each other (m > d, equal rows).
+    noise = max(sigma**2, 1e-9 * float((halves**2).sum(1).mean()) + 1e-300)
+    gram = halves @ halves.T  # (m, m)
+    gram[np.diag_indices_from(gram)] += noise
+    return np.asarray(np.linalg.solve(gram, halves @ left))
 
 
 def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
     """Probability of at least so many right guesses if the mechanism is (epsilon, delta)-private in each coin.
 
     Args:
-        coins: tossed.
-        guesses: made, at most as many.
-        right: of them.
+        coins, guesses, right: each at most the one before.
         epsilon: at least 0; infinite promises nothing, and the answer is 1.
         delta: from 0 to 1.
     """

@@ -5,12 +5,10 @@ Wang, Bovik, Sheikh, Simoncelli: Image quality assessment: from error visibility
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from fedfm.audits.inference.rates import Array
+
 WINDOW = 7  # side in pixels; uniform weights
 K1, K2 = 0.01, 0.03
 LUMA = np.array([0.299, 0.587, 0.114])

@@ -7,12 +7,10 @@ Learning, PoPETs 2022, arXiv:2105.09369; here over many steps, and for the share
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from fedfm.audits.inference.rates import Array
+
 GRID = 2000  # values of the unknown to try
 
 
@@ -22,8 +20,7 @@ def class_evidence(weight: Array, bias: Array | None, feature: Array | None = No
     A step of cross-entropy changes a bias by eta (share of the class in the batch - mean predicted probability).
 
     Args:
-        weight: (C, d), the head's rows in tau.
-        bias: (C,), or None where the head has none.
+        weight, bias: (C, d) and (C,) of the head in tau; bias None where the head has none.
         feature: (d,) a typical feature; the rows along it replace a missing bias.
 
     Raises:
@@ -64,11 +61,8 @@ def overlap(a: Array, b: Array) -> float:
 def shown(change: Array, others: Array, p: Array, own: float) -> Array:
     """(P,) the victim's task vector from a client's known weights: (Delta - sum_k p_k tau_k) / p_victim.
 
-    Args:
-        change: (P,) Delta, the change of the client's aggregate.
-        others: (M, P) task vectors of the colluders, including the client's own.
-        p: (M,) its weights of the colluders.
-        own: its weight of the victim, not 0.
+    Delta (P,) is the ``change`` of the client's aggregate, ``others`` (M, P) the task vectors of the colluders and its
+    own, p (M,) its weights of these, and ``own`` that of the victim, not 0.
     """
     return np.asarray((change - p @ others) / own)
 

@@ -49,19 +49,14 @@ def compiled(function: Callable[..., Any], maths: set[str] = MATHS, signature: A
         return numba.njit(*given, fastmath=maths, **OPTIONS)(function)
 
 
-def in_order(function: Callable[..., Any]) -> Any:
-    """Compiled with sums in the written order and correct comparisons of NaN."""
-    return compiled(function, {"contract"})
-
-
 def part(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
     """Part of a compiled function, always inlined: a call would count references to its arrays."""
     return numba.njit(forceinline=True, fastmath=maths, **OPTIONS)(function)
 
 
-def called(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
+def called(function: Callable[..., Any]) -> Any:
     """Part of compiled functions, compiled once and called."""
-    return numba.njit(fastmath=maths, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function)
+    return numba.njit(fastmath=EXACT, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function)
 
 
 def aligned(*shape: int, dtype: Any = np.float32) -> Any:

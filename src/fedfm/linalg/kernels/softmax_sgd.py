@@ -21,7 +21,6 @@ from fedfm.linalg.kernels.simd import total as sum_of
 
 F = np.float32  # in numba 1.0 is a float64, and so are its products
 
-_called = partial(called, maths=EXACT)
 _part = partial(part, maths=EXACT)
 
 
@@ -55,7 +54,7 @@ def scratch_in_span(rows: int, d: int, classes: int, n: int) -> tuple[Any, ...]:
     return _scratch(*own, n * deep, deep * many, n * many, n * width, n * width)
 
 
-@_called
+@called
 def _from_weights(w: Any, b: Any, wt: Any, bt: Any) -> None:
     """Copy weights (C d) and bias (C) of a head to ``wt`` (d C') and ``bt`` (C')."""
     classes, width = len(b), len(bt)
@@ -69,7 +68,7 @@ def _from_weights(w: Any, b: Any, wt: Any, bt: Any) -> None:
         bt[c] = b[c] if c < classes else F(0)
 
 
-@_called
+@called
 def _to_weights(wt: Any, bt: Any, w: Any, b: Any) -> None:
     """The inverse of :func:`_from_weights`; the last 256 entries of ``wt`` are scratch for a block of 16 x 16."""
     classes, width = len(b), len(bt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -39,12 +39,6 @@ def communication(
         "withheld": {c: s.withheld for c, s in replies.items() if s.withheld},
         "warnings": warnings,
     }
-
-
-def held_back(summaries: Iterable[Summary]) -> dict[str, int]:
-    """How many classes of single clients, and how many rows, are in no mixture."""
-    parts = [(len(s.withheld), s.withheld_rows) for s in summaries]
-    return {"withheld_classes": sum(c for c, _ in parts), "withheld_rows": sum(n for _, n in parts)}
 
 
 def left_out(told: Mapping[str, Any], min_count: int, private: bool) -> list[str]:

@@ -29,8 +29,8 @@ from fedfm.errors import E_FIELD, ClientFault, InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import head_of, need_head, rows_of
-from fedfm.methods.fedpft import private
-from fedfm.methods.fedpft.account import bounded, communication, divergences, held_back, left_out
+from fedfm.methods.fedpft import noisy_moments, private
+from fedfm.methods.fedpft.account import bounded, communication, divergences, left_out
 from fedfm.methods.fedpft.encoding import DTYPES, nothing, pack, unpack
 from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture, capacity, fit_uncounted, fit_without_singles
 from fedfm.methods.fedpft.private import Noised
@@ -265,7 +265,10 @@ class FedPFT(Method[State]):
         width = 2 if self.transport == "float16" and fitted else 4
         counted = self.counts == "exact"
         told = communication(replies, fed.model.feature_dim, width, self.topology == "star", counted)
-        return told | (held_back(replies.values()) if counted and fitted else {})
+        if counted and fitted:
+            told["withheld_classes"] = sum(len(s.withheld) for s in replies.values())
+            told["withheld_rows"] = sum(s.withheld_rows for s in replies.values())
+        return told
 
     def params_for(self, state: State, client: ClientId) -> Params:
         return state.w
@@ -273,7 +276,8 @@ class FedPFT(Method[State]):
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         model.load(w)
         if self.privacy is not None:  # the head was trained on unit features
-            rows = Rows({"features": private.as_trained(model.features(rows))})
+            unit = noisy_moments.unit_rows(model.features(rows).numpy())
+            rows = Rows({"features": torch.from_numpy(unit).float()})
         said: Tensor = model.predict(rows)
         return said
 

@@ -223,11 +223,6 @@ def _drawable(count: float) -> int:
     return min(max(round(count), 1), MOST)
 
 
-def as_trained(x: Tensor) -> Tensor:
-    """Unit features (n, d), which heads are trained on under differential privacy."""
-    return torch.from_numpy(unit_rows(x.numpy())).float()
-
-
 def spend(accountant: Accountant, plan: Plan, components: int, iterations: int, pooled: bool) -> None:
     """Compose a run's release."""
     if plan.calibration == "paper_client":

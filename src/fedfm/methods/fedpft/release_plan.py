@@ -67,7 +67,8 @@ class Plan:
                 f"calibration is {self.calibration!r}: Theorem 4.1 divides its noise by a public count and is for one "
                 "release; use relation 'replace' with K = 1, or calibration 'analytic'"
             )
-        if self.calibration == "paper" and not gaussian.paper_holds(self.epsilon, self.delta, 1, self.sensitivity(1)):
+        truth = gaussian.delta_of(gaussian.paper_sigma(self.epsilon, self.delta, 1), self.sensitivity(1), self.epsilon)
+        if self.calibration == "paper" and truth > self.delta:  # from epsilon of about 10 on
             raise InputError(
                 f"the noise of Theorem 4.1 is not ({self.epsilon:g}, {self.delta:g})-private for statistics of "
                 f"sensitivity {self.sensitivity(1):.4g}/n; use calibration 'analytic'"

@@ -65,7 +65,6 @@ def fit(
         groups: features (n, d), n >= 1, equal d; float16, float32 or float64, computed in float32 about the group's
             mean.
         components: K of each group; lowered to n, and to the number of components that have rows at the start.
-        covariance: ``"spherical"``, ``"diag"`` or ``"full"``.
         seeds: one for each group; two groups of equal rows and seeds have equal mixtures.
         max_iter: E steps at most.
         tol: stop when the mean log-likelihood of a row changes by less.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from fedfm.linalg.kernels.jit import SPAN, in_order
+from fedfm.linalg.kernels.jit import SPAN, compiled
 
 
-@in_order
+@partial(compiled, maths={"contract"})  # sums in the written order, and correct comparisons of NaN
 def moments(x: Any, middle: Any, variances: Any, largest: float) -> float:
     """Fill the mean (d,), float32, and the population variances about it (d,), float64, of rows ``x`` (n, d).
 
