@@ -24,7 +24,8 @@ given apart. Each row is a process of its own. "Memory" is what grows beside vec
 peak less theirs), and with files all memory that no file backs.
 
 With K = 1,000 vectors and results lie in files, as a run's do that do not fit into memory
-(``fedfm.linalg.out_of_core``); the system's cache has what it holds. "Files alone" is what the same calls cost without
+(``fedfm.linalg.out_of_core``). Where Linux can (6.14), they go between disk and memory past the system's cache, so that
+every byte comes from the disk; elsewhere the cache has what it holds. "Files alone" is what the same calls cost without
 a product: vectors are read once for the similarities, and read and written once for the mixture; of an eighth of the
 vectors, times 8. "Of peak and files" is what products at the peak and the files alone would take one after the other,
 over what ours take. CPU seconds are this process's; what the system's own threads need to write pages out is in none.
@@ -35,6 +36,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import mmap
 import os
 import shutil
 import subprocess
@@ -51,8 +53,9 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
+from fedfm.linalg.column_blocks import PIECE
 from fedfm.linalg.kernels import buffers
-from fedfm.linalg.out_of_core import allocate, shelved
+from fedfm.linalg.out_of_core import allocate, shelved, stored
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params, layout_of
 
@@ -132,19 +135,19 @@ def anonymous() -> Iterator[list[float]]:
         thread.join()
 
 
-def files_alone(tau: list[Params], columns: int = 1 << 16) -> dict[str, tuple[float, float]]:
+def files_alone(tau: list[Params], columns: int) -> dict[str, tuple[float, float]]:
     """Wall-clock and CPU seconds of reading the vectors' files once, and of writing as much, a window after another."""
     made, size = allocate(len(tau), tau[0].layout, most=0), tau[0].layout.sizes[torch.float32]
-    window = torch.ones(len(tau), columns)
+    window = np.frombuffer(mmap.mmap(-1, 4 * len(tau) * columns), np.float32).reshape(len(tau), columns)  # of pages
+    window[:] = 1
 
-    def through(vectors: list[Params], reads: bool) -> None:
+    def through(vectors: list[Params], call: str) -> None:
+        files = [stored(x.flats[torch.float32]) for x in vectors]
         for at in range(0, size, columns):
-            for row, x in zip(window, vectors, strict=True):
-                part = x.flats[torch.float32][at : at + columns]
-                here = row[: len(part)]
-                here.copy_(part) if reads else part.copy_(here)
+            for row, file in zip(window, files, strict=True):
+                getattr(file, call)(4 * at, row[: size - at])
 
-    return {"read": timed(lambda: through(tau, True))[:2], "write": timed(lambda: through(made, False))[:2]}
+    return {"read": timed(lambda: through(tau, "read"))[:2], "write": timed(lambda: through(made, "write"))[:2]}
 
 
 def one(count: int, threads: int, millions: float, turns: int, files: bool) -> dict[str, Any]:
@@ -187,7 +190,7 @@ def one(count: int, threads: int, millions: float, turns: int, files: bool) -> d
         found["memory"] = peak[0]
         few = max(1, count // 8)
         kept.pop("mixed")  # the disk may not hold more
-        alone = files_alone(tau[:few])
+        alone = files_alone(tau[:few], PIECE)
         found["files"] = {call: [s * count / few for s in seconds] for call, seconds in alone.items()}
     else:
         similarities()

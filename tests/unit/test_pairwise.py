@@ -122,6 +122,7 @@ def test_vectors_in_files_give_the_bits_of_vectors_in_memory(case, centre, added
 
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
+        patch.setattr(column_blocks, "WINDOWS", 16 * 8 * count)  # a window or two on a thread
         patch.setattr(out_of_core, "FILE", 1 << 12)
         products, mixed = both(vectors, base, None)
         again, filed = both(shelved(vectors, most=0), shelved(base, most=0), 0)
@@ -262,10 +263,12 @@ def test_what_does_not_fit_is_refused():
 STREAMED = """
 import resource, sys
 import numpy as np, torch
+from fedfm.linalg import column_blocks
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params
 from fedfm.linalg.out_of_core import shelved
 
+column_blocks.WINDOWS = 1 << 23
 count, entries = 16, 2 << 20  # 128 MiB of vectors, and of results
 def drawn(k):
     return np.random.default_rng(k).normal(size=entries).astype(np.float32)

@@ -1,11 +1,15 @@
 """Vectors that do not fit into memory together: where they lie, and that they are the same."""
 
+import errno
+import functools
 import json
+import mmap
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +17,7 @@ import fedfm
 from fedfm.core import storage
 from fedfm.errors import InputError
 from fedfm.linalg import out_of_core
-from fedfm.linalg.out_of_core import Vectors, allocate, in_file, shelved
+from fedfm.linalg.out_of_core import Vectors, allocate, shelved, stored
 from fedfm.linalg.params import Params
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
@@ -61,6 +65,67 @@ def test_a_shelf_moves_what_does_not_fit_into_a_file_and_changes_no_bit(monkeypa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("uncached", [out_of_core.UNCACHED, 1 << 30])
+def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatch, uncached):
+    monkeypatch.setattr(out_of_core, "UNCACHED", uncached)  # a flag that no system knows is left out
+    layout = Params({"w": torch.zeros(5000), "b": torch.zeros(3, dtype=torch.bfloat16)}).layout
+    one, two = allocate(2, layout, most=0)
+    for dtype, flat in two.flats.items():
+        file = stored(flat)
+        assert file is not None
+        assert file.flags == (uncached if uncached == out_of_core.UNCACHED and file.flags else 0)
+        new = torch.randn(len(flat)).to(dtype)
+        flat[:] = 1.0
+        file.write(2 * dtype.itemsize, new[2:].view(torch.uint8).numpy())
+        assert flat[:2].tolist() == [1.0, 1.0]
+        assert torch.equal(flat[2:], new[2:])
+        flat[-1] = 7.0
+        back = torch.empty_like(flat)
+        file.read(0, back.view(torch.uint8).numpy())
+        assert torch.equal(back, flat)
+    assert not any(flat.any() for flat in one.flats.values())
+    with pytest.raises(OSError, match="shorter"):
+        file.read(0, np.empty(1 << 20, np.uint8))
+    assert stored(torch.zeros(3)) is None
+
+
+@pytest.mark.parametrize("trouble", [None, "refused", "in part"])
+def test_whole_pages_go_past_the_cache_and_what_cannot_goes_through_it(monkeypatch, trouble):
+    entries = 40 * out_of_core.PAGE
+    (vector,) = allocate(1, Params({"w": torch.zeros(entries)}).layout, most=0)
+    flat = vector.flats[torch.float32]
+    file = stored(flat)
+    assert file is not None
+    if file.direct is None:
+        pytest.skip("the system of temporary files takes no whole pages past its cache")
+    used, real = [], {"preadv": os.preadv, "pwritev": os.pwritev}
+
+    def call(name: str, descriptor: int, views: list, *rest: int) -> int:
+        used.append(descriptor)
+        if descriptor == file.direct and trouble == "refused":
+            raise OSError(errno.EINVAL, "no")
+        if descriptor == file.direct and trouble == "in part" and len(views[0]) == 4 * entries:
+            return real[name](file.descriptor, [views[0][:100]], *rest)  # the next begins at no sector
+        return real[name](descriptor, views, *rest)
+
+    for name in real:
+        monkeypatch.setattr(os, name, functools.partial(call, name))
+    new = np.frombuffer(mmap.mmap(-1, 4 * entries), np.float32)
+    new[:] = np.random.default_rng(0).standard_normal(entries)
+    file.write(0, new)
+    assert np.array_equal(flat.numpy(), new)
+    back = np.frombuffer(mmap.mmap(-1, 4 * entries), np.float32)
+    file.read(0, back)
+    assert np.array_equal(back, new)
+    assert file.direct in used
+    assert (file.descriptor in used) == (trouble is not None)
+    used.clear()
+    file.read(4, back[1:])  # neither begins at a page
+    file.read(0, back[:7])
+    assert used == [file.descriptor] * 2
+    assert np.array_equal(back, new)
+
+
 @LINUX
 def test_a_file_is_closed_when_nobody_sees_its_vectors():
     before = len(os.listdir("/proc/self/fd"))
@@ -68,7 +133,7 @@ def test_a_file_is_closed_when_nobody_sees_its_vectors():
     view = made.pop()["w"][10:]
     del made
     assert len(os.listdir("/proc/self/fd")) > before
-    assert in_file(view)
+    assert stored(view) is not None
     del view
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(OSError, match=r"."):
@@ -86,7 +151,7 @@ def test_sums_of_vectors_are_by_client_and_lie_where_they_fit(monkeypatch, memor
     for i in "cb":
         assert summed[i].sha256() == (theta[i] + tau[i]).sha256()
         assert apart[i].sha256() == (theta[i] - tau[i]).sha256()
-        assert in_file(summed[i].flats[torch.float32]) == (memory == "0")
+        assert (stored(summed[i].flats[torch.float32]) is not None) == (memory == "0")
     assert {i: x.sha256() for i, x in theta.less(theta["a"]).items()} == {
         i: (x - theta["a"]).sha256() for i, x in theta.items()
     }
@@ -172,10 +237,12 @@ import numpy as np
 import torch
 from torch import nn
 import fedfm
+from fedfm.linalg import column_blocks
 from fedfm.linalg.pairwise import mix
 from fedfm.linalg.params import Params
 from fedfm.runtime.run_directory import Run
 
+column_blocks.WINDOWS = 1 << 22  # of four vectors
 small = [Params({"w": torch.randn(1 << 17)}) for _ in range(4)]
 mix(np.ones((1, 4, 4)), small)  # compiled loops take their libraries' memory for good
 del small

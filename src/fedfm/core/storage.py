@@ -20,7 +20,7 @@ import numpy as np
 
 from fedfm.core.wire import payload
 from fedfm.errors import ClientFault, RunError
-from fedfm.linalg.out_of_core import limit, remember
+from fedfm.linalg.out_of_core import limit, open_again, remember
 
 LONGEST = 8 << 20  # bytes of a log
 _SEAL = b"fedfm-sealed-1\n"
@@ -178,7 +178,7 @@ def _checked(path: Path) -> tuple[str, Any] | None:
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         block, head = np.frombuffer(mapped, np.uint8), metadata["head"]
-        remember(block, mapped)
+        remember(block, open_again(path, os.O_RDONLY))
     except (OSError, KeyError, SafetensorError):
         return None
     data: Any = block[8 + int.from_bytes(mapped[:8], "little") :]

@@ -1,7 +1,9 @@
 """Splits the columns of many vectors into pieces of work, and assigns threads and memory to them.
 
 The layout and the number of vectors alone determine how a layer's columns are cut into stretches. One thread computes a
-stretch, block after block: it copies the vectors' entries into the rows of one matrix and multiplies.
+stretch, window after window: it copies or reads the vectors' entries into the rows of one matrix and multiplies a fixed
+number of its columns at once. While one thread waits for the disk another one computes. With files, windows take at
+most 1 GiB of memory, or two blocks for each thread if that is more.
 """
 
 from __future__ import annotations
@@ -9,26 +11,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import local
+from threading import Semaphore, local
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from fedfm.linalg.out_of_core import soon
+from fedfm.linalg.out_of_core import SECTOR, stored
 from fedfm.linalg.params import Layout, Params
 from fedfm.linalg.threads import one_thread, torch_threads
 
 BLOCK = 8192  # fewest columns in a block
 MOST = 1 << 15  # most columns in a block: torch widens so many on one thread
+PIECE = 1 << 16  # columns of one read: 128 KiB of a disk take as long as 256
 ENTRIES = 1 << 18  # entries in a block of few vectors: they fit the caches
 STRETCH = 1 << 18  # columns in one thread's sum
 SHORT = 10**8  # multiplications that take less time than starting threads
-LINE = 64  # bytes between rows, else rows of a power of two share few cache lines
+WINDOWS = 1 << 30  # most bytes of windows of all threads: smaller pieces cost more calls and waits
+LINE = 64  # bytes between rows, else rows of a power of two share few cache lines; files need a sector
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
-Rows = dict[torch.dtype, list[Any]]  # the vectors' flat entries by dtype; NumPy's arrays if NumPy has the dtype
 
 
 class Span(NamedTuple):
@@ -40,57 +44,63 @@ class Span(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Columns of one layer for one thread and dtype, ``block`` of them at once."""
+    """Columns of one layer for one thread and dtype: ``block`` of them at once, ``window`` in memory."""
 
     layer: int
     dtype: Any
     runs: list[Span]
     block: int
+    window: int
 
 
-class Desk(local):
-    """The buffers of one thread."""
+class Schedule(NamedTuple):
+    """Stretches, the number of threads, and how many of them compute at a time; the others wait for the disk.
 
-    def __init__(self) -> None:
-        self._buffers: dict[Any, np.ndarray] = {}
-
-    def buffer(self, use: str, stretch: Stretch, count: int) -> np.ndarray:
-        """A block of ``count`` vectors, reused for the next stretch: new memory costs more than a copy."""
-        if (found := self._buffers.get((use, stretch.dtype))) is None:
-            row = stretch.block + LINE // np.dtype(stretch.dtype).itemsize
-            kind = torch.float64 if stretch.dtype is np.float64 else torch.float32
-            found = self._buffers[use, stretch.dtype] = torch.empty(count, row, dtype=kind).numpy()
-        return found
-
-
-def in_order(
-    function: Callable[[Stretch, Desk], R], runs: Sequence[Sequence[Span]], count: int, threads: int | None
-) -> Iterator[tuple[Stretch, R]]:
-    """Each stretch of all layers with the function's result, in order.
-
-    Entries of float64 are computed in float64, others in float32. The bits do not depend on ``threads``.
+    Attributes:
+        apart: bytes between a window's rows.
     """
+
+    stretches: list[Stretch]
+    threads: int
+    computing: int
+    apart: int
+
+
+# --- the schedule -----------------------------------------------------------------------------------------------------
+
+
+def planned(runs: Sequence[Sequence[Span]], count: int, files: bool, threads: int | None) -> Schedule:
+    """The schedule of all layers: float64 entries in float64, others in float32."""
     block = max(BLOCK, min(MOST, ENTRIES // count // BLOCK * BLOCK))
     long = max(1, STRETCH // block) * block
-    stretches = [
-        Stretch(layer, dtype, part, block)
+    pieces = [
+        (layer, dtype, part)
         for layer, of in enumerate(runs)
         for dtype in (np.float32, np.float64)
         for part in cut([r for r in of if (r.dtype == torch.float64) == (dtype is np.float64)], long)
     ]
     work = count * count * sum(r.stop - r.start for of in runs for r in of)
-    workers = min(threads or os.cpu_count() or 1 if work > SHORT else 1, len(stretches))
-    desk = Desk()
+    computing = threads or os.cpu_count() or 1 if work > SHORT else 1
+    workers = min(computing + files, len(pieces))
+    fit = min(PIECE, long, WINDOWS // (max(workers, 1) * 2 * count * 4)) if files else 0
+    window = max(1, fit // block) * block
+    return Schedule([Stretch(*of, block, window) for of in pieces], workers, computing, SECTOR if files else LINE)
+
+
+def in_order(function: Callable[[Stretch, Desk], R], plan: Schedule) -> Iterator[tuple[Stretch, R]]:
+    """Each stretch with the function's result, in order."""
+    stretches, threads, computing, apart = plan
+    desk = Desk(Semaphore(computing), apart)
 
     def quiet(stretch: Stretch) -> R:
         with np.errstate(all="ignore"):  # results of a vector that is not finite are not finite
             return function(stretch, desk)
 
     with one_thread(), torch_threads(1):
-        if workers <= 1:
+        if threads <= 1:
             yield from zip(stretches, map(quiet, stretches), strict=True)
         else:
-            with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
                 yield from zip(stretches, pool.map(quiet, stretches), strict=True)
 
 
@@ -123,37 +133,112 @@ def cut(runs: Iterable[Span], size: int) -> Iterator[list[Span]]:
         yield piece
 
 
+def columns_of(stretch: Stretch) -> int:
+    """Number of columns."""
+    return sum(run.stop - run.start for run in stretch.runs)
+
+
+# --- memory and files -------------------------------------------------------------------------------------------------
+
+
+class Desk(local):
+    """The buffers of one thread.
+
+    Attributes:
+        turn: held while computing; limits how many threads compute at a time.
+    """
+
+    def __init__(self, turn: Semaphore, apart: int) -> None:
+        self.turn = turn
+        self._apart = apart
+        self._buffers: dict[Any, np.ndarray] = {}
+
+    def buffer(self, use: str, stretch: Stretch, count: int) -> np.ndarray:
+        """A window of ``count`` vectors, reused for the next stretch: new memory costs more than a copy."""
+        if (found := self._buffers.get((use, stretch.dtype))) is None:
+            apart = self._apart // np.dtype(stretch.dtype).itemsize
+            row = stretch.window + apart
+            scratch = np.empty(count * row + apart, stretch.dtype)
+            begin = -scratch.ctypes.data % self._apart // scratch.itemsize
+            found = self._buffers[use, stretch.dtype] = scratch[begin : begin + count * row].reshape(count, row)
+        return found
+
+
+class Row:
+    """The flat vector of one dtype, in memory or in a file; a NumPy array if NumPy has the dtype."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat: Any = flat.numpy() if flat.dtype in NATIVE else flat
+        self.file = stored(flat)
+
+    def part(self, start: int, stop: int) -> Any:
+        """These entries: a view, or a copy from the file."""
+        here = self.flat[start:stop]
+        if self.file is None:
+            return here
+        copy = torch.empty(stop - start, dtype=here.dtype) if isinstance(here, Tensor) else np.empty_like(here)
+        self.file.read(start * here.itemsize, _bytes(copy))
+        return copy
+
+    def copy(self, start: int, stop: int, into: np.ndarray) -> None:
+        """Copy these entries, in the dtype of ``into``."""
+        if self.file is not None and self.flat.dtype == into.dtype:
+            self.file.read(start * into.itemsize, into)
+        elif isinstance(self.flat, Tensor):
+            torch.from_numpy(into).copy_(self.part(start, stop))
+        else:
+            into[:] = self.part(start, stop)
+
+    def put(self, start: int, new: np.ndarray, onto: Any | None) -> None:
+        """Write ``onto`` + ``new`` from ``start`` on; may overwrite ``new``."""
+        out = self.flat[start : start + len(new)]
+        if isinstance(out, Tensor):
+            wide = torch.from_numpy(new)
+            total = wide if onto is None else wide + onto
+            if self.file is None:
+                out.copy_(total)
+            else:
+                self.file.write(start * out.itemsize, _bytes(total.to(out.dtype)))
+        elif self.file is None:
+            if onto is None:
+                out[:] = new
+            else:
+                np.add(onto, new, out=out)
+        else:
+            self.file.write(start * out.itemsize, new if onto is None else np.add(onto, new, out=new))
+
+
+Rows = dict[torch.dtype, list[Row]]
+
+
 def rows_of(vectors: Sequence[Params]) -> Rows:
-    """The floating-point entries."""
+    """The floating-point entries by dtype."""
     dtypes = [d for d in vectors[0].layout.sizes if d.is_floating_point] if vectors else []
-    return {d: [x.flats[d].numpy() if d in NATIVE else x.flats[d] for x in vectors] for d in dtypes}
+    return {d: [Row(x.flats[d]) for x in vectors] for d in dtypes}
 
 
-def blocks(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Span], np.ndarray]]:
+def in_files(*several: Rows) -> bool:
+    """Whether any of them is in a file."""
+    return any(row.file is not None for rows in several for of in rows.values() for row in of)
+
+
+def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Span], np.ndarray]]:
     """Runs, and the entries of all vectors in them (K, n), in the buffer and its dtype."""
-    for dtype, start, stop in stretch.runs:
-        for x in rows[dtype]:
-            soon(x[start:stop] if isinstance(x, torch.Tensor) else torch.from_numpy(x[start:stop]))
-    for runs in cut(stretch.runs, stretch.block):
+    for runs in cut(stretch.runs, stretch.window):
         at = 0
         for dtype, start, stop in runs:
             here = slice(at, at + stop - start)
             at = here.stop
             for row, x in zip(buffer[:, here], rows[dtype], strict=True):
-                if dtype in NATIVE:
-                    row[:] = x[start:stop]
-                else:
-                    torch.from_numpy(row).copy_(x[start:stop])
+                x.copy(start, stop, row)
         yield runs, buffer[:, :at]
 
 
-def put(out: Any, new: np.ndarray, onto: Any | None) -> None:
-    """Write ``onto`` + ``new`` to ``out``; both are slices of :data:`Rows`."""
-    if isinstance(out, np.ndarray):
-        if onto is None:
-            out[:] = new
-        else:
-            np.add(onto, new, out=out)
-    else:
-        wide = torch.from_numpy(new)
-        out.copy_(wide if onto is None else wide + onto)
+def blocks(stretch: Stretch, window: np.ndarray) -> Iterator[np.ndarray]:
+    """The window in blocks that are multiplied at once; the last one may be shorter."""
+    for at in range(0, window.shape[1], stretch.block):
+        yield window[:, at : at + stretch.block]
+
+
+def _bytes(x: Any) -> np.ndarray:
+    return x.view(torch.uint8).numpy() if isinstance(x, Tensor) else x

@@ -14,7 +14,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedfm.linalg.column_blocks import Desk, Rows, Stretch, blocks, in_order, merged, put, rows_of
+from fedfm.linalg.column_blocks import (
+    Desk,
+    Rows,
+    Stretch,
+    blocks,
+    columns_of,
+    in_files,
+    in_order,
+    merged,
+    planned,
+    rows_of,
+    windows,
+)
 from fedfm.linalg.out_of_core import allocate
 from fedfm.linalg.params import Layout, Params
 
@@ -52,12 +64,13 @@ def gram(
     runs = [merged(layout, names) for names in _checked(layout, layers)]
     count, sizes = len(vectors), [sum(r.stop - r.start for r in of) for of in runs]
     rows = rows_of(vectors)
+    plan = planned(runs, count, in_files(rows), threads)
     means = np.zeros((len(runs), count))
     found = np.zeros((len(runs), count, count))
     if centre:
-        for at, sums in in_order(lambda s, desk: _sums(s, rows, desk, count), runs, count, threads):
+        for at, sums in in_order(lambda s, desk: _sums(s, rows, desk, count), plan):
             means[at.layer] += sums / sizes[at.layer]
-    for at, products in in_order(lambda s, desk: _products(s, rows, desk, means[s.layer]), runs, count, threads):
+    for at, products in in_order(lambda s, desk: _products(s, rows, desk, means[s.layer]), plan):
         found[at.layer] += products
     return found
 
@@ -122,8 +135,9 @@ def mix(
         weights = np.concatenate([weights, np.ones((len(weights), count, 1))], axis=2)
         vectors, onto = [*vectors, onto[0]], None
     rows, targets, added = rows_of(vectors), rows_of(made), None if onto is None else rows_of(onto)
-    wide = max(count, len(vectors))
-    for _ in in_order(lambda s, desk: _mix(s, weights[s.layer], rows, added, targets, desk), runs, wide, threads):
+    files = in_files(rows, targets, added or {})
+    plan = planned(runs, max(count, len(vectors)), files, threads)
+    for _ in in_order(lambda s, desk: _mix(s, weights[s.layer], rows, added, targets, desk), plan):
         pass
     for i, new in enumerate(made):
         for dtype, start, stop in rest:
@@ -139,34 +153,40 @@ def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np
     count = len(means)
     near = means.astype(stretch.dtype)  # its rounding error is small beside the spread, and corrected below
     total = np.zeros((count, count))
-    for _, x in blocks(stretch, rows, desk.buffer("x", stretch, count)):  # (K, n)
-        wide = np.subtract(x, near[:, None], dtype=np.float64)
-        total += wide @ wide.T
+    for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
+        with desk.turn:
+            for x in blocks(stretch, window):  # (K, n)
+                wide = np.subtract(x, near[:, None], dtype=np.float64)
+                total += wide @ wide.T
     left = means - near
-    total -= sum(r.stop - r.start for r in stretch.runs) * np.outer(left, left)
+    total -= columns_of(stretch) * np.outer(left, left)
     return total
 
 
 def _sums(stretch: Stretch, rows: Rows, desk: Desk, count: int) -> np.ndarray:
     """(K,) float64."""
     total = np.zeros(count)
-    for _, x in blocks(stretch, rows, desk.buffer("x", stretch, count)):
-        total += x.sum(1, dtype=np.float64)
+    for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
+        with desk.turn:
+            for x in blocks(stretch, window):
+                total += x.sum(1, dtype=np.float64)
     return total
 
 
 def _mix(stretch: Stretch, weights: np.ndarray, rows: Rows, added: Rows | None, targets: Rows, desk: Desk) -> None:
     """Write onto + weights x over the stretch into the targets."""
     weights = weights.astype(stretch.dtype)  # (M, K)
-    for runs, x in blocks(stretch, rows, desk.buffer("x", stretch, weights.shape[1])):
+    for runs, x in windows(stretch, rows, desk.buffer("x", stretch, weights.shape[1])):
         y = desk.buffer("y", stretch, len(weights))[:, : x.shape[1]]
-        np.matmul(weights, x, out=y)
+        with desk.turn:
+            for x_n, y_n in zip(blocks(stretch, x), blocks(stretch, y), strict=True):
+                np.matmul(weights, x_n, out=y_n)
         at = 0
         for dtype, start, stop in runs:
             here = slice(at, at + stop - start)
             at = here.stop
             for i, row in enumerate(y[:, here]):
-                put(targets[dtype][i][start:stop], row, None if added is None else added[dtype][i][start:stop])
+                targets[dtype][i].put(start, row, added and added[dtype][i].part(start, stop))
 
 
 # --- checks of arguments ----------------------------------------------------------------------------------------------
