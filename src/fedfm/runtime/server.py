@@ -8,13 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedfm.core.capabilities import Charting, Judge, secrets_of
-from fedfm.core.checks import nonfinite
+from fedfm.core.checks import conform
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Link
 from fedfm.core.method import Method
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE, PASSES
 from fedfm.core.wire import payload
-from fedfm.errors import RunError
+from fedfm.errors import ClientFault, RunError
 from fedfm.linalg.out_of_core import limit
 from fedfm.models.model import Model
 from fedfm.runtime import early_stopping
@@ -95,9 +95,11 @@ class Server:
 
     def _commit(self, t: int, state: Any) -> Any:
         """Complete round t; returns the state for the next round. A large state is mapped from the checkpoint."""
-        if (where := nonfinite(state, "state")) is not None:
+        try:
+            conform(state, Any, "state")
+        except ClientFault as fault:
             last = f"round {t - 1} stands as it was committed" if t else "nothing is committed"
-            raise RunError(f"round {t}: the server's {where} has NaN or infinity; {last}")
+            raise RunError(f"round {t}: the server's {fault.reason}; {last}") from None
         self.fed.commit()
         if t and isinstance(self.method, Charting):
             self.run.keep_arrays(t, self.method.arrays(state))
