@@ -18,8 +18,10 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedms.activation import activated, split
 from fedfm.methods.fedms.fedms import FedMS
 from fedfm.methods.fedms.gate import Gate, initial
-from fedfm.methods.fedms.mixture import differing, mixed
+from fedfm.methods.fedms.mixture import TRUNK, differing, mixed
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
+from fedfm.models.dual_encoder import image_trunk
+from fedfm.report.html import write
 from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress
 from fedfm.training import SGD, AdamW
@@ -119,7 +121,8 @@ def test_the_gate_is_a_share_of_each_row():
 # --- against a naive loop ---------------------------------------------------------------------------------------------
 def test_a_local_pass_is_that_of_a_loop_that_computes_both_experts_whole(place):
     """Stage two beside plain PyTorch: both experts' whole forward, torch's AdamW, the layers chosen by hand."""
-    experiment = fedfm.Experiment.from_dict(tables(place))
+    # Batch norm removes a bias before it: without a larger epsilon, AdamW would divide rounding by rounding there.
+    experiment = fedfm.Experiment.from_dict(tables(place, local=LOCAL_PASS | {"epsilon": 1e-4}))
     population = populate(experiment)
     model, method = population.model, experiment.method
     rows = population.data(population.clients[0]).train
@@ -136,7 +139,7 @@ def test_a_local_pass_is_that_of_a_loop_that_computes_both_experts_whole(place):
     top = [path for blocks in model.parts.encoders for path, _ in blocks[-2:]]
     live = {n: p for n, p in model.live().items() if any(f"{t}." in n for t in top)}
     gate = Gate(model.dual.width).load(Z).train()
-    both = [torch.optim.AdamW(x, lr=0.01, weight_decay=0.0) for x in (live.values(), gate.parameters())]
+    both = [torch.optim.AdamW(x, lr=0.01, weight_decay=0.0, eps=1e-4) for x in (live.values(), gate.parameters())]
     from fedfm.training.job import Job
 
     total = seen = 0
@@ -163,6 +166,45 @@ def test_a_local_pass_is_that_of_a_loop_that_computes_both_experts_whole(place):
     assert still
     assert all(torch.equal(W_i[n], W_g[n]) for n in still)
     assert differing(model, W_g, W_i) == 2
+
+
+def test_what_is_kept_over_the_rounds_changes_no_bit(place, monkeypatch):
+    """A later round, a first one, and one where nothing fits into files; with a trunk that reads other states."""
+    experiment = fedfm.Experiment.from_dict(tables(place, gate="all", adaptation={"dropout": 0.3}))
+    W, found = populate(experiment).model.params(), []
+    for memory in (None, None, "0"):
+        if memory or not found:
+            population, method = populate(experiment), experiment.method
+        if memory:
+            monkeypatch.setenv("FEDFM_MEMORY", memory)
+        model, rows = population.model, population.data(population.clients[0]).train
+        W_g = W.map(lambda x: x + 0.05 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
+        Z = Params(dict(initial(model.dual.width, 3)) | {f"{TRUNK}{n}": t for n, t in image_trunk(model).items()})
+        client = Client("a", ClientData(lambda rows=rows: rows, Rows, Rows), model, {}, 5)
+        found.append([method.local_pass(client, W_g, W_g, Z, k)[i].sha256() for k in (1, 2, 3) for i in (0, 1)])
+        other = rows.take(range(len(rows)))
+        other.tensors["pixel_values"] = other.tensors["pixel_values"].flip(3)
+        w = Params.join(**{GLOBAL: W_g, LOCAL: W_g, GATE: Z})
+        found[-1].append([method.logits(model, w, r).tolist() for r in (rows, other)])
+        assert not torch.equal(*map(torch.tensor, found[-1][-1]))
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_log_tells_what_stage_two_trained(place, tmp_path, kind):
+    run(place, tmp_path / "run", queue=1, threshold=2.0)
+    lines = fedfm.load_run(tmp_path / "run").metrics()
+    assert ["backward_seconds" in line for line in lines] == [False, False, True, True]
+    block = 2 * 2 * (16 + 24)  # rank 2, two maps of each block between 16 and 24 numbers
+    gate = 12 * 12 + 12 + 2 * 12 + 2 * 12 + 2 + 2 * 2
+    for line, k in zip(lines[2:], (1, 1), strict=True):
+        assert line["active_layers"] == k
+        assert line["trainable_mean"] == 2 * k * block + gate
+        assert line["trainable"] == 3 * line["trainable_mean"]
+        assert line["backward_seconds"] > 0
+        assert line["deciding_rows"] >= 3
+    text = write(tmp_path / "run").read_text()
+    assert "Active layers" in text
+    assert f"{3 * (2 * block + gate):,}".replace(",", "\u202f") in text
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

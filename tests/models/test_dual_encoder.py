@@ -574,13 +574,13 @@ def test_costs_share_the_pass_over_the_names_among_a_batch(place):
     vision = (m - 1) * 3 * 8 * 8 * d + 3 * layer(m) + d * 12 + 3 * 12
     length = len(tokenizer()("a photo of a small dog.")["input_ids"])
     text = 3 * (2 * layer(length) + d * 12)
-    assert per_sample(model, rows)[0] == vision + text
-    assert per_sample(model, rows, 7)[0] == vision + -(-text // 7)
+    assert per_sample(model, rows).training == vision + text
+    assert per_sample(model, rows, 7).training == vision + -(-text // 7)
     prompt = model_of(place("clip"), "prompt")
     found = per_sample(prompt, rows, 7)
     length = 3 + len(tokenizer()("small dog.")["input_ids"])
     text = 3 * (2 * layer(length) + d * 12)
-    assert found == (3 * 12 + -(-text // 7), vision - 3 * 12)
+    assert (found.training, found.once) == (3 * 12 + -(-text // 7), vision - 3 * 12)
 
 
 def npz(folder, classes=("fox", "dog", "bird"), n=60):

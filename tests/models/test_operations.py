@@ -3,7 +3,7 @@
 import pytest
 from tiny_models import images, load, prose, vectors
 
-from fedfm.models.costs import Costs, per_sample, rounds_to
+from fedfm.models.costs import Costs, Macs, per_sample, rounds_to
 
 
 def one(model, table, n=1):
@@ -15,10 +15,10 @@ def test_a_vit_by_hand():
     layer = 4 * tokens * d * d + 2 * tokens * d * hidden + 2 * tokens * tokens * d  # projections, mlp, attention
     body, head = tokens * (3 * 8 * 8) * d + 8 * layer, d * 3
     table = images(side=32)
-    assert one(load("nano-vit", table, "full"), table) == (body + head, 0)
-    assert one(load("nano-vit", table, "head"), table) == (head, body)  # features are computed once
+    assert one(load("nano-vit", table, "full"), table) == Macs(body + head, 0)
+    assert one(load("nano-vit", table, "head"), table) == Macs(head, body)  # features are computed once
     lora = tokens * 2 * 8 * 2 * (d + d)  # rank 2 on queries and values of 8 layers
-    assert one(load("nano-vit", table, "lora"), table) == (body + head + lora, 0)
+    assert one(load("nano-vit", table, "lora"), table) == Macs(body + head + lora, 0)
 
 
 def test_a_language_model_by_hand_at_the_median_length():
@@ -27,7 +27,7 @@ def test_a_language_model_by_hand_at_the_median_length():
     rows = model.prepare(table, range(4))
     n, d = sorted(len(t) for t in rows.tokens)[len(rows.tokens) // 2], 64
     layer = n * (d * 3 * d + d * d + 2 * d * 4 * d) + 2 * n * n * d
-    assert per_sample(model, rows) == (2 * layer + n * d * 257, 0)
+    assert per_sample(model, rows) == Macs(2 * layer + n * d * 257, 0)
 
 
 def test_convolutions_as_torch_counts_them():
@@ -38,18 +38,18 @@ def test_convolutions_as_torch_counts_them():
     rows = model.prepare(table, [0])
     with FlopCounterMode(display=False) as counter:
         model.logits(rows.batch([0]))
-    assert per_sample(model, rows) == (counter.get_total_flops() // 2, 0)
+    assert per_sample(model, rows) == Macs(counter.get_total_flops() // 2, 0)
 
 
 def test_heads_on_vectors_and_no_rows():
     table = vectors(d=4)
     model = load("features", table, "head")
-    assert one(model, table) == (4 * 3, 0)
+    assert one(model, table) == Macs(4 * 3, 0)
     assert one(model, table, 0) is None
 
 
 def test_tmac_by_hand():
-    costs = Costs(100, 7, epochs=5, samples=20.0)
+    costs = Costs.of(Macs(100, 7), epochs=5, samples=[10, 20, 60])
     assert costs.macs_per_client_round == 5 * 20 * 100
     # T E m n MACs with T = 3, m = 2; the backbone once for a, b, c.
     cohorts = [("a", "b"), ("a", "c"), ("b", "c")]

@@ -7,7 +7,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -62,24 +62,37 @@ def _checker(hint: Any, most: float) -> Check:
     raise TypeError(f"a handler's annotation {hint!r} cannot be checked")
 
 
+_MANY = 8  # from this number of values on, one check of all is faster
+_SCALARS = (int, float, str, bool)
+
+
+def _alike(values: Collection[Any], *kinds: Any) -> bool:
+    """Whether all values have one of these types (none given: any scalar) and are finite; no paths are built."""
+    found = set(map(type, values))
+    if len(found) != 1 or not found <= set(kinds or _SCALARS):
+        return False
+    return float not in found or all(map(math.isfinite, values))
+
+
 def _fail(path: str, expected: str, value: Any) -> ClientFault:
     return ClientFault(E_FIELD, f"{path}: expected {expected}, got {type(value).__name__}")
 
 
 def _any(value: Any, path: str, most: float) -> Any:
-    if isinstance(value, (float, np.floating)):
-        return _float(float(value), path)
+    if isinstance(value, float):
+        return _float(value, path)
     if isinstance(value, Params):
         return _params(value, path, most)
+    if isinstance(value, Tensor):
+        return _tensor(value, path, most)
     if isinstance(value, Mapping):
+        if len(value) >= _MANY and _alike(value.values()):
+            return dict(value)
         return {k: _any(v, f"{path}.{k}", most) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
+        if len(value) >= _MANY and _alike(value):
+            return list(value)
         return [_any(v, f"{path}[{i}]", most) for i, v in enumerate(value)]
-    if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype.kind == "f"):
-        _tensor(value, path, most)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            _any(getattr(value, field.name), f"{path}.{field.name}", most)
     return value
 
 
@@ -158,6 +171,8 @@ def _sequence(origin: type, args: tuple[Any, ...], most: float) -> Check:
         if not isinstance(value, (list, tuple)):
             raise _fail(path, "a list", value)
         if variadic:
+            if len(value) >= _MANY and args[:1] and args[0] in _SCALARS and _alike(value, args[0]):
+                return origin(value)
             return origin(item(v, f"{path}[{i}]") for i, v in enumerate(value))
         if len(value) != len(items):
             raise ClientFault(E_FIELD, f"{path}: expected {len(items)} items, got {len(value)}")
@@ -172,6 +187,8 @@ def _mapping(hint: Any, most: float) -> Check:
     def check(value: Any, path: str) -> Any:
         if not isinstance(value, Mapping) or isinstance(value, Params):
             raise _fail(path, "a mapping", value)
+        if len(value) >= _MANY and hint in _SCALARS and _alike(value.values(), hint):
+            return dict(value)
         return {k: item(v, f"{path}.{k}") for k, v in value.items()}
 
     return check
@@ -208,6 +225,33 @@ def _dataclass(cls: Any, most: float) -> Check:
             raise ClientFault(E_FIELD, f"{path}: {error}") from None
 
     return check
+
+
+def nonfinite(value: Any, path: str = "") -> str | None:
+    """Path of the first NaN or infinity in a value that can be stored; None if all is finite."""
+    match value:
+        case Params():
+            finite = value.is_finite()
+        case Tensor():
+            finite = not value.dtype.is_floating_point or bool(torch.isfinite(value).all())
+        case np.ndarray() | np.floating():
+            finite = value.dtype.kind != "f" or bool(np.isfinite(value).all())
+        case float():
+            finite = math.isfinite(value)
+        case Mapping():
+            return _first(nonfinite(v, f"{path}.{k}") for k, v in value.items())
+        case list() | tuple():
+            return _first(nonfinite(v, f"{path}[{i}]") for i, v in enumerate(value))
+        case _ if dataclasses.is_dataclass(value):
+            fields = dataclasses.fields(value)
+            return _first(nonfinite(getattr(value, f.name), f"{path}.{f.name}") for f in fields)
+        case _:
+            return None
+    return None if finite else path
+
+
+def _first(paths: Iterable[str | None]) -> str | None:
+    return next((path for path in paths if path is not None), None)
 
 
 def match(value: Params, like: Layout, path: str = "reply") -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,10 +24,21 @@ from fedfm.models.model import Model
 _LOOK = 64  # rows whose median length represents all rows
 
 
-def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> tuple[int, int] | None:
-    """MACs of one row's forward pass: matrix products, convolutions and attention; None without rows.
+@dataclass(frozen=True)
+class Macs:
+    """MACs of one sample's forward pass.
 
-    (in each epoch, once): the second of a frozen backbone, whose features are computed once (adaptation head); else 0.
+    Attributes:
+        training: in each epoch.
+        once: of the frozen backbone, whose features are computed once (adaptation head); else 0.
+    """
+
+    training: int
+    once: int
+
+
+def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
+    """MACs of one row's forward pass: matrix products, convolutions and attention; None without rows.
 
     The row of a text has the median length of the first 64. All layers count, also those that a fast kernel skips
     because nothing below them is trained.
@@ -47,9 +59,9 @@ def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> tuple[int, int]
     shared = names - math.ceil(names / batch_size)
     encoded = model.encode(row)
     if encoded is row or "features" not in encoded.tensors or "features" in row.tensors:
-        return total - shared, 0
+        return Macs(total - shared, 0)
     training = _count(model, encoded.batch([0]))
-    return training - shared, total - training
+    return Macs(training - shared, total - training)
 
 
 def _count(model: Model, batch: Batch) -> int:
@@ -112,6 +124,11 @@ class Costs:
     macs_once_per_sample: int
     epochs: int
     samples: float
+
+    @classmethod
+    def of(cls, macs: Macs, epochs: int, samples: Sequence[int]) -> Costs:
+        """Costs of clients with these numbers of training samples."""
+        return cls(macs.training, macs.once, epochs, float(median(samples)))
 
     @property
     def macs_per_client_round(self) -> float:

@@ -144,13 +144,13 @@ def active_layers(model: Model, k: int) -> tuple[str, ...]:
 
 def expert_features(model: Model, w: Params, rows: Rows) -> Tensor:
     """V (n, d), norm 1, on the CPU: the pictures' features with the LoRA tensors w, in evaluation mode."""
-    with _expert(model, w) as own:
+    with installed(model, w) as own:
         return own.by_batches(rows, own.dual.images)
 
 
 def expert_texts(model: Model, w: Params) -> Tensor:
     """T (C, d), norm 1: the class names' features with the LoRA tensors w, in evaluation mode."""
-    with _expert(model, w) as own:
+    with installed(model, w) as own:
         return own.dual.texts()
 
 
@@ -159,12 +159,33 @@ def boundary_states(model: Model, w: Params, rows: Rows, k: int) -> Boundary:
 
     The pictures pass 32 at a time. The upper blocks do not run.
     """
-    with _expert(model, w) as own:
-        dual = own.dual
-        images = own.by_batches(rows, lambda x: _entering(own.parts.blocks, k, lambda: dual.images(x)))
-        prompts = range(len(dual.input_ids))
-        texts = [_entering(own.parts.text_blocks, k, lambda p=p: dual.template_features(p)) for p in prompts]  # type: ignore[misc]
-        return Boundary(images, torch.stack(texts))
+    with installed(model, w) as own:
+        return Boundary(boundary_images(own, rows, k), boundary_texts(own, k))
+
+
+def boundary_images(model: DualModel, rows: Rows, k: int) -> Tensor:
+    """(n, T, h), on the CPU: the pictures' states below the top k blocks; the model is as :func:`installed` has it."""
+    return model.by_batches(rows, lambda x: _entering(model.parts.blocks, k, lambda: model.dual.images(x)))
+
+
+def images_with_states(model: DualModel, rows: Rows, k: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(V (b, d), the states (b, T, h) below the top k blocks), at most 32 rows at a time, on the CPU; the model is as
+    :func:`installed` has it.
+    """
+    caught: list[Tensor] = []
+    hook = _split(model.parts.blocks, k)[1][0][1].register_forward_pre_hook(lambda _, args: caught.append(args[0]))
+    try:
+        for batch, n in model._fixed(rows):
+            V = model.dual.images(batch["pixel_values"].to(model.device))
+            yield V[:n].cpu(), caught.pop()[:n].cpu()
+    finally:
+        hook.remove()
+
+
+def boundary_texts(model: DualModel, k: int) -> Tensor:
+    """(P, C, L, h): the prompts' states below the top k blocks; the model is as :func:`installed` has it."""
+    run, blocks = model.dual.template_features, model.parts.text_blocks
+    return torch.stack([_entering(blocks, k, lambda p=p: run(p)) for p in range(len(model.dual.input_ids))])  # type: ignore[misc]
 
 
 def top_images(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
@@ -250,7 +271,7 @@ def _split(blocks: Blocks, k: int) -> tuple[Blocks, Blocks]:
 
 
 @contextmanager
-def _expert(model: Model, w: Params) -> Iterator[DualModel]:
+def installed(model: Model, w: Params) -> Iterator[DualModel]:
     """Context manager: w is installed in the model, which evaluates; afterwards it has its own tensors again."""
     own, before = need(model), model.params()
     try:

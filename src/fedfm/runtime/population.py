@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -258,8 +257,7 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
     macs = None if first is None else per_sample(model, model.prepare(table, first), method.local.batch_size)
     if macs is None:
         return None
-    passes = method.passes if isinstance(method, Costing) else method.local.passes
-    costs = Costs(*macs, passes, float(statistics.median(samples)))
+    costs = Costs.of(macs, method.passes if isinstance(method, Costing) else method.local.passes, samples)
     return asdict(costs) | {"macs_per_client_round": costs.macs_per_client_round}
 
 

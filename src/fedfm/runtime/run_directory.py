@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -109,11 +108,8 @@ class Run:
         return cls(path, manifest)
 
     @contextlib.contextmanager
-    def lock(self, file: str = "private/lock", patience: float = 0.0) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Lock the run for this process. The lock ends with the process, even if that is killed.
-
-        Args:
-            patience: seconds to wait for a process that has the lock and is ending.
 
         Raises:
             InputError: another process has the lock, an unfinished run has lost its ``private/``, or one of its files
@@ -124,19 +120,11 @@ class Run:
         if not private.is_dir() and self.manifest["result"] is None:
             raise InputError(f"{private} is missing: a run cannot go on without its clients' memories and its secrets")
         private.mkdir(mode=0o700, exist_ok=True)
-        deadline = time.monotonic() + patience
-        with open(self.path / file, "a", opener=storage.private) as held:
-            while True:
-                try:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError:
-                    if time.monotonic() > deadline:
-                        raise InputError(f"{self.path}: another process is running this run") from None
-                    time.sleep(0.1)
-            held.truncate(0)
-            held.write(str(os.getpid()))
-            held.flush()
+        with open(self.path / "private" / "lock", "w", opener=storage.private) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InputError(f"{self.path}: another process is running this run") from None
             yield
 
     def refuse_links(self) -> None:

@@ -8,13 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedfm.core.capabilities import Charting, Judge, secrets_of
-from fedfm.core.checks import conform
+from fedfm.core.checks import nonfinite
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Link
 from fedfm.core.method import Method
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE, PASSES
 from fedfm.core.wire import payload
-from fedfm.errors import ClientFault, RunError
+from fedfm.errors import RunError
 from fedfm.linalg.out_of_core import limit
 from fedfm.models.model import Model
 from fedfm.runtime import early_stopping
@@ -95,11 +95,9 @@ class Server:
 
     def _commit(self, t: int, state: Any) -> Any:
         """Complete round t; returns the state for the next round. A large state is mapped from the checkpoint."""
-        try:
-            conform(state, Any, "state")
-        except ClientFault as fault:
+        if (where := nonfinite(state, "state")) is not None:
             last = f"round {t - 1} stands as it was committed" if t else "nothing is committed"
-            raise RunError(f"round {t}: the server's {fault.reason}; {last}") from None
+            raise RunError(f"round {t}: the server's {where} has NaN or infinity; {last}")
         self.fed.commit()
         if t and isinstance(self.method, Charting):
             self.run.keep_arrays(t, self.method.arrays(state))
@@ -126,8 +124,7 @@ class Server:
             "bytes_up": self.fed.transcript.bytes_up,
             "bytes_down": self.fed.transcript.bytes_down,
         }
-        if PASSES in self.fed.metrics:
-            line[PASSES] = self.fed.metrics[PASSES]
+        line |= {n: self.fed.metrics[n] for n in (PASSES, *self.method.figures) if n in self.fed.metrics}
         self.run.note_messages(self.fed)
         self.run.log(line)
         self._progress.round(line)

@@ -1,6 +1,16 @@
 """A silo's own file: its name, its rows, the models and code it loads, and the requests it answers.
 
-`fedfm silo --help` shows one.
+    name = "hospital-a"
+    data = "/srv/fedfm/train.csv"           # csv, jsonl(.gz), parquet, npz, txt or an image folder
+    label = "diagnosis"                     # columns, as in [data]; shown: text, image, label, label_name, split, ...
+    classes = ["benign", "malignant"]       # as the federation agreed; absent: exactly those of the rows
+    models = ["/srv/models/bert-small"]     # folders and hub ids that experiments may name, besides the built-in models
+    methods = ["my_methods:Cautious"]       # code from outside fedfm that experiments may name
+    downloads = false                       # true: hub ids in models are downloaded
+    allow = ["mean", "scores"]              # what requests may expose: mean, reply, scores, reveal
+
+    [allow_by_method]                       # replaces allow for single methods
+    fedpft = ["reply"]
 
 The server never sees this file, and its messages cannot override it: the silo refuses an experiment that names another
 model, class or method, and ignores the experiment's columns and paths. With ``allow = ["mean"]`` the silo takes part in
@@ -11,6 +21,7 @@ on its own test rows; with ``allow = []`` it takes part in nothing. See :mod:`fe
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +31,7 @@ import numpy as np
 
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import admit_any, available
-from fedfm.config.toml import build, read
+from fedfm.config.toml import build
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
 from fedfm.data.sources._files import listing
@@ -92,7 +103,12 @@ def load(path: Path) -> Silo:
     Raises:
         InputError: the file is absent, not TOML, or has a wrong key or value.
     """
-    table = read(path, {}, "a silo's file has name, data and allow")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; a silo's file has name, data and allow") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
     try:
         silo: Silo = build(Silo, table, "")
         for name in silo.policy.allow_by_method.keys() - set(silo.methods) - set(known := available("methods")):

@@ -4,7 +4,8 @@ A payload has two parts: ``head``, a compact JSON text with structure, names, dt
 little-endian bytes of all numbers in the order of the head. One block per message is faster: Flower moves two objects
 per tensor, and 448 small tensors take 14 times as long as the same bytes in one piece.
 
-Integers and floats take eight bytes each in ``data``, so the size of a message follows from its structure alone.
+Integers and floats take eight bytes each in ``data``, so the size of a message follows from its structure alone;
+:func:`size` computes it without serialising.
 
 Head grammar: ``"f"`` float64, ``"i"`` int64 (both in data); ``{"s": text}``, ``true``, ``false``, ``null``;
 ``{"t": [dtype, shape]}`` tensor; ``{"p": [[name, dtype, shape], ...]}`` Params; ``{"m": {key: node}}`` mapping or
@@ -17,7 +18,7 @@ import dataclasses
 import functools
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,17 +35,13 @@ _FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+
 Pieces = list[memoryview | bytes]
 Encoder = Callable[[Any, Pieces], str]  # of a value: appends its data, returns its head
+Sizer = Callable[[Any], tuple[int, int]]  # of a value: lengths of its head and data
 
 
 # --- encoding --------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4096)
-def quoted(text: str) -> str:
-    """A text as a JSON string."""
-    return json.dumps(text)
 
 
 def encode(value: Any) -> tuple[str, Pieces]:
@@ -55,35 +52,36 @@ def encode(value: Any) -> tuple[str, Pieces]:
     """
     pieces: Pieces = []
     try:
-        return _encode(value, pieces), pieces
+        return _encoder(type(value))(value, pieces), pieces  # type: ignore[arg-type]
     except RecursionError:
-        raise TypeError("a value that is nested too deep, or in itself, cannot travel") from None
-
-
-def size(value: Any) -> tuple[int, int]:
-    """Lengths of the head and the data that :func:`encode` returns; views of tensors are not copied.
-
-    Raises:
-        TypeError: the value holds a type that cannot travel.
-    """
-    head, pieces = encode(value)
-    return len(head), sum(map(len, pieces))
-
-
-def _encode(value: Any, pieces: Pieces) -> str:
-    return _encoder(type(value))(value, pieces)  # type: ignore[arg-type]
+        raise _too_deep() from None
 
 
 @functools.lru_cache(maxsize=512)
 def _encoder(kind: type) -> Encoder:
     """The encoder for a type, cached: to find it for each value would cost more than to encode."""
-    for kinds, encoder in _KINDS:
+    if kind is type(None):
+        return lambda value, pieces: "null"
+    for kinds, encoder, _ in _KINDS:
         if issubclass(kind, kinds):
             return encoder
     if not dataclasses.is_dataclass(kind):
-        raise TypeError(f"{kind.__name__} cannot travel: use Params, tensors, numbers, text, lists, dicts, dataclasses")
-    names = tuple(f.name for f in dataclasses.fields(kind))
-    return lambda value, pieces: _encode_mapping({name: getattr(value, name) for name in names}, pieces)
+        raise _cannot_travel(kind)
+    names = [(name, f"{quoted(name)}:") for name in _fields(kind)]
+
+    def of_fields(value: Any, pieces: Pieces) -> str:
+        fields = [(label, getattr(value, name)) for name, label in names]
+        return _mapping([label + _encoder(type(field))(field, pieces) for label, field in fields])  # type: ignore[arg-type]
+
+    return of_fields
+
+
+def _mapping(items: Sequence[str]) -> str:
+    return f'{{"m":{{{",".join(items)}}}}}'
+
+
+def _encode(value: Any, pieces: Pieces) -> str:
+    return _encoder(type(value))(value, pieces)  # type: ignore[arg-type]
 
 
 def _encode_params(value: Params, pieces: Pieces) -> str:
@@ -92,9 +90,7 @@ def _encode_params(value: Params, pieces: Pieces) -> str:
 
 
 def _encode_int(value: int, pieces: Pieces) -> str:
-    if not -(1 << 63) <= value < 1 << 63:
-        raise TypeError("a whole number of more than eight bytes cannot travel")
-    pieces.append(_INT.pack(value))
+    pieces.append(_INT.pack(_eight_bytes(value)))
     return '"i"'
 
 
@@ -104,48 +100,57 @@ def _encode_float(value: float, pieces: Pieces) -> str:
 
 
 def _encode_tensor(value: Tensor, pieces: Pieces) -> str:
-    if value.layout is not torch.strided or value.is_meta or value.dtype not in _NAMES:
-        kind = "meta" if value.is_meta else str(value.dtype if value.layout is torch.strided else value.layout)
-        raise TypeError(
-            f"a tensor of {kind.removeprefix('torch.')} cannot travel: use dense ones of {', '.join(DTYPES)}"
-        )
+    name = _tensor_name(value)
     pieces.append(to_bytes(value.detach().cpu().contiguous()))
-    return f'{{"t":["{_NAMES[value.dtype]}",{_compact(list(value.shape))}]}}'
+    return f'{{"t":["{name}",{_compact(list(value.shape))}]}}'
 
 
 def _encode_array(value: np.ndarray, pieces: Pieces) -> str:
-    if value.dtype.name not in DTYPES:
-        raise TypeError(f"an array of {value.dtype.name} cannot travel: use {', '.join(DTYPES)}")
+    _array_name(value)
     return _encode_tensor(torch.from_numpy(np.ascontiguousarray(value)), pieces)
 
 
 def _encode_mapping(value: Mapping[str, Any], pieces: Pieces) -> str:
-    return f'{{"m":{{{",".join([f"{_key(k)}:{_encode(v, pieces)}" for k, v in value.items()])}}}}}'
+    return _mapping([f"{quoted(_key(k))}:{_encode(v, pieces)}" for k, v in value.items()])
 
 
 def _encode_list(value: Sequence[Any], pieces: Pieces) -> str:
     return f"[{','.join([_encode(v, pieces) for v in value])}]"
 
 
-_KINDS: tuple[tuple[type | tuple[type, ...], Encoder], ...] = (
-    (type(None), lambda value, pieces: "null"),
-    (bool, lambda value, pieces: "true" if value else "false"),
-    (int, _encode_int),
-    (float, _encode_float),
-    (str, lambda value, pieces: f'{{"s":{quoted(value)}}}'),
-    (Params, _encode_params),
-    (Tensor, _encode_tensor),
-    (np.ndarray, _encode_array),
-    (np.generic, lambda value, pieces: _encode(value.item(), pieces)),
-    (Mapping, _encode_mapping),
-    ((list, tuple), _encode_list),
-)
+def _cannot_travel(kind: type) -> TypeError:
+    return TypeError(f"{kind.__name__} cannot travel: use Params, tensors, numbers, text, lists, dicts, dataclasses")
+
+
+def _too_deep() -> TypeError:
+    return TypeError("a value that is nested too deep, or in itself, cannot travel")
+
+
+def _eight_bytes(value: int) -> int:
+    if not -(1 << 63) <= value < 1 << 63:
+        raise TypeError("a whole number of more than eight bytes cannot travel")
+    return value
+
+
+def _tensor_name(value: Tensor) -> str:
+    if value.layout is not torch.strided or value.is_meta or value.dtype not in _NAMES:
+        kind = "meta" if value.is_meta else str(value.dtype if value.layout is torch.strided else value.layout)
+        raise TypeError(
+            f"a tensor of {kind.removeprefix('torch.')} cannot travel: use dense ones of {', '.join(DTYPES)}"
+        )
+    return _NAMES[value.dtype]
+
+
+def _array_name(value: np.ndarray) -> str:
+    if value.dtype.name not in DTYPES:
+        raise TypeError(f"an array of {value.dtype.name} cannot travel: use {', '.join(DTYPES)}")
+    return value.dtype.name
 
 
 def _key(key: Any) -> str:
     if not isinstance(key, str):
         raise TypeError(f"a mapping that travels has text keys, not {type(key).__name__}")
-    return quoted(key)
+    return key
 
 
 def _compact(tree: Any) -> str:
@@ -155,6 +160,88 @@ def _compact(tree: Any) -> str:
 @functools.lru_cache(maxsize=512)
 def _entries(layout: Layout) -> str:
     return _compact([[name, _NAMES[dtype], list(shape)] for name, dtype, shape in layout.entries])
+
+
+@functools.lru_cache(maxsize=512)
+def _fields(cls: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls))
+
+
+@functools.lru_cache(maxsize=4096)
+def quoted(text: str) -> str:
+    """A text as a JSON string."""
+    return json.dumps(text)
+
+
+def size(value: Any) -> tuple[int, int]:
+    """Lengths of the head and the data that :func:`encode` would return, from structure and shapes alone.
+
+    Raises:
+        TypeError: the value holds a type that cannot travel.
+    """
+    try:
+        return _sizer(type(value))(value)  # type: ignore[arg-type]
+    except RecursionError:
+        raise _too_deep() from None
+
+
+@functools.lru_cache(maxsize=512)
+def _sizer(kind: type) -> Sizer:
+    if kind is type(None):
+        return lambda value: (4, 0)
+    for kinds, _, sizer in _KINDS:
+        if issubclass(kind, kinds):
+            return sizer
+    if dataclasses.is_dataclass(kind):
+        names = _fields(kind)
+        frame = 8 + sum(len(quoted(name)) + 1 for name in names) + max(len(names) - 1, 0)
+
+        def of_fields(value: Any) -> tuple[int, int]:
+            head, data = frame, 0
+            for name in names:
+                field = getattr(value, name)
+                h, d = _sizer(type(field))(field)  # type: ignore[arg-type]
+                head, data = head + h, data + d
+            return head, data
+
+        return of_fields
+    raise _cannot_travel(kind)
+
+
+def _size_of_int(value: int) -> tuple[int, int]:
+    _eight_bytes(value)
+    return 3, 8
+
+
+def _size_of_items(items: Iterable[tuple[Any, Any]]) -> tuple[int, int]:
+    head, data, count = 8, 0, 0
+    for k, v in items:
+        h, d = size(v)
+        head, data, count = head + len(quoted(_key(k))) + 1 + h, data + d, count + 1
+    return head + max(count - 1, 0), data
+
+
+def _size_of_list(value: Sequence[Any]) -> tuple[int, int]:
+    sizes = [size(v) for v in value]
+    return sum(h for h, _ in sizes) + 2 + max(len(sizes) - 1, 0), sum(d for _, d in sizes)
+
+
+def _size_of_array(dtype: str, value: Any) -> tuple[int, int]:
+    return 11 + len(dtype) + len(_compact(list(value.shape))), value.nbytes
+
+
+_KINDS: tuple[tuple[type | tuple[type, ...], Encoder, Sizer], ...] = (
+    (bool, lambda value, pieces: "true" if value else "false", lambda value: (4 if value else 5, 0)),
+    (int, _encode_int, _size_of_int),
+    (float, _encode_float, lambda value: (3, 8)),
+    (str, lambda value, pieces: f'{{"s":{quoted(value)}}}', lambda value: (6 + len(quoted(value)), 0)),
+    (Params, _encode_params, lambda value: (6 + len(_entries(value.layout)), value.layout.nbytes)),
+    (Tensor, _encode_tensor, lambda value: _size_of_array(_tensor_name(value), value)),
+    (np.ndarray, _encode_array, lambda value: _size_of_array(_array_name(value), value)),
+    (np.generic, lambda value, pieces: _encode(value.item(), pieces), lambda value: size(value.item())),
+    (Mapping, _encode_mapping, lambda value: _size_of_items(value.items())),
+    ((list, tuple), _encode_list, _size_of_list),
+)
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ is done here.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,7 +35,7 @@ from fedfm.methods.fedms.activation import activated, split, with_rows
 from fedfm.methods.fedms.gate import LAST, Gate, initial
 from fedfm.methods.fedms.mixture import TRUNK, Experts, differing, mixed
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
-from fedfm.models.dual_encoder import active_layers, image_trunk, need
+from fedfm.models.dual_encoder import DualModel, active_layers, image_trunk, need
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
 from fedfm.training import AdamW, Local
@@ -42,7 +43,7 @@ from fedfm.training.job import Job
 from fedfm.training.loop import Flat
 from fedfm.training.update_rules import Rule
 
-PIECE = 256  # rows that are scored at a time
+PIECE = 64  # rows that are scored at a time
 LEAST_LOSS = 1e-3  # of gate_weights = "inverse_loss"
 NOTHING = Params({})
 
@@ -70,10 +71,11 @@ class MSState:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a client tells of its queue: k, and how many rows decide."""
+    """What a client tells of its round: k, how many rows decide it, and the seconds that its backward passes took."""
 
     k: int
     rows: int
+    backward: float
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,13 @@ class FedMS(Method[MSState]):
     needs: ClassVar[Needs] = Needs(adaptations=("lora",), task="zero_shot")
     means: ClassVar[tuple[str, ...]] = ("train", "adapt")
     asks: ClassVar[tuple[str, ...]] = ("activity",)
+    figures: ClassVar[tuple[str, ...]] = (
+        "active_layers",
+        "trainable",
+        "trainable_mean",
+        "deciding_rows",
+        "backward_seconds",
+    )
     state_type: ClassVar[Any] = MSState
 
     global_rounds: int = setting(25, "stage one: rounds of the global expert", ge=0)
@@ -145,6 +154,7 @@ class FedMS(Method[MSState]):
         told: dict[ClientId, Activity] = fed.ask(self.activity, of=[i for i in cohort if i not in out], least=0)
         for i in sorted(told.keys() & s.k.keys() - s.has.keys()):
             fed.notice(f"{i} had lost its local expert: it started again from the global one")
+        fed.metrics |= self.effort(need(fed.model), s, list(told.values()))
         return MSState(
             s.W_g,
             s.Z_g.replace(Z),
@@ -180,8 +190,8 @@ class FedMS(Method[MSState]):
         W_i, Z_i, L_i = self.local_pass(with_rows(client, rows), W_g, W_i, Z_g, memory["k"])
         if not np.isfinite(L_i):
             raise ClientFault(E_NONFINITE, f"the gate's loss is {L_i}")
-        memory["W_i"] = W_i
-        client.metrics["active_layers"], client.metrics["deciding_rows"] = float(memory["k"]), float(len(deciding))
+        # A time never goes with the update, whose bits are the same on every engine.
+        memory["W_i"], memory["backward"] = W_i, client.metrics.pop("backward_seconds")
         return Update(self.travelling(Z_i) - self.travelling(Z_g), self.weight(L_i, len(rows)), client.metrics)
 
     def measure(self, client: Client, deciding: Rows, W_g: Params, W_i: Params, Z_g: Params) -> None:
@@ -218,7 +228,7 @@ class FedMS(Method[MSState]):
             Flat({n: p for n, p in gate.named_parameters() if self.gate != "last" or n.startswith(LAST)} | trunk),
         ]
         rules = [Rule(self.local, flat.p) for flat in flats]
-        total, expert, shares, seen = 0.0, 0.0, 0.0, 0
+        total, expert, shares, backward, seen = 0.0, 0.0, 0.0, 0.0, 0
         model.train_mode()
         gate.mode(rows=len(rows), last=self.gate == "last")
         # LoRA's dropout draws from torch's global generator: give it this client's own stream.
@@ -235,7 +245,9 @@ class FedMS(Method[MSState]):
                 L_gate = model.objective(model.dual.scale * mixed(lam, of_g, held), y)  # equation 3
                 L_expert = model.objective(model.dual.scale * of_i, y)  # equation 2
                 loss: Any = L_gate + L_expert if self.objective == "separate" else L_gate
+                began = clock(model)
                 loss.backward()
+                backward += clock(model) - began
                 for flat, rule in zip(flats, rules, strict=True):
                     rule.step(flat.p, flat.g)
                     flat.g.zero_()
@@ -245,6 +257,7 @@ class FedMS(Method[MSState]):
         model.eval_mode()
         n = max(seen, 1)
         client.metrics |= {"loss": expert / n, "gate_loss": total / n, "global_share": shares / n}
+        client.metrics["backward_seconds"] = backward
         return model.params(), Params(gate.tensors() | trunk), total / n
 
     def lam(self, gate: Gate, V_g: Tensor) -> Tensor:
@@ -267,8 +280,30 @@ class FedMS(Method[MSState]):
 
     @on_client
     def activity(self, client: Client) -> Activity:
-        """How many layers are active at the client, and how many rows decided it."""
-        return Activity(client.memory["k"], len(split(client)[1]))
+        """How many layers are active at the client, how many rows decided it, and the time of the backward passes."""
+        return Activity(client.memory["k"], len(split(client)[1]), client.memory.get("backward", 0.0))
+
+    def effort(self, model: DualModel, s: MSState, told: Sequence[Activity]) -> dict[str, float]:
+        """What the clients' local passes took: :attr:`figures` by name, sums unless they are means."""
+        if not told:
+            return {}
+        named = layers(model, "layer")
+        gate = sum(
+            t.numel() for n, t in s.Z_g.items() if "running_" not in n and (self.gate != "last" or n.startswith(LAST))
+        )
+        at = {
+            k: gate + sum(s.W_g[n].numel() for layer in active_layers(model, k) for n in named.get(layer, ()))
+            for k in {a.k for a in told}
+        }
+        n, trainable = len(told), sum(at[a.k] for a in told)
+        values = (
+            sum(a.k for a in told) / n,
+            trainable,
+            trainable / n,
+            sum(a.rows for a in told),
+            sum(a.backward for a in told),
+        )
+        return dict(zip(self.figures, map(float, values), strict=True))
 
     # --- the result ---------------------------------------------------------------------------------------------------
     def params_for(self, s: MSState, client: ClientId) -> Params:
@@ -307,16 +342,15 @@ class FedMS(Method[MSState]):
             return model.predict(rows)
         own, W_g, W_i = need(model), w.part(GLOBAL), w.part(LOCAL)
         k = differing(own, W_g, W_i)
-        Z, done = w.part(GATE), list[Tensor]()
+        Z, done, both = w.part(GATE), list[Tensor](), Experts(own, W_g, rows, k)
         gate = Gate(own.dual.width).load(Z).to(own.device).eval()
         trunk = {n: t.to(own.device) for n, t in Z.items() if n.startswith(TRUNK)}
+        own.load(W_i)
         for start in range(0, len(rows), PIECE):
             piece = np.arange(start, min(start + PIECE, len(rows)))
-            both = Experts(own, W_g, rows.take(piece), k)
-            own.load(W_i)
             with torch.no_grad():
-                lam = self.lam(gate, both.seen(piece - start, trunk))
-                of_g, of_i = both.cosines(piece - start, train=False)
+                lam = self.lam(gate, both.seen(piece, trunk))
+                of_g, of_i = both.cosines(piece, train=False)
                 done.append((own.dual.scale * mixed(lam, of_g, of_i)).float().cpu())
         return torch.cat(done) if done else torch.zeros(0, len(own.classes))
 
@@ -339,6 +373,13 @@ class FedMS(Method[MSState]):
     def validate(self) -> None:
         if self.local.personal:
             raise InputError("method.local.name: every client has an expert of its own already; take a plain optimiser")
+
+
+def clock(model: Model) -> float:
+    """Seconds, when the device has done what it was given."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()
 
 
 def is_mixture(w: Params) -> bool:

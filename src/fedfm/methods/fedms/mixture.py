@@ -2,43 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedfm.core.rows import Rows
+from fedfm.linalg.out_of_core import limit
 from fedfm.linalg.params import Params
-from fedfm.models.dual_encoder import DualModel, boundary_states, top, trunk_images
+from fedfm.models.adapters.merged import merged
+from fedfm.models.dual_encoder import (
+    DualModel,
+    boundary_images,
+    boundary_texts,
+    images_with_states,
+    installed,
+    top_images,
+    top_texts,
+    trunk_images,
+)
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
 
 TRUNK = "trunk."  # names of the gate's own image block
 
 
+class Filed:
+    """Rows (n, ...) in a file without a name: they take up memory only while they are read."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        finalize(self, self._file.close)
+        self.nbytes, self._like = 0, torch.zeros(0)
+
+    def append(self, rows: Tensor) -> bool:
+        """Write these rows (b, ...) behind the others; false if the disk is full."""
+        self._like, data = rows[:1].clone(), rows.contiguous().view(torch.uint8).numpy().tobytes()
+        self.nbytes += rows.nbytes
+        with suppress(OSError):
+            return self._file.write(data) == rows.nbytes
+        return False
+
+    def __getitem__(self, index: Sequence[int] | np.ndarray) -> Tensor:
+        out = torch.empty(len(index), *self._like.shape[1:], dtype=self._like.dtype)
+        size, flat = self._like.nbytes, out.view(torch.uint8).view(len(index), -1).numpy()
+        for row, i in zip(flat, index, strict=True):
+            os.preadv(self._file.fileno(), [row], int(i) * size)
+        return out
+
+
+@dataclass
+class Known:
+    """What the global expert W_g gives of some rows.
+
+    Attributes:
+        V_g: (n, d), if there are states.
+        states: k -> the pictures' hidden states (n, T, h) below the top k blocks; None where there was no room.
+    """
+
+    W_g: Params
+    V_g: Tensor = field(default_factory=lambda: torch.zeros(0))
+    states: dict[int, Filed | None] = field(default_factory=dict)
+
+
+# Of each model: pictures -> what is known of them, and what is known of the texts.
+_rows: WeakKeyDictionary[DualModel, dict[bytes, Known]] = WeakKeyDictionary()
+_texts: WeakKeyDictionary[DualModel, tuple[Params, dict[int, tuple[Tensor, Tensor]]]] = WeakKeyDictionary()
+
+
 class Experts:
-    """The cosines of both experts on one client's rows. What is the same for both is computed once."""
+    """The cosines of both experts on one client's rows.
+
+    What the frozen global expert gives is computed when rows are first seen and found again in later rounds: its
+    features, and the hidden states below the top k blocks, which both experts share. The states are in files of at most
+    ``FEDFM_MEMORY`` bytes; what does not fit is computed anew for every batch, to the same bits.
+    """
 
     def __init__(self, model: DualModel, W_g: Params, rows: Rows, k: int) -> None:
         self.model, self.k, self.W_g, self.rows = model, k, W_g, rows
-        self.states = boundary_states(model, W_g, rows, k)
-        model.load(W_g)
-        with torch.no_grad():
-            V_g, self.T_g = top(model, self.states, k, train=False)
-        self.V_g = V_g
+        every, key = _rows.setdefault(model, {}), _fingerprint(rows)
+        found = every.pop(key, None)
+        self.known = every[key] = found if found and _equal(found.W_g, W_g) else Known(W_g)  # the newest stands last
+        self.texts, self.T_g = _of_texts(model, W_g, k)
+        if k not in self.known.states:
+            self._fill()
+
+    def _fill(self) -> None:
+        V_g, filed = list[Tensor](), None
+        with installed(self.model, self.W_g), merged(self.model):
+            for V, states in images_with_states(self.model, self.rows, self.k):
+                if not V_g and self._room(states[0].nbytes * len(self.rows)):
+                    filed = Filed()
+                if filed is not None and not filed.append(states):
+                    filed = None
+                V_g.append(V)
+        self.known.V_g = torch.cat(V_g) if V_g else torch.zeros(0, self.model.dual.width)
+        self.known.states[self.k] = filed
+
+    def _room(self, nbytes: int) -> bool:
+        """Whether so many bytes fit into files; the oldest ones make room."""
+        held = [known.states for known in _rows[self.model].values()]
+        total = nbytes + sum(map(_nbytes, held))
+        for states in held:
+            if total > limit():
+                total -= _nbytes(states)
+                states.clear()
+        return total <= limit()
+
+    def _below(self, index: np.ndarray, k: int) -> Tensor:
+        """The pictures' states below the top k blocks, (b, T, h)."""
+        if (filed := self.known.states.get(k)) is not None:
+            return filed[index]
+        with installed(self.model, self.W_g), merged(self.model):
+            return boundary_images(self.model, self.rows.take(index), k)
+
+    def of_global(self, index: np.ndarray) -> Tensor:
+        """V_g of these rows, (b, d)."""
+        return self.known.V_g[index].to(self.model.device)
 
     def seen(self, index: np.ndarray, trunk: Mapping[str, Tensor]) -> Tensor:
         """What the gate adapter sees of these rows, (b, d): V_g, or what the gate's own trunk gives."""
         if not trunk:
-            return self.V_g[index]
-        below = boundary_states(self.model, self.W_g, self.rows.take(index), 1).images
-        return trunk_images(self.model, self.W_g, {n.removeprefix(TRUNK): t for n, t in trunk.items()}, below)
+            return self.of_global(index)
+        named = {n.removeprefix(TRUNK): t for n, t in trunk.items()}
+        return trunk_images(self.model, self.W_g, named, self._below(index, 1))
 
     def cosines(self, index: np.ndarray, *, train: bool) -> tuple[Tensor, Tensor]:
         """(<V_g, T_g>, <V_i, T_i>), (b, C) each; of the local expert as the model has it now."""
-        V_i, T_i = top(self.model, self.states.take(index), self.k, train=train)
-        return self.V_g[index] @ self.T_g.T, V_i @ T_i.T
+        below = self._below(index, self.k)
+        with merged(self.model):
+            V_i = top_images(self.model, below, self.k, train=train)
+            T_i = top_texts(self.model, self.texts, self.k, train=train)
+        return self.of_global(index) @ self.T_g.T, V_i @ T_i.T
+
+
+def _nbytes(states: Mapping[int, Filed | None]) -> int:
+    return sum(filed.nbytes for filed in states.values() if filed is not None)
+
+
+def _fingerprint(rows: Rows) -> bytes:
+    """Names the pictures: a weighted sum of each one's numbers."""
+    pictures = rows.tensors["pixel_values"].flatten(1)
+    return (pictures @ torch.linspace(1, 2, pictures.shape[1], dtype=pictures.dtype)).numpy().tobytes()
+
+
+def _of_texts(model: DualModel, W_g: Params, k: int) -> tuple[Tensor, Tensor]:
+    """(the prompts' states below the top k blocks (P, C, L, h), T_g (C, d)): the same for all clients."""
+    found = _texts.get(model)
+    if found is None or not _equal(found[0], W_g):
+        found = _texts[model] = (W_g, {})
+    if k not in found[1]:
+        with installed(model, W_g), merged(model):
+            found[1][k] = boundary_texts(model, k), model.dual.encode_texts()
+    return found[1][k]
+
+
+def _equal(a: Params, b: Params) -> bool:
+    return a is b or (a.layout == b.layout and all(torch.equal(t, b.flats[d]) for d, t in a.flats.items()))
 
 
 def differing(model: Model, W_g: Params, W_i: Params) -> int:
