@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fedfm.config.toml import to_toml
 from fedfm.core.text import finite, to_json
 from fedfm.report import client_weights
 from fedfm.report.page import aside, code, details, note, table
 from fedfm.report.read import RunFiles, Traffic, mapping, numeric, sequence
-from fedfm.report.text import count, esc, number, plural, size
+from fedfm.report.text import count, esc, number, plural, size, toml
 
 _WAY = {"up": "client to server", "down": "server to client", "across": "client to client"}
 _RECEIVED = {"up": "The server received {h}", "down": "Clients received {h}"}
@@ -130,7 +129,7 @@ def manifest(run: RunFiles) -> str:
         facts.append(["params_sha256", _plain(run.result["params_sha256"])])
     text = note("The experiment with every default filled in, as <code>fedfm check</code> prints it.")
     listing = table(["what", "value"], facts, "Versions and fingerprints", words=(1,))
-    return text + code(to_toml(run.experiment), "Experiment") + listing
+    return text + code(toml(run.experiment), "Experiment") + listing
 
 
 def result(run: RunFiles) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from fedfm.core.text import visible
 from fedfm.report.page import details, figure, grid, legend, note, table
 from fedfm.report.read import RunFiles
-from fedfm.report.svg import COLOURS, Series, heat, lines
+from fedfm.report.svg import COLOURS, Series, lines, matrix
 from fedfm.report.text import count, esc, numbers, percent, plural, shorten
 
 FILE = "weights.npz"
@@ -164,8 +164,7 @@ def _map(w: Weights, order: Sequence[int]) -> str:
     key = f'Share: 0 <span class="ramp"></span> {percent(high, 0)}'
     key += f"; below 0 (raw similarities) down to {percent(low, 0)} in the second colour" if low < 0 else ""
     label = f"Heat map of {len(names)} by {len(names)} weights. {text}"
-    cells = [(name, row, "") for name, row in zip(names, q.tolist(), strict=True)]
-    draw = figure(lambda width: heat(width, cells, names, label, high, " from"))
+    draw = figure(lambda width: matrix(width, names, q.tolist(), label, high))
     return note(esc(text)) + note(f"{key}.") + draw + note(esc(REVEALS))
 
 
@@ -232,10 +231,7 @@ def _plot(series: Sequence[Series], label: str, band: Sequence[tuple[float, floa
 def _multiples(summary: str, maps: Sequence[tuple[str, np.ndarray]], order: Sequence[int], which: str) -> str:
     drawn = [(name, grouped(p, order, SMALL)[0]) for name, p in maps]
     high = max(float(q.max()) for _, q in drawn)
-    cells = [
-        (name, heat(160, [("", row, "") for row in q.tolist()], (), f"Heat map, {visible(name)}.", high))
-        for name, q in drawn
-    ]
+    cells = [(name, matrix(160, [], q.tolist(), f"Heat map, {visible(name)}.", high)) for name, q in drawn]
     text = f"{which[0].upper()}{which[1:]}, rows and columns as above"
     text += f", gathered into {SMALL} groups" if len(order) > SMALL else ""
     text += f"; one scale, up to {percent(high, 0)}. A client with a blank row was not asked. All are in {FILE}."

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedfm.report import account, audit, client_weights, compare, fedpft, sections
+from fedfm.report import account, audit, client_weights, compare, fedms, fedpft, sections
 from fedfm.report.page import aside, page, save
 from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
 from fedfm.report.text import NONE, count, duration, esc, number, numbers, percent, plural, size
@@ -36,6 +36,7 @@ def write(run_dir: Path, baselines: Sequence[Path] = ()) -> Path:
         ("map", "Who learns from whom", client_weights.section(run)),
         ("split", "How the data are split", sections.split(run)),
         ("features", "Mixtures of features", fedpft.section(run)),
+        ("layers", "Active layers", fedms.section(run)),
         ("messages", "Messages", account.messages(run)),
         ("privacy", "Privacy", account.privacy(run)),
         ("audit", "Audits", audit.section(run)),

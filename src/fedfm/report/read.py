@@ -29,6 +29,7 @@ class Round:
             train_loss, base_accuracy, new_accuracy, harmonic_mean.
         seconds: of this round; the file counts from the start of the run.
         bytes_up, bytes_down: of the method's own messages since the start of the run.
+        figures: every number of the line, those of the method alone among them.
         clients: accuracy of each client on its own test rows; None if it has none.
         losses: loss of each client, if no accuracy is defined.
     """
@@ -36,6 +37,7 @@ class Round:
     number: int
     seconds: float | None
     values: Mapping[str, float | None]
+    figures: Mapping[str, float]
     clients: Mapping[str, float | None]
     losses: Mapping[str, float | None]
     cohort: tuple[str, ...]
@@ -252,6 +254,7 @@ def _round(line: Mapping[str, Any]) -> Round:
         number=int(whole(line.get("round"))),
         seconds=numeric(line.get("seconds")),
         values={name: numeric(line.get(name)) for name in (*_VALUES, "local_loss", "train_loss", *BASE_AND_NEW)},
+        figures={name: x for name, value in line.items() if (x := numeric(value)) is not None},
         clients=_by_client(line.get("client_accuracy")),
         losses=_by_client(line.get("client_loss")),
         cohort=tuple(str(c) for c in sequence(line.get("cohort"))),

@@ -224,68 +224,84 @@ def _parts(row: ChartBar, x: Scale, y: int) -> list[str]:
 
 
 def heat(
-    width: int,
-    rows: Sequence[tuple[str, Sequence[float], str]],
-    columns: Sequence[str],
-    label: str,
-    high: float,
-    joint: str = "",
+    width: int, rows: Sequence[tuple[str, Sequence[float], str]], columns: Sequence[str], label: str, high: float
 ) -> str:
-    """Cells by value: rows (name, value per column, text at the right end), darker towards ``high``, below 0 in the
-    second colour.
-
-    Args:
-        columns: their names; empty: neither names nor values on hover.
-        joint: a word between the names of row and column for square cells; "": a row has one height at any width.
-    """
-    if not rows or not rows[0][1]:
+    """Cells by share: rows (name, share per column, text at the right end), darker towards ``high``."""
+    if not rows or not columns:
         return empty(width, label)
-    count, square = len(rows[0][1]), bool(joint) or not columns
-    longest, texts = (max(map(width_of, words)) * _COLUMN for words in ([r[0] for r in rows], [r[2] for r in rows]))
-    left, right = (min(longest + 12, width * 0.3) if longest else 0.0), (texts + 12 if texts else 0.0)
-    cell = (width - left - right) / count
-    cell = min(cell, 44.0) if square else cell
-    step = cell if square else 24.0 if len(rows) <= 20 else 18.0
-    gap, end = (1.0 if cell > 6 else 0.0), left + cell * count
+    left = min(max(width_of(r[0]) for r in rows) * _COLUMN + 12, width * 0.28)
+    right = max(width_of(r[2]) for r in rows) * _COLUMN + 12
+    cell = (width - left - right) / len(columns)
+    step = 24 if len(rows) <= 20 else 18
+    upright = cell >= 13 and max(width_of(c) for c in columns) * _COLUMN > cell - 3
     names = [shorten(c, 14) for c in columns]
-    upright = cell >= 13 and any(width_of(c) * _COLUMN > cell - 3 for c in columns)
-    top = 12 + _COLUMN * max(map(width_of, names)) if upright else 20.0 if names else 4.0
-    body = [
-        f'<rect class="track" x="{left:.1f}" y="{top:.1f}" width="{end - left:.1f}" height="{step * len(rows):.1f}"/>'
-    ]
-    marks = [(left + (j + 0.5) * cell, "middle", name) for j, name in enumerate(names)]
-    if cell < 13:  # the names of the first and the last column
-        marks = [(left, "start", names[0]), (end, "end", names[-1])] if names else []
-    for at, anchor, name in marks:
-        place = f'x="{at:.1f}" y="{top - 6:.1f}" text-anchor="{anchor}"'
+    top = 20 if not upright else 12 + _COLUMN * max(width_of(c) for c in names)
+    gap = 1.5 if cell > 6 else 0.0
+    body = []
+    for j, name in enumerate(names if cell >= 13 else ()):
+        at = left + (j + 0.5) * cell
+        place = f'x="{at:.1f}" y="{top - 6:.1f}" text-anchor="middle"'
         if upright:
             place = f'transform="translate({at + 4:.1f} {top - 6:.1f}) rotate(-90)"'
         body.append(f"<text {place}>{esc(name)}</text>")
-    hover = bool(columns) and (not square or len(rows) <= _HOVER)
-    every = math.ceil(11 / step)  # skip names that would touch
-    ink: dict[tuple[str, int], list[str]] = {}
-    for i, (row, values, text) in enumerate(rows):
+    if cell < 13:
+        body.append(f'<text x="{left:.1f}" y="{top - 6:.1f}">{esc(shorten(columns[0], 14))}</text>')
+        last = esc(shorten(columns[-1], 14))
+        body.append(f'<text x="{left + cell * len(columns):.1f}" y="{top - 6:.1f}" text-anchor="end">{last}</text>')
+    for i, (name, shares, text) in enumerate(rows):
         y = top + i * step
+        cut = esc(shorten(name, int((left - 10) / _COLUMN)))
         base = f"{y + step / 2 + 4:.1f}"
-        if row and i % every == 0:
-            cut = esc(shorten(row, int((left - 10) / _COLUMN)))
-            place = f'x="{left - 8:.1f}" y="{base}" text-anchor="end"'
-            body.append(f'<text class="name" {place}>{cut}<title>{esc(row)}</title></text>')
-        if text:
-            body.append(f'<text class="value" x="{width}" y="{base}" text-anchor="end">{esc(text)}</text>')
-        for j, value in enumerate(values):
-            level = min(math.ceil(_LEVELS * math.sqrt(min(abs(value) / high, 1.0))), _LEVELS) if high > 0 else 0
-            colour, x = "s1" if value > 0 else "s2", left + j * cell
-            wide, tall = max(cell - gap, 0.5), step - 1
-            if level and hover:
-                said = f"<title>{esc(row)}{joint or ','} {esc(columns[j])}: {100 * value:.1f} %</title>"
+        place, size = f'x="{left - 8:.1f}" y="{base}"', f'width="{cell * len(columns):.1f}" height="{step - 1.5}"'
+        body.append(f'<text class="name" {place} text-anchor="end">{cut}<title>{esc(name)}</title></text>')
+        body.append(f'<rect class="track" x="{left:.1f}" y="{y:.1f}" {size}/>')
+        for j, share in enumerate(shares):
+            if share > 0:
+                ink = 0.14 + 0.86 * math.sqrt(min(share / high, 1.0)) if high > 0 else 1.0
+                shape = f'<rect class="s1" fill-opacity="{ink:.2f}" x="{left + j * cell:.1f}" y="{y:.1f}"'
+                size = f'width="{max(cell - gap, 0.5):.1f}" height="{step - 1.5}"'
+                body.append(f"{shape} {size}><title>{esc(name)}, {esc(columns[j])}: {100 * share:.1f} %</title></rect>")
+        body.append(f'<text class="value" x="{width}" y="{base}" text-anchor="end">{esc(text)}</text>')
+    return frame(width, top + len(rows) * step, label, body)
+
+
+def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], label: str, high: float) -> str:
+    """Square cells by value, darker towards ``high``, below 0 in the second colour; ``names`` may be empty."""
+    if not cells:
+        return empty(width, label)
+    left = min(max(width_of(n) for n in names) * _COLUMN + 12, width * 0.3) if names else 0.0
+    cell = min((width - left) / len(cells), 44.0)
+    gap = 1.0 if cell > 6 else 0.0
+    columns = [shorten(n, 14) for n in names] if cell >= 13 else []
+    top = 10 + _COLUMN * max(map(width_of, columns)) if columns else 4.0
+    side = cell * len(cells)
+    body = [f'<rect class="track" x="{left:.1f}" y="{top:.1f}" width="{side:.1f}" height="{side:.1f}"/>']
+    for j, name in enumerate(columns):
+        at = f"translate({left + (j + 0.5) * cell + 4:.1f} {top - 6:.1f}) rotate(-90)"
+        body.append(f'<text transform="{at}">{esc(name)}</text>')
+    every = 1 if cell >= 11 else math.ceil(11 / cell)  # skip names that would touch
+    for i, name in enumerate(names):
+        if i % every == 0:
+            cut = esc(shorten(name, int((left - 10) / _COLUMN)))
+            place = f'x="{left - 8:.1f}" y="{top + (i + 0.5) * cell + 4:.1f}" text-anchor="end"'
+            body.append(f'<text class="name" {place}>{cut}<title>{esc(name)}</title></text>')
+    hover = bool(names) and len(cells) <= _HOVER
+    ink: dict[tuple[str, int], list[str]] = {}
+    for i, row in enumerate(cells):
+        for j, value in enumerate(row):
+            level = min(round(_LEVELS * math.sqrt(min(abs(value) / high, 1.0))), _LEVELS) if high > 0 else 0
+            if not level:
+                continue
+            colour, x, y, size = "s1" if value > 0 else "s2", left + j * cell, top + i * cell, cell - gap
+            if hover:
+                said = f"<title>{esc(names[i])} from {esc(names[j])}: {100 * value:.1f} %</title>"
                 shape = f'<rect class="{colour}" fill-opacity="{_opacity(level):.2f}" x="{x:.1f}" y="{y:.1f}"'
-                body.append(f'{shape} width="{wide:.1f}" height="{tall:.1f}">{said}</rect>')
-            elif level:
-                ink.setdefault((colour, level), []).append(f"M{x:.1f} {y:.1f}h{wide:.1f}v{tall:.1f}h-{wide:.1f}z")
+                body.append(f'{shape} width="{size:.1f}" height="{size:.1f}">{said}</rect>')
+            else:
+                ink.setdefault((colour, level), []).append(f"M{x:.1f} {y:.1f}h{size:.1f}v{size:.1f}h-{size:.1f}z")
     for (colour, level), paths in sorted(ink.items()):
         body.append(f'<path class="cell {colour}" fill-opacity="{_opacity(level):.2f}" d="{"".join(paths)}"/>')
-    return frame(width, top + len(rows) * step + 1, label, body)
+    return frame(width, top + side + 1, label, body)
 
 
 def _opacity(level: int) -> float:
