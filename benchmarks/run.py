@@ -35,6 +35,7 @@ SCRIPTS: dict[str, list[str]] = {
     "workers": ["workers.py"],
     "fedbaf_step": ["fedbaf_step.py"],
     "fedbip_server": ["fedbip_server.py"],
+    "fedms": ["fedms.py"],
     "mixtures": ["mixtures.py", "--dims", "192", "384"],
 }
 FAST, BF16 = ("fedfm, fast", "float32"), ("fedfm, fast_bf16", "bf16")

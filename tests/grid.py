@@ -10,15 +10,6 @@ from flwr.serverapp import Grid
 
 from fedfm.engines.flower.private_api import round_trip
 
-
-def serialised_nbytes(record: RecordDict) -> int:
-    """Bytes of a RecordDict as Flower serialises it, equal objects counted once; compare :func:`codec.weigh`."""
-    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
-
-    with no_object_id_recompute():
-        return sum(len(item.deflate()) for item in get_all_nested_objects(record).values())
-
-
 Mischief = Callable[[Message, Message], list[Message]]  # (request, honest reply) -> what comes back
 
 

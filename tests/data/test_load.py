@@ -89,7 +89,7 @@ def test_where_refuses_what_is_not_there(tmp_path: Path) -> None:
     for spec, message in (
         (
             DataSpec(path=path, where={"sites": ("x",)}),
-            r'data\.where: .*a\.csv has no column "sites"; found "site" \(did',
+            r'data\.where: .*a\.csv has no column "sites"; found "site"; did',
         ),
         (
             DataSpec(path=path, where={"site": ("x", "q")}),

@@ -24,7 +24,7 @@ from fedfm.core.wire import codec, payload
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.app_writer import told
 from fedfm.engines.flower.link import HELLO, FlowerLink
-from fedfm.engines.flower.private_api import error_codes, identity
+from fedfm.engines.flower.private_api import error_codes, identity, serialised_nbytes
 from fedfm.engines.flower.server_app import host
 from fedfm.engines.flower.simulation import reply
 from fedfm.engines.flower.site import Site, of_folder
@@ -35,7 +35,7 @@ from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD
-from grid import InProcessGrid, serialised_nbytes
+from grid import InProcessGrid
 from small import experiment
 from toy import Toys, federation, run
 

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from fedfm.core.checks import match
 from fedfm.core.client import Update
 from fedfm.core.wire import codec, limits, payload, reading
-from fedfm.engines.flower.private_api import round_trip
+from fedfm.engines.flower.private_api import round_trip, serialised_nbytes
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
-from grid import serialised_nbytes
 
 DTYPES = [
     torch.float32,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedfm.aggregation.base import Aggregator
-from fedfm.core.checks import conform
+from fedfm.core.checks import conform, nonfinite
 from fedfm.core.client import Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
@@ -251,13 +251,9 @@ def test_no_client_that_is_heard_can_overflow_the_servers_sum_or_its_squares():
 def test_where_a_state_is_not_finite_is_told_whatever_it_is_made_of():
     inf, nan = float("inf"), float("nan")
     sound = {"n": 3, "w": params(w=[3e38, -3e38]), "c": {"a": [np.ones(2), torch.arange(3)], "b": (None, "inf")}}
-    conform(sound, Any, "state")
-    for value, where in (
-        (sound | {"w": params(w=[nan])}, "state.w: w has NaN or infinity"),
-        (sound | {"c": {"a": [1.0, np.array([1.0, inf])]}}, r"state.c.a\[1\] has NaN or infinity"),
-        ([1, torch.tensor(nan)], r"state\[1\] has NaN or infinity"),
-        ({"update": update(inf)}, "state.update.delta: "),
-        ({"x": np.float32(inf)}, "state.x is inf"),
-    ):
-        with pytest.raises(ClientFault, match=where):
-            conform(value, Any, "state")
+    assert nonfinite(sound) is None
+    assert nonfinite(sound | {"w": params(w=[nan])}, "state") == "state.w"
+    assert nonfinite(sound | {"c": {"a": [1.0, np.array([1.0, inf])]}}, "state") == "state.c.a[1]"
+    assert nonfinite([1, torch.tensor(nan)], "state") == "state[1]"
+    assert nonfinite({"update": update(inf)}, "state") == "state.update.delta"
+    assert nonfinite({"x": np.float32(inf)}) == ".x"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedfm.core.rows import Batch, Rows
 from fedfm.data.spec import IN_MEMORY
 from fedfm.data.table import Table
-from fedfm.data.user_datasets import DatasetRows, checked, column, read_once
+from fedfm.data.user_datasets import DatasetRows, Joined, checked, column, read_once
 from fedfm.errors import InputError, first_line
 from fedfm.linalg.params import to_bytes
 from fedfm.models.ends import known, seen
@@ -160,7 +160,7 @@ class Given:
             sets += [("test", c, checked(test[c], f'test["{c}"]', empty=True)) for c in sorted(test)]
         elif test is not None:
             sets.append(("test", "", checked(test, "test")))
-        inputs: Any = torch.utils.data.ConcatDataset([data for _, _, data in sets])
+        inputs = Joined([data for _, _, data in sets])
         places, at = Places(), 0
         for which, client, data in sets:
             places[which, client] = np.arange(at, at + len(data))

@@ -195,12 +195,12 @@ def to_toml(tables: Mapping[str, Any]) -> str:
             return "[" + ", ".join(map(inline, value)) + "]"
         return json.dumps(value, ensure_ascii=False)
 
-    given = {k: v for k, v in tables.items() if v is not None}
-    top = [f"{_bare(k)} = {inline(v)}" for k, v in given.items() if not isinstance(v, Mapping)]
-    for section, table in given.items():
+    top = [f"{_bare(k)} = {inline(v)}" for k, v in tables.items() if not isinstance(v, Mapping)]
+    for section, table in tables.items():
         if isinstance(table, Mapping):
-            keys = [f"{_bare(k)} = {inline(v)}" for k, v in table.items() if v is not None]
-            top += ["", f"[{_bare(section)}]", *keys]
+            top += ["", f"[{_bare(section)}]"] + [
+                f"{_bare(k)} = {inline(v)}" for k, v in table.items() if v is not None
+            ]
     return "\n".join(top).strip() + "\n"
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.data.partition import CLIENT
-from fedfm.data.sources._files import FORMATS, content_of, existing, listing, str_array
+from fedfm.data.sources._files import FORMATS, close, content_of, existing, listing, str_array
 from fedfm.data.spec import DataSpec
 from fedfm.data.stratify import hold_out, thin
 from fedfm.data.table import Kind, Table
-from fedfm.errors import InputError, close
+from fedfm.errors import InputError
 from fedfm.seeds import generator
 
 _SUFFIXES = {

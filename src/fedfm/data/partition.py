@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 
 from fedfm.data import flower_partitions
-from fedfm.data.sources._files import listing
+from fedfm.data.sources._files import close, listing
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import apportion, hold_out, quota
 from fedfm.data.table import ClientRows, FederatedData, Table
-from fedfm.errors import InputError, close
+from fedfm.errors import InputError
 from fedfm.seeds import generator
 
 DEFAULT_CLIENTS = 10

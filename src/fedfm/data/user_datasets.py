@@ -36,6 +36,21 @@ class DatasetRows(Rows):
         return self.collated([self.table.inputs[i] for i in self.take(index).index.tolist()])
 
 
+class Joined(Sequence[Any]):
+    """Several data sets, one after the other."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(p) for p in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, i: Any) -> Any:
+        part = int(np.searchsorted(self._ends, i, side="right"))
+        return self._parts[part][int(i) - (int(self._ends[part - 1]) if part else 0)]
+
+
 def checked(data: Any, what: str, *, empty: bool = False) -> Any:
     """``data``; an InputError if it is no map-style data set, or has no rows unless ``empty``."""
     if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):

@@ -15,17 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.data.sources._files import At, listing, str_array
+from fedfm.data.sources._files import At, close, listing, str_array
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Kind, Table
-from fedfm.errors import InputError, close
+from fedfm.errors import InputError
 
 SPLITS = ("train", "val", "test")
-SPLIT_NAMES = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "validation", "valid", "dev"), "val"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-}
+_ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 
 Columns = Mapping[str, Sequence[Any]]
@@ -102,9 +98,10 @@ def column(columns: Columns, name: str, key: str, source: str) -> Sequence[Any]:
     """One column; an InputError with the existing ones if it is missing."""
     if name in columns:
         return columns[name]
-    hint = close(name, columns)
-    set_it = f"rename it, or set {key}" if hint else f"{key} says which column to read"
-    raise InputError(f'{source}: no column "{name}" ({key}); found {listing(columns)}{hint}; {set_it}')
+    found = list(columns)
+    hint = close(name, found)
+    set_it = f" Rename it, or set {key}" if hint else f"; {key} says which column to read"
+    raise InputError(f'{source}: no column "{name}" ({key}); found {listing(found)}{hint}{set_it}')
 
 
 def labels_of(
@@ -177,8 +174,8 @@ def split_of(columns: Columns, spec: DataSpec, length: int, at: At) -> np.ndarra
 def check_split(values: Sequence[str], name: str, at: At) -> None:
     """Raise an InputError for a value other than train, val and test."""
     for value in sorted(set(values) - set(SPLITS)):
-        like = SPLIT_NAMES.get(value.strip().lower())
-        hint = f' (did you mean "{like}"?)' if like else ""
+        like = _ALIASES.get(value.strip().lower(), value.strip().lower())
+        hint = f'; did you mean "{like}"?' if like in SPLITS else ""
         raise InputError(f'{at(values.index(value))}: {name} "{value}" is not one of train, val, test{hint}')
 
 

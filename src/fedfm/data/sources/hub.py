@@ -15,7 +15,7 @@ import numpy as np
 
 from fedfm.data.sources import images
 from fedfm.data.sources._files import existing, listing
-from fedfm.data.sources._tabular import SPLIT_NAMES, column, labels_of, others, split_of, to_table
+from fedfm.data.sources._tabular import column, labels_of, others, split_of, to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
@@ -35,7 +35,7 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
     parts = {"train": loaded} if single else dict(loaded)
     if not parts:
         raise InputError(f'data.hub: "{hub}" has no splits')
-    named = {name: SPLIT_NAMES.get(name.lower()) for name in parts}
+    named = {name: images.SPLIT_NAMES.get(name.lower()) for name in parts}
     for name, split in named.items():
         why = "is no train, validation or test split" if split is None else ""
         if not why and _withheld(parts[name], spec.label):

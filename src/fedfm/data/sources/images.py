@@ -15,14 +15,19 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.data.sources import csv
-from fedfm.data.sources._files import listing
-from fedfm.data.sources._tabular import SPLIT_NAMES, UNLABELLED, column, labels_of, others, split_of
+from fedfm.data.sources._files import close, listing
+from fedfm.data.sources._tabular import UNLABELLED, column, labels_of, others, split_of
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
-from fedfm.errors import InputError, close
+from fedfm.errors import InputError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # Pillow's modes of 16- and 32-bit grey
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "validation", "valid", "dev"), "val"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:

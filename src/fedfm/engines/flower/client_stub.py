@@ -124,19 +124,15 @@ def address(folder: Path) -> str:
 
 def running(folder: Path) -> bool:
     """Whether the site's worker is running: it holds a lock until it ends."""
-    return held(folder / "worker.lock")
-
-
-def held(lock: Path) -> bool:
-    """Whether another process holds this lock."""
     try:
-        with open(lock) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with open(folder / "worker.lock") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
             return False
     except FileNotFoundError:
         return False
-    except OSError:
-        return True
 
 
 def start(folder: Path) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 import secrets
 from pathlib import Path
-
-from fedfm.core import storage
 
 DAYS = 30  # validity of a certificate; a longer run gets a new one when it is resumed
 
 
 def write_private(path: Path, data: bytes) -> Path:
     """Write a file that only its owner can read at any time."""
-    storage.write_atomic(path, data, 0o600, sync=False)
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(data)
     return path
 
 

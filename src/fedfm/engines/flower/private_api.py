@@ -39,6 +39,14 @@ def round_trip(record: Any) -> Any:
     return inflate_object_from_contents(name, contents)
 
 
+def serialised_nbytes(record: Any) -> int:
+    """Bytes of a RecordDict as Flower serialises it, equal objects counted once; compare :func:`codec.weigh`."""
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
+
+    with no_object_id_recompute():
+        return sum(len(item.deflate()) for item in get_all_nested_objects(record).values())
+
+
 def over_the_wire(silos: Silos, requests: Sequence[Request]) -> list[Any]:
     """Answer requests as a network engine would: payloads and replies are serialised and rebuilt."""
     from fedfm.core.wire import codec

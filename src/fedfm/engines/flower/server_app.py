@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import sys
+import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,7 +140,7 @@ def serve(grid: Grid, context: Context) -> None:
     if run.manifest["result"] is not None:
         told.notice(f"{run.path} is finished already")
         return
-    with run.lock(LOCK, patience=30.0):  # a former ServerApp may be ending
+    with only_server(run):
         (run.path / OUTCOME).unlink(missing_ok=True)
         try:
             for notice in losses.settle(run):
@@ -148,3 +152,27 @@ def serve(grid: Grid, context: Context) -> None:
             text = str(error) if isinstance(error, (InputError, RunError)) else f"{type(error).__name__}: {error}"
             storage.write_atomic(run.path / OUTCOME, json.dumps({"kind": kind, "text": text}).encode(), 0o600)
             raise
+
+
+@contextlib.contextmanager
+def only_server(run: Run, patience: float = 30.0) -> Iterator[None]:
+    """Lock the run for this ServerApp; wait for a former one that is ending.
+
+    Raises:
+        RunError: another ServerApp does not end.
+        InputError: a file of the run is a link.
+    """
+    run.refuse_links()
+    with open(run.path / LOCK, "w", opener=storage.private) as file:
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise RunError(f"{run.path}: another ServerApp is writing this run") from None
+                time.sleep(0.1)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

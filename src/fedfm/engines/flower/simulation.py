@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from fedfm.runtime.progress import Progress
     from fedfm.runtime.run_directory import Run
 
+_PREFIX = "fedfm-ray"  # prefix of temporary folders, followed by the id of the process that made them
+_END = "private/simulation.end"  # this file in a run means that the server has ended, so that actors end themselves
 _GRACE = 20.0  # seconds for Flower's threads to end after the server
 _SITES: dict[str, site.Site] = {}  # in an actor, which serves many clients of one run
 
@@ -46,8 +49,12 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     outcome: dict[str, Any] = {}
     population = populate(run.experiment)
 
+    end = run.path / _END
+    end.unlink(missing_ok=True)
+
     def ended(straggling: bool) -> None:
-        outcome["straggling"] = straggling
+        if straggling:  # Flower waits for every running call, and a call ends with its actor
+            end.touch()
 
     def main(grid: Any, context: Context) -> None:
         try:
@@ -56,21 +63,21 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
             outcome["error"] = error
 
     app = SimulatedSites(run.experiment.for_clients().to_toml(), str(run.path.resolve()))
-    with _ray(workers, run.path / "private" / "flower.log") as give_up:
-        try:
-            _watched(lambda: simulate(main, app, len(population.clients)), outcome, give_up)
-        except RuntimeError as error:
-            outcome.setdefault("error", error)
+    try:
+        with _ray(workers, run.path / "private" / "flower.log") as give_up:
+            try:
+                _watched(lambda: simulate(main, app, len(population.clients)), outcome, give_up)
+            except RuntimeError as error:
+                outcome.setdefault("error", error)
+    finally:
+        end.unlink(missing_ok=True)
     if "result" not in outcome:
         raise outcome["error"]
     return dict(outcome["result"])
 
 
 def _watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_up: Callable[[], None]) -> None:
-    """Run in a thread; if that does not end soon after the server, call ``give_up`` and abandon it.
-
-    Flower waits for every running call: with clients that timed out there is no wait.
-    """
+    """Run in a thread; if that does not end soon after the server, call ``give_up`` and abandon it."""
     errors: list[Exception] = []
 
     def run() -> None:
@@ -84,8 +91,8 @@ def _watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_up: 
     deadline = math.inf
     while thread.is_alive():
         thread.join(0.1)
-        if outcome.keys() & {"result", "error"} and deadline == math.inf:
-            deadline = time.monotonic() + (0.0 if outcome.get("straggling") else _GRACE)
+        if outcome and deadline == math.inf:
+            deadline = time.monotonic() + _GRACE
         if time.monotonic() > deadline:
             give_up()
             return
@@ -130,6 +137,8 @@ def _site(experiment: str, path: Path) -> site.Site:
         import torch
 
         torch.set_num_threads(1)
+        if not _SITES:
+            threading.Thread(target=_end_with, args=(path / _END,), daemon=True).start()
         _SITES.clear()
         memory = path / "private" / "memory"
         read = partial(Experiment.from_dict, tomllib.loads(experiment), imports=True)
@@ -137,10 +146,18 @@ def _site(experiment: str, path: Path) -> site.Site:
     return _SITES[key]
 
 
+def _end_with(end: Path) -> None:
+    """Thread of an actor: end this process when the file appears."""
+    while not end.exists():
+        time.sleep(0.2)
+    os._exit(0)
+
+
 @contextlib.contextmanager
 def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
     """Run Ray and Flower without output, in a temporary folder, with our signal handlers; yields how to kill Ray."""
-    folder = tempfile.mkdtemp(prefix=f"fedfm-ray{os.getpid()}-")  # a short path: Ray makes sockets in it
+    _sweep()
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # a short path: Ray makes sockets in it
     settings = {
         "FLWR_HOME": f"{folder}/flwr",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -167,6 +184,19 @@ def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
         for name, value in saved.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         end_all(folder)  # Ray does not wait for its processes to end
+
+
+def _sweep() -> None:
+    """Remove folders of killed runs."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and path.stat().st_uid == os.getuid():
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                shutil.rmtree(path, ignore_errors=True)
+            except PermissionError:
+                continue  # the process id now belongs to another user
 
 
 @contextlib.contextmanager

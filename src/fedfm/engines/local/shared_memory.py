@@ -1,10 +1,13 @@
-"""Anonymous memory files shared by processes of one machine: payloads for all workers, and the replies of a chunk.
+"""Anonymous memory files shared by processes of one machine: payloads for all workers, and each worker's replies.
 
-A control message carries the file's descriptor, and tensors are views of the file, which is mapped copy-on-write.
+A control message carries the file's descriptor, and tensors are views of the file. Payloads are mapped copy-on-write.
+A worker's replies go to a few files that stay mapped on both sides, since to write to new pages takes ten times as long
+as to write to old ones; a file belongs to the server until none of its tensors is left.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections import Counter
@@ -17,6 +20,8 @@ import torch
 from fedfm.core.messages import Request
 from fedfm.core.wire import codec, payload
 
+_BOX = 1 << 23  # largest number of bytes of replies for which a worker keeps a file
+_BOXES = 6  # files of a worker's replies: a mean holds up to three, one is read, one may be full, one is written
 _LINE = 64  # data begin at a multiple of this, so that tensors can be views of them
 
 
@@ -45,7 +50,7 @@ class Payloads:
             self._numbers[key] = len(self.files)
             self._kept.append(request.payload)
             head, pieces = payload.encode(request.payload)
-            self.files.append(write(laid_out(0, head, pieces)))
+            self.files.append(_write(laid_out(0, head, pieces)))
             self.heads.append(len(head))
             self._nbytes.append(codec.enveloped(len(head), sum(map(len, pieces))))
         return self._numbers[key]
@@ -71,19 +76,22 @@ class Payloads:
                 os.close(fd)
 
 
-def write(pieces: Sequence[bytes | memoryview]) -> int:
+def _write(pieces: Sequence[bytes | memoryview]) -> int:
     """A new memory file with these pieces."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("fedfm", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as unnamed:
-            fd = os.dup(unnamed.fileno())
+    fd = _memory_file()
     with os.fdopen(os.dup(fd), "wb", buffering=1 << 20) as file:
         for piece in pieces:
             file.write(piece)
         if not any(map(len, pieces)):
             file.write(b"\0")  # an empty file cannot be mapped
     return fd
+
+
+def _memory_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("fedfm", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def laid_out(at: int, head: str, pieces: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
@@ -107,11 +115,58 @@ def message(block: np.ndarray, at: int, head: int, data: int) -> Any:
     return payload.decode(str(block[at : at + head].data, "utf-8"), block[begin : begin + data], None)
 
 
-def mapped(fd: int) -> np.ndarray:
-    """The file's bytes (n,), mapped copy-on-write; closes the descriptor."""
+def mapped(fd: int, *, shared: bool) -> np.ndarray:
+    """The file's bytes (n,), memory-mapped; closes the descriptor.
+
+    Args:
+        shared: whether writes are shared between processes; else the mapping is copy-on-write.
+    """
     try:
         # Python's mmap would keep a descriptor open for each of possibly a thousand replies.
         size = os.fstat(fd).st_size
-        return torch.from_file(f"/dev/fd/{fd}", shared=False, size=size, dtype=torch.uint8).numpy()
+        return torch.from_file(f"/dev/fd/{fd}", shared=shared, size=size, dtype=torch.uint8).numpy()
     finally:
         os.close(fd)
+
+
+class Outbox:
+    """The files of a worker's replies."""
+
+    def __init__(self) -> None:
+        self._boxes: list[mmap.mmap] = []
+        self._free: list[int] = []  # the last one is the most likely to be in the caches
+
+    def freed(self, boxes: Sequence[int]) -> None:
+        """Mark files that the server does not read any more."""
+        self._free += boxes
+
+    def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, list[int]]:
+        """Write the pieces; returns the file's number (-1: a file of their own) and its descriptor if it is new."""
+        size = sum(map(len, pieces))
+        turn, fds = self._room(size)
+        if turn < 0:
+            return -1, [_write(pieces)]
+        box, at = self._boxes[turn], 0
+        for piece in pieces:
+            box[at : at + len(piece)] = piece
+            at += len(piece)
+        return turn, fds
+
+    def _room(self, size: int) -> tuple[int, list[int]]:
+        """A free file with ``size`` bytes, and its descriptor if it is new; -1 if there is none."""
+        if size > _BOX:
+            return -1, []
+        if fit := [box for box in self._free if len(self._boxes[box]) >= size]:
+            self._free.remove(fit[-1])
+            return fit[-1], []
+        if len(self._boxes) == _BOXES and not self._free:
+            return -1, []
+        capacity, fd = 1 << max(size - 1, 1 << 12).bit_length(), _memory_file()
+        os.ftruncate(fd, capacity)  # pages are allocated on write
+        box = mmap.mmap(fd, capacity)
+        if len(self._boxes) < _BOXES:
+            self._boxes.append(box)
+            return len(self._boxes) - 1, [fd]
+        turn = self._free.pop()
+        self._boxes[turn] = box
+        return turn, [fd]

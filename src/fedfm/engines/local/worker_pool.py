@@ -24,11 +24,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
+
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec, payload
 from fedfm.engines.flower.processes import cause, die_with
-from fedfm.engines.local.shared_memory import Payloads, data_at, laid_out, mapped, message, write
+from fedfm.engines.local.shared_memory import Outbox, Payloads, data_at, laid_out, mapped, message
 from fedfm.errors import E_DIED, E_EXCEPTION, E_TIMEOUT, ClientFault, RunError
 from fedfm.linalg.kernels import buffers
 from fedfm.runtime.client import Silos
@@ -47,6 +49,8 @@ class _Worker:
     begun: float = 0.0  # start time of the current chunk
     pace: float = math.inf  # seconds per client in the last chunk
     known: set[int] = field(default_factory=set)  # payloads of this exchange that it has received
+    boxes: dict[int, np.ndarray] = field(default_factory=dict)  # its files of replies, memory-mapped
+    freed: deque[int] = field(default_factory=deque)  # files without live tensors in this process
 
     def deadline(self, timeout: float) -> float:
         """Deadline of the current chunk if a client has ``timeout`` seconds."""
@@ -129,7 +133,7 @@ class Pool:
                         answered = worker.answered()
                         # The worker continues while its replies are read.
                         self._feed(slot, selector, now, helps=True)
-                        yield from _replies(answered, *answer, now.payloads)
+                        yield from _replies(answered, worker, *answer, now.payloads)
                     for slot, worker in enumerate(self._workers):
                         if worker.chunks and time.monotonic() > worker.deadline(self._timeout):
                             yield from self._lost(slot, selector, now, self._timeout)
@@ -183,7 +187,8 @@ class Pool:
         worker, payloads = self._workers[slot], now.payloads
         fds: list[int] = []
         texts: list[str] = []
-        new, length = set[int](), 2
+        freed = [worker.freed.popleft() for _ in range(len(worker.freed))]
+        new, length = set[int](), 2 + len(str(freed)) + 2
         for request in chunk:
             number = payloads.number(request)
             fd = -1 if number in worker.known or number in new else len(fds)
@@ -200,7 +205,7 @@ class Pool:
             length += len(text) + 2
         taken, rest = chunk[: len(texts)], chunk[len(texts) :]
         try:
-            socket.send_fds(worker.socket, [f"[{', '.join(texts)}]".encode()], fds)
+            socket.send_fds(worker.socket, [f"[{freed}, {', '.join(texts)}]".encode()], fds)
         except (BrokenPipeError, ConnectionResetError):
             now.waiting.insert(0, chunk)
             return False
@@ -285,18 +290,23 @@ class Pool:
         self._workers = []
 
 
-def _received(worker: _Worker) -> tuple[bytes, int] | None:
-    """A worker's message and the descriptor of its memory file; None if the worker has ended."""
+def _received(worker: _Worker) -> tuple[bytes, list[int]] | None:
+    """A worker's message and the descriptors of new memory files; None if the worker has ended."""
     try:
         text, fds, _, _ = socket.recv_fds(worker.socket, _LIMIT, 1)
     except OSError:
         return None
-    return (text, fds[0]) if text else None
+    return (text, fds) if text else None
 
 
-def _replies(requests: Sequence[Request], text: bytes, fd: int, payloads: Payloads) -> Iterator[Reply]:
+def _replies(
+    requests: Sequence[Request], worker: _Worker, text: bytes, fds: list[int], payloads: Payloads
+) -> Iterator[Reply]:
     """The replies of a chunk, decoded one by one on demand."""
-    at, block, lines = 0, mapped(fd), json.loads(text)
+    box, lines = json.loads(text)
+    if fds:
+        worker.boxes[box] = mapped(fds[0], shared=box >= 0)
+    at, block = 0, buffers.lent(worker.boxes[box], worker.freed, box) if box >= 0 else worker.boxes.pop(box)
     for request, (code, reason, head_size, data_size) in zip(requests, lines, strict=True):
         fault, value, up = (ClientFault(code, reason) if code else None), None, 0
         if fault is None:
@@ -313,18 +323,19 @@ def _replies(requests: Sequence[Request], text: bytes, fd: int, payloads: Payloa
 def _work(silos: Silos, link: socket.socket) -> None:
     """Main loop of a worker: receive tasks and answer them, until the socket closes."""
     payloads: dict[int, Any] = {}
-    exchange = (-1, -1)
+    exchange, outbox = (-1, -1), Outbox()
     while True:
         text, fds, _, _ = socket.recv_fds(link, _LIMIT, _FDS)
         if not text:
             return
-        tasks = json.loads(text)
+        freed, *tasks = json.loads(text)
+        outbox.freed(freed)
         if (tasks[0][2], tasks[0][3]) != exchange:
             payloads, exchange = {}, (tasks[0][2], tasks[0][3])
         requests = []
         for client, handler, round, call, number, fd, head, _ in tasks:
             if fd >= 0:
-                block = mapped(fds[fd])
+                block = mapped(fds[fd], shared=False)
                 size = len(block) - data_at(0, head)
                 payloads[number] = silos.conform(handler, message(block, 0, head, size))
             requests.append(Request(client, handler, payloads[number], round, call))
@@ -347,6 +358,7 @@ def _work(silos: Silos, link: socket.socket) -> None:
                 lines.append(("", "", len(head), sum(map(len, data))))
                 pieces += laid_out(end, head, data)
                 end = data_at(end, len(head)) + lines[-1][-1]
-        fd = write(pieces)
-        socket.send_fds(link, [json.dumps(lines).encode()], [fd])
-        os.close(fd)
+        box, new = outbox.put(pieces)
+        socket.send_fds(link, [json.dumps([box, lines]).encode()], new)
+        for fd in new:
+            os.close(fd)
