@@ -228,6 +228,19 @@ def test_every_variant_has_the_same_bits_with_one_worker_and_two(place, gate, tm
     assert one["client_accuracy"] == two["client_accuracy"]
 
 
+def test_the_gate_may_see_a_backbone_of_its_own(place, tmp_path):
+    found = run(place, tmp_path / "a", gate_backbone="nano-vit")
+    plain = run(place, tmp_path / "b")
+    assert found["params_sha256"] != plain["params_sha256"]
+    more, less = (r["details"]["trainable_share"]["stage two"] for r in (found, plain))
+    assert more > less  # nano-vit's features are wider than the tiny model's
+    assert predict(tmp_path / "a", place / "rows.npz", client="client-00")
+    with pytest.raises(InputError, match=r"method.gate_backbone.*choose one"):
+        run(place, tmp_path / "c", gate_backbone="nano-vit", gate="all")
+    with pytest.raises(InputError, match="no-such"):
+        run(place, tmp_path / "d", gate_backbone="no-such")
+
+
 def test_stage_two_sends_the_gate_and_never_an_expert(place, tmp_path):
     for gate in ("adapter", "last"):
         run(place, tmp_path / gate, gate=gate, local_rounds=3)

@@ -35,6 +35,7 @@ from fedfm.methods.fedms.activation import activated, split, with_rows
 from fedfm.methods.fedms.gate import LAST, Gate, initial
 from fedfm.methods.fedms.mixture import TRUNK, Experts, differing, mixed
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
+from fedfm.models.backbone import backbone
 from fedfm.models.dual_encoder import DualModel, active_layers, image_trunk, need
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
@@ -112,6 +113,10 @@ class FedMS(Method[MSState]):
         "what of the gate is trained and sent: adapter; last, its last layer; all, also an image block",
         choices=("adapter", "last", "all"),
     )
+    gate_backbone: str = setting(
+        "",
+        "a picture classifier by name or folder: the gate sees its frozen features, not the global expert's",
+    )
     gate_weights: str = setting(
         "loss",
         "a_i of equation 7: loss, size, inverse_loss or uniform",
@@ -131,7 +136,7 @@ class FedMS(Method[MSState]):
         return self.global_rounds + self.local_rounds
 
     def init(self, fed: Federation) -> MSState:
-        Z = initial(need(fed.model).dual.width, fed.seed)
+        Z = initial(self.gate_width(need(fed.model)), fed.seed)
         if self.gate == "all":
             Z = Params(dict(Z) | {f"{TRUNK}{n}": t for n, t in image_trunk(fed.model).items()})
         total = sum(p.numel() for p in fed.model.module.parameters())
@@ -217,8 +222,8 @@ class FedMS(Method[MSState]):
         labels = rows.labels
         if labels is None:
             raise InputError("data.label: fedms classifies; the rows have no labels")
-        mixture = Experts(model, W_g, rows, k)
-        gate = Gate(model.dual.width).load(Z_g).to(model.device)
+        mixture = Experts(model, W_g, rows, k, self.gate_backbone)
+        gate = Gate(self.gate_width(model)).load(Z_g).to(model.device)
         trunk = {n: t.to(model.device).clone().requires_grad_() for n, t in Z_g.items() if n.startswith(TRUNK)}
         model.load(W_i)
         active = set(active_layers(model, k))
@@ -259,6 +264,10 @@ class FedMS(Method[MSState]):
         client.metrics |= {"loss": expert / n, "gate_loss": total / n, "global_share": shares / n}
         client.metrics["backward_seconds"] = backward
         return model.params(), Params(gate.tensors() | trunk), total / n
+
+    def gate_width(self, model: DualModel) -> int:
+        """Width of what the gate sees."""
+        return backbone(self.gate_backbone, str(model.device)).width if self.gate_backbone else model.dual.width
 
     def lam(self, gate: Gate, V_g: Tensor) -> Tensor:
         """Lambda (b,)."""
@@ -333,7 +342,7 @@ class FedMS(Method[MSState]):
             return
         for part in (GLOBAL, LOCAL):
             match(w.part(part), model.layout, part)
-        match(self.adapter(w.part(GATE)), initial(need(model).dual.width, 0).layout, GATE)
+        match(self.adapter(w.part(GATE)), initial(self.gate_width(need(model)), 0).layout, GATE)
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """S O of equation 6, (n, C); of one expert alone its scaled cosines."""
@@ -342,8 +351,8 @@ class FedMS(Method[MSState]):
             return model.predict(rows)
         own, W_g, W_i = need(model), w.part(GLOBAL), w.part(LOCAL)
         k = differing(own, W_g, W_i)
-        Z, done, both = w.part(GATE), list[Tensor](), Experts(own, W_g, rows, k)
-        gate = Gate(own.dual.width).load(Z).to(own.device).eval()
+        Z, done, both = w.part(GATE), list[Tensor](), Experts(own, W_g, rows, k, self.gate_backbone)
+        gate = Gate(self.gate_width(own)).load(Z).to(own.device).eval()
         trunk = {n: t.to(own.device) for n, t in Z.items() if n.startswith(TRUNK)}
         own.load(W_i)
         for start in range(0, len(rows), PIECE):
@@ -371,6 +380,8 @@ class FedMS(Method[MSState]):
         return {"stage-one": FedAvg(self.rounds, self.fraction, self.weighting, self.local), **fixed}
 
     def validate(self) -> None:
+        if self.gate == "all" and self.gate_backbone:
+            raise InputError('method.gate_backbone: it is frozen; gate = "all" trains the gate\'s trunk: choose one')
         if self.local.personal:
             raise InputError("method.local.name: every client has an expert of its own already; take a plain optimiser")
 

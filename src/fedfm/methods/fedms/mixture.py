@@ -17,6 +17,7 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.out_of_core import limit
 from fedfm.linalg.params import Params
 from fedfm.models.adapters.merged import merged
+from fedfm.models.backbone import backbone
 from fedfm.models.dual_encoder import (
     DualModel,
     boundary_images,
@@ -84,12 +85,14 @@ class Experts:
     ``FEDFM_MEMORY`` bytes; what does not fit is computed anew for every batch, to the same bits.
     """
 
-    def __init__(self, model: DualModel, W_g: Params, rows: Rows, k: int) -> None:
+    def __init__(self, model: DualModel, W_g: Params, rows: Rows, k: int, gate_backbone: str = "") -> None:
         self.model, self.k, self.W_g, self.rows = model, k, W_g, rows
         every, key = _rows.setdefault(model, {}), _fingerprint(rows)
         found = every.pop(key, None)
         self.known = every[key] = found if found and _equal(found.W_g, W_g) else Known(W_g)  # the newest stands last
         self.texts, self.T_g = _of_texts(model, W_g, k)
+        named = backbone(gate_backbone, str(model.device)) if gate_backbone else None
+        self.described = named.features(rows, model) if named else None  # (n, its width)
         if k not in self.known.states:
             self._fill()
 
@@ -127,7 +130,9 @@ class Experts:
         return self.known.V_g[index].to(self.model.device)
 
     def seen(self, index: np.ndarray, trunk: Mapping[str, Tensor]) -> Tensor:
-        """What the gate adapter sees of these rows, (b, d): V_g, or what the gate's own trunk gives."""
+        """What the gate adapter sees of these rows, (b, d): V_g, or what the gate's own trunk or backbone gives."""
+        if self.described is not None:
+            return self.described[index].to(self.model.device)
         if not trunk:
             return self.of_global(index)
         named = {n.removeprefix(TRUNK): t for n, t in trunk.items()}
