@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -152,9 +153,8 @@ def _nbytes(states: Mapping[int, Filed | None]) -> int:
 
 
 def _fingerprint(rows: Rows) -> bytes:
-    """Names the pictures: a weighted sum of each one's numbers."""
-    pictures = rows.tensors["pixel_values"].flatten(1)
-    return (pictures @ torch.linspace(1, 2, pictures.shape[1], dtype=pictures.dtype)).numpy().tobytes()
+    """Names the pictures."""
+    return hashlib.sha256(rows.tensors["pixel_values"].contiguous().flatten().view(torch.uint8).numpy()).digest()
 
 
 def _of_texts(model: DualModel, W_g: Params, k: int) -> tuple[Tensor, Tensor]:
