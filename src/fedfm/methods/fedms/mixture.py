@@ -154,7 +154,8 @@ def _nbytes(states: Mapping[int, Filed | None]) -> int:
 
 def _fingerprint(rows: Rows) -> bytes:
     """Names the pictures."""
-    return hashlib.sha256(rows.tensors["pixel_values"].contiguous().flatten().view(torch.uint8).numpy()).digest()
+    pictures = rows.tensors["pixel_values"].contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(pictures.data).digest()
 
 
 def _of_texts(model: DualModel, W_g: Params, k: int) -> tuple[Tensor, Tensor]:
