@@ -33,7 +33,7 @@ class FixedPoint:
 
     @cached_property
     def shift(self) -> int:
-        """s of the smallest step 2^-s that excludes an overflow."""
+        """The s of the smallest step 2^-s that excludes an overflow."""
         most = (Fraction(2 ** (self.bits - 1) - 1, self.terms) - Fraction(1, 2)) / Fraction(self.bound)
         shift = most.numerator.bit_length() - most.denominator.bit_length()  # floor(log2 most), or one more
         return shift if Fraction(2) ** shift <= most else shift - 1

@@ -1,4 +1,4 @@
-"""Key agreement (X25519), derivation (HKDF-SHA-256), authenticated encryption (ChaCha20-Poly1305), signatures (Ed25519).
+"""Agreement on keys (X25519), derivation (HKDF-SHA-256), encryption (ChaCha20-Poly1305), signatures (Ed25519).
 
 All keys are 32 raw bytes. A context is a sequence of text, bytes and integers; two different ones never encode alike.
 """
