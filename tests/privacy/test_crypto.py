@@ -58,7 +58,7 @@ def test_a_wrong_share_among_more_than_needed_is_found(secret, threshold, off, w
 def test_shares_worked_by_hand(monkeypatch):
     monkeypatch.setattr(keys, "entropy", lambda n: (7).to_bytes(n, "little"))
     assert shamir.split(5, 2, 3) == [12, 19, 26]  # 5 + 7 x
-    assert shamir.split(5, 3, 2) == [19, 47]  # 5 + 7 x + 7 x^2
+    assert shamir.split(5, 3, 3) == [19, 47, 89]  # 5 + 7 x + 7 x^2
 
 
 @pytest.mark.parametrize("case", [(shamir.PRIME, 1, 1), (-1, 1, 1), (1, 3, 2), (1, 0, 2)])

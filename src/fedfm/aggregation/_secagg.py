@@ -268,6 +268,7 @@ class SecAgg(Transport):
         present = {c: session.holds(c)[1:] for c in came}
         place = {c: {other: k for k, other in enumerate(neighbours[c])} for c in came}
         sealed = {c: torch.stack([came[other][place[other][c]] for other in present[c]]) for c in came if present[c]}
+        _enough(fed, len(came), LEAST, "clients sent shares")
         session.ready = list(fed.ask(self.hold, of=sealed, present=each(present), sealed=each(sealed)))
         return session
 

@@ -6,6 +6,7 @@ killed and repeats a round therefore finds each client in its earlier state, wit
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, MutableMapping
@@ -63,19 +64,15 @@ def first(root: Path, client: str, name: str, value: bytes) -> bytes:
         Lost: its file is damaged.
     """
     path = root / FIRSTS / safe_name(client) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{name}.{os.urandom(4).hex()}"
-    try:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / f".{name}.{os.urandom(4).hex()}"
         storage.write_atomic(temporary, storage.seal(value), 0o600)
-        os.link(temporary, path)  # fails if the name exists
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+        temporary.unlink()
+        folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
-    finally:
         os.close(folder)
     if (found := storage.unseal(path.read_bytes())) is None:
         raise kept_files.lost(path, kept_files.DAMAGED, path)
