@@ -21,7 +21,8 @@ class Secure(Mean):
 
     Every entry of the mean is exact up to m s / 2 / sum_k n_k with m clients in the sum. The step s of the fixed-point
     numbers is below n bound / 2^62 (compact: 2^30) with n clients that exchanged keys. A client that lies about its
-    update is not found.
+    update is not found. A server that deviates from the protocol needs the help of 2 t - h of the h clients that hold
+    shares of one; t is more than ``threshold`` of h.
     """
 
     bound: float = setting(2.0**28, "largest weight times entry of an update; more is refused", gt=0, finite=True)
