@@ -37,6 +37,7 @@ SCRIPTS: dict[str, list[str]] = {
     "fedbip_server": ["fedbip_server.py"],
     "fedms": ["fedms.py"],
     "mixtures": ["mixtures.py", "--dims", "192", "384"],
+    "secagg": ["secagg.py"],
 }
 FAST, BF16 = ("fedfm, fast", "float32"), ("fedfm, fast_bf16", "bf16")
 LORA_GOALS: dict[tuple[str, int | None], tuple[float, ...]] = {  # (model, layers) -> float32, bf16

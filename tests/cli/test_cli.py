@@ -699,7 +699,6 @@ def test_a_wrong_experiment_is_refused_with_its_place_and_leaves_nothing(tmp_pat
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ("", "is not in this release"),
         ('[aggregation]\nname = "trimmed_mean"\n', "a robust rule compares single updates, secure aggregation hides"),
         ('method.name = "kd"', 'of method "kd" looks at single replies (learn)'),
         ('method.name = "fedpft"', 'of method "fedpft" looks at single replies (summarise)'),

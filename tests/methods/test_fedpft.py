@@ -613,7 +613,6 @@ def test_settings_that_make_no_sense_are_refused(file, wrong, said):
         ({}, PRIVATE | {"counts": "withheld", "samples": 50}, "counts"),
         ({"mechanism": "dp_sgd"}, PRIVATE, "mechanism"),
         ({"aggregator": "secagg"}, PRIVATE, r"looks at single replies \(release\)"),
-        ({"aggregator": "secagg"}, PRIVATE | {"pooled": True}, "secure aggregation is not in this release"),
     ],
 )
 def test_promises_that_cannot_be_kept_are_refused(file, privacy, method, said):

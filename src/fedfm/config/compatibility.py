@@ -11,6 +11,7 @@ import math
 from typing import Any, get_type_hints
 
 from fedfm.aggregation.mean import Mean
+from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config.registry import name_of
 from fedfm.core.capabilities import Private, Sampling
@@ -98,23 +99,34 @@ def check_as_asked(e: Any) -> None:
         raise InputError("run.patience: early stopping evaluates during the run, and run.evaluate_every = 0 does not")
     if run.patience and e.privacy is not None:
         raise InputError("run.patience: validation losses of single clients are covered by no [privacy]; drop one")
-    if e.privacy is not None:
+    if isinstance(e.aggregation, Secure):
         _check_secagg(e, method)
+    if e.privacy is not None:
         for key in ("noise_multiplier", "clip_norm", "halt_at_epsilon"):
             if getattr(e.privacy, key) is not None:
                 raise InputError(f"privacy.{key}: no mechanism of this release takes it; drop it")
 
 
-def _check_secagg(e: Any, method: str) -> None:
-    if e.privacy.aggregator != "secagg":
-        return
-    where = 'privacy.aggregator = "secagg":'
-    if not isinstance(e.aggregation, Mean):
+def hidden(aggregation: Any) -> Any:
+    """The aggregation under ``privacy.aggregator = "secagg"``.
+
+    Raises:
+        InputError: a robust rule.
+    """
+    if isinstance(aggregation, Secure):
+        return aggregation
+    if type(aggregation) is not Mean:
         raise InputError(
-            f'{where} a robust rule compares single updates, secure aggregation hides them; drop it or "{_rule(e)}"'
+            'privacy.aggregator = "secagg": a robust rule compares single updates, secure aggregation hides them; '
+            f'drop it or "{name_of("aggregation", aggregation)}"'
         )
+    return Secure()
+
+
+def _check_secagg(e: Any, method: str) -> None:
+    where = 'privacy.aggregator = "secagg":' if e.privacy is not None else 'aggregation.name = "secure":'
     bare = e.method
-    if None not in (e.privacy.target_epsilon, e.privacy.delta):
+    if e.privacy is not None and None not in (e.privacy.target_epsilon, e.privacy.delta):
         with contextlib.suppress(InputError):  # under [privacy] a method may use a mean where it else asks
             bare = protected(e.method, e.privacy)
     if bare.asks:
@@ -122,10 +134,7 @@ def _check_secagg(e: Any, method: str) -> None:
             f'{where} the server of {method} looks at single replies ({" and ".join(bare.asks)}); expected "plain"'
         )
     if not bare.means:
-        raise InputError(f"{where} {method} sends no update that could be hidden; drop [privacy]")
-    raise InputError(
-        f'{where} secure aggregation is not in this release, the server sees each update; expected "plain"'
-    )
+        raise InputError(f"{where} {method} sends no update that could be hidden; drop it")
 
 
 def check_as_run(e: Any) -> None:

@@ -83,6 +83,8 @@ class Experiment:
             attack = build_named("attacks", attack, "attack")[1]
         if aggregation is None or isinstance(aggregation, Mapping):
             aggregation = build_named("aggregation", aggregation or {}, "aggregation", default="mean")[1]
+        if privacy is not None and privacy.aggregator == "secagg":
+            aggregation = compatibility.hidden(aggregation)
         run = _built(RunSpec, {} if run is None else run, "run")
         method_name = method_name or name_of("methods", method)
         if model.adaptation is not None or model.name != IN_MEMORY:
@@ -106,7 +108,7 @@ class Experiment:
             if attack is not None:
                 check(attack, "attack")
             compatibility.check_as_asked(self)
-            if privacy is not None:
+            if privacy is not None and privacy.states_epsilon:
                 check(privacy, "privacy")
                 object.__setattr__(self, "method", compatibility.protected(method, privacy))
             compatibility.check_as_run(self)

@@ -48,6 +48,11 @@ def no_secret(name: str) -> bytes:
     raise RuntimeError(f"this party has no secrets, so none called {name}")
 
 
+def no_firsts(name: str, value: bytes) -> bytes:
+    """The default of a party that keeps nothing."""
+    raise RuntimeError(f"this party keeps nothing, so not {name}")
+
+
 @dataclass
 class Client:
     """Everything the client half may use. Nothing here leaves the silo unless a handler returns it.
@@ -58,6 +63,8 @@ class Client:
         seed: seed of this client in this round, from which all random streams derive.
         metrics: metrics of the client optimiser's last pass, e.g. ``loss``.
         secret: 32 bytes by name, from the operating system's entropy, the same for the whole run; never sent.
+        first: the first value that was given under a name in this run. A resume, or a repeated message, undoes neither
+            the name nor the value, unlike :attr:`memory`.
         trained: last result of the client optimiser: the client's model before aggregation.
     """
 
@@ -68,6 +75,7 @@ class Client:
     seed: int
     metrics: dict[str, float] = field(default_factory=dict)
     secret: Callable[[str], bytes] = no_secret
+    first: Callable[[str, bytes], bytes] = no_firsts
     trained: Params | None = None
 
 

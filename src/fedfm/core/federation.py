@@ -43,6 +43,7 @@ class Federation:
         metrics: means of the metrics in this round's updates, weighted like the updates.
         secret: the server's 32 bytes by name, from the operating system's entropy, the same for the whole run.
         memory: the server's private memory, as of the last committed round.
+        process_memory: what an aggregation keeps while this process runs; a resumed run starts without it.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Federation:
         kept: dict[str, Any] = {}
         self._memory = memory or (lambda t: kept)
         self.memory = self._memory(0)
+        self.process_memory: dict[str, Any] = {}
         self.model = model
         self.initial: Params = model.params()
         self.aggregator = aggregator

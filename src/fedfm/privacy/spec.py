@@ -11,7 +11,7 @@ from fedfm.core.fields import setting
 class PrivacySpec:
     """The [privacy] table: the guarantee and its mechanism."""
 
-    aggregator: str = setting("plain", "plain; secagg is not in this release", choices=("plain", "secagg"))
+    aggregator: str = setting("plain", "plain, or secagg: the server sees sums only", choices=("plain", "secagg"))
     mechanism: str | None = setting(None, "gaussian, distributed_gaussian, dp_sgd")
     unit: str | None = setting(None, "client or record", choices=("record", "client"), required=True)
     target_epsilon: float | None = setting(None, "calibrate the noise to this epsilon", gt=0, required=True)
@@ -19,3 +19,8 @@ class PrivacySpec:
     delta: float | None = setting(None, "of (epsilon, delta)", gt=0, lt=1, required=True)
     clip_norm: float | None = setting(None, "C, bound on the norm of an update", gt=0)
     halt_at_epsilon: float | None = setting(None, "stop before spending more than this", gt=0)
+
+    @property
+    def states_epsilon(self) -> bool:
+        """Whether the table asks for more than hidden sums."""
+        return self != PrivacySpec(aggregator="secagg")

@@ -24,7 +24,7 @@ from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_LOST, E_READONLY, E_REFUSED, ClientFault, Lost, first_line
 from fedfm.linalg.params import Params
 from fedfm.privacy.policy import EXPOSES, WORDS
-from fedfm.runtime.client_memory import DiskMemory, secret
+from fedfm.runtime.client_memory import DiskMemory, first, secret
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.predictions import scores
 from fedfm.training import scheduler
@@ -171,6 +171,7 @@ class Silos:
             memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
             seed=seeds.derive(self._seed, "client", request.round, request.client),
             secret=partial(secret, self._memory, request.client),
+            first=partial(first, self._memory, request.client),
         )
 
 

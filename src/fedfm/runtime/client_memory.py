@@ -6,6 +6,7 @@ killed and repeats a round therefore finds each client in its earlier state, wit
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, MutableMapping
@@ -19,6 +20,8 @@ from fedfm.runtime.kept_files import SECRET, version_name, version_of
 
 ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # the largest of each that fits into a version's name
 BACK = 2  # rounds that a resume may go back: to the newest checkpoint, or to the one before if it is damaged
+
+FIRSTS = "+first"  # never a party's folder, as kept_files.LISTS
 
 entropy = os.urandom  # tests replace it
 
@@ -50,6 +53,30 @@ def secret(root: Path, client: str, name: str) -> bytes:
 def secret_file(root: Path, client: str, name: str) -> Path:
     """File of a :func:`secret`."""
     return root / safe_name(client) / f"{name}.secret"
+
+
+def first(root: Path, client: str, name: str, value: bytes) -> bytes:
+    """The first value of a name; it is on the disk, without versions, when this returns.
+
+    Of several processes that give a value at the same time one is the first, and all get its value.
+
+    Raises:
+        Lost: its file is damaged.
+    """
+    path = root / FIRSTS / safe_name(client) / name
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / f".{name}.{os.urandom(4).hex()}"
+        storage.write_atomic(temporary, storage.seal(value), 0o600)
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+        temporary.unlink()
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    if (found := storage.unseal(path.read_bytes())) is None:
+        raise kept_files.lost(path, kept_files.DAMAGED, path)
+    return found
 
 
 def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:

@@ -184,13 +184,14 @@ def pooled(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, 
     cells = federation_sum(mean["sums"].numpy(), fed.heard, plan, dim, fed.secret("noise"), f"sum {fed.round}")
     normals = {c: to_gaussian(cell, plan, dim) for c, cell in cells.items()}
     found = [(c, _drawable(n[0]), gaussian(*n[1:])) for c, n in normals.items() if n is not None]
+    plain = fed.aggregator.transport.form == "plain"
     return {"federation": found}, {
         "formula_bytes": 8 * classes * shape[1] * fed.heard,
         "cells_kept": len(found),
         "cells": classes,
         **_left_out(plan, [cells[c].count for c, n in normals.items() if n is None]),
         "noise_std_of_sums": plan.sum_sigma(max(1, round(sum(n for _, n, _ in found) / classes))),
-        "warnings": ["the server sees every client's exact sums until a secure aggregation hides them"],
+        "warnings": [f"the server sees the exact sums of {'every client' if plain else 'all clients together'}"],
     }
 
 

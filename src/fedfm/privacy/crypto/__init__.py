@@ -1,0 +1,1 @@
+"""Primitives of secure aggregation: keys, secret shares, masks, fixed-point numbers. They know no message."""

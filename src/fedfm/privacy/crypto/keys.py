@@ -1,0 +1,90 @@
+"""Agreement on keys (X25519), derivation (HKDF-SHA-256), encryption (ChaCha20-Poly1305), signatures (Ed25519).
+
+All keys are 32 raw bytes. A context is a sequence of text, bytes and integers; two different ones never encode alike.
+"""
+
+from __future__ import annotations
+
+import os
+
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+KEY, SIGNATURE = 32, 64  # bytes
+SEALED = 28  # bytes that :func:`seal` adds
+_NONCE = 12
+
+entropy = os.urandom  # tests replace it
+
+Context = str | bytes | int
+
+
+def encoded(*context: Context) -> bytes:
+    """A context as bytes: of each part its kind, its length and its content."""
+    out = bytearray()
+    for part in context:
+        kind = type(part).__name__[0].encode()
+        data = part if isinstance(part, bytes) else str(part).encode()
+        out += kind + len(data).to_bytes(8, "little") + data
+    return bytes(out)
+
+
+def derive(secret: bytes, *context: Context) -> bytes:
+    """A key for one use of a uniform secret."""
+    return HKDF(SHA256(), KEY, None, encoded(*context)).derive(secret)
+
+
+def public_of(private: bytes) -> bytes:
+    """Public half of a key for :func:`agree`."""
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def agree(private: bytes, public: bytes, *context: Context) -> bytes:
+    """The key that two parties share, each from its private half and the other's public half.
+
+    Raises:
+        ValueError: the public half is a point of small order, with which the result would be public.
+    """
+    shared = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+    return derive(shared, *context)
+
+
+def seal(key: bytes, data: bytes, *context: Context) -> bytes:
+    """Encrypt; ``context`` is authenticated and not sent."""
+    nonce = entropy(_NONCE)
+    return nonce + ChaCha20Poly1305(key).encrypt(nonce, data, encoded(*context))
+
+
+def unseal(key: bytes, sealed: bytes, *context: Context) -> bytes:
+    """The inverse of :func:`seal`.
+
+    Raises:
+        ValueError: another key, another context, or changed data.
+    """
+    try:
+        return ChaCha20Poly1305(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], encoded(*context))
+    except InvalidTag:
+        raise ValueError("encrypted data do not fit their key and context") from None
+
+
+def identity_of(private: bytes) -> bytes:
+    """Public half of a key for :func:`sign`."""
+    return Ed25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def sign(private: bytes, *context: Context) -> bytes:
+    """Signature, 64 bytes."""
+    return Ed25519PrivateKey.from_private_bytes(private).sign(encoded(*context))
+
+
+def signed(public: bytes, signature: bytes, *context: Context) -> bool:
+    """Whether this identity signed this context."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, encoded(*context))
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -1,0 +1,60 @@
+"""Secret sharing over the prime field of 2^256 - 189.
+
+Shamir. How to Share a Secret. Communications of the ACM 1979. Any ``threshold`` shares determine the secret; fewer say
+nothing about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedfm.privacy.crypto import keys
+
+PRIME = 2**256 - 189  # the largest prime below 2^256: secrets and shares have 32 bytes
+
+
+def split(secret: int, threshold: int, holders: int) -> list[int]:
+    """The shares f(1), ..., f(holders) of a random polynomial f of degree threshold - 1 with f(0) = secret.
+
+    Raises:
+        ValueError: the secret is not in the field, or not 1 <= threshold <= holders.
+    """
+    if not (0 <= secret < PRIME and 1 <= threshold <= holders):
+        raise ValueError(f"threshold {threshold} of {holders} holders, or a secret outside the field")
+    # 128 bits more than the prime: the remainder is uniform up to 2^-128.
+    f = [secret, *(int.from_bytes(keys.entropy(48), "little") % PRIME for _ in range(threshold - 1))]
+    return [_horner(f, x) for x in range(1, holders + 1)]
+
+
+def _horner(f: list[int], x: int) -> int:
+    y = 0
+    for coefficient in reversed(f):
+        y = (y * x + coefficient) % PRIME
+    return y
+
+
+def combine(shares: Mapping[int, int], threshold: int) -> int:
+    """The secret f(0) of the shares f(x) by x.
+
+    Raises:
+        ValueError: fewer shares than ``threshold``, or more that do not lie on one polynomial.
+    """
+    if len(shares) < threshold:
+        raise ValueError(f"{len(shares)} shares came, {threshold} are needed")
+    points = list(shares.items())
+    base = points[:threshold]
+    if any(_interpolated(base, x) != y for x, y in points[threshold:]):
+        raise ValueError("a share is wrong")
+    return _interpolated(base, 0)
+
+
+def _interpolated(points: list[tuple[int, int]], at: int) -> int:
+    """Lagrange's polynomial through the points, at one place."""
+    total = 0
+    for x, y in points:
+        above, below = y, 1
+        for other, _ in points:
+            if other != x:
+                above, below = above * (at - other) % PRIME, below * (x - other) % PRIME
+        total += above * pow(below, -1, PRIME)
+    return total % PRIME

@@ -1,0 +1,107 @@
+"""Whole runs with secure aggregation, on every engine, after a kill."""
+
+import json
+
+import pytest
+from processes import experiment, fedfm, same
+from safetensors.torch import load_file
+
+import fedfm as package
+from fedfm.aggregation._secagg_client import Member
+from fedfm.aggregation.secure import Secure
+from fedfm.config.experiment import Experiment
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from small import experiment as small
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def tables(folder, privacy=None, **more):
+    found = small(folder, method={"name": "fedavg", "fraction": 1.0}, run={"workers": 1})
+    return found | ({"privacy": {"aggregator": "secagg", **privacy}} if privacy is not None else {}) | more
+
+
+def same_model(a, b, tolerance):
+    a, b = (Params(load_file(folder / "adapter" / "model.safetensors")) for folder in (a, b))
+    return (a - b).norm() < tolerance * b.norm()
+
+
+def test_a_run_gives_the_plain_result_whatever_runs_it(tmp_path):
+    plain = package.run(tables(tmp_path), tmp_path / "plain")
+    results = []
+    for i, run in enumerate(({"workers": 1}, {"workers": 2}, {"workers": 1, "wire": True})):
+        found = tables(tmp_path, {})
+        results.append(package.run(found | {"run": found["run"] | run}, tmp_path / str(i)))
+        assert same_model(tmp_path / str(i), tmp_path / "plain", 1e-5)
+    assert len({r["params_sha256"] for r in results}) == 1  # the masks leave no trace
+    assert results[0]["accuracy"] == plain["accuracy"]
+    assert results[0]["epsilon"] is None
+    assert set(results[0]["client_accuracy"].values()) == {None}
+    lines = (tmp_path / "0" / "messages.jsonl").read_text().splitlines()
+    train = [x for x in map(json.loads, lines) if x["to"] == "server" and x["handler"].startswith("train.")]
+    assert {x["form"] for x in train} == {"masked"}
+    a, b = (package.load_run(tmp_path / name).metrics() for name in ("plain", "0"))
+    for x, y in zip(a[1:], b[1:], strict=True):
+        assert y["train_loss"] == pytest.approx(x["train_loss"], rel=1e-5)
+
+
+def test_the_aggregation_table_has_the_settings(tmp_path):
+    e = Experiment.from_dict(tables(tmp_path, {}, aggregation={"name": "secure", "clip_norm": 0.5}))
+    assert e.aggregation == Secure(clip_norm=0.5)
+    assert Experiment.from_dict(e.to_dict()) == e
+    assert Experiment.from_dict(tables(tmp_path, {})).aggregation == Secure()
+    with pytest.raises(InputError, match=r'aggregation.name = "secure": the server of method "kd" looks at single'):
+        Experiment.from_dict(tables(tmp_path, method={"name": "kd"}, aggregation={"name": "secure"}))
+    with pytest.raises(InputError, match=r"privacy\.unit is missing"):
+        Experiment.from_dict(tables(tmp_path, {"target_epsilon": 1.0}))
+
+
+def test_a_killed_run_resumes_with_new_masks_to_the_same_bits(tmp_path, monkeypatch):
+    straight = package.run(tables(tmp_path, {}), tmp_path / "straight")
+    transport, calls, masked = type(Secure().transport), [], []
+    reveal, protect = Member.reveal, transport.protect
+
+    def dying(self, client, *what):
+        calls.append(client.id)
+        if len(calls) == 8:  # in round 2: all masked updates have left, some shares too
+            raise KeyboardInterrupt
+        return reveal(self, client, *what)
+
+    def noting(self, client, update):
+        masked.append((client.id, update.delta.sha256(), sent := protect(self, client, update)))
+        return sent
+
+    monkeypatch.setattr(transport, "protect", noting)
+    monkeypatch.setattr(Member, "reveal", dying)
+    with pytest.raises(KeyboardInterrupt):
+        package.run(tables(tmp_path, {}), tmp_path / "broken")
+    assert [m["round"] for m in package.load_run(tmp_path / "broken").metrics()] == [0, 1]
+    resumed = package.resume(tmp_path / "broken")
+    for key in ("params_sha256", "accuracy", "rounds", "excluded"):
+        assert resumed[key] == straight[key], key
+    again = {}
+    for client, update, sent in masked:
+        again.setdefault((client, update), []).append(sent.body)
+    twice = [bodies for bodies in again.values() if len(bodies) == 2]
+    assert len(twice) == len({client for client, _, _ in masked})
+    assert not any((a == b).any() for a, b in twice)
+
+
+# --- Flower ----------------------------------------------------------------------------------------------------------
+
+PRIVACY = '[privacy]\naggregator = "secagg"'
+
+
+@pytest.mark.simulation
+def test_the_same_bits_under_flowers_simulation(tmp_path):
+    exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
+    simulated = fedfm("run", exp, "--out", tmp_path / "simulated", "--engine", "simulation")
+    same(simulated, fedfm("run", exp, "--out", tmp_path / "local"))
+
+
+@pytest.mark.deployment
+def test_the_same_bits_on_a_superlink(tmp_path):
+    exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
+    deployed = fedfm("run", exp, "--out", tmp_path / "deployed", "--engine", "deployment")
+    same(deployed, fedfm("run", exp, "--out", tmp_path / "local"))
