@@ -11,7 +11,7 @@ values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and
 grid anew), and the claims; with a
 ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as
 ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says
-so), and an ``audit`` is made of every run. ``across`` (name -> heading -> point of the grid) shows the points of one
+so; with the choices of another table, which has no grid, where ``tuned_in`` names it), and an ``audit`` is made of every run. ``across`` (name -> heading -> point of the grid) shows the points of one
 line side by side, a table a column. This script
 makes data and models from a folder of raw sets
 (``--data``, by default ``../shared/data`` beside the repository) into ``reproduce/.data/``, runs what has not been run
@@ -320,6 +320,8 @@ def main() -> None:
     page: dict[str, Any] = json.loads(store.read_text()) if store.exists() else {}
     for table in about["tables"] if options.only is None else options.only:
         text = about["tables"][table]
+        if "tuned_in" in text:
+            text["choices"] = about["tables"][text["tuned_in"]]
         seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else text.get("seeds", [0])
         found: dict[str, Any] = {}
         for path in tables[table]:
@@ -345,7 +347,8 @@ def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int
     for name in named(Experiment.load(path)):
         Sets(data, path.parent).make(name)
     name = path.stem.partition("__")[2]
-    as_whom = text.get("tuned_as", {}).get(name, name)
+    choices = text.get("choices", text)
+    as_whom = (choices.get("tuned_as", {}) | text.get("tuned_as", {})).get(name, name)
     if name in text.get("single", []):
         seeds = seeds[:1]
     out: dict[str, Any] = {}
@@ -353,11 +356,11 @@ def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int
         found: dict[str, Any] = {}
         changes: dict[str, Any] = {}
         chosen = ""
-        if searched := text.get("tune", {}).get(as_whom):
-            whose = path.with_name(path.name.replace(f"__{name}.", f"__{as_whom}."))
-            how = {"val_fraction": 0.1, "seed": 0} | text.get("tuning", {}) | {"grid": searched}
-            at = text.get("tuned_at", {}).get(point, point)
-            there = keys if at == point else text["grid"][at]
+        if searched := choices.get("tune", {}).get(as_whom):
+            whose = path.with_name(f"{text.get('tuned_in', path.stem.partition('__')[0])}__{as_whom}.toml")
+            how = {"val_fraction": 0.1, "seed": 0} | choices.get("tuning", {}) | {"grid": searched}
+            at = "" if "tuned_in" in text else text.get("tuned_at", {}).get(point, point)
+            there = keys if at == point else choices.get("grid", {"": {}})[at]
             changes, chosen = tuned(whose, runs / f"{whose.stem}{at and f'.{at}'}-tune", how, there)
         for seed in [s for s in seeds if s in text.get("seeds_at", {}).get(f"{name}.{point}", seeds)]:
             if found and name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing
