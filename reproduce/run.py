@@ -11,9 +11,10 @@ values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and
 grid anew), and the claims; with a
 ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as
 ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says
-so; with the choices of another table, which has no grid, where ``tuned_in`` names it), and an ``audit`` is made of every run. ``across`` (name -> heading -> point of the grid) shows the points of one
-line side by side, a table a column. This script
-makes data and models from a folder of raw sets
+so; with the choices of another table, which has no grid, where ``tuned_in`` names it), and an ``audit`` is made of
+every run. ``across`` (name -> heading -> point of the grid) shows the points of one line side by side, a table a
+column. This script makes
+data and models from a folder of raw sets
 (``--data``, by default ``../shared/data`` beside the repository) into ``reproduce/.data/``, runs what has not been run
 yet, and writes ``docs/results/<folder>.md`` with the command of every figure. A table that is not run keeps its old
 rows.
