@@ -52,6 +52,7 @@ COLUMNS = {  # key of what is kept -> heading, and how its values over the seeds
     "clients": ("mean of clients, %", "spread"),
     "own": ("theta_i: after the local pass, %", "spread"),
     "start": ("theta_bar_i: before it, %", "spread"),
+    "global": ("on all test rows, %", "spread"),
     "own_loss": ("theta_i, nats a token", "fine spread"),
     "start_loss": ("theta_bar_i, nats a token", "fine spread"),
     "rouge": ("ROUGE-1, 100ths", "spread"),
@@ -65,7 +66,13 @@ COLUMNS = {  # key of what is kept -> heading, and how its values over the seeds
 }
 DEFAULT = ("accuracy", "clients", "megabytes_up", "epsilon", "seconds", "more")
 NEVER = "not reached"
-SIDES = {"own": 1.0, "start": 1.0, "own_loss": 100.0, "start_loss": 100.0}  # what is kept -> points of a claim
+SIDES = {
+    "own": 1.0,
+    "start": 1.0,
+    "global": 1.0,
+    "own_loss": 100.0,
+    "start_loss": 100.0,
+}  # what is kept -> points of a claim
 CURVE = "| row | round | tau_t | a_t / U | relative L2 error | Dist |\n|---|---|---|---|---|---|"
 
 
@@ -121,6 +128,9 @@ def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any]) 
         more.append("along: " + ", ".join(f"{100 * a:.1f}" for a in details["chain_accuracy"]))
     if "bound" in details:
         more.append(f"bound {details['bound']['ours']:.2f}, printed {details['bound']['printed']:.2f}")
+    if "active_layers" in details:
+        active, rows = (sorted(details[key].values()) for key in ("active_layers", "deciding_rows"))
+        more.append(f"{active[0]} to {active[-1]} active layers, decided by {rows[0]} to {rows[-1]} rows")
     if details.get("times_paper_noise"):
         more.append(f"the paper's noise is {details['times_paper_noise']:.1f} times ours")
     local, before = result["local_accuracy"], details.get("accuracy_before_aggregation")
@@ -132,6 +142,8 @@ def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any]) 
         "seconds": round(result["seconds"], 1),
         "more": more,
     }
+    if result["global_accuracy"] is not None:
+        found["global"] = round(100 * result["global_accuracy"], 3)
     if result.get("perplexity") is not None:
         found["perplexity"] = round(result["perplexity"], 3)
     if before is not None:
@@ -242,7 +254,8 @@ def curves(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 
 def figures(page: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """What claims compare: accuracy by ``<table>__<row>``; with ``:before``, clients' own before aggregation; with
-    ``:own`` and ``:start`` accuracy of theta_i and theta_bar_i on the client's own test rows, with ``:own_loss`` and
+    ``:own`` and ``:start`` accuracy of theta_i and theta_bar_i on the client's own test rows, with ``:global`` on all
+    test rows, with ``:own_loss`` and
     ``:start_loss`` 100 times their losses, in nats; with ``:perplexity`` 100 times its logarithm, so that differences
     are about per cent; with ``:fall``, by how many per cent tau_t falls from the first half of the rounds to the
     second.

@@ -65,9 +65,9 @@ def main() -> None:
     print(f"| CLIP ViT-B/16 | trained | % of the model | MB up | {SPEED_HEADS} |\n|---|{'---|' * (3 + len(SPEEDS))}")
     rows = of_the_paper()
     for name, trained, sent in rows:
-        print(
-            f"| {name} | {trained:,} | {100 * trained / rows[0][1]:.3g} | {4 * sent / 1e6:.4g} | {seconds(4 * sent / 1e6)} |"
-        )
+        megabytes = 4 * sent / 1e6
+        cells = f"{trained:,} | {100 * trained / rows[0][1]:.3g} | {megabytes:.4g} | {seconds(megabytes)}"
+        print(f"| {name} | {cells} |")
 
 
 def of_the_paper() -> list[tuple[str, int, int]]:
@@ -89,7 +89,11 @@ def of_the_paper() -> list[tuple[str, int, int]]:
         ("PromptFL, 16 tokens", *[16 * clip.config.text_config.hidden_size] * 2),
         ("FedMS stage one, rank 1", lora, lora),
         ("FedMS stage two, adapter of the gate", lora + adapter, sum(t.numel() for t in gate.tensors().values())),
-        ("FedMS stage two, its last layer", lora + gate.output.weight.numel() + 2 + 4, gate.output.weight.numel() + 10),
+        (
+            "FedMS stage two with the gate's last layer only",
+            lora + gate.output.weight.numel() + 2 + 4,
+            gate.output.weight.numel() + 10,
+        ),
     ]
 
 
