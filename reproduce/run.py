@@ -11,9 +11,10 @@ values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and
 grid anew), and the claims; with a
 ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as
 ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says
-so), and an ``audit`` is made of every run. ``across`` (name -> heading -> point of the grid) shows the points of one
-line side by side, a table a column. This script
-makes data and models from a folder of raw sets
+so; with the choices of another table, which has no grid, where ``tuned_in`` names it), and an ``audit`` is made of
+every run. ``across`` (name -> heading -> point of the grid) shows the points of one line side by side, a table a
+column. This script makes
+data and models from a folder of raw sets
 (``--data``, by default ``../shared/data`` beside the repository) into ``reproduce/.data/``, runs what has not been run
 yet, and writes ``docs/results/<folder>.md`` with the command of every figure. A table that is not run keeps its old
 rows.
@@ -51,6 +52,7 @@ COLUMNS = {  # key of what is kept -> heading, and how its values over the seeds
     "clients": ("mean of clients, %", "spread"),
     "own": ("theta_i: after the local pass, %", "spread"),
     "start": ("theta_bar_i: before it, %", "spread"),
+    "global": ("on all test rows, %", "spread"),
     "own_loss": ("theta_i, nats a token", "fine spread"),
     "start_loss": ("theta_bar_i, nats a token", "fine spread"),
     "rouge": ("ROUGE-1, 100ths", "spread"),
@@ -64,7 +66,13 @@ COLUMNS = {  # key of what is kept -> heading, and how its values over the seeds
 }
 DEFAULT = ("accuracy", "clients", "megabytes_up", "epsilon", "seconds", "more")
 NEVER = "not reached"
-SIDES = {"own": 1.0, "start": 1.0, "own_loss": 100.0, "start_loss": 100.0}  # what is kept -> points of a claim
+SIDES = {
+    "own": 1.0,
+    "start": 1.0,
+    "global": 1.0,
+    "own_loss": 100.0,
+    "start_loss": 100.0,
+}  # what is kept -> points of a claim
 CURVE = "| row | round | tau_t | a_t / U | relative L2 error | Dist |\n|---|---|---|---|---|---|"
 
 
@@ -120,6 +128,9 @@ def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any]) 
         more.append("along: " + ", ".join(f"{100 * a:.1f}" for a in details["chain_accuracy"]))
     if "bound" in details:
         more.append(f"bound {details['bound']['ours']:.2f}, printed {details['bound']['printed']:.2f}")
+    if "active_layers" in details:
+        active, rows = (sorted(details[key].values()) for key in ("active_layers", "deciding_rows"))
+        more.append(f"{active[0]} to {active[-1]} active layers, decided by {rows[0]} to {rows[-1]} rows")
     if details.get("times_paper_noise"):
         more.append(f"the paper's noise is {details['times_paper_noise']:.1f} times ours")
     local, before = result["local_accuracy"], details.get("accuracy_before_aggregation")
@@ -131,6 +142,8 @@ def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any]) 
         "seconds": round(result["seconds"], 1),
         "more": more,
     }
+    if result["global_accuracy"] is not None:
+        found["global"] = round(100 * result["global_accuracy"], 3)
     if result.get("perplexity") is not None:
         found["perplexity"] = round(result["perplexity"], 3)
     if before is not None:
@@ -241,7 +254,8 @@ def curves(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 
 def figures(page: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """What claims compare: accuracy by ``<table>__<row>``; with ``:before``, clients' own before aggregation; with
-    ``:own`` and ``:start`` accuracy of theta_i and theta_bar_i on the client's own test rows, with ``:own_loss`` and
+    ``:own`` and ``:start`` accuracy of theta_i and theta_bar_i on the client's own test rows, with ``:global`` on all
+    test rows, with ``:own_loss`` and
     ``:start_loss`` 100 times their losses, in nats; with ``:perplexity`` 100 times its logarithm, so that differences
     are about per cent; with ``:fall``, by how many per cent tau_t falls from the first half of the rounds to the
     second.
@@ -320,6 +334,8 @@ def main() -> None:
     page: dict[str, Any] = json.loads(store.read_text()) if store.exists() else {}
     for table in about["tables"] if options.only is None else options.only:
         text = about["tables"][table]
+        if "tuned_in" in text:
+            text["choices"] = about["tables"][text["tuned_in"]]
         seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else text.get("seeds", [0])
         found: dict[str, Any] = {}
         for path in tables[table]:
@@ -345,7 +361,8 @@ def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int
     for name in named(Experiment.load(path)):
         Sets(data, path.parent).make(name)
     name = path.stem.partition("__")[2]
-    as_whom = text.get("tuned_as", {}).get(name, name)
+    choices = text.get("choices", text)
+    as_whom = (choices.get("tuned_as", {}) | text.get("tuned_as", {})).get(name, name)
     if name in text.get("single", []):
         seeds = seeds[:1]
     out: dict[str, Any] = {}
@@ -353,11 +370,11 @@ def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int
         found: dict[str, Any] = {}
         changes: dict[str, Any] = {}
         chosen = ""
-        if searched := text.get("tune", {}).get(as_whom):
-            whose = path.with_name(path.name.replace(f"__{name}.", f"__{as_whom}."))
-            how = {"val_fraction": 0.1, "seed": 0} | text.get("tuning", {}) | {"grid": searched}
-            at = text.get("tuned_at", {}).get(point, point)
-            there = keys if at == point else text["grid"][at]
+        if searched := choices.get("tune", {}).get(as_whom):
+            whose = path.with_name(f"{text.get('tuned_in', path.stem.partition('__')[0])}__{as_whom}.toml")
+            how = {"val_fraction": 0.1, "seed": 0} | choices.get("tuning", {}) | {"grid": searched}
+            at = "" if "tuned_in" in text else text.get("tuned_at", {}).get(point, point)
+            there = keys if at == point else choices.get("grid", {"": {}})[at]
             changes, chosen = tuned(whose, runs / f"{whose.stem}{at and f'.{at}'}-tune", how, there)
         for seed in [s for s in seeds if s in text.get("seeds_at", {}).get(f"{name}.{point}", seeds)]:
             if found and name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing

@@ -156,6 +156,29 @@ def test_each_point_of_a_grid_is_tuned_and_options_take_the_choice_of_another_ro
         for row in ("r", "like"):
             ran = json.loads((tmp_path / ".runs" / f"t__{row}.{point}-seed0" / "manifest.json").read_text())
             assert ran["experiment"]["method"]["local"]["learning_rate"] == min(losses, key=losses.__getitem__)
+    (tmp_path / "u__like.toml").write_text((tmp_path / "t__like.toml").read_text())
+    (tmp_path / "v__r.toml").write_text((tmp_path / "t__r.toml").read_text())
+    chosen = {"tune": {"r": rates}, "tuned_as": {"like": "r"}, "tuning": about["tuning"]}
+    of_v = {"tuned_in": "v", "choices": chosen, "grid": {"d": {"method.rounds": 2}}}
+    reproduce.results(tmp_path / "u__like.toml", tmp_path / ".runs", of_v, [0], tmp_path)
+    trials = sorted((tmp_path / ".runs").glob("v__r-tune/*"))  # of the other table: without this one's changes
+    losses = {float(p.name): json.loads((p / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"] for p in trials}
+    assert set(losses) == set(rates["method.local.learning_rate"])
+    ran = json.loads((tmp_path / ".runs" / "u__like.d-seed0" / "manifest.json").read_text())["experiment"]["method"]
+    assert (ran["rounds"], ran["local"]["learning_rate"]) == (2, min(losses, key=losses.__getitem__))
+
+
+def test_numbers_of_fedms_and_its_baselines_on_the_papers_model(
+    reproduce: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "reproduce" / "fedms"))
+    rows = {name.partition(",")[0]: of for name, *of in importlib.import_module("traffic").of_the_paper()}
+    vision, text = (12 * 2 * (d + 4 * d) for d in (768, 512))  # twelve blocks, two maps each, rank 1
+    # Linear(512, 512), Linear(512, 2) and two batch norms; running means and variances travel too.
+    adapter = 512 * 512 + 512 + 2 * 512 + 2 + 2 * (512 + 2)
+    assert rows["FT"] == [149_620_737, 149_620_737]
+    assert rows["FedMS stage one"] == [vision + text] * 2
+    assert rows["FedMS stage two"] == [vision + text + adapter, adapter + 2 * (512 + 2)]
 
 
 def test_rows_in_two_codings_and_the_first_test_rows(

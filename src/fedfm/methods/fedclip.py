@@ -65,7 +65,8 @@ class FedCLIP(FedAvg):
             flat.g.zero_()
             seen, total = seen + len(index), total + float(loss.detach()) * len(index)
         n_k = len(rows) if self.weighting == "size" else 1
-        return Update(Params(adapter.state_dict()) - w, n_k, {"loss": total / max(seen, 1)})
+        client.trained = Params(adapter.state_dict())
+        return Update(client.trained - w, n_k, {"loss": total / max(seen, 1)})
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """Scaled cosines s <V', T> of the adapted features, (n, C)."""
