@@ -17,6 +17,7 @@ from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.median import Median
 from fedfm.aggregation.multi_krum import MultiKrum
 from fedfm.aggregation.norm_clipping import NormClipping
+from fedfm.aggregation.secure import Secure
 from fedfm.aggregation.trimmed_mean import TrimmedMean
 from fedfm.config.registry import available, name_of, resolve
 from fedfm.core.fields import check
@@ -227,11 +228,15 @@ class TestInfluence:
         assert np.abs(vector(weighted_mean((1.0, params(row)) for row in x))).max() > 1e5
 
 
-def test_every_file_of_the_room_is_a_rule_that_is_tested_and_cites_its_paper():
+def test_every_rule_of_the_room_is_tested_and_cites_its_paper():
     import sys
 
     found = {name: resolve("aggregation", name) for name in available("aggregation")}
-    assert set(found.values()) == {type(rule) for rule in RULES} | {Mean}
+    assert set(found.values()) == {type(rule) for rule in RULES} | {
+        Mean,
+        Secure,
+    }  # Secure: tests/aggregation/test_secure.py
     for name, cls in found.items():
         assert name_of("aggregation", cls()) == name
-        assert "arXiv:" in sys.modules[cls.__module__].__doc__
+        paper = sys.modules[cls.__module__].__doc__
+        assert "arXiv:" in paper or "ePrint " in paper

@@ -1,8 +1,9 @@
 """The weighted mean of which the server sees the sum alone: secure aggregation.
 
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth. Practical Secure Aggregation for
-Privacy-Preserving Machine Learning. CCS 2017. Bell, Bonawitz, Gascon, Lepoint, Raykova. Secure Single-Server
-Aggregation with (Poly)Logarithmic Overhead. CCS 2020. ``[privacy] aggregator = "secagg"`` chooses it, too.
+Privacy-Preserving Machine Learning. CCS 2017, ePrint 2017/281. Bell, Bonawitz, Gascon, Lepoint, Raykova. Secure
+Single-Server Aggregation with (Poly)Logarithmic Overhead. CCS 2020, ePrint 2020/704.
+``[privacy] aggregator = "secagg"`` chooses it, too.
 """
 
 from __future__ import annotations

@@ -261,6 +261,15 @@ class Noticing(Protocol):
 
 
 @runtime_checkable
+class Measuring(Protocol):
+    """Rounds measure more than losses. Caller: the server, for the round's line of metrics.jsonl."""
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Names in ``fed.metrics``."""
+
+
+@runtime_checkable
 class Charting(Protocol):
     """Rounds leave arrays for the report. Caller: the run directory, which stacks them."""
 

@@ -29,7 +29,6 @@ class Method(ABC, Generic[S]):
         means, asks: names of the client halves that its rounds call by ``fed.mean`` and by ``fed.ask``. Robust
             aggregation requires a mean, an [attack] requires any call, secure aggregation forbids ``fed.ask``. A
             contract test compares the names with the messages.
-        figures: names in ``fed.metrics`` that the round's line of metrics.jsonl has beside those of every method.
         state_type: the class of S, by which a checkpoint is decoded.
     """
 
@@ -37,7 +36,6 @@ class Method(ABC, Generic[S]):
     needs: ClassVar[Needs] = Needs()
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ()
-    figures: ClassVar[tuple[str, ...]] = ()
     state_type: ClassVar[Any] = Params
 
     @abstractmethod

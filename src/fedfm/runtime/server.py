@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fedfm.core.capabilities import Charting, Judge, secrets_of
+from fedfm.core.capabilities import Charting, Judge, Measuring, secrets_of
 from fedfm.core.checks import nonfinite
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Link
@@ -124,7 +124,8 @@ class Server:
             "bytes_up": self.fed.transcript.bytes_up,
             "bytes_down": self.fed.transcript.bytes_down,
         }
-        line |= {n: self.fed.metrics[n] for n in (PASSES, *self.method.figures) if n in self.fed.metrics}
+        told = (PASSES, *self.method.figures) if isinstance(self.method, Measuring) else (PASSES,)
+        line |= {name: self.fed.metrics[name] for name in told if name in self.fed.metrics}
         self.run.note_messages(self.fed)
         self.run.log(line)
         self._progress.round(line)
