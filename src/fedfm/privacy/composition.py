@@ -1,0 +1,95 @@
+"""What Gaussian releases spend together, with and without Poisson sampling.
+
+Without sampling the sum is exact: releases of noise multipliers z_i equal one of (sum 1/z_i^2)^(-1/2) (Dong, Roth, Su.
+Gaussian Differential Privacy. JRSS B 2022, Corollary 3.3). With it privacy loss distributions are composed, rounded so
+that epsilon is an upper bound (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi. Connect the Dots: Tighter Discrete
+Approximations of Privacy Loss Distributions. PoPETs 2022, arXiv:2207.04380; the library dp_accounting).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fedfm.errors import InputError
+from fedfm.privacy import gaussian
+
+LARGEST = 1e4  # noise multiplier; more is no use to anybody
+STEP = 1.25  # of the search for one
+FINE, COARSE = 1e-4, 1e-3  # of the losses' grid: every grid gives an upper bound, the search needs no better one
+
+
+@dataclass(frozen=True)
+class Releases:
+    """Equal Gaussian releases of one unit; neighbours differ by one unit more or less.
+
+    Attributes:
+        noise_multiplier: z, standard deviation of the noise over the L2 sensitivity; 0: no noise.
+        times: their number.
+        rate: q in (0, 1], the probability with which a coin of its own takes the unit into each of them.
+    """
+
+    noise_multiplier: float
+    times: int = 1
+    rate: float = 1.0
+
+
+def epsilon_of(releases: Sequence[Releases], delta: float) -> float:
+    """The smallest epsilon known for all releases together, an upper bound; infinite without noise.
+
+    Raises:
+        InputError: delta is not in (0, 1).
+    """
+    if not 0 < delta < 1:
+        raise InputError(f"delta = {delta}: expected a number above 0 and below 1")
+    spent = tuple(r for r in releases if r.times)
+    if any(r.noise_multiplier <= 0 for r in spent):
+        return math.inf
+    if all(r.rate == 1 for r in spent):
+        mu = math.sqrt(sum(r.times / r.noise_multiplier**2 for r in spent))
+        return gaussian.epsilon_of(1.0, mu, delta) if spent else 0.0
+    return _composed(spent, delta, FINE)
+
+
+@lru_cache(maxsize=256)
+def _composed(spent: tuple[Releases, ...], delta: float, interval: float) -> float:
+    import dp_accounting as dp  # half a second, and only sampled releases need it
+    from dp_accounting.pld import PLDAccountant
+
+    accountant = PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
+    for r in spent:
+        event = dp.GaussianDpEvent(r.noise_multiplier)
+        accountant.compose(event if r.rate == 1 else dp.PoissonSampledDpEvent(r.rate, event), r.times)
+    return float(accountant.get_epsilon(delta))
+
+
+def noise_multiplier_for(epsilon: float, delta: float, times: int = 1, rate: float = 1.0) -> float:
+    """The smallest z with which ``times`` releases spend at most ``epsilon``; under sampling up to 0.1 % larger.
+
+    Raises:
+        InputError: epsilon is not positive, or delta not in (0, 1), or no z below 10,000 is enough.
+    """
+    if not epsilon > 0:
+        raise InputError(f"epsilon = {epsilon}: expected a number above 0")
+
+    def enough(z: float) -> bool:
+        releases = Releases(z, times, rate)
+        return (epsilon_of([releases], delta) if rate == 1 else _composed((releases,), delta, COARSE)) <= epsilon
+
+    epsilon_of([], delta)
+    z = min(math.sqrt(times) * gaussian.sigma_for(epsilon, delta) * (1 + 1e-9), LARGEST)  # sampling never costs more
+    if rate == 1 and enough(z):
+        return z
+    while z < LARGEST and not enough(z):
+        z *= 1.01
+    if z >= LARGEST:
+        raise InputError(f"epsilon = {epsilon:g} needs more noise than {LARGEST:g} times the sensitivity")
+    low = z / STEP
+    while enough(low):  # from above: little noise takes long to account
+        low, z = low / STEP, low
+    while z - low > 1e-3 * z:
+        middle = (low + z) / 2
+        low, z = (low, middle) if enough(middle) else (middle, z)
+    return z
