@@ -1,4 +1,4 @@
-"""Membership inference on FedMS's experts, beside scikit-learn's AUC."""
+"""Membership inference on FedMS's experts and FedPGP's prompts, beside scikit-learn's AUC."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,15 @@ import fedfm
 from fedfm.audits.audit import perform
 from fedfm.models.export import load_adapter
 from fedfm.runtime.population import populate
+from fedfm.runtime.predictions import logits
 from fedfm.runtime.run_directory import Run
 from tiny_clip import save
 
+LORA = {"name": "lora", "rank": 8}
+FEDMS = {"name": "fedms", "global_rounds": 1, "local_rounds": 3, "queue": 1, "threshold": 2.0}
 
-def run(folder, epochs, shuffled):
+
+def run(folder, epochs, shuffled, method=None, adaptation=None):
     save("vtde", folder / "model")
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 255, (180, 16, 16, 3)).astype(np.uint8), rng.integers(0, 3, 180)
@@ -24,15 +28,12 @@ def run(folder, epochs, shuffled):
     local = {"name": "adamw", "learning_rate": 0.02, "epochs": epochs, "batch_size": 8}
     tables = {
         "data": {"path": str(folder / "rows.npz"), "partition": {"name": "iid", "clients": 3}},
-        "model": {"name": str(folder / "model"), "task": "zero_shot", "adaptation": {"name": "lora", "rank": 8}},
-        "method": {
-            "name": "fedms",
-            "global_rounds": 1,
-            "local_rounds": 3,
-            "queue": 1,
-            "threshold": 2.0,
-            "local": local,
+        "model": {
+            "name": str(folder / "model"),
+            "task": "zero_shot",
+            "adaptation": adaptation or {"name": "lora", "rank": 8},
         },
+        "method": (method or FEDMS) | {"local": local},
     }
     fedfm.run(tables, folder / "run")
     return folder / "run"
@@ -44,24 +45,29 @@ def memorised(tmp_path_factory):
     return run(tmp_path_factory.mktemp("memorised"), 30, shuffled=True)
 
 
-def test_what_was_memorised_leaks_and_the_figure_is_scikit_learns(memorised):
-    found = {f.name: f for f in perform(memorised)}
-    own = found["own_mixture_membership"]
-    assert own.verdict == "leaks"
-    experiment = Run.open(memorised).experiment
+def by_scikit_learn(path):
+    """The mean AUC of the clients' own models, weighted by their training rows."""
+    experiment = Run.open(path).experiment
     population = populate(experiment)
     aucs, sizes = [], []
     for client in population.clients:
         data = population.data(client)
-        w = load_adapter(population.model, Run.open(memorised).adapter(client))
+        w = load_adapter(population.model, Run.open(path).adapter(client))
         losses = [
-            F.cross_entropy(experiment.method.logits(population.model, w, rows), rows.labels, reduction="none").numpy()
+            F.cross_entropy(logits(experiment.method, population.model, w, rows), rows.labels, reduction="none").numpy()
             for rows in (data.train, data.test)
         ]
         truth = np.repeat([1, 0], [len(x) for x in losses])
         aucs.append(roc_auc_score(truth, -np.concatenate(losses)))
         sizes.append(len(data.train))
-    assert own.estimate == pytest.approx(np.average(aucs, weights=sizes), abs=1e-9)
+    return np.average(aucs, weights=sizes)
+
+
+def test_what_was_memorised_leaks_and_the_figure_is_scikit_learns(memorised):
+    found = {f.name: f for f in perform(memorised)}
+    own = found["own_mixture_membership"]
+    assert own.verdict == "leaks"
+    assert own.estimate == pytest.approx(by_scikit_learn(memorised), abs=1e-9)
     assert own.low < own.estimate < own.high
     assert found["global_expert_membership"].estimate < own.estimate
 
@@ -69,3 +75,13 @@ def test_what_was_memorised_leaks_and_the_figure_is_scikit_learns(memorised):
 def test_rows_that_are_all_alike_disclose_nobody(tmp_path):
     found = {f.name: f for f in perform(run(tmp_path, 1, shuffled=False))}
     assert {f.verdict for f in found.values()} <= {"holds", "inconclusive"}
+
+
+def test_prompts_of_clients_are_attacked_too(tmp_path):
+    method = {"name": "fedpgp", "rounds": 3, "rank": 8, "mu": 0.0}
+    path = run(tmp_path, 30, True, method, {"name": "prompt", "tokens": 8})
+    found = {f.name: f for f in perform(path)}
+    own = found["own_mixture_membership"]
+    assert own.detail["clients"] == 3
+    assert own.estimate == pytest.approx(by_scikit_learn(path), abs=1e-9)
+    assert found["global_expert_membership"].estimate < own.estimate

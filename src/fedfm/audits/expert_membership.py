@@ -1,4 +1,4 @@
-"""Membership inference on FedMS's experts: does a row's loss say that it was trained on?
+"""Membership inference on FedMS's experts and FedPGP's prompts: does a row's loss say that it was trained on?
 
 Yeom, Giacomelli, Fredrikson, Jha. Privacy Risk in Machine Learning: Analyzing the Connection to Overfitting. CSF 2018.
 arXiv:1709.01604, Section 3: the attacker scores a row by the negative of its loss.
@@ -24,8 +24,8 @@ from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import logits
 from fedfm.runtime.run_directory import Run
 
-GLOBAL = "Does the global expert, which every client gets, disclose who was trained on?"
-OWN = "Does a client's own mixture, which leaves it at the end unless its silo refuses, disclose who was trained on?"
+GLOBAL = "Does the global expert or prompt, which every client gets, disclose who was trained on?"
+OWN = "Does a client's own model, which leaves it at the end unless its silo refuses, disclose who was trained on?"
 Z = 1.96  # 95 %
 
 
@@ -41,7 +41,7 @@ class LastState(Watch):
 class ExpertMembership(Audit):
     """Each client's training rows against its own test rows, by their loss under both models."""
 
-    methods: ClassVar[tuple[str, ...]] = ("fedms",)
+    methods: ClassVar[tuple[str, ...]] = ("fedms", "fedpgp")
     replies: ClassVar[bool] = False
 
     def watch(self, run: Run) -> Watch:
@@ -51,8 +51,9 @@ class ExpertMembership(Audit):
         state: Any = next(w for w in replay.watched.values() if isinstance(w, LastState)).state
         clients, run = replay.population.clients, replay.run
         own = {c: load_adapter(replay.population.model, run.adapter(c)) for c in clients if run.adapter(c).exists()}
+        shared = dict.fromkeys(clients, state if isinstance(state, Params) else state.W_g)
         return [
-            self._finding(replay, "global_expert_membership", GLOBAL, dict.fromkeys(clients, state.W_g)),
+            self._finding(replay, "global_expert_membership", GLOBAL, shared),
             self._finding(replay, "own_mixture_membership", OWN, own),
         ]
 
