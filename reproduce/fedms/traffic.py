@@ -61,8 +61,8 @@ INTRO = """# What FedMS trains and sends
 A client, a round; seconds are those of what it sends to the server. The paper's Table 1 gives 0.1 % of the model for
 stage one, 0.27 % for stage two, 100 % for FT, 50 % for LFFT and 0.005 % for PromptFL. Its Table 4 gives 264,195 numbers
 for the gate's adapter, whose one output can only say 1; the adapter here has two outputs: 264,710. Its Figure 7 gives
-5,984 s for FT at 0.1 MB/s and 3.08 s for FedMS, which fits the mean of stage one and of the gate's last layer alone; the
-whole adapter takes 10.6 s.
+5,984 s for FT at 0.1 MB/s and 3.08 s for FedMS, which fits the mean of stage one and of the gate's last layer alone.
+The whole adapter takes 10.6 s.
 """
 
 
