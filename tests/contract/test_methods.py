@@ -177,7 +177,7 @@ def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path)
     method = Experiment.from_dict(tables).method
     assert (set(method.means), set(method.asks)) == crossed(tmp_path / "run")
     # The server's secrets, too: one that is not declared would be drawn again by a run that has lost it.
-    assert set(secrets_of(method)) == {path.stem for path in (tmp_path / "run/private/server").glob("*.secret")}
+    assert set(secrets_of(method, Experiment.from_dict(tables).aggregation)) == {path.stem for path in (tmp_path / "run/private/server").glob("*.secret")}
 
 
 @pytest.mark.parametrize("name", TRAINED)

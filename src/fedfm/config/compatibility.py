@@ -10,7 +10,7 @@ import contextlib
 import math
 from typing import Any, get_type_hints
 
-from fedfm.aggregation import private
+from fedfm.aggregation import _private
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
@@ -64,7 +64,7 @@ def guaranteed(method: Any, aggregation: Any, privacy: Any) -> tuple[Any, Any]:
     if privacy.mechanism == "dp_sgd":
         raise InputError('privacy.mechanism = "dp_sgd": this method has none')
     _check_method(method)
-    return method, private.under(aggregation, method, privacy)
+    return method, _private.under(aggregation, method, privacy)
 
 
 def _check_method(method: Any) -> None:
