@@ -22,6 +22,7 @@ METHODS = {
     "fedpgp": ("prompt", {"rounds": 2, "local": LOCAL}),
     "fedms": ("lora", {"global_rounds": 1, "local_rounds": 1, "local": LOCAL}),
 }
+MODELS = [*((name, None) for name in METHODS), ("fedavg", "full"), ("fedavg", "lora")]
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +78,7 @@ def test_a_row_competes_with_the_classes_of_its_kind():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "adaptation"), [*((name, None) for name in METHODS), ("fedavg", "full"), ("fedavg", "lora")]
-)
+@pytest.mark.parametrize(("name", "adaptation"), MODELS)
 def test_every_model_is_scored_on_base_and_new_rows(place, name, adaptation, tmp_path):
     details = fedfm.run(tables(place, name, adaptation), tmp_path / "run")["details"]
     split = json.loads((tmp_path / "run/manifest.json").read_text())["split"]

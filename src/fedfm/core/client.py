@@ -27,6 +27,11 @@ class ClientData:
     def __init__(self, train: Callable[[], Rows], val: Callable[[], Rows], test: Callable[[], Rows]) -> None:
         self._make = {"train": train, "val": val, "test": test}
 
+    @property
+    def ready(self) -> list[Rows]:
+        """Those that have been prepared."""
+        return [rows for name, rows in vars(self).items() if name in self._make]
+
     @functools.cached_property
     def train(self) -> Rows:
         """Rows to train on."""

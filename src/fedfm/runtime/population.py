@@ -24,6 +24,7 @@ from fedfm.core.rows import Rows
 from fedfm.data.spec import WITHHELD
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
+from fedfm.linalg.out_of_core import limit
 from fedfm.models import inputs
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
@@ -57,15 +58,19 @@ class Partitioned:
         self.federated, self.model, self.attackers = federated, model, attackers
         self.client_model = model if shared else None
         self._data: dict[ClientId, ClientData] = {}
-        self._prepared = 0
+        self._prepared = self._pictures = 0
 
     @property
     def clients(self) -> Sequence[ClientId]:
         return sorted(self.federated.clients)
 
     def data(self, client: ClientId) -> ClientData:
-        """The client's rows, ready for the model; with a frozen backbone, their features, computed once."""
+        """The client's rows, ready for the model; with a frozen backbone, their features, computed once.
+
+        Prepared pictures that exceed ``FEDFM_MEMORY`` are prepared again when they are needed.
+        """
         if client not in self._data:
+            self._forget_pictures()
             rows = self._pooled() if client == POOLED else self.federated.clients[client]
             make = self.rows if self.client_model is not None else functools.partial(inputs.bare, self.federated.table)
             train, val, test = (functools.partial(make, index) for index in (rows.train, rows.val, rows.test))
@@ -73,6 +78,17 @@ class Partitioned:
                 train = functools.partial(self._poisoned, self.attackers, client, rows.train)
             self._data[client] = ClientData(train, val, test)
         return self._data[client]
+
+    def _forget_pictures(self) -> None:
+        """Drop those of the clients seen last until the rest fits: clients take turns, so the first stay useful."""
+        if self._pictures <= limit():
+            return
+        sizes = {client: sum(map(_picture_bytes, data.ready)) for client, data in self._data.items()}
+        self._pictures = sum(sizes.values())
+        for client in reversed(sizes):
+            if sizes[client] and self._pictures > limit():
+                self._pictures -= sizes[client]
+                del self._data[client]
 
     def _poisoned(self, attackers: Attackers, client: ClientId, index: np.ndarray) -> Rows:
         return self._ready(attackers.poison(client, self.federated.table.take(index)), np.arange(len(index)))
@@ -89,6 +105,7 @@ class Partitioned:
     def _ready(self, table: Table, index: np.ndarray) -> Rows:
         rows: Rows = self.model.prepare(table, index)
         rows = self.model.encode(rows) if len(rows) else rows
+        self._pictures += _picture_bytes(rows)
         self._prepared += 1
         if self._prepared % _TIDY == 0:
             _trim_heap()
@@ -131,6 +148,10 @@ class Partitioned:
     def labels(self, index: np.ndarray) -> Tensor:
         """Labels (n,) of rows of the table."""
         return torch.from_numpy(np.asarray(self.federated.table.labels, dtype=np.int64)[index])
+
+
+def _picture_bytes(rows: Rows) -> int:
+    return rows.tensors["pixel_values"].nbytes if "pixel_values" in rows.tensors else 0
 
 
 def _trim_heap() -> None:
