@@ -1,4 +1,4 @@
-"""A silo's policy: what a request may expose of it, in four words.
+"""A silo's policy: what a request may expose of it, in four words; what an experiment must promise; lifetime budgets.
 
     mean      its update goes into a mean, of which the server sees what the aggregation shows
     reply     the server sees a reply of this silo by itself
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from fedfm.core.fields import setting
 from fedfm.errors import InputError, close, listed
 
 HELLO = "query.hello"  # asks for the silo's name: answered if anything is allowed
@@ -51,6 +52,14 @@ class Policy:
     def words(self) -> set[str]:
         """All words that some method may use; without any the silo takes part in nothing."""
         return {*self.allow, *(word for words in self.allow_by_method.values() for word in words)}
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a silo requires of an experiment: the table [require] of its file."""
+
+    aggregator: str | None = setting(None, 'how updates travel: "secagg" hides each in a sum', choices=("secagg",))
+    smallest_cohort: int = setting(0, "smallest number of silos whose updates are summed; requires secagg", ge=0)
 
 
 def _check(key: str, words: Sequence[str]) -> None:

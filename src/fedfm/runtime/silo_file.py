@@ -40,7 +40,7 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError, close, listed
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
-from fedfm.privacy.policy import WORDS, Policy
+from fedfm.privacy.policy import WORDS, Policy, Requirements
 from fedfm.runtime.population import Partitioned, model_of
 
 _EXPOSED = {
@@ -78,6 +78,7 @@ class Silo:
         choices=WORDS,
     )
     allow_by_method: dict[str, tuple[str, ...]] = setting(dict, "replaces allow for single methods", choices=WORDS)
+    require: Requirements = setting(Requirements, "what an experiment must promise")
     classes: tuple[str, ...] | None = setting(
         None, "class names that the federation agreed on, in order [those of the rows]"
     )

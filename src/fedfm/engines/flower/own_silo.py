@@ -23,13 +23,14 @@ class Own:
     Attributes:
         name: the silo's name.
         policy: the silo's policy.
+        require: what it requires of an experiment.
         log: the silo's log.
         classes: the server's class names once a hello with them has fitted; a restarted process reads them again.
     """
 
     def __init__(self, silo: silo_file.Silo, log: SiloLog, folder: Path, told: Mapping[str, Any]) -> None:
         self._silo, self._folder, self._told = silo, folder, told
-        self.name, self.policy, self.log = silo.name, silo.policy, log
+        self.name, self.policy, self.require, self.log = silo.name, silo.policy, silo.require, log
         classes = told.get("classes")
         self.classes: tuple[str, ...] | None = None if classes is None else tuple(classes)
 
