@@ -40,7 +40,7 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError, close, listed
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
-from fedfm.privacy.policy import WORDS, Policy, Requirements
+from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
 from fedfm.runtime.population import Partitioned, model_of
 
 _EXPOSED = {
@@ -49,7 +49,6 @@ _EXPOSED = {
     "scores": "scores on its own rows",
     "reveal": "its own final model",
 }
-_MOST = 0.5  # largest share of the rows that an experiment may hold out for tests, and for validation
 COLUMNS = ("text", "image", "label", "label_name", "split", "instruction", "output")
 
 
@@ -78,7 +77,10 @@ class Silo:
         choices=WORDS,
     )
     allow_by_method: dict[str, tuple[str, ...]] = setting(dict, "replaces allow for single methods", choices=WORDS)
-    require: Requirements = setting(Requirements, "what an experiment must promise")
+    allow_methods: tuple[str, ...] | None = setting(None, "the only methods that experiments may name [all]")
+    require: Requirements = setting(Requirements, "what every experiment must promise")
+    budget: Budget = setting(Budget, "what the silo gives in its lifetime, over all runs")
+    ledger: str = setting("", "the file that lists what left [beside this file, with the suffix .ledger.jsonl]")
     classes: tuple[str, ...] | None = setting(
         None, "class names that the federation agreed on, in order [those of the rows]"
     )
@@ -114,6 +116,8 @@ def load(path: Path) -> Silo:
         silo: Silo = build(Silo, table, "")
         for name in silo.policy.allow_by_method.keys() - set(silo.methods) - set(known := available("methods")):
             raise InputError(f'allow_by_method: method = "{name}": expected {listed(known)}{close(name, known)}')
+        for name in set(silo.allow_methods or ()) - set(silo.methods) - set(known):
+            raise InputError(f'allow_methods: "{name}": expected {listed(known)}{close(name, known)}')
         check_fields(silo, "")
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
@@ -122,7 +126,8 @@ def load(path: Path) -> Silo:
         return str((path.parent / Path(text).expanduser()).resolve())
 
     models = (absolute(m) if m.startswith((".", "~", "/")) or Path(absolute(m)).exists() else m for m in silo.models)
-    return replace(silo, data=absolute(silo.data), models=tuple(models))
+    ledger = absolute(silo.ledger or path.with_suffix(".ledger.jsonl").name)
+    return replace(silo, data=absolute(silo.data), models=tuple(models), ledger=ledger)
 
 
 def admit_methods(silo: Silo, path: Path) -> None:
@@ -146,20 +151,6 @@ def deal(silo: Silo, spec: DataSpec, *, seed: int, task: str | None) -> Any:
     kept = {key: getattr(spec, key) for key in ("test_fraction", "val_fraction", "scale")}
     own = DataSpec(clients={silo.name: silo.data}, **columns, **kept)
     return dealt(load_table(own, seed=seed, task=task), own, seed=seed)
-
-
-def check(silo: Silo, experiment: Experiment) -> None:
-    """Refuse settings of an experiment that would expose more than the silo's policy allows.
-
-    Raises:
-        InputError: too few rows would be left for training, so that an update would reveal them; or updates would carry
-            the silo's accuracy.
-    """
-    for key in ("test_fraction", "val_fraction"):
-        if not getattr(experiment.data, key) <= _MOST:
-            raise InputError(f"data.{key} = {getattr(experiment.data, key)}: at a silo at most {_MOST} of the rows")
-    if experiment.run.local_scores and "scores" not in silo.policy.of(experiment.method_name):
-        raise InputError('run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow')
 
 
 def listed_model(silo: Silo, spec: ModelSpec) -> ModelSpec:

@@ -1,8 +1,9 @@
-"""A silo in one run: the limits of its file, its agreement to the run, and its log."""
+"""A silo in one run: the limits of its file, its agreement to the run, its log and its ledger."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +11,17 @@ from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
+from fedfm.core.wire import codec
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import E_REFUSED, ClientFault
-from fedfm.runtime import silo_file
+from fedfm.privacy.policy import EXPOSES, HELLO
+from fedfm.runtime import silo_file, silo_terms
 from fedfm.runtime.population import Partitioned
+from fedfm.runtime.release_cost import Costs
+from fedfm.runtime.silo_ledger import NOTHING, Entry, Ledger, epsilon_alone, now
+
+_FRAME = '{"m":{"round":"i","call":"i","body":'  # of a reply's head, before the answer's own; see codec.envelope
 
 
 class Own:
@@ -31,6 +38,7 @@ class Own:
     def __init__(self, silo: silo_file.Silo, log: SiloLog, folder: Path, told: Mapping[str, Any]) -> None:
         self._silo, self._folder, self._told = silo, folder, told
         self.name, self.policy, self.require, self.log = silo.name, silo.policy, silo.require, log
+        self.ledger = Ledger(Path(silo.ledger), silo.budget)
         classes = told.get("classes")
         self.classes: tuple[str, ...] | None = None if classes is None else tuple(classes)
 
@@ -52,7 +60,7 @@ class Own:
         Raises:
             InputError: the experiment does not fit the silo.
         """
-        silo_file.check(self._silo, experiment)
+        silo_terms.check(self._silo, experiment)
         return silo_file.populate(self._silo, experiment, classes)
 
     def asked(self, classes: Sequence[str]) -> None:
@@ -73,6 +81,36 @@ class Own:
         storage.write_atomic(self._folder / "site.json", text.encode(), 0o600)
         self.log.fits(self._question(classes))
         self.log.note(f"takes part in run {self._folder.parent.name}: {what}")
+
+    def leaves(self, handler: str, at: tuple[int, int], reply: tuple[str, bytes], experiment: Experiment) -> None:
+        """Enter a reply into the silo's ledger, before it leaves.
+
+        Args:
+            at: round and call.
+            reply: head and data.
+
+        Raises:
+            ClientFault: E_REFUSED, a budget does not allow it, or the ledger cannot be written.
+        """
+        hello, kind = handler == HELLO, handler.partition(".")[0]
+        head, data = reply[0][len(_FRAME) : -2], reply[1][16:]
+        cost = NOTHING if hello else Costs(experiment).of(handler)
+        entry = Entry(
+            time=now(),
+            run=self._folder.parent.name,
+            experiment=hashlib.sha256(self._told["experiment"].encode(errors="surrogatepass")).hexdigest(),
+            round=at[0],
+            call=at[1],
+            method=experiment.method_name,
+            handler=handler,
+            exposes="hello" if hello else EXPOSES[kind],
+            form=experiment.aggregation.transport.form if kind == "train" else "plain",
+            bytes=codec.enveloped(len(head), len(data)),
+            sha256=hashlib.sha256(head.encode() + data).hexdigest(),
+            epsilon=epsilon_alone(cost, self._silo.budget.delta),
+            cost=cost,
+        )
+        self.ledger.enter(entry)
 
     def refused(self, handler: str, fault: ClientFault) -> None:
         """Log a request that was not answered."""

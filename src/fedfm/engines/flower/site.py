@@ -120,7 +120,10 @@ class Site:
                 (value,) = self.silos.answer([Request(name, handler, body, round, call)])
             if isinstance(value, ClientFault):
                 raise value
-            return _halves(codec.envelope(round, call, value))
+            reply = _halves(codec.envelope(round, call, value))
+            if self._own is not None:
+                self._own.leaves(handler, (round, call), reply, self.experiment)
+            return reply
         except ClientFault as bad:
             fault = bad
         except (Exception, SystemExit) as error:
