@@ -30,7 +30,8 @@ class Costs:
         told = experiment.privacy.mechanism or "gaussian" if experiment.privacy is not None else ""
         if (mine := _cost(own, "server" if method.means else "silo")) is not None:
             told = "own" if mine.by == "silo" else "gaussian"
-        release = mine or _cost(shared, "silo" if told in _AT_SILOS else "server")
+        # The mechanism composes a round, and a round has one answer for each mean.
+        release = mine or _cost(shared, "silo" if told in _AT_SILOS else "server", max(len(method.means), 1))
         self.mechanism, self.release = told if release else "", release or UNBOUNDED
         self._asks, self._times = mine is not None, 1 if mine else method.rounds
         self._hidden = isinstance(experiment.aggregation, Secure)
@@ -48,10 +49,10 @@ class Costs:
         return epsilon_of([Releases(one.noise_multiplier, one.times * self._times, one.rate)], delta)
 
 
-def _cost(accountant: Accountant, by: str) -> Cost | None:
+def _cost(accountant: Accountant, by: str, answers: int = 1) -> Cost | None:
     if not accountant.events:
         return None
     spent = together(accountant.events)
     if spent.epsilon == math.inf:
         return None
-    return Cost(spent.unit, spent.relation, spent.sigma / spent.sensitivity, by=by)
+    return Cost(spent.unit, spent.relation, spent.sigma / spent.sensitivity * math.sqrt(answers), by=by)

@@ -8,9 +8,19 @@
     methods = ["my_methods:Cautious"]       # code from outside fedfm that experiments may name
     downloads = false                       # true: hub ids in models are downloaded
     allow = ["mean", "scores"]              # what requests may expose: mean, reply, scores, reveal
+    allow_methods = ["fedavg", "fedpft"]    # the only methods that experiments may name; absent: all
+    ledger = "silo.ledger.jsonl"            # lists what left; this is the default
 
     [allow_by_method]                       # replaces allow for single methods
     fedpft = ["reply"]
+
+    [require]                               # what every experiment must promise
+    aggregator = "secagg"
+    smallest_cohort = 5
+
+    [budget]                                # what the silo gives in its lifetime, over all runs
+    epsilon = 8.0
+    rounds = 100
 
 The server never sees this file, and its messages cannot override it: the silo refuses an experiment that names another
 model, class or method, and ignores the experiment's columns and paths. With ``allow = ["mean"]`` the silo takes part in
@@ -20,10 +30,11 @@ on its own test rows; with ``allow = []`` it takes part in nothing. See :mod:`fe
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +54,7 @@ from fedfm.models.spec import ModelSpec
 from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
 from fedfm.runtime.population import Partitioned, model_of
 
-_EXPOSED = {
+EXPOSED = {
     "mean": "its update, in a mean",
     "reply": "single replies, which the server sees one by one",
     "scores": "scores on its own rows",
@@ -208,7 +219,7 @@ def _agreed(silo: Silo, table: Table) -> tuple[str, ...]:
 
 
 def report(path: Path) -> dict[str, Any]:
-    """Output of ``fedfm silo``: name, rows, classes, and what the policy allows."""
+    """Output of ``fedfm silo check``: name, rows, classes, and what the policy allows."""
     silo = load(path)
     admit_methods(silo, path)
     federated = deal(silo, DataSpec(), seed=0, task=None)
@@ -223,6 +234,10 @@ def report(path: Path) -> dict[str, Any]:
         "downloads": silo.downloads,
         "allow": list(silo.allow),
         "allow_by_method": {name: list(words) for name, words in silo.allow_by_method.items()},
+        "allow_methods": None if silo.allow_methods is None else list(silo.allow_methods),
+        "require": {key: value for key, value in asdict(silo.require).items() if value},
+        "budget": {key: value for key, value in asdict(silo.budget).items() if value is not None},
+        "ledger": silo.ledger,
         "takes_part": bool(silo.policy.words),
         "shows_single_replies": "reply" in silo.policy.words,
         "notices": list(federated.notices),
@@ -233,12 +248,16 @@ def described(found: Mapping[str, Any]) -> str:
     """The result of :func:`report` as text."""
     rows = found["rows"]
     policies = {"": found["allow"], **{f" of method {m}": words for m, words in found["allow_by_method"].items()}}
+    runs = ["built-in methods", *found["methods"]] if found["allow_methods"] is None else found["allow_methods"]
     lines = [
         f"{found['name']}: {rows['train']} training, {rows['val']} validation and {rows['test']} test rows, "
         f"{len(found['classes'])} classes",
-        *(f"exposes{of}: {', '.join(_EXPOSED[word] for word in words) or 'nothing'}" for of, words in policies.items()),
+        *(f"exposes{of}: {', '.join(EXPOSED[word] for word in words) or 'nothing'}" for of, words in policies.items()),
         f"loads {', '.join(['built-in models', *found['models']])}; "
         f"{'downloads what is missing' if found['downloads'] else 'downloads nothing'}",
-        f"runs {', '.join(['built-in methods', *found['methods']])}",
+        f"runs {', '.join(runs) or 'nothing'}",
+        *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
+        *(f"gives in all at most {key} = {value}" for key, value in found["budget"].items() if key != "delta"),
+        f"lists what leaves in {found['ledger']}",
     ]
     return "\n".join([*lines, *found["notices"]])
