@@ -250,7 +250,7 @@ def _entries(lines: bytes, path: Path) -> Iterator[Entry]:
     for number, line in enumerate(lines.splitlines(), 1):
         try:
             yield conform(json.loads(line), Entry, "")
-        except (ValueError, ClientFault) as error:
+        except (ValueError, RecursionError, ClientFault) as error:
             raise InputError(f"{path}: line {number} is damaged: {first_line(error)}; put the file back") from None
 
 

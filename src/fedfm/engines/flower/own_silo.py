@@ -14,7 +14,7 @@ from fedfm.core import storage
 from fedfm.core.wire import codec
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.silo_log import SiloLog
-from fedfm.errors import E_REFUSED, ClientFault
+from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
 from fedfm.privacy.policy import EXPOSES, HELLO
 from fedfm.runtime import silo_file, silo_terms
 from fedfm.runtime.population import Partitioned
@@ -27,6 +27,13 @@ _FRAME = '{"m":{"round":"i","call":"i","body":'  # of a reply's head, before the
 class Own:
     """A silo in one run.
 
+    Args:
+        folder: of the run at the silo.
+        told: its ``site.json``, which names the silo's file.
+
+    Raises:
+        InputError: the silo's file is wrong.
+
     Attributes:
         name: the silo's name.
         policy: the silo's policy.
@@ -35,24 +42,35 @@ class Own:
         classes: the server's class names once a hello with them has fitted; a restarted process reads them again.
     """
 
-    def __init__(self, silo: silo_file.Silo, log: SiloLog, folder: Path, told: Mapping[str, Any]) -> None:
-        self._silo, self._folder, self._told = silo, folder, told
-        self.name, self.policy, self.require, self.log = silo.name, silo.policy, silo.require, log
-        self.ledger = Ledger(Path(silo.ledger), silo.budget)
+    def __init__(self, folder: Path, told: Mapping[str, Any]) -> None:
+        self._path, self._folder, self._told = Path(told["silo"]), folder, told
+        self.log = SiloLog(client_stub.silo_folder(folder), self._path)
+        self._load()
         classes = told.get("classes")
         self.classes: tuple[str, ...] | None = None if classes is None else tuple(classes)
 
-    @classmethod
-    def of(cls, folder: Path, told: Mapping[str, Any]) -> Own:
-        """The silo whose file ``site.json`` names.
+    def _load(self) -> None:
+        self._bytes = self._path.read_bytes()
+        self._silo = silo_file.load(self._path)
+        silo_file.admit_methods(self._silo, self._path)
+        self.name, self.policy, self.require = self._silo.name, self._silo.policy, self._silo.require
+        self.ledger = Ledger(Path(self._silo.ledger), self._silo.budget)
+
+    def changed(self) -> bool:
+        """Whether the silo's file was changed since it was read; it is then read again.
 
         Raises:
-            InputError: its file is wrong.
+            ClientFault: E_REFUSED, it is gone or wrong.
         """
-        path = Path(told["silo"])
-        silo = silo_file.load(path)
-        silo_file.admit_methods(silo, path)
-        return cls(silo, SiloLog(client_stub.silo_folder(folder), path), folder, told)
+        try:
+            if self._path.read_bytes() == self._bytes:
+                return False
+            self._load()
+        except (OSError, InputError) as error:
+            self.log.note(f"nothing is answered: {first_line(error, 2_000)}")
+            raise ClientFault(E_REFUSED, "the silo's file is wrong; its log says why") from None
+        self.log.note(f"{self._path.name} was changed, and is read again")
+        return True
 
     def populate(self, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
         """The silo's rows and model, if the experiment exposes no more than the policy allows.
