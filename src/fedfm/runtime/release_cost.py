@@ -12,6 +12,7 @@ from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.runtime.silo_ledger import NOTHING, UNBOUNDED, Cost
 
 _AT_SILOS = ("distributed_gaussian", "dp_sgd")  # mechanisms whose noise the silos add
+_ALMOST = 1 - 1e-6  # digits of an epsilon
 
 
 class Costs:
@@ -53,6 +54,7 @@ def _cost(accountant: Accountant, by: str, answers: int = 1) -> Cost | None:
     if not accountant.events:
         return None
     spent = together(accountant.events)
-    if spent.epsilon == math.inf:
-        return None
-    return Cost(spent.unit, spent.relation, spent.sigma / spent.sensitivity * math.sqrt(answers), by=by)
+    z = spent.sigma / spent.sensitivity
+    if epsilon_of([Releases(z)], spent.delta) < spent.epsilon * _ALMOST:
+        return None  # it is no Gaussian release of that noise alone, so its parts do not add up as such
+    return Cost(spent.unit, spent.relation, z * math.sqrt(answers), by=by)
