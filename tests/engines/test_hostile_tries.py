@@ -6,6 +6,7 @@ own process is in ``test_deployment.py``. An audit hook of the interpreter sees 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -29,12 +30,16 @@ from fedfm.engines.flower import apps, client_stub
 from fedfm.engines.flower import site as sites
 from fedfm.engines.flower.link import HELLO
 from fedfm.engines.flower.private_api import identity
+from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
 from small import tiny_vit
 
 ROW, PLACE = "CanaryOfTheRows", "CanaryOfThePath"
 TRAIN = "train.FedAvg_train"
-GPT = {"model": {"name": "nano-gpt2", "adaptation": {"name": "head"}}, "data": {"path": "server.csv"}}
+GPT = {
+    "model": {"name": "nano-gpt2", "weights": "random", "adaptation": {"name": "head"}},
+    "data": {"path": "server.csv"},
+}
 CHANGES = ("os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.link", "os.symlink", "os.chmod", "os.truncate")
 PROCESSES = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.", "ctypes.dlopen")
 watched: list[tuple[str, str]] | None = None  # events while a try is under way
@@ -45,8 +50,10 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         return
     if event == "open":
         path, _, flags = arguments
+        if isinstance(path, int):
+            return  # a file that is open
         writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-        watched.append(("write" if writes else "read", os.fsdecode(path) if isinstance(path, str | bytes) else ""))
+        watched.append(("write" if writes else "read", os.fsdecode(path)))
     elif event in (
         "os.mkdir",
         "os.remove",
@@ -89,6 +96,7 @@ class Silo:
         self.node = {"silo": str(self.path)}
         self.sites: dict[Path, Any] = {}
         self.tries = self.answers = 0
+        self.imported: set[str] = set()
         self.events: list[tuple[str, str]] = []
 
     def write(self, comment: str = "") -> None:
@@ -112,20 +120,32 @@ class Silo:
         self.tries += 1
         with identity():
             message = Message(content, 1, "query")
-            message.metadata.message_type = kind  # Flower's own check is at the server, which is hostile
-            config = {"experiment": text, "key": key}
-            watched = self.events
+            context = Context(run, 1, self.node, RecordDict(), {"experiment": text, "key": key})
+            before, watched = set(sys.modules), self.events
             try:
-                reply = apps.client(message, Context(run, 1, self.node, RecordDict(), config))
+                with contextlib.suppress(ValueError):
+                    message.metadata.message_type = kind
+                if message.metadata.message_type == kind:
+                    head, data = flower_records.unpack(apps.client(message, context).content)
+                else:  # Flower itself refuses such a type; the site must, too
+                    head, data = self.past_flower(flower_records.handler_of(kind), context, content)
             finally:
                 watched = None
-        head, data = flower_records.unpack(reply.content)
+                self.imported |= set(sys.modules) - before
         for canary in (ROW, PLACE, str(self.home)):
             assert canary not in head
             assert canary.encode() not in data
         told: dict[str, Any] = payload.decode(head, data, None)
         self.answers += "fault" not in told
         return told
+
+    def past_flower(self, handler: str, context: Context, content: RecordDict) -> tuple[str, bytes]:
+        """The reply's halves to a message that Flower does not let through."""
+        head, data = flower_records.unpack(content)
+        try:
+            return self.worker(client_stub.admitted(context.run_config, self.node, 1), None, handler, head, data)
+        except ClientFault as fault:
+            return client_stub.fault_halves(fault, head, data)
 
     def send(self, handler: str, body: Any, text: Any, key: Any = "run", round: Any = 1, call: Any = 1) -> Any:
         """As :meth:`ask`, of a well-formed message; returns the fault's code, or None."""
@@ -159,12 +179,8 @@ def w(silo: Silo) -> Params:
     start: Params = site.silos.population.model.params()
     assert silo.send(TRAIN, {"w": start}, HONEST) is None
     assert silo.send(HELLO, {"classes": CLASSES}, experiment(method={"name": "fedprox"}, **GPT), "other") is None
+    silo.imported.clear()
     return start
-
-
-@pytest.fixture(scope="module")
-def modules(w: Params) -> set[str]:
-    return set(sys.modules)
 
 
 REFUSED = {
@@ -217,7 +233,7 @@ CODE = [
 # --- 1. handlers ------------------------------------------------------------------------------------------------------
 
 
-def test_other_handlers_and_kinds(silo, w, modules):
+def test_other_handlers_and_kinds(silo, w):
     kinds = ["train", "query", "scores", "reveal", "aggregate", "evaluate", "os", "hello", "TRAIN", "", "train.train"]
     names = ["FedAvg_train", "Evaluation_evaluate", "Evaluation_evaluate_start", "Evaluation_reveal", "FedAvg_init"]
     names += ["FedAMP_train", "SecAgg_keys", "SecAgg_unmask", "Silos_client", "FedAvg___class__", *CODE]
@@ -252,7 +268,7 @@ def foreign() -> list[dict[str, Any]]:
     return found
 
 
-def test_experiments_that_name_code_models_and_paths(silo, w, modules):
+def test_experiments_that_name_code_models_and_paths(silo, w):
     for number, change in enumerate(foreign()):
         tables = {name: {**GPT.get(name, {}), **change.get(name, {})} for name in {**GPT, **change}}
         if change.get("model", {}).get("name") == "nano-gpt2" and "options" not in change["model"]:
@@ -264,12 +280,15 @@ def test_experiments_that_name_code_models_and_paths(silo, w, modules):
         assert silo.send(TRAIN, {"w": w}, text, key) in ("E_REFUSED", "E_EXCEPTION")
 
 
-@pytest.mark.parametrize("bomb", ["brackets", "keys", "dots", "zeros", "text", "bytes", "number", "none"])
+@pytest.mark.parametrize(
+    "bomb", ["brackets", "keys", "dots", "quoted dots", "zeros", "text", "bytes", "number", "none"]
+)
 def test_experiments_that_are_bombs(silo, w, bomb):
     text: Any = {
         "brackets": "a = " + "[" * 100_000,
         "keys": "\n".join(f"k{i} = 1" for i in range(60_000)),
-        "dots": ".".join("a" * 1 for _ in range(30_000)) + " = 1",
+        "dots": ".".join(["a"] * 400_000) + " = 1",
+        "quoted dots": "x = { " + " . ".join(["'a'"] * 150_000) + " = 1 }",
         "zeros": "a = " + "9" * 100_000,
         "text": "name = '" + "x" * 900_000 + "'\n" + HONEST,
         "bytes": "\ud800" + HONEST,
@@ -423,7 +442,7 @@ def test_keys_of_runs_that_are_paths(silo, w):
 # --- 5. afterwards ----------------------------------------------------------------------------------------------------
 
 
-def test_afterwards_nothing_was_taken_and_an_honest_request_is_answered(silo, w, modules, capfd):
+def test_afterwards_nothing_was_taken_and_an_honest_request_is_answered(silo, w, capfd):
     """The last test of this file, about all tries before it."""
     first = next(line["sha256"] for line in silo.ledger() if line["handler"] == TRAIN)
     assert silo.send(TRAIN, {"w": w}, HONEST) is None
@@ -446,9 +465,7 @@ def test_afterwards_nothing_was_taken_and_an_honest_request_is_answered(silo, w,
     read = {path for what, path in silo.events if what == "read" and not path.startswith((home, *_installed()))}
     assert {path for path in read if not path.startswith(("/proc/", "/sys/", "/dev/urandom"))} == set()
 
-    assert {
-        name for name in set(sys.modules) - modules if name.partition(".")[0] not in ("fedfm", "transformers")
-    } == set()
+    assert silo.imported == set()
     for path in (silo.home / ".fedfm").rglob("*"):
         if path.is_file():
             assert ROW.encode() not in path.read_bytes(), path

@@ -39,6 +39,8 @@ from fedfm.version import __version__
 if TYPE_CHECKING:
     from fedfm.engines.flower.own_silo import Own
 
+_DEEPEST = 32  # parts of a dotted key in an experiment
+_ENDS = frozenset("\n=,{}")  # characters that no part of a key has
 _MISFIT = "the silo does not take part in this experiment; its log says why"
 
 
@@ -220,6 +222,19 @@ def of_experiment(experiment: Callable[[], Experiment], memory: Path, errors: Pa
     return Site(experiment, memory, lambda known, classes: populate(known), on_error=partial(record_error, errors))
 
 
+def _check_depth(text: str) -> None:
+    """Refuse a text of TOML with a dotted key of many parts: to read it takes the square of their number.
+
+    Raises:
+        InputError: it has one.
+    """
+    parts = 0
+    for piece in text.split("."):
+        parts = parts + 1 if _ENDS.isdisjoint(piece) else 0
+        if parts > _DEEPEST:
+            raise InputError(f"the experiment has a key of more than {_DEEPEST} parts")
+
+
 def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
     """The site that ``folder/site.json`` describes, and its client; memories are kept in that folder.
 
@@ -229,6 +244,8 @@ def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
     told = json.loads((folder / "site.json").read_text(encoding="utf-8"))
 
     def experiment(imports: bool) -> Experiment:
+        if told["silo"]:
+            _check_depth(told["experiment"])
         return Experiment.from_dict(tomllib.loads(told["experiment"]), imports=imports)
 
     (folder / "private").mkdir(mode=0o700, exist_ok=True)
