@@ -233,7 +233,7 @@ CODE = [
 # --- 1. handlers ------------------------------------------------------------------------------------------------------
 
 
-def test_other_handlers_and_kinds(silo, w):
+def other_handlers_and_kinds(silo: Silo, w: Params) -> None:
     kinds = ["train", "query", "scores", "reveal", "aggregate", "evaluate", "os", "hello", "TRAIN", "", "train.train"]
     names = ["FedAvg_train", "Evaluation_evaluate", "Evaluation_evaluate_start", "Evaluation_reveal", "FedAvg_init"]
     names += ["FedAMP_train", "SecAgg_keys", "SecAgg_unmask", "Silos_client", "FedAvg___class__", *CODE]
@@ -268,7 +268,7 @@ def foreign() -> list[dict[str, Any]]:
     return found
 
 
-def test_experiments_that_name_code_models_and_paths(silo, w):
+def experiments_that_name_code_models_and_paths(silo: Silo, w: Params) -> None:
     for number, change in enumerate(foreign()):
         tables = {name: {**GPT.get(name, {}), **change.get(name, {})} for name in {**GPT, **change}}
         if change.get("model", {}).get("name") == "nano-gpt2" and "options" not in change["model"]:
@@ -280,11 +280,9 @@ def test_experiments_that_name_code_models_and_paths(silo, w):
         assert silo.send(TRAIN, {"w": w}, text, key) in ("E_REFUSED", "E_EXCEPTION")
 
 
-@pytest.mark.parametrize(
-    "bomb", ["brackets", "keys", "dots", "quoted dots", "zeros", "text", "bytes", "number", "none"]
-)
-def test_experiments_that_are_bombs(silo, w, bomb):
-    text: Any = {
+def bombs() -> dict[str, Any]:
+    """Experiments by name that are too large, too deep, or no text."""
+    return {
         "brackets": "a = " + "[" * 100_000,
         "keys": "\n".join(f"k{i} = 1" for i in range(60_000)),
         "dots": ".".join(["a"] * 400_000) + " = 1",
@@ -294,13 +292,17 @@ def test_experiments_that_are_bombs(silo, w, bomb):
         "bytes": "\ud800" + HONEST,
         "number": 7,
         "none": None,
-    }[bomb]
-    silo.write(bomb)
-    assert silo.send(HELLO, {"classes": CLASSES}, text, f"bomb-{bomb}") in ("E_EXPERIMENT", "E_EXCEPTION")
-    assert silo.send(TRAIN, {"w": w}, text, f"bomb-{bomb}") in REFUSED
+    }
 
 
-def test_experiments_that_change_in_the_middle_of_a_run(silo, w):
+def experiments_that_are_bombs(silo: Silo, w: Params) -> None:
+    for name, text in bombs().items():
+        silo.write(name)
+        assert silo.send(HELLO, {"classes": CLASSES}, text, f"bomb-{name}") in ("E_EXPERIMENT", "E_EXCEPTION")
+        assert silo.send(TRAIN, {"w": w}, text, f"bomb-{name}") in REFUSED
+
+
+def experiments_that_change_in_the_middle_of_a_run(silo: Silo, w: Params) -> None:
     changes = [
         {"method": {"name": "fedamp"}},
         {"method": {"name": "fedavg", "rounds": 4}},
@@ -325,7 +327,7 @@ def test_experiments_that_change_in_the_middle_of_a_run(silo, w):
 # --- 3. messages ------------------------------------------------------------------------------------------------------
 
 
-def test_bodies_of_wrong_types(silo, w):
+def bodies_of_wrong_types(silo: Silo, w: Params) -> None:
     values: list[Any] = [None, True, 7, -1, 2**62, 1.5, "w", "\0", [], [w], {}, {"w": {}}, torch.zeros(3), Params({})]
     values += [Params({"x": torch.zeros(2)}), Params({name: t.double() for name, t in w.items()})]
     values += [Params({name: t[..., :1] for name, t in w.items()}), [[[[]]]] * 3, {"w": w, "v": w}]
@@ -338,7 +340,7 @@ def test_bodies_of_wrong_types(silo, w):
         assert silo.send(TRAIN, {"w": w}, HONEST, call=value if not isinstance(value, int) else -2) in REFUSED
 
 
-def test_heads_and_data_that_are_changed_at_random(silo, w):
+def heads_and_data_that_are_changed_at_random(silo: Silo, w: Params) -> None:
     """What is well-formed all the same is answered, like any update of an allowed mean, and is on the ledger."""
     rng = random.Random(0)
     head, pieces = payload.encode({"round": 1, "call": 1, "body": {"w": w}})
@@ -377,14 +379,13 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize("data", [b"", struct.pack("<qq", 1, 1), b"\xff" * 64, pickle.dumps({"w": 1})])
-def test_heads_that_are_none(silo, w, data):
-    for head in HEADS:
-        for kind in (TRAIN, HELLO):
+def heads_that_are_none(silo: Silo, w: Params) -> None:
+    for data in (b"", struct.pack("<qq", 1, 1), b"\xff" * 64, pickle.dumps({"w": 1})):
+        for head, kind in itertools.product(HEADS, (TRAIN, HELLO)):
             assert "fault" in silo.ask(flower_records.pack(head, data), kind, HONEST)
 
 
-def test_records_that_are_no_message(silo, w):
+def records_that_are_no_message(silo: Silo, w: Params) -> None:
     array = Array("uint8", (3,), flower_records.STYPE, b"abc")
     bomb = Array("object", (1,), "numpy.ndarray", b"\x93NUMPY\x01\x00" + pickle.dumps(Bomb(silo.mark)))
     heads = [ConfigRecord({"json": value}) for value in (7, 1.5, True, b"x", [1], ["x"])]
@@ -397,7 +398,7 @@ def test_records_that_are_no_message(silo, w):
                     assert told["fault"]["code"] in ("E_FORMAT", "E_EXCEPTION"), number
 
 
-def test_messages_that_are_sent_again(silo, w):
+def messages_that_are_sent_again(silo: Silo, w: Params) -> None:
     """A repeated message gets the same answer, which the ledger counts as bytes and not as another round."""
     before = _rounds(silo)
     for call in range(20):
@@ -416,7 +417,7 @@ def _rounds(silo: Silo) -> int:
 # --- 4. names of runs -------------------------------------------------------------------------------------------------
 
 
-def test_keys_of_runs_that_are_paths(silo, w):
+def keys_of_runs_that_are_paths(silo: Silo, w: Params) -> None:
     keys: list[Any] = [
         "..",
         ".",
@@ -442,8 +443,23 @@ def test_keys_of_runs_that_are_paths(silo, w):
 # --- 5. afterwards ----------------------------------------------------------------------------------------------------
 
 
-def test_afterwards_nothing_was_taken_and_an_honest_request_is_answered(silo, w, capfd):
-    """The last test of this file, about all tries before it."""
+FAMILIES = [
+    other_handlers_and_kinds,
+    experiments_that_name_code_models_and_paths,
+    experiments_that_are_bombs,
+    experiments_that_change_in_the_middle_of_a_run,
+    bodies_of_wrong_types,
+    heads_and_data_that_are_changed_at_random,
+    heads_that_are_none,
+    records_that_are_no_message,
+    messages_that_are_sent_again,
+    keys_of_runs_that_are_paths,
+]
+
+
+def test_a_hostile_server_gets_nothing_in_a_thousand_tries(silo, w, capfd):
+    for family in FAMILIES:
+        family(silo, w)
     first = next(line["sha256"] for line in silo.ledger() if line["handler"] == TRAIN)
     assert silo.send(TRAIN, {"w": w}, HONEST) is None
     assert silo.ledger()[-1]["sha256"] == first
