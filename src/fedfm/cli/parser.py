@@ -90,7 +90,24 @@ def build() -> argparse.ArgumentParser:
         "--pictures", type=Path, metavar="FILE", help="inversion: the attacker's own pictures [the run's test rows]"
     )
 
+    audit.add_argument(
+        "--dossier", action="store_true", help="also write dossier.html: two pages for a data protection officer"
+    )
+
     command("report", commands.report, "write a run's report.html again and print its table", run=True)
+
+    sign = command("sign", commands.sign, "sign the files of a run or of an exported model", json=True, run=True)
+    sign.add_argument(
+        "--key",
+        type=Path,
+        metavar="FILE",
+        help="Ed25519 private key, PEM; made if absent [~/.config/fedfm/signing.pem]",
+    )
+
+    verify = command(
+        "verify", commands.verify, "compare a run or an exported model with its signature", json=True, run=True
+    )
+    verify.add_argument("--key", type=Path, metavar="FILE", help="the public key that must have signed, PEM")
 
     compare = command("compare", commands.compare, "a table of several runs, and a page that compares them")
     compare.add_argument("run", type=Path, nargs="+", help="their directories")
