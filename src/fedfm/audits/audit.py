@@ -34,8 +34,12 @@ class Audit(ABC):
     by_default: ClassVar[bool] = True
     replies: ClassVar[bool] = True
 
+    def reads(self, run: Run) -> bool:
+        """Whether it is about runs of this kind."""
+        return run.experiment.method_name in self.methods
+
     def unfit(self, run: Run) -> str | None:
-        """Why it does not apply to this run of one of its methods; None if it does."""
+        """Why it does not apply to this run, which it :meth:`reads`; None if it does."""
         return None
 
     def watch(self, run: Run) -> Watch | None:
@@ -66,7 +70,7 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
         InputError: a name is unknown, its audit does not apply, or none applies; the message lists those that do.
     """
     there, method = audits(), run.experiment.method_name
-    known = {name: a for name, a in there.items() if method in a.methods}
+    known = {name: a for name, a in there.items() if a.reads(run)}
     if not known:
         methods = sorted({m for a in there.values() for m in a.methods})
         raise InputError(f"{run.path}: no audit reads the messages of {method}; there are audits of {listed(methods)}")
@@ -75,7 +79,7 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
     for name in names:
         if name not in there:
             raise InputError(f"--attack {name}: expected {listed(fitting)}{close(name, fitting)}")
-        why = unfit.get(name) if name in known else f"it does not read the messages of {method}"
+        why = unfit.get(name) if name in known else f"it does not read the messages of this run of {method}"
         if why is not None:
             instead = f"; attacks on this run: {listed(fitting)}" if fitting else ""
             raise InputError(f"--attack {name}: {why}{instead}")
