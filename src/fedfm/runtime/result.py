@@ -18,6 +18,7 @@ from fedfm.models.metrics import BASE_AND_NEW
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, logs
+from fedfm.runtime.disclosure import rows_of
 from fedfm.runtime.evaluation import ANSWERS, Evaluator
 from fedfm.runtime.predictions import feature_transform, kept
 from fedfm.runtime.run_directory import Run
@@ -103,7 +104,7 @@ def accounted(run: Run) -> Accountant:
     accountant, method = Accountant(), run.experiment.method
     if isinstance(method, Private):
         method.spend(accountant)
-    run.experiment.aggregation.mechanism.spend(accountant, method.rounds)
+    run.experiment.aggregation.mechanism.spend(accountant, method.rounds, rows_of(run))
     return accountant
 
 

@@ -7,14 +7,14 @@ proximal term and the correction see no row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.client import Client, ClientData
+from fedfm.core.client import ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
@@ -25,6 +25,14 @@ from fedfm.training.job import Job
 from fedfm.training.loop import flat_of
 from fedfm.training.row_gradients import clipped_sum, factors
 from fedfm.training.update_rules import Rule
+
+
+@dataclass(frozen=True)
+class Private:
+    """What a client optimiser trains by under DP-SGD."""
+
+    plan: Plan
+    data: ClientData
 
 
 class Counted:
@@ -54,16 +62,11 @@ def fits(model: Model) -> None:
     Raises:
         InputError: batch norm in training mode.
     """
-    if any(not name.startswith("lora_dropout") for name in _mixing(model)):
+    if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.train_too):
         raise InputError(
             'privacy.mechanism = "dp_sgd": the statistics of batch norm mix the rows of a batch, so that no gradient '
             "belongs to one row; expected a model with group or layer norm, or adaptation head or lora"
         )
-
-
-def _mixing(model: Model) -> list[str]:
-    norms = torch.nn.modules.batchnorm._BatchNorm
-    return [type(m).__name__ for m in model.train_too if isinstance(m, norms)]
 
 
 def train(jobs: Sequence[Job]) -> list[Params]:
@@ -73,9 +76,9 @@ def train(jobs: Sequence[Job]) -> list[Params]:
 
 def _train(job: Job) -> Params:
     client, local = job.client, job.local
-    private, model = client.private, client.model
-    assert private is not None
-    rows = private.rows
+    private: Private = client.private
+    model = client.model
+    rows = private.data.train
     n = len(rows)
     client.metrics.pop("loss", None)
     if not n:
@@ -123,3 +126,47 @@ def _start(job: Job) -> bytes:
     """All that the steps depend on besides the rows and the secret."""
     correction = "" if job.correction is None else job.correction.sha256()
     return f"{job.w.sha256()} {job.mu!r} {correction} {job.only} {job.local!r}".encode()
+
+
+def _head(model: Model, rows: Rows, clip_norm: float) -> Callable[[np.ndarray], Tensor]:
+    """The clipped sum of a linear head: row i's gradient is e_i (x_i, 1)^T, of norm ||e_i|| sqrt(||x_i||^2 + 1)."""
+    x, labels = rows.tensors["features"].float(), rows.labels
+    if labels is None:
+        raise ValueError("a head is trained on labelled rows")
+    head, squares = model._existing_head(), x.square().sum(1) + 1
+
+    def total(index: np.ndarray) -> Tensor:
+        at = torch.from_numpy(index)
+        batch = x[at]
+        e = torch.addmm(head.bias.detach(), batch, head.weight.detach().T).softmax(1)
+        e[torch.arange(len(at)), labels[at]] -= 1
+        e *= factors(e.square().sum(1) * squares[at], clip_norm)[:, None]
+        of = {id(head.weight): (e.T @ batch).reshape(-1), id(head.bias): e.sum(0)}
+        return torch.cat([of[id(p)] for p in model.live().values()])
+
+    return total
+
+
+def _marks(model: Model, live: dict[str, Tensor]) -> dict[str, int]:
+    """A hash of every tensor of the module that is not trained."""
+    trained = {id(p) for p in live.values()}
+    tensors = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
+    rest = {name: t.detach() for name, t in tensors.items() if id(t) not in trained and t.numel()}
+    return {name: int(torch.hash_tensor(t).view(torch.int64)) for name, t in rest.items()}
+
+
+def _check_moved(model: Model, live: dict[str, Tensor], start: Params, frozen: dict[str, int]) -> None:
+    """After the first private step: the trained tensors have moved, the others have not.
+
+    Raises:
+        RunError: with the first tensor for which that does not hold.
+    """
+    for name, p in live.items():
+        if p.numel() and torch.equal(p.detach().cpu(), start[name]):
+            raise RunError(
+                f"DP-SGD: {name} did not move in the first private step, not even by its noise; the optimiser does not "
+                "reach it, or its dtype is too coarse for so small a step"
+            )
+    for name, mark in _marks(model, live).items():
+        if mark != frozen[name]:
+            raise RunError(f"DP-SGD: {name} is frozen and changed in the first private step; no noise covers it")
