@@ -64,10 +64,10 @@ class DpSgd(Mechanism):
                 delta=plan.delta,
                 sensitivity=plan.clip_norm,
                 sigma=(z or 0.0) * plan.clip_norm,
-                composition=f"{rounds} rounds of Poisson-sampled steps, privacy loss distributions; the largest epsilon "
-                "over clients, whose rows are disjoint",
-                note="against the server, too; the numbers of rows are public; a person with rows at two clients spends "
-                "what both spend together"
+                composition=f"{rounds} rounds of Poisson-sampled steps, privacy loss distributions; the largest "
+                "epsilon over clients, whose rows are disjoint",
+                note="against the server, too; the numbers of rows are public; a person with rows at two clients "
+                "spends what both spend together"
                 + ("" if z else "; each client chooses its own sigma, from its number of rows and steps"),
             )
         )

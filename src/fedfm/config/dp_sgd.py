@@ -34,12 +34,10 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggrega
             f"{_WHERE} the clients of this method use training rows beside their local optimiser, and no noise would "
             "cover that; expected a method that declares rows_by_optimiser, e.g. fedavg"
         )
-    local, *more = locals_of(method)
+    local, *more = dict.fromkeys(locals_of(method))
     if more or local.personal:
         raise InputError(f"{_WHERE} a client that trains a second model would need a budget for it; drop method.local")
     if local.absent != "keep":
         raise InputError(f'method.local.absent = "{local.absent}": it tells which classes a client has; drop it')
-    plan = Plan(
-        privacy.clip_norm, privacy.delta, method.rounds, privacy.target_epsilon, privacy.noise_multiplier
-    )
+    plan = Plan(privacy.clip_norm, privacy.delta, method.rounds, privacy.target_epsilon, privacy.noise_multiplier)
     return record_level.under(aggregation, plan, local.batch_size, local.steps)

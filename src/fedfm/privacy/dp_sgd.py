@@ -51,10 +51,10 @@ class Plan:
             InputError: no noise multiplier below 10,000 is enough for the target.
         """
         q, times = min(batch_size / n, 1.0), self.rounds * steps
-        if self.noise_multiplier is not None or not times:
-            return Releases(self.noise_multiplier or 0.0, times, q)
-        assert self.target_epsilon is not None
-        return Releases(noise_multiplier_for(self.target_epsilon, self.delta, times, q), times, q)
+        z = self.noise_multiplier or 0.0
+        if self.target_epsilon is not None and times:
+            z = noise_multiplier_for(self.target_epsilon, self.delta, times, q)
+        return Releases(z, times, q)
 
     def epsilon(self, releases: Releases) -> float:
         """What they spend, an upper bound."""
@@ -89,7 +89,7 @@ class Budget:
 
     @property
     def expected(self) -> float:
-        """q n_k, the expected size of a batch, by which a step divides its sum."""
+        """The expected size q n_k of a batch, by which a step divides its sum."""
         return float(self._known["q"]) * self._n
 
     @property

@@ -62,7 +62,7 @@ def fits(model: Model) -> None:
     Raises:
         InputError: batch norm in training mode.
     """
-    if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.train_too):
+    if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in getattr(model, "train_too", ())):
         raise InputError(
             'privacy.mechanism = "dp_sgd": the statistics of batch norm mix the rows of a batch, so that no gradient '
             "belongs to one row; expected a model with group or layer norm, or adaptation head or lora"

@@ -4,8 +4,8 @@ A linear layer's gradient for one row is G^T A, with the row's inputs A (T, i) a
 squared norm is sum(A A^T * G G^T) (Goodfellow 2015, arXiv:1510.01799; Li, Tramer, Liang, Hashimoto. Large Language
 Models Can Be Strong Differentially Private Learners. ICLR 2022, arXiv:2110.05679), and the clipped sum over rows is one
 product (Bu, Wang, Zha, Karypis. Differentially Private Optimization on Large Model at Small Cost. ICML 2023,
-arXiv:2210.00038). One backward pass finds all G and no gradient of a weight. Models with other trainable parameters, and
-losses that are no sum over rows, take one backward pass for each row.
+arXiv:2210.00038). One backward pass finds all G and no gradient of a weight. Models with other trainable parameters,
+and losses that are no sum over rows, take one backward pass for each row.
 """
 
 from __future__ import annotations

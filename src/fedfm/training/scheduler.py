@@ -36,9 +36,7 @@ def train(job: Job) -> Params:
     return _train_alone(job)
 
 
-def trainer_for(
-    model: Model, local: Any = None, only: Sequence[str] | None = None, protected: bool = False
-) -> Trainer:
+def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = None, protected: bool = False) -> Trainer:
     """The fast trainer for this model, if it supports the optimiser and all tensors are trained; else the loop."""
     if protected:
         return private.train
