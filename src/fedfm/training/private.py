@@ -140,7 +140,8 @@ def _head(model: Model, rows: Rows, clip_norm: float) -> Callable[[np.ndarray], 
         batch = x[at]
         e = torch.addmm(head.bias.detach(), batch, head.weight.detach().T).softmax(1)
         e[torch.arange(len(at)), labels[at]] -= 1
-        e *= factors(e.square().sum(1) * squares[at], clip_norm)[:, None]
+        c = factors(e.square().sum(1) * squares[at], clip_norm)[:, None]
+        e, batch = torch.where(c > 0, e * c, 0.0), torch.where(c > 0, batch, 0.0)
         of = {id(head.weight): (e.T @ batch).reshape(-1), id(head.bias): e.sum(0)}
         return torch.cat([of[id(p)] for p in model.live().values()])
 
