@@ -95,8 +95,8 @@ class Mechanism:
             rows: the clients' numbers of rows; None if the server does not know them.
         """
 
-    def check(self, fed: Federation, before: Params, after: Params) -> None:
-        """Check the server's model before and after the first round.
+    def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
+        """Check the server's model in its states before and after the first round.
 
         Raises:
             RunError: it did not change as the mechanism would have changed it.
@@ -111,7 +111,7 @@ class Aggregator:
     """Transport, rule and mechanism. The rule is sum_k n_k x_k / sum_k n_k; subclasses replace it."""
 
     transport = Transport()
-    mechanism = Mechanism()  # under [privacy] of an instance: see fedfm.aggregation.private.under
+    mechanism = Mechanism()  # under [privacy] of an instance: see fedfm.aggregation._private.under
 
     @property
     def parts(self) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.aggregation.private import CentralGaussian
+from fedfm.aggregation._private import CentralGaussian
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding, Verdict
 from fedfm.audits.replay import Replay, Turn

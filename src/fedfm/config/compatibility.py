@@ -10,7 +10,7 @@ import contextlib
 import math
 from typing import Any, get_type_hints
 
-from fedfm.aggregation import private
+from fedfm.aggregation import _private
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
@@ -65,7 +65,7 @@ def guaranteed(method: Any, aggregation: Any, privacy: Any) -> tuple[Any, Any]:
     if privacy.mechanism == "dp_sgd":
         return method, dp_sgd.under(method, aggregation, privacy)
     _check_method(method)
-    return method, private.under(aggregation, method, privacy)
+    return method, _private.under(aggregation, method, privacy)
 
 
 def _check_method(method: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedfm.aggregation import record_level
+from fedfm.aggregation import _record_level as record_level
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import locals_of
 from fedfm.core.method import Method, nested

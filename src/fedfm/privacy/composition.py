@@ -122,4 +122,4 @@ def noise_multiplier_for_concentrated(epsilon: float, delta: float, times: int =
         low, high = (low, middle) if enough else (middle, high)
     if high >= math.log(LARGEST) - 1e-9:
         raise InputError(f"epsilon = {epsilon:g} needs more noise than {LARGEST:g} times the sensitivity")
-    return math.exp(high)
+    return math.exp(high) * (1 + 1e-9)  # above the rounding of the bound

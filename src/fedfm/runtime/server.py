@@ -79,7 +79,7 @@ class Server:
             fed.begin(t)
             before, state = state, method.step(fed, state, t)
             if t == 1:
-                fed.aggregator.mechanism.check(fed, *(method.params_for(s, "") for s in (before, state)))
+                fed.aggregator.mechanism.check(fed, lambda s: method.params_for(s, ""), before, state)
             self._tell(fed.notices)
             state = self._commit(t, state)
             self._evaluate(t, state, last=t == last)

@@ -114,7 +114,7 @@ def _product(layer: Any, x: Tensor, g: Tensor) -> Pieces:
     found: Pieces = {
         id(layer.weight): (
             squared.clamp_min(0),
-            lambda c: _weighted(g, c).reshape(-1, o).T @ _weighted(x, (c > 0).float()).reshape(-1, i),
+            lambda c: _weighted(g, c).reshape(-1, o).T @ (x if c.all() else _weighted(x, c.sign())).reshape(-1, i),
         )
     }
     return found if layer.bias is None else found | _summed(layer.bias, g.sum(1))

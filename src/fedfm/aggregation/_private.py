@@ -17,7 +17,7 @@ import bisect
 import copy
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -127,14 +127,15 @@ class CentralGaussian(Mechanism):
         scale = self.noise_multiplier * self.clip_norm / self.step
         return total + lattice_noise(fed.secret("noise"), purpose, total, scale)
 
-    def check(self, fed: Federation, before: Params, after: Params) -> None:
+    def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
         """Check that every trainable tensor has moved in the first round.
 
         Raises:
             RunError: with the first tensor that stayed.
         """
-        for name, tensor in before.items():
-            if tensor.is_floating_point() and tensor.numel() and torch.equal(tensor, after[name]):
+        then, now = model_of(before), model_of(after)
+        for name, tensor in then.items():
+            if tensor.is_floating_point() and tensor.numel() and torch.equal(tensor, now[name]):
                 raise RunError(
                     f"round {fed.round}: {name} did not move, not even by the noise: the method does not use the mean "
                     "for it, or its dtype is too coarse for the noise"
