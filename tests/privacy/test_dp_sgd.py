@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import subprocess
+import sys
 
 import dp_accounting
 import numpy as np
@@ -13,17 +15,17 @@ from scipy import stats
 from torch import nn
 
 import fedfm
+from fedfm.config.experiment import Experiment
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.data.table import Table
 from fedfm.errors import ClientFault, InputError, RunError
-from fedfm.linalg.params import Params
 from fedfm.models.families import Parts
 from fedfm.models.load import load_model
 from fedfm.models.model import Model, Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.privacy import dp_sgd
-from fedfm.privacy.dp_sgd import Budget, Plan
+from fedfm.privacy.dp_sgd import MEMORY, Budget, Plan
+from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, Adam, private, row_gradients
 from fedfm.training.job import Job
 from small import experiment
@@ -418,3 +420,60 @@ def test_contradictions_are_refused(change, message, tmp_path):
     privacy = {key: value for key, value in (PRIVACY | change).items() if value is not None}
     with pytest.raises(InputError, match=message):
         fedfm.run({**tables(tmp_path), "privacy": privacy}, tmp_path / "run")
+
+
+def prepared(tables, out, **run):
+    """A run that has not begun, whose clients have their secrets already."""
+    Run.create(Experiment.from_dict({**tables, "run": tables["run"] | run}), out)
+    for k in range(5):
+        folder = out / f"private/memory/client-{k:02}"
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / "dp_sgd.secret").write_bytes(bytes([k]) * 32)
+    return out
+
+
+def test_a_killed_run_spends_once_and_ends_in_the_same_bits(tmp_path, monkeypatch):
+    straight = fedfm.resume(prepared(tables(tmp_path), tmp_path / "straight"))
+    other = fedfm.run(tables(tmp_path), tmp_path / "other")
+    assert other["params_sha256"] != straight["params_sha256"]  # of other secrets
+    train, calls, outputs = private.train, [], {}
+
+    def dying(jobs):
+        calls.append(jobs)
+        if len(calls) == 8:  # in round 2: three clients have answered
+            raise KeyboardInterrupt
+        trained = train(jobs)
+        for job, w in zip(jobs, trained, strict=True):
+            outputs.setdefault((job.client.id, job.client.memory[MEMORY]["spent"]), set()).add(w.sha256())
+        return trained
+
+    monkeypatch.setattr(private, "train", dying)
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.resume(prepared(tables(tmp_path), tmp_path / "broken"))
+    resumed = fedfm.resume(tmp_path / "broken")
+    assert len(calls) == 13  # two clients of round 2 trained twice
+    assert all(len(found) == 1 for found in outputs.values())
+    assert len(outputs) == 10
+    for key in ("params_sha256", "epsilon", "accuracy", "rounds"):
+        assert resumed[key] == straight[key], key
+    ledger = fedfm.load_run(tmp_path / "broken").manifest["ledger"]
+    assert [entry["mechanism"] for entry in ledger["entries"]] == ["DP-SGD"]
+
+
+def test_sums_of_private_updates_can_be_hidden_too(tmp_path):
+    shown = fedfm.resume(prepared(tables(tmp_path), tmp_path / "shown"))
+    privacy = PRIVACY | {"aggregator": "secagg"}
+    hidden = fedfm.resume(prepared({**tables(tmp_path), "privacy": privacy}, tmp_path / "hidden"))
+    assert hidden["epsilon"] == shown["epsilon"]
+    assert hidden["accuracy"] == pytest.approx(shown["accuracy"], abs=0.03)
+
+
+@pytest.mark.simulation
+def test_same_bits_as_local_on_flowers_simulation(tmp_path):
+    local = fedfm.resume(prepared(tables(tmp_path), tmp_path / "local"))
+    out = prepared(tables(tmp_path), tmp_path / "simulation", engine="simulation")
+    done = subprocess.run([sys.executable, "-m", "fedfm", "resume", out, "--format", "json"], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    flower = fedfm.load_run(out).manifest["result"]
+    for key in ("params_sha256", "epsilon", "accuracy"):
+        assert flower[key] == local[key], key
