@@ -174,8 +174,8 @@ SETTINGS = [
 CLIENT = {"unit": "client", "noise_multiplier": 0.5, "clip_norm": 10.0, "delta": 1e-5}
 # fmt: off
 NOISY = {
-    "average", "ccvr", "fedadam", "fedavg", "fedavgm", "fedbaf", "fedncm", "fedprox", "fedyogi", "scaffold",
-    "weight_init",
+    "average", "ccvr", "dsfl", "fedadam", "fedavg", "fedavgm", "fedbaf", "fedclip", "fedncm", "fedprox", "fedyogi",
+    "ldawa", "scaffold", "weight_init",
 }
 # fmt: on
 

@@ -38,7 +38,9 @@ class NoClients:
 
 def server(key=bytes(32)):
     """A federation of which only the server's half is used."""
-    return Federation(NoClients(), model=Quadratic(), aggregator=None, secret=lambda name: key)
+    fed = Federation(NoClients(), model=Quadratic(), aggregator=None, secret=lambda name: key)
+    fed.begin(1)
+    return fed
 
 
 def client(name="c", memory=None, key=bytes(32)):
@@ -147,6 +149,9 @@ def test_a_release_too_many_is_refused():
         released(m, fed, [like])
     fed.begin(2)
     released(m, fed, [like])
+    fed.begin(0)
+    with pytest.raises(RunError, match="release 1 of a round for which 0 are accounted"):
+        released(m, fed, [like])
 
 
 def test_a_tensor_that_stays_is_found_in_the_first_round():
@@ -258,7 +263,8 @@ def measured(m, trials=TRIALS):
     """Lower bound of epsilon, 95 %: an attacker that knows all but whether the last of 8 clients took part.
 
     It sends an update in one direction in the first round and in the other in the second; the statistic is the
-    difference of the two means. GDP bound: mu >= Phi^-1(1 - FPR) - Phi^-1(FNR).
+    difference of the two means. GDP bound: mu >= Phi^-1(1 - a) - Phi^-1(b) with the rates a of false alarms and b of
+    misses.
     """
     others = [Params({"w": torch.tensor([0.1, 0.02 * i])}) for i in range(7)]
 

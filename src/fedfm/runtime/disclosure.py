@@ -42,7 +42,7 @@ _UNDER_PRIVACY = (
     "audit.json names single training rows, and report.html tells of them, too, once the run was audited.",
     "All other files are made of what the clients released, the experiment and the test rows: what they tell of a "
     "training row is what the ledger states. It covers neither the test rows, on which accuracies are computed, nor "
-    "the names of clients and classes, how long a round took, and which client failed.",
+    "the names of clients and classes, how long a round took, and which client took part or failed.",
 )
 
 
