@@ -91,6 +91,7 @@ def _train(job: Job) -> Params:
     flat = flat_of(model)
     live = {name: p for name, p in model.live().items() if job.only is None or name in job.only}
     place = torch.cat([torch.full((p.numel(),), name in live) for name, p in model.live().items()])
+    most = 2 * local.batch_size  # rows at a time: few samples have more
     rule, start = Rule(local, flat.p), flat.p.clone()
     correction = None if job.correction is None else flat.flat(job.correction)
     total_of = _head(model, rows, private.plan.clip_norm) if heads.applies(model) and job.only is None else None
@@ -102,8 +103,8 @@ def _train(job: Job) -> Params:
         for step in range(local.steps(n)):
             total = torch.zeros(int(place.sum()), dtype=torch.float64)
             index = budget.batch(step)
-            for at in range(0, len(index), local.batch_size):
-                part = index[at : at + local.batch_size]
+            for at in range(0, len(index), most):
+                part = index[at : at + most]
                 total += total_of(part) if total_of else clipped_sum(model, rows, part, private.plan.clip_norm, live)
             g = torch.from_numpy(budget.noisy(total.numpy(), step) / budget.expected)
             flat.g.zero_()

@@ -105,25 +105,23 @@ def _product(layer: Any, x: Tensor, g: Tensor) -> Pieces:
     """Of a weight (o, ...) with gradient sum_t g_t x_t^T, and a bias; x (b, T, i), g (b, T, o)."""
     x, g = x.float(), g.float()
     (_, t, i), o = x.shape, g.shape[2]
-    if t == 1:
-        squared = x.square().sum((1, 2)) * g.square().sum((1, 2))
-    elif t * (i + o) < i * o:
-        squared = ((x @ x.transpose(1, 2)) * (g @ g.transpose(1, 2))).sum((1, 2))
+    if t > 1 and i * o <= t * (i + o):
+        found = _summed(layer.weight, g.transpose(1, 2) @ x)
     else:
-        squared = (g.transpose(1, 2) @ x).square().sum((1, 2))
-    found: Pieces = {
-        id(layer.weight): (
-            squared.clamp_min(0),
-            lambda c: _weighted(g, c).reshape(-1, o).T @ (x if c.all() else _weighted(x, c.sign())).reshape(-1, i),
-        )
-    }
+        products = (x @ x.transpose(1, 2)) * (g @ g.transpose(1, 2))
+        found = {
+            id(layer.weight): (
+                products.sum((1, 2)).clamp_min(0),
+                lambda c: _weighted(g, c).reshape(-1, o).T @ (x if c.all() else _weighted(x, c.sign())).reshape(-1, i),
+            )
+        }
     return found if layer.bias is None else found | _summed(layer.bias, g.sum(1))
 
 
 def _summed(p: Tensor, rows: Tensor) -> Pieces:
     """Of a parameter with one gradient for each row (b, ...)."""
     rows = rows.float().reshape(len(rows), -1)
-    return {id(p): (rows.square().sum(1), lambda c: _weighted(rows, c).sum(0))}
+    return {id(p): (rows.square().sum(1), lambda c: c @ rows if c.all() else _weighted(rows, c).sum(0))}
 
 
 def _weighted(g: Tensor, c: Tensor) -> Tensor:
