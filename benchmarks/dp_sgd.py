@@ -30,7 +30,7 @@ from fedfm.models.families import Parts
 from fedfm.models.load import load_model
 from fedfm.models.model import Model, Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.privacy.dp_sgd import Plan
+from fedfm.privacy.dp_sgd import DescentPlan
 from fedfm.training import SGD, private
 from fedfm.training.job import Job
 
@@ -97,10 +97,10 @@ def labels(n: int) -> torch.Tensor:
 def ours(model: Model, rows: Rows) -> Callable[[], Any]:
     """The client half of fedfm."""
     data, w = ClientData(lambda: rows, Rows, Rows), model.params()
-    plan = Plan(CLIP, 1e-5, 1, noise_multiplier=Z)
+    plan = DescentPlan(CLIP, 1e-5, 1, noise_multiplier=Z)
 
     def run() -> Any:
-        client = Client("c", data, model, {}, 0, private=private.Private(plan, data))
+        client = Client("c", data, model, {}, 0, private=private.Descent(plan, data))
         client.secret = lambda name: hashlib.sha256(name.encode()).digest()
         client.first = lambda name, value: value
         return private.train([Job(client, w, SGD(0.1, batch_size=BATCH))])

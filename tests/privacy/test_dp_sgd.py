@@ -24,7 +24,7 @@ from fedfm.models.families import Parts
 from fedfm.models.load import load_model
 from fedfm.models.model import Model, Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.privacy.dp_sgd import MEMORY, Budget, Plan
+from fedfm.privacy.dp_sgd import MEMORY, Budget, DescentPlan
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, Adam, private, row_gradients
 from fedfm.training.job import Job
@@ -162,12 +162,12 @@ def client(model, rows, plan, key=KEY, memory=None, firsts=None):
         seed=5,
         secret=lambda name: hashlib.sha256(key + name.encode()).digest(),
         first=firsts.setdefault,
-        private=private.Private(plan, data),
+        private=private.Descent(plan, data),
     )
 
 
 def plan(z=1.0, c=1.0, rounds=1):
-    return Plan(c, 1e-5, rounds, noise_multiplier=z)
+    return DescentPlan(c, 1e-5, rounds, noise_multiplier=z)
 
 
 def test_noise_has_its_variance_and_each_step_its_own():
@@ -206,12 +206,12 @@ def composed(z, q, times, delta):
 
 
 def test_epsilon_is_that_of_dp_accounting():
-    fixed = Plan(1.0, 1e-5, rounds=3, noise_multiplier=0.9)
+    fixed = DescentPlan(1.0, 1e-5, rounds=3, noise_multiplier=0.9)
     releases = fixed.releases(200, 32, SGD(epochs=2, batch_size=32).steps(200))
     assert releases.rate == 32 / 200
     assert releases.times == 3 * 2 * 7
     assert fixed.epsilon(releases) == pytest.approx(composed(0.9, 0.16, 42, 1e-5), rel=2e-3)
-    target = Plan(1.0, 1e-5, rounds=3, target_epsilon=2.0).releases(200, 32, 14)
+    target = DescentPlan(1.0, 1e-5, rounds=3, target_epsilon=2.0).releases(200, 32, 14)
     assert 1.98 < composed(target.noise_multiplier, 0.16, 42, 1e-5) <= 2.0
 
 

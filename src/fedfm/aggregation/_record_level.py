@@ -14,7 +14,7 @@ from fedfm.aggregation.base import Aggregator, Mechanism
 from fedfm.core.client import Client, Update
 from fedfm.errors import InputError
 from fedfm.privacy.accountant import Accountant, Spent
-from fedfm.privacy.dp_sgd import Plan
+from fedfm.privacy.dp_sgd import DescentPlan
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class DpSgd(Mechanism):
         steps: of the client optimiser in one round, by the number of rows.
     """
 
-    chosen: Plan
+    chosen: DescentPlan
     batch_size: int
     steps: Callable[[int], int]
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> DescentPlan:
         return self.chosen
 
     def bounded(self, client: Client, update: Update) -> Update:
@@ -73,7 +73,7 @@ class DpSgd(Mechanism):
         )
 
 
-def under(aggregation: Aggregator, plan: Plan, batch_size: int, steps: Callable[[int], int]) -> Aggregator:
+def under(aggregation: Aggregator, plan: DescentPlan, batch_size: int, steps: Callable[[int], int]) -> Aggregator:
     """The aggregation of clients that train by DP-SGD."""
     private: Aggregator = copy.copy(aggregation)
     object.__setattr__(private, "mechanism", DpSgd(plan, batch_size, steps))

@@ -18,7 +18,7 @@ from fedfm.linalg.running_mean import RunningMean
 
 if TYPE_CHECKING:
     from fedfm.privacy.accountant import Accountant
-    from fedfm.privacy.dp_sgd import Plan
+    from fedfm.privacy.dp_sgd import DescentPlan
 
 Half = Callable[..., Any]  # a method's client half
 Of = Iterable[ClientId] | None  # whom to ask; None: all clients
@@ -72,7 +72,7 @@ class Mechanism:
     secrets: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> DescentPlan | None:
         """Of clients that train by DP-SGD; None: they train without noise."""
         return None
 

@@ -7,9 +7,10 @@ from typing import Any
 from fedfm.aggregation import _record_level as record_level
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import locals_of
+from fedfm.core.capabilities import RowsByOptimiser
 from fedfm.core.method import Method, nested
 from fedfm.errors import InputError
-from fedfm.privacy.dp_sgd import Plan
+from fedfm.privacy.dp_sgd import DescentPlan
 
 _WHERE = 'privacy.mechanism = "dp_sgd":'
 
@@ -28,8 +29,9 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggrega
         raise InputError(
             f"privacy.halt_at_epsilon: {_WHERE} each client spends its epsilon over all rounds; set target_epsilon"
         )
-    every = [method, *nested(method)]
-    if not all(vars(type(m)).get("rows_by_optimiser") for m in every):
+    if not all(
+        isinstance(m, RowsByOptimiser) and "rows_by_optimiser" in vars(type(m)) for m in (method, *nested(method))
+    ):
         raise InputError(
             f"{_WHERE} the clients of this method use training rows beside their local optimiser, and no noise would "
             "cover that; expected a method that declares rows_by_optimiser, e.g. fedavg"
@@ -39,5 +41,7 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggrega
         raise InputError(f"{_WHERE} a client that trains a second model would need a budget for it; drop method.local")
     if local.absent != "keep":
         raise InputError(f'method.local.absent = "{local.absent}": it tells which classes a client has; drop it')
-    plan = Plan(privacy.clip_norm, privacy.delta, method.rounds, privacy.target_epsilon, privacy.noise_multiplier)
+    plan = DescentPlan(
+        privacy.clip_norm, privacy.delta, method.rounds, privacy.target_epsilon, privacy.noise_multiplier
+    )
     return record_level.under(aggregation, plan, local.batch_size, local.steps)

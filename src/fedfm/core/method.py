@@ -29,8 +29,6 @@ class Method(ABC, Generic[S]):
         means, asks: names of the client halves that its rounds call by ``fed.mean`` and by ``fed.ask``. Robust
             aggregation requires a mean, an [attack] requires any call, secure aggregation forbids ``fed.ask``. A
             contract test compares the names with the messages.
-        rows_by_optimiser: whether its clients use training rows by the client optimiser only, besides their number.
-            Record-level privacy requires it; a subclass says so anew. A client half that breaks it fails under DP-SGD.
         state_type: the class of S, by which a checkpoint is decoded.
     """
 
@@ -38,7 +36,6 @@ class Method(ABC, Generic[S]):
     needs: ClassVar[Needs] = Needs()
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ()
-    rows_by_optimiser: ClassVar[bool] = False
     state_type: ClassVar[Any] = Params
 
     @abstractmethod

@@ -23,7 +23,7 @@ MEMORY = "dp_sgd"  # key in client.memory, and name of the client's secret
 
 
 @dataclass(frozen=True)
-class Plan:
+class DescentPlan:
     """DP-SGD as an experiment fixes it before any row is seen.
 
     Attributes:
@@ -72,7 +72,7 @@ class Budget:
         steps: in one round.
     """
 
-    def __init__(self, plan: Plan, client: Client, n: int, batch_size: int, steps: int) -> None:
+    def __init__(self, plan: DescentPlan, client: Client, n: int, batch_size: int, steps: int) -> None:
         self._client, self._n, self._steps, self._clip = client, n, steps, plan.clip_norm
         known = client.memory.get(MEMORY)
         if known is None:

@@ -173,7 +173,7 @@ class Silos:
             seed=seeds.derive(self._seed, "client", request.round, request.client),
             secret=partial(secret, self._memory, request.client),
             first=partial(first, self._memory, request.client),
-            private=None if plan is None else private.Private(plan, data),
+            private=None if plan is None else private.Descent(plan, data),
         )
 
 

@@ -19,7 +19,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.privacy.dp_sgd import Budget, Plan
+from fedfm.privacy.dp_sgd import Budget, DescentPlan
 from fedfm.training import heads
 from fedfm.training.job import Job
 from fedfm.training.loop import flat_of
@@ -28,10 +28,10 @@ from fedfm.training.update_rules import Rule
 
 
 @dataclass(frozen=True)
-class Private:
+class Descent:
     """What a client optimiser trains by under DP-SGD."""
 
-    plan: Plan
+    plan: DescentPlan
     data: ClientData
 
 
@@ -76,7 +76,7 @@ def train(jobs: Sequence[Job]) -> list[Params]:
 
 def _train(job: Job) -> Params:
     client, local = job.client, job.local
-    private: Private = client.private
+    private: Descent = client.private
     model = client.model
     rows = private.data.train
     n = len(rows)
