@@ -17,7 +17,7 @@ import bisect
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -148,7 +148,7 @@ class CentralGaussian(Mechanism):
     def affordable(self, rounds: int) -> int:
         return bisect.bisect_right(range(1, rounds + 1), self.budget, key=self.epsilon_after)
 
-    def spend(self, accountant: Accountant, rounds: int) -> None:
+    def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
         if not (rounds := self.affordable(rounds)):
             return
         n = rounds * self.releases

@@ -6,7 +6,7 @@ reveals. The name of an aggregation is that of its rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core import update_metrics
@@ -18,6 +18,7 @@ from fedfm.linalg.running_mean import RunningMean
 
 if TYPE_CHECKING:
     from fedfm.privacy.accountant import Accountant
+    from fedfm.privacy.dp_sgd import DescentPlan
 
 Half = Callable[..., Any]  # a method's client half
 Of = Iterable[ClientId] | None  # whom to ask; None: all clients
@@ -70,6 +71,11 @@ class Mechanism:
 
     secrets: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def plan(self) -> DescentPlan | None:
+        """Of clients that train by DP-SGD; None: they train without noise."""
+        return None
+
     def bounded(self, client: Client, update: Update) -> Update:
         """Client half: the update as the mechanism needs it, e.g. of bounded norm."""
         return update
@@ -82,8 +88,12 @@ class Mechanism:
         """Server half: what the method gets for the updates of ``asked`` clients, by default what the rule makes."""
         return rule(fed, updates)
 
-    def spend(self, accountant: Accountant, rounds: int) -> None:
-        """Compose what this number of rounds releases."""
+    def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
+        """Compose what this number of rounds releases.
+
+        Args:
+            rows: the clients' numbers of rows; None if the server does not know them.
+        """
 
     def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
         """Check the server's model in its states before and after the first round.

@@ -14,6 +14,7 @@ from fedfm.aggregation import _private
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
+from fedfm.config import dp_sgd
 from fedfm.config.registry import name_of
 from fedfm.core.capabilities import Keeping, Personal, Private, Sampling
 from fedfm.core.client import Update
@@ -62,7 +63,7 @@ def guaranteed(method: Any, aggregation: Any, privacy: Any) -> tuple[Any, Any]:
     if isinstance(method, Private):
         return protected(method, privacy), aggregation
     if privacy.mechanism == "dp_sgd":
-        raise InputError('privacy.mechanism = "dp_sgd": this method has none')
+        return method, dp_sgd.under(method, aggregation, privacy)
     _check_method(method)
     return method, _private.under(aggregation, method, privacy)
 

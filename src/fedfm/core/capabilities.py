@@ -190,6 +190,18 @@ class Private(Protocol):
 
 
 @runtime_checkable
+class RowsByOptimiser(Protocol):
+    """Clients use training rows by the client optimiser only, besides their number. Caller: the check of DP-SGD.
+
+    A subclass declares it anew. The client half of a method that declares it wrongly fails under DP-SGD.
+    """
+
+    @property
+    def rows_by_optimiser(self) -> bool:
+        """Whether they do."""
+
+
+@runtime_checkable
 class HidingCounts(Protocol):
     """Clients may hide their number of rows. Caller: evaluation, which then requests no scores."""
 

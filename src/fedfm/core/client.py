@@ -70,6 +70,7 @@ class Client:
         secret: 32 bytes by name, from the operating system's entropy, the same for the whole run; never sent.
         first: the first value that was given under a name in this run. A resume, or a repeated message, undoes neither
             the name nor the value, unlike :attr:`memory`.
+        private: what the client optimiser trains by under DP-SGD, whose ``data`` can be counted only; None: as usual.
         trained: last result of the client optimiser: the client's model before aggregation.
         smallest_cohort: the silo's own policy: its update goes into no sum of fewer clients; 0: as the protocol has it.
     """
@@ -82,6 +83,7 @@ class Client:
     metrics: dict[str, float] = field(default_factory=dict)
     secret: Callable[[str], bytes] = no_secret
     first: Callable[[str, bytes], bytes] = no_firsts
+    private: Any = None
     trained: Params | None = None
     smallest_cohort: int = 0
 

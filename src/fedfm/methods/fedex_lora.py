@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
@@ -28,6 +29,8 @@ class FedExLoRA(Merging):
     The paper has one rank for all. With different ranks, the mean pads smaller factors with zeros, and a client's
     frozen weights include the part of the averaged adapter beyond its rank: all clients start from one model.
     """
+
+    rows_by_optimiser: ClassVar[bool] = True
 
     def step(self, fed: Federation, state: Merged, t: int) -> Merged:
         r = self.ranks_of(fed)

@@ -6,6 +6,7 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. MLSys 2020. arXiv:1812.06127, Algor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
@@ -23,6 +24,8 @@ class FedProx(FedAvg):
     ``server_term`` is from FedBaF's paper (arXiv:2410.18352, Algorithm 1, line 8), which prints
     sum_k p_k w^k - mu (w^k - w_t) without brackets: the second term is inside the sum or, literally, after it.
     """
+
+    rows_by_optimiser: ClassVar[bool] = True
 
     mu: float = setting(0.01, "weight of the proximal term", ge=0, finite=True)
     server_term: str = setting(

@@ -42,6 +42,7 @@ class Cut:
 class FlexLoRA(ExactLora[Cut]):
     """The exact Delta W is truncated by its SVD to each client's rank; the result has the largest rank."""
 
+    rows_by_optimiser: ClassVar[bool] = True
     state_type: ClassVar[Any] = Cut
 
     def init(self, fed: Federation) -> Cut:

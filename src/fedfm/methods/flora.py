@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -27,6 +28,8 @@ from fedfm.training import any_rank
 @dataclass(frozen=True)
 class FLoRA(Merging):
     """Clients' adapters are stacked, not averaged: exact for any ranks, merged into the frozen weights each round."""
+
+    rows_by_optimiser: ClassVar[bool] = True
 
     def step(self, fed: Federation, state: Merged, t: int) -> Merged:
         r = self.ranks_of(fed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ class LDAWA(FedAvg):
 
     A client knows both vectors of its cosine, so it sends cos(w_kl, w_l) w_kl and the server needs a mean only.
     """
+
+    rows_by_optimiser: ClassVar[bool] = True
 
     weighting: str = setting("uniform", "of the mean: uniform (the paper) or size (n_k)", choices=("size", "uniform"))
 

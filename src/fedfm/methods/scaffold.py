@@ -30,6 +30,7 @@ class Controlled:
 class Scaffold(FedAvg):
     """Control variates correct the clients' drift: each local step follows g(y) - c_k + c. Means are uniform."""
 
+    rows_by_optimiser: ClassVar[bool] = True
     state_type: ClassVar[Any] = Controlled
 
     weighting: str = setting("uniform", "of the mean: uniform, as in the paper", choices=("uniform",))

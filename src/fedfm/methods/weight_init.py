@@ -7,7 +7,7 @@ entries, and no mixing afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fedfm.core.federation import Federation
 from fedfm.core.method import with_model
@@ -18,6 +18,8 @@ from fedfm.methods.fedbaf.server_foundation import Around
 @dataclass(frozen=True)
 class WeightInit(Around):
     """w_0 is the foundation model where it matches: the first message discloses it to every client."""
+
+    rows_by_optimiser: ClassVar[bool] = True
 
     def init(self, fed: Federation) -> Any:
         state = self.base.init(fed)

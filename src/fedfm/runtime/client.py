@@ -27,7 +27,7 @@ from fedfm.privacy.policy import EXPOSES, WORDS
 from fedfm.runtime.client_memory import DiskMemory, first, secret
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.predictions import scores
-from fedfm.training import scheduler
+from fedfm.training import private, scheduler
 
 
 class Population(Protocol):
@@ -167,15 +167,17 @@ class Silos:
 
     def client(self, request: Request) -> Client:
         """The client in its state at this request."""
+        plan, data = self.aggregator.mechanism.plan, self.population.data(request.client)
         return Client(
             id=request.client,
-            data=self.population.data(request.client),
+            data=data if plan is None else private.hidden(data),
             model=self.population.client_model,
             memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
             seed=seeds.derive(self._seed, "client", request.round, request.client),
             secret=partial(secret, self._memory, request.client),
             first=partial(first, self._memory, request.client),
             smallest_cohort=self._smallest_cohort,
+            private=None if plan is None else private.Descent(plan, data),
         )
 
 

@@ -137,3 +137,14 @@ def private_notices(run: Run) -> list[str]:
         return list(map(str, json.loads((run.path / FILE).read_text(encoding="utf-8"))["notices"]))
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def rows_of(run: Run) -> list[int] | None:
+    """The clients' numbers of training rows; None if the server does not know them, or knew them no more."""
+    try:
+        split = run.manifest["split"]
+        if split is not None and split.get("counts") == FILE:
+            split = json.loads((run.path / FILE).read_text(encoding="utf-8"))["split"]
+        return None if split is None else [int(c["train"]["rows"]) for c in split["clients"].values()]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -29,7 +29,7 @@ from fedfm.models import inputs
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
 from fedfm.runtime.disclosure import fingerprints, tell
-from fedfm.training import Local, TrainsLocally
+from fedfm.training import Local, TrainsLocally, private
 from fedfm.training.loop import over_classes
 
 if TYPE_CHECKING:
@@ -227,6 +227,8 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     }
     tell(run, summary(population.federated), notices)
     _check_optimiser(run.experiment.method, population.model)
+    if run.experiment.aggregation.mechanism.plan is not None:
+        private.fits(population.model)
     # No ledger of operations under [privacy]: it would disclose the exact numbers of rows.
     if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:
         run.manifest["ledger"]["operations"] = costs

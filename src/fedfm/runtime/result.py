@@ -18,7 +18,7 @@ from fedfm.models.metrics import BASE_AND_NEW
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, logs
-from fedfm.runtime.disclosure import guarantee
+from fedfm.runtime.disclosure import guarantee, rows_of
 from fedfm.runtime.evaluation import ANSWERS, Evaluator
 from fedfm.runtime.predictions import feature_transform, kept
 from fedfm.runtime.run_directory import Run
@@ -108,7 +108,7 @@ def accounted(run: Run) -> Accountant:
     accountant, method = Accountant(), run.experiment.method
     if isinstance(method, Private):
         method.spend(accountant)
-    run.experiment.aggregation.mechanism.spend(accountant, method.rounds)
+    run.experiment.aggregation.mechanism.spend(accountant, method.rounds, rows_of(run))
     return accountant
 
 

@@ -15,7 +15,7 @@ import greenlet
 
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.training import heads, loop, packed
+from fedfm.training import heads, loop, packed, private
 from fedfm.training.job import Job
 
 _HEADS = (64, 4)  # clients in a chunk of heads, at most and at least: a message costs as much as several heads
@@ -36,8 +36,10 @@ def train(job: Job) -> Params:
     return _train_alone(job)
 
 
-def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = None) -> Trainer:
+def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = None, protected: bool = False) -> Trainer:
     """The fast trainer for this model, if it supports the optimiser and all tensors are trained; else the loop."""
+    if protected:
+        return private.train
     if (local is not None and local.absent != "keep") or only is not None:
         return loop.train
     if heads.applies(model):
@@ -102,7 +104,7 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list
         for items in by_kind.values():
             jobs = [job for _, _, job in items]
             try:
-                trained: list[Any] = trainer_for(jobs[0].client.model, jobs[0].local, jobs[0].only)(jobs)
+                trained: list[Any] = _trainer_of(jobs[0])(jobs)
             except KeyboardInterrupt:
                 raise
             except BaseException:
@@ -116,7 +118,11 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list
 
 
 def _train_alone(job: Job) -> Params:
-    return trainer_for(job.client.model, job.local, job.only)([job])[0]
+    return _trainer_of(job)([job])[0]
+
+
+def _trainer_of(job: Job) -> Trainer:
+    return trainer_for(job.client.model, job.local, job.only, job.client.private is not None)
 
 
 def _alone(call: Callable[[], Any]) -> Any:

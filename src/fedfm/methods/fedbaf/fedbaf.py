@@ -45,6 +45,7 @@ class FedBaF(Around):
     """
 
     keeps_foundation: ClassVar[bool] = True
+    rows_by_optimiser: ClassVar[bool] = True
     secrets: ClassVar[tuple[str, ...]] = ("alpha",)
 
     psi: float = setting(1.0, "strength of the pull; 0 is the base method", ge=0, finite=True)

@@ -59,6 +59,7 @@ class FedBip(Method[BipState]):
     """Each client gets its own aggregate: the sum of all task vectors, weighted by their similarity to its own."""
 
     own_models: ClassVar[bool] = True
+    rows_by_optimiser: ClassVar[bool] = True
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = BipState
 

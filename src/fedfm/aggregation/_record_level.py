@@ -1,0 +1,80 @@
+"""Record-level differential privacy by DP-SGD at the clients, as the mechanism of a mean.
+
+The updates themselves are private, so nothing is added to them on their way: neither the server nor anybody behind it
+sees more. :mod:`fedfm.privacy.dp_sgd` is the guarantee, :mod:`fedfm.training.private` the training.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fedfm.aggregation.base import Aggregator, Mechanism
+from fedfm.core.client import Client, Update
+from fedfm.errors import InputError
+from fedfm.privacy.accountant import Accountant, Spent
+from fedfm.privacy.dp_sgd import DescentPlan
+
+
+@dataclass(frozen=True)
+class DpSgd(Mechanism):
+    """DP-SGD at every client.
+
+    Attributes:
+        chosen: what each client keeps to.
+        batch_size: B of the client optimiser.
+        steps: of the client optimiser in one round, by the number of rows.
+    """
+
+    chosen: DescentPlan
+    batch_size: int
+    steps: Callable[[int], int]
+
+    @property
+    def plan(self) -> DescentPlan:
+        return self.chosen
+
+    def bounded(self, client: Client, update: Update) -> Update:
+        """The update without metrics, which would be figures of the rows."""
+        return replace(update, metrics={})
+
+    def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
+        """Compose what the client with the largest epsilon spends."""
+        plan = self.plan
+        if not rounds:
+            return
+        epsilon, z = plan.target_epsilon, plan.noise_multiplier
+        if epsilon is None:
+            if rows is None:
+                raise InputError(
+                    "privacy.noise_multiplier: epsilon depends on the silos' numbers of rows, which this server does "
+                    "not know; set target_epsilon, by which each silo chooses its own noise"
+                )
+            # Of clients with equally many steps the one with the fewest rows takes each row most often.
+            least = {self.steps(n): n for n in sorted(rows, reverse=True) if n}
+            found = [plan.releases(n, self.batch_size, steps) for steps, n in least.items()]
+            epsilon = max((plan.epsilon(releases) for releases in found), default=0.0)
+        accountant.compose(
+            Spent(
+                mechanism="DP-SGD",
+                unit="record",
+                relation="add_remove",
+                epsilon=epsilon,
+                delta=plan.delta,
+                sensitivity=plan.clip_norm,
+                sigma=(z or 0.0) * plan.clip_norm,
+                composition=f"{rounds} rounds of Poisson-sampled steps, privacy loss distributions; the largest "
+                "epsilon over clients, whose rows are disjoint",
+                note="against the server, too; the numbers of rows are public; a person with rows at two clients "
+                "spends what both spend together"
+                + ("" if z else "; each client chooses its own sigma, from its number of rows and steps"),
+            )
+        )
+
+
+def under(aggregation: Aggregator, plan: DescentPlan, batch_size: int, steps: Callable[[int], int]) -> Aggregator:
+    """The aggregation of clients that train by DP-SGD."""
+    private: Aggregator = copy.copy(aggregation)
+    object.__setattr__(private, "mechanism", DpSgd(plan, batch_size, steps))
+    return private

@@ -1,0 +1,47 @@
+"""What DP-SGD asks of an experiment: rows that reach the server through the client optimiser alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedfm.aggregation import _record_level as record_level
+from fedfm.aggregation.base import Aggregator
+from fedfm.attacks.attack import locals_of
+from fedfm.core.capabilities import RowsByOptimiser
+from fedfm.core.method import Method, nested
+from fedfm.errors import InputError
+from fedfm.privacy.dp_sgd import DescentPlan
+
+_WHERE = 'privacy.mechanism = "dp_sgd":'
+
+
+def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggregator:
+    """The aggregation whose clients train by DP-SGD as the [privacy] table says.
+
+    Raises:
+        InputError: the table or the method does not allow it, with the reason.
+    """
+    if privacy.unit != "record":
+        raise InputError(f'privacy.unit = "{privacy.unit}": dp_sgd protects a "record"; for clients drop mechanism')
+    if privacy.clip_norm is None:
+        raise InputError("privacy.clip_norm is missing: the norm to which each row's gradient is clipped, e.g. 1.0")
+    if privacy.halt_at_epsilon is not None:
+        raise InputError(
+            f"privacy.halt_at_epsilon: {_WHERE} each client spends its epsilon over all rounds; set target_epsilon"
+        )
+    if not all(
+        isinstance(m, RowsByOptimiser) and "rows_by_optimiser" in vars(type(m)) for m in (method, *nested(method))
+    ):
+        raise InputError(
+            f"{_WHERE} the clients of this method use training rows beside their local optimiser, and no noise would "
+            "cover that; expected a method that declares rows_by_optimiser, e.g. fedavg"
+        )
+    local, *more = dict.fromkeys(locals_of(method))
+    if more or local.personal:
+        raise InputError(f"{_WHERE} a client that trains a second model would need a budget for it; drop method.local")
+    if local.absent != "keep":
+        raise InputError(f'method.local.absent = "{local.absent}": it tells which classes a client has; drop it')
+    plan = DescentPlan(
+        privacy.clip_norm, privacy.delta, method.rounds, privacy.target_epsilon, privacy.noise_multiplier
+    )
+    return record_level.under(aggregation, plan, local.batch_size, local.steps)

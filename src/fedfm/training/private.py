@@ -1,0 +1,174 @@
+"""Local training by DP-SGD: heads on features in closed form, every other model by its layers.
+
+Abadi et al. 2016, Algorithm 1 (see :mod:`fedfm.privacy.dp_sgd`): the sum of the batch's clipped row gradients, plus
+noise N(0, (z C)^2), over the expected size of a batch. What follows is free: the optimiser, momentum, weight decay, the
+proximal term and the correction see no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.core.client import ClientData
+from fedfm.core.rows import Rows
+from fedfm.errors import InputError, RunError
+from fedfm.linalg.params import Params
+from fedfm.models.model import Model
+from fedfm.privacy.dp_sgd import Budget, DescentPlan
+from fedfm.training import heads
+from fedfm.training.job import Job
+from fedfm.training.loop import flat_of
+from fedfm.training.row_gradients import clipped_sum, factors
+from fedfm.training.update_rules import Rule
+
+
+@dataclass(frozen=True)
+class Descent:
+    """What a client optimiser trains by under DP-SGD."""
+
+    plan: DescentPlan
+    data: ClientData
+
+
+class Counted:
+    """Training rows of which a client half sees the number; the local optimiser alone sees the rows."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getattr__(self, name: str) -> object:
+        raise InputError(
+            f'privacy.mechanism = "dp_sgd": this client half reads its training rows ({name}) past the private '
+            "optimiser; no epsilon covers that"
+        )
+
+
+def hidden(data: ClientData) -> ClientData:
+    """The same data with training rows that can only be counted."""
+    return ClientData(lambda: Counted(data.train), lambda: data.val, lambda: data.test)  # type: ignore[arg-type,return-value]
+
+
+def fits(model: Model) -> None:
+    """Refuse a model whose rows are not independent of each other.
+
+    Raises:
+        InputError: batch norm in training mode.
+    """
+    if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in getattr(model, "train_too", ())):
+        raise InputError(
+            'privacy.mechanism = "dp_sgd": the statistics of batch norm mix the rows of a batch, so that no gradient '
+            "belongs to one row; expected a model with group or layer norm, or adaptation head or lora"
+        )
+
+
+def train(jobs: Sequence[Job]) -> list[Params]:
+    """Train one job after the other, privately. No loss is told: it would be a figure of the rows."""
+    return [_train(job) for job in jobs]
+
+
+def _train(job: Job) -> Params:
+    client, local = job.client, job.local
+    private: Descent = client.private
+    model = client.model
+    rows = private.data.train
+    n = len(rows)
+    client.metrics.pop("loss", None)
+    if not n:
+        return job.w
+    fits(model)
+    budget = Budget(private.plan, client, n, local.batch_size, local.steps(n))
+    first = budget.unspent
+    budget.begin(_start(job))
+    model.load(job.w)
+    flat = flat_of(model)
+    live = {name: p for name, p in model.live().items() if job.only is None or name in job.only}
+    place = torch.cat([torch.full((p.numel(),), name in live) for name, p in model.live().items()])
+    most = 2 * local.batch_size  # rows at a time: few samples have more
+    rule, start = Rule(local, flat.p), flat.p.clone()
+    correction = None if job.correction is None else flat.flat(job.correction)
+    total_of = _head(model, rows, private.plan.clip_norm) if heads.applies(model) and job.only is None else None
+    frozen = _marks(model, live) if first else {}
+    model.train_mode()
+    # LoRA's dropout draws from torch's global generator: give it this client's own stream.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(client.seed)
+        for step in range(local.steps(n)):
+            total = torch.zeros(int(place.sum()), dtype=torch.float64)
+            index = budget.batch(step)
+            for at in range(0, len(index), most):
+                part = index[at : at + most]
+                total += total_of(part) if total_of else clipped_sum(model, rows, part, private.plan.clip_norm, live)
+            g = torch.from_numpy(budget.noisy(total.numpy(), step) / budget.expected)
+            flat.g.zero_()
+            flat.g[place] = g.to(flat.g)
+            if job.mu:
+                flat.g.add_(flat.p - start, alpha=job.mu)
+            if correction is not None:
+                flat.g.add_(correction)
+            rule.step(flat.p, flat.g)
+            if not place.all():  # weight decay and corrections moved the others
+                flat.p[~place] = start[~place]
+            if step == 0 and first:
+                _check_moved(model, live, job.w, frozen)
+    flat.g.zero_()
+    model.eval_mode()
+    return model.params() if job.only is None else job.w.replace(model.params().only(job.only))
+
+
+def _start(job: Job) -> bytes:
+    """All that the steps depend on besides the rows and the secret."""
+    correction = "" if job.correction is None else job.correction.sha256()
+    return f"{job.w.sha256()} {job.mu!r} {correction} {job.only} {job.local!r}".encode()
+
+
+def _head(model: Model, rows: Rows, clip_norm: float) -> Callable[[np.ndarray], Tensor]:
+    """The clipped sum of a linear head: row i's gradient is e_i (x_i, 1)^T, of norm ||e_i|| sqrt(||x_i||^2 + 1)."""
+    x, labels = rows.tensors["features"].float(), rows.labels
+    if labels is None:
+        raise ValueError("a head is trained on labelled rows")
+    head, squares = model._existing_head(), x.square().sum(1) + 1
+
+    def total(index: np.ndarray) -> Tensor:
+        at = torch.from_numpy(index)
+        batch = x[at]
+        e = torch.addmm(head.bias.detach(), batch, head.weight.detach().T).softmax(1)
+        e[torch.arange(len(at)), labels[at]] -= 1
+        c = factors(e.square().sum(1) * squares[at], clip_norm)[:, None]
+        e, batch = torch.where(c > 0, e * c, 0.0), torch.where(c > 0, batch, 0.0)
+        of = {id(head.weight): (e.T @ batch).reshape(-1), id(head.bias): e.sum(0)}
+        return torch.cat([of[id(p)] for p in model.live().values()])
+
+    return total
+
+
+def _marks(model: Model, live: dict[str, Tensor]) -> dict[str, int]:
+    """A hash of every tensor of the module that is not trained."""
+    trained = {id(p) for p in live.values()}
+    tensors = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
+    rest = {name: t.detach() for name, t in tensors.items() if id(t) not in trained and t.numel()}
+    return {name: int(torch.hash_tensor(t).view(torch.int64)) for name, t in rest.items()}
+
+
+def _check_moved(model: Model, live: dict[str, Tensor], start: Params, frozen: dict[str, int]) -> None:
+    """After the first private step: the trained tensors have moved, the others have not.
+
+    Raises:
+        RunError: with the first tensor for which that does not hold.
+    """
+    for name, p in live.items():
+        if p.numel() and torch.equal(p.detach().cpu(), start[name]):
+            raise RunError(
+                f"DP-SGD: {name} did not move in the first private step, not even by its noise; the optimiser does not "
+                "reach it, or its dtype is too coarse for so small a step"
+            )
+    for name, mark in _marks(model, live).items():
+        if mark != frozen[name]:
+            raise RunError(f"DP-SGD: {name} is frozen and changed in the first private step; no noise covers it")
