@@ -134,19 +134,33 @@ def _incomplete(path: Path) -> list[str]:
 
 def audit(args: Any) -> int:
     """``fedfm audit``."""
-    from fedfm.audits.audit import perform
+    from fedfm.audits.audit import choose, perform
     from fedfm.audits.finding import lines
-    from fedfm.report import html
+    from fedfm.audits.replay import finished
+    from fedfm.report import dossier, html
+    from fedfm.runtime.run_directory import Run
 
     if args.pictures is not None and "inversion" not in args.attack:
         raise InputError("--pictures: only --attack inversion uses them; add it")
     progress = _watch()
-    found = perform(args.run, args.attack, progress.notice, pictures=args.pictures)
+    unfit, found = "", []
+    if args.dossier and not args.attack:  # of every finished run, with attacks or without
+        Run.open(args.run)
+        try:
+            choose(finished(args.run))
+        except InputError as error:
+            unfit = str(error).removeprefix(f"{args.run}: ")
+            tell(f"fedfm: {unfit}", sys.stderr)
+    if not unfit:
+        found = perform(args.run, args.attack, progress.notice, pictures=args.pictures)
     page = html.write(args.run)
-    result = {"run": str(args.run), "findings": [f.to_dict() for f in found]}
+    result: dict[str, Any] = {"run": str(args.run), "findings": [f.to_dict() for f in found]}
+    if args.dossier:
+        result["dossier"] = str(dossier.write(args.run, unfit))
     if missing := _incomplete(args.run):
         result["missing"] = missing
-    _say(args, result, f"{lines(found)}\nreport: {page}")
+    text = f"{lines(found)}\nreport: {page}" if found else f"report: {page}"
+    _say(args, result, text + (f"\ndossier: {result['dossier']}" if args.dossier else ""))
     return 1 if any(f.contradicts for f in found) else 0
 
 
@@ -161,6 +175,24 @@ def report(args: Any) -> int:
         tell(text)
     tell(f"report: {path}")
     return 0
+
+
+def sign(args: Any) -> int:
+    """``fedfm sign``."""
+    from fedfm.runtime.signature import sign
+
+    found = sign(args.run, args.key)
+    lines = [f"{found['signature']}: {found['files']} files", f"key {found['fingerprint']}", found["key"]]
+    return _say(args, found, "\n".join(lines))
+
+
+def verify(args: Any) -> int:
+    """``fedfm verify``."""
+    from fedfm.runtime.signature import described, verify
+
+    found = verify(args.run, args.key)
+    _say(args, found.to_dict(), described(found))
+    return 0 if found.valid else 1
 
 
 def compare(args: Any) -> int:
@@ -313,10 +345,11 @@ def app(args: Any) -> int:
 
 def silo(args: Any) -> int:
     """``fedfm silo``."""
-    from fedfm.runtime.silo_file import described, report
+    from fedfm.runtime import silo_file, silo_show
 
-    found = report(args.file)
-    return _say(args, found, described(found))
+    of = silo_show if args.what == "show" else silo_file
+    found = of.report(args.file)
+    return _say(args, found, of.described(found))
 
 
 def doctor(args: Any) -> int:

@@ -71,14 +71,32 @@ notices and the report say what is missing.
   fedfm audit runs/mine --attack inversion --pictures public.npz
   fedfm audit runs/mine --attack extraction            the foundation model of a fedbaf server, from what clients see
   fedfm audit runs/mine --format json | tail -1        the findings as one JSON object
+  fedfm audit runs/mine --dossier                      also two pages for a data protection officer, to print
 
 A finding is a measurement with an interval and a verdict: "leaks", "holds" or "inconclusive". Exit code 0: the audit
 is done, and refutes no claim of the run. 1: a measurement refutes a claim of the run, e.g. its epsilon. 2: the run
 cannot be audited. The audit replays the run in this process, from its experiment, its data and its private/ keys, and
-writes only audit.json and report.html.
+writes only audit.json, report.html and the verdicts in manifest.json.
 """,
     "report": """examples:
   fedfm report runs/mine                               of an unfinished run: its rounds so far
+""",
+    "sign": """examples:
+  fedfm sign runs/mine                                 writes runs/mine/signature.json
+  fedfm sign runs/mine --key officer.pem               with a key of your own; it is made if it is absent
+  fedfm sign adapter                                   a folder that `fedfm export` wrote
+
+The signature covers every file of the run but private/, which nobody else has: manifest, metrics, messages, report,
+audit.json, models and checkpoints. Whatever writes one of them later, e.g. resume, audit or join, makes a new
+signature necessary. Give the public half, signing.pem.pub, to those who verify; keep the private one.
+""",
+    "verify": """examples:
+  fedfm verify runs/mine --key signing.pem.pub         the signer's public key, which reached you by another way
+  fedfm verify runs/mine                               says which key signed, and whether it is yours
+
+Exit code 0: every file is as it was signed. 1: a file was changed, removed or added, the signature is not genuine, or
+another key than that of --key signed. 2: there is no signature. Without --key the answer says nothing about who signed:
+whoever changed a file may have signed the run again.
 """,
     "compare": """examples:
   fedfm compare runs/mine runs/other                   a table here, and the page compare.html
@@ -132,7 +150,8 @@ that are misspelt or out of bounds. `fedfm check` also checks files and rules ac
   flwr run flower CONNECTION --stream                  CONNECTION is a SuperLink's name in Flower's config.toml
 """,
     "silo": """examples:
-  fedfm silo silo.toml                                 before a SuperNode is started with it
+  fedfm silo check silo.toml                           before a SuperNode is started with it; also: fedfm silo silo.toml
+  fedfm silo show silo.toml                            what left, by run; what is left of each budget
 
 a silo's file, in the folder of its rows:
   name = "north"
@@ -143,6 +162,9 @@ a silo's file, in the folder of its rows:
   methods = ["my_methods:Cautious"]                    the same for code that is not fedfm's
   downloads = false                                    true: hub ids in models are downloaded
   allow = ["mean", "scores"]                           what it exposes: mean, reply, scores, reveal; []: nothing
+  allow_methods = ["fedavg"]                           the only methods it takes part in [all]
+  require = { aggregator = "secagg", smallest_cohort = 5 }   what every experiment must promise
+  budget = { epsilon = 8.0, bytes = 1000000000, rounds = 100 }   what it gives in its lifetime, over all runs
 """,
     "doctor": """examples:
   fedfm doctor                                         versions, cores, disk; what is missing

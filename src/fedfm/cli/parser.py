@@ -90,7 +90,24 @@ def build() -> argparse.ArgumentParser:
         "--pictures", type=Path, metavar="FILE", help="inversion: the attacker's own pictures [the run's test rows]"
     )
 
+    audit.add_argument(
+        "--dossier", action="store_true", help="also write dossier.html: two pages for a data protection officer"
+    )
+
     command("report", commands.report, "write a run's report.html again and print its table", run=True)
+
+    sign = command("sign", commands.sign, "sign the files of a run or of an exported model", json=True, run=True)
+    sign.add_argument(
+        "--key",
+        type=Path,
+        metavar="FILE",
+        help="Ed25519 private key, PEM; made if absent [~/.config/fedfm/signing.pem]",
+    )
+
+    verify = command(
+        "verify", commands.verify, "compare a run or an exported model with its signature", json=True, run=True
+    )
+    verify.add_argument("--key", type=Path, metavar="FILE", help="the public key that must have signed, PEM")
 
     compare = command("compare", commands.compare, "a table of several runs, and a page that compares them")
     compare.add_argument("run", type=Path, nargs="+", help="their directories")
@@ -138,7 +155,8 @@ def build() -> argparse.ArgumentParser:
     app.add_argument("folder", type=Path, help="is made")
     app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
 
-    silo = command("silo", commands.silo, "check a silo's file: its rows, and what it lets the server see", json=True)
+    silo = command("silo", commands.silo, "check a silo's file, or show what left the silo by its ledger", json=True)
+    silo.add_argument("what", nargs="?", choices=("check", "show"), default="check", help="which of the two [check]")
     silo.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers")
 
     command("doctor", commands.doctor, "check this installation", json=True)
