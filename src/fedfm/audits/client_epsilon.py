@@ -20,6 +20,7 @@ from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the models disclose more about single clients than the stated epsilon allows?"
+METHODS = ("fedavg", "fedprox")  # their model moves by the mean
 CONFIDENCE = 0.999  # of each of the two refutations; audits are repeated
 
 
@@ -31,12 +32,11 @@ class ClientEpsilon(Audit):
     epsilon. Noise that two rounds share cancels in their difference.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("fedavg", "fedprox")  # their model moves by the mean
     replies: ClassVar[bool] = False
 
     def reads(self, run: Run) -> bool:
         mechanism = run.experiment.aggregation.mechanism
-        return super().reads(run) and isinstance(mechanism, CentralGaussian)
+        return run.experiment.method_name in METHODS and isinstance(mechanism, CentralGaussian)
 
     def unfit(self, run: Run) -> str | None:
         hidden = run.experiment.aggregation.mechanism.hidden  # type: ignore[attr-defined]
