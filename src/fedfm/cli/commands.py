@@ -163,6 +163,24 @@ def report(args: Any) -> int:
     return 0
 
 
+def sign(args: Any) -> int:
+    """``fedfm sign``."""
+    from fedfm.runtime.signature import sign
+
+    found = sign(args.run, args.key)
+    lines = [f"{found['signature']}: {found['files']} files", f"key {found['fingerprint']}", found["key"]]
+    return _say(args, found, "\n".join(lines))
+
+
+def verify(args: Any) -> int:
+    """``fedfm verify``."""
+    from fedfm.runtime.signature import described, verify
+
+    found = verify(args.run, args.key)
+    _say(args, found.to_dict(), described(found))
+    return 0 if found.valid else 1
+
+
 def compare(args: Any) -> int:
     """``fedfm compare``."""
     from fedfm.report import compare

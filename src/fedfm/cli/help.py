@@ -80,6 +80,23 @@ writes only audit.json and report.html.
     "report": """examples:
   fedfm report runs/mine                               of an unfinished run: its rounds so far
 """,
+    "sign": """examples:
+  fedfm sign runs/mine                                 writes runs/mine/signature.json
+  fedfm sign runs/mine --key officer.pem               with a key of your own; it is made if it is absent
+  fedfm sign adapter                                   a folder that `fedfm export` wrote
+
+The signature covers every file of the run but private/, which nobody else has: manifest, metrics, messages, report,
+audit.json, models and checkpoints. Whatever writes one of them later, e.g. resume, audit or join, makes a new
+signature necessary. Give the public half, signing.pem.pub, to those who verify; keep the private one.
+""",
+    "verify": """examples:
+  fedfm verify runs/mine --key signing.pem.pub         the signer's public key, which reached you by another way
+  fedfm verify runs/mine                               says which key signed, and whether it is yours
+
+Exit code 0: every file is as it was signed. 1: a file was changed, removed or added, the signature is not genuine, or
+another key than that of --key signed. 2: there is no signature. Without --key the answer says nothing about who signed:
+whoever changed a file may have signed the run again.
+""",
     "compare": """examples:
   fedfm compare runs/mine runs/other                   a table here, and the page compare.html
   fedfm compare runs/demo-*/* --out demo.html

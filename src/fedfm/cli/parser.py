@@ -91,6 +91,19 @@ def build() -> argparse.ArgumentParser:
 
     command("report", commands.report, "write a run's report.html again and print its table", run=True)
 
+    sign = command("sign", commands.sign, "sign the files of a run or of an exported model", json=True, run=True)
+    sign.add_argument(
+        "--key",
+        type=Path,
+        metavar="FILE",
+        help="Ed25519 private key, PEM; made if absent [~/.config/fedfm/signing.pem]",
+    )
+
+    verify = command(
+        "verify", commands.verify, "compare a run or an exported model with its signature", json=True, run=True
+    )
+    verify.add_argument("--key", type=Path, metavar="FILE", help="the public key that must have signed, PEM")
+
     compare = command("compare", commands.compare, "a table of several runs, and a page that compares them")
     compare.add_argument("run", type=Path, nargs="+", help="their directories")
     compare.add_argument("--out", type=Path, default=Path("compare.html"), help="the page [compare.html]")

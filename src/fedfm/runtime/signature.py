@@ -1,0 +1,283 @@
+"""``signature.json``: an Ed25519 signature over the SHA-256 of every file of a run or of an exported model.
+
+It covers all files but itself and ``private/``, which nobody else has. The signed bytes are ``signature.json`` without
+its last entry: ``json.dumps(body, indent=1)``, in the encoding of :func:`fedfm.privacy.crypto.keys.encoded`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from fedfm.core import storage
+from fedfm.core.text import to_json, visible
+from fedfm.errors import InputError
+from fedfm.privacy.crypto import keys
+from fedfm.runtime.run_directory import Run
+
+FILE, VERSION = "signature.json", 1
+_PURPOSE = "fedfm signature of a folder"
+_FIELDS = ("version", "signed", "key", "files")  # of the signed body, in this order
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What :func:`verify` found.
+
+    Attributes:
+        fingerprint: of the key that signed, as :func:`fingerprint` writes it.
+        signed: when, as the signer's clock had it.
+        trusted: why this key is the right one: ``"pinned"``: it was given; ``"own"``: it is this user's; None: nobody
+            vouches for it.
+        genuine: whether ``signature.json`` itself is as that key signed it.
+        pinned_other: whether another key was given.
+        holds, changed, missing, added: names of files; an added one is not covered.
+    """
+
+    fingerprint: str
+    signed: str
+    trusted: str | None
+    genuine: bool
+    pinned_other: bool
+    holds: tuple[str, ...]
+    changed: tuple[str, ...]
+    missing: tuple[str, ...]
+    added: tuple[str, ...]
+
+    @property
+    def valid(self) -> bool:
+        """Whether the folder is as it was signed, and not by another key than the one that was given."""
+        return self.genuine and not (self.pinned_other or self.changed or self.missing or self.added)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON."""
+        return {"valid": self.valid, **asdict(self)}
+
+
+def default_key() -> Path:
+    """The user's signing key, a PEM file outside of every run."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "fedfm" / "signing.pem"
+
+
+def fingerprint(public: bytes) -> str:
+    """Short name of a public key of 32 bytes, to compare by telephone.
+
+    Example:
+        >>> fingerprint(bytes(32))[:20]
+        'SHA256:66687aadf862b'
+    """
+    return f"SHA256:{hashlib.sha256(public).hexdigest()}"
+
+
+def sign(folder: Path, key: Path | None = None) -> dict[str, Any]:
+    """Sign a run, finished or not, or an exported model; an earlier signature is replaced.
+
+    Args:
+        key: PEM file of an Ed25519 private key [:func:`default_key`]. An absent one is made, with its public half in
+            a file of the same name and ``.pub``.
+
+    Returns:
+        ``signature``: path of the file; ``key``: of the public half; ``fingerprint``; ``files``: how many.
+
+    Raises:
+        InputError: there is no run and no model, another process runs it, a file is a link, or the key is unusable.
+    """
+    key = default_key() if key is None else key
+    if key.resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"--key {key}: a private key must not lie in the folder that is shared; give another place")
+    with _locked(folder):
+        storage.sweep(folder, FILE)
+        private = _private(key)
+        digests = dict(_digests(folder))
+        for name, digest in digests.items():
+            if digest is None:
+                raise InputError(
+                    f"{folder / name} is a link or no plain file: a signature cannot cover it; take it out"
+                )
+        public = keys.identity_of(private)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        body = {"version": VERSION, "signed": now, "key": public.hex(), "files": digests}
+        text = _file(body, keys.sign(private, _PURPOSE, _signed_text(body)).hex())
+        storage.write_atomic(folder / FILE, text)
+    found = {"signature": str(folder / FILE), "key": str(_public_file(key)), "fingerprint": fingerprint(public)}
+    return found | {"files": len(digests)}
+
+
+def verify(folder: Path, key: Path | None = None) -> Verified:
+    """Compare a folder with its signature. Reads only.
+
+    Args:
+        key: PEM file of the public key that must have signed. Without it, whoever can change the files can sign them
+            again with a key of their own; ``Verified.trusted`` then says whether the key is this user's.
+
+    Raises:
+        InputError: there is no signature, a later release wrote it, or ``key`` is not a public key.
+    """
+    pinned = None if key is None else _public(key)
+    try:
+        data = (folder / FILE).read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"{folder} is not signed: it has no {FILE}; `fedfm sign {folder}` writes one") from None
+    body, signature = _parsed(data)
+    if isinstance(body["version"], int) and body["version"] > VERSION:
+        raise InputError(f"{folder / FILE}: version {body['version']}; this release reads up to {VERSION}")
+    public, files = _bytes(body["key"]), body["files"] if isinstance(body["files"], dict) else {}
+    genuine = data == _file(body, signature) and keys.signed(public, _bytes(signature), _PURPOSE, _signed_text(body))
+    now = dict(_digests(folder))
+    own = None
+    with contextlib.suppress(OSError, InputError):
+        own = _public(_public_file(default_key()))
+    return Verified(
+        fingerprint(public),
+        str(body["signed"]),
+        "pinned" if public == pinned else "own" if pinned is None and public == own else None,
+        genuine,
+        pinned not in (None, public),
+        holds=tuple(name for name in files if now.get(name) is not None and now[name] == files[name]),
+        changed=tuple(name for name in files if name in now and (now[name] is None or now[name] != files[name])),
+        missing=tuple(name for name in files if name not in now),
+        added=tuple(name for name in now if name not in files),
+    )
+
+
+def described(found: Verified) -> str:
+    """A line for each file, and who signed."""
+    named = {"holds": found.holds, "changed": found.changed, "missing": found.missing, "added": found.added}
+    lines = [f"{how:<8} {visible(name)}" for how, names in named.items() for name in names]
+    lines.append(f"signed {visible(found.signed)} by the key {found.fingerprint}")
+    if not found.genuine:
+        lines.append(f"{FILE} is not what a key signed: nothing above is certain")
+    if found.pinned_other:
+        lines.append("This is another key than that of --key.")
+    elif found.trusted is None:
+        lines.append("UNKNOWN KEY: whoever changed a file may have signed again. Compare this fingerprint with the one")
+        lines.append("that the signer tells you, or give the signer's public key with --key.")
+    else:
+        lines.append("This is your own key." if found.trusted == "own" else "This is the key of --key.")
+    return "\n".join(lines)
+
+
+def _locked(folder: Path) -> contextlib.AbstractContextManager[None]:
+    if (folder / "manifest.json").exists() or not any(folder.glob("*.safetensors")):
+        return Run.open(folder).lock()
+    return contextlib.nullcontext()  # an exported model
+
+
+def _digests(folder: Path) -> Iterator[tuple[str, str | None]]:
+    """(name, SHA-256) of every covered file in order of names; None in place of the digest of a link or a device.
+
+    As for a run that goes on, a top folder may be a link to another disk.
+    """
+    for top in sorted(folder.iterdir()):
+        if top.name in (FILE, "private"):
+            continue
+        if not top.is_dir():
+            yield top.name, _digest(top)
+            continue
+        for where, folders, files in os.walk(top):
+            folders.sort()
+            here = Path(where)
+            names = sorted([*files, *(name for name in folders if (here / name).is_symlink())])
+            yield from ((str((here / name).relative_to(folder)), _digest(here / name)) for name in names)
+
+
+def _digest(path: Path) -> str | None:
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return None
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _signed_text(body: dict[str, Any]) -> bytes:
+    return to_json(body, indent=1, ascii=True).encode()
+
+
+def _file(body: dict[str, Any], signature: str) -> bytes:
+    return to_json(body | {"signature": signature}, indent=1, ascii=True).encode() + b"\n"
+
+
+def _parsed(data: bytes) -> tuple[dict[str, Any], str]:
+    """Body and signature of the file; a body without values if it is not one."""
+    try:
+        found = json.loads(data)
+        return {name: found[name] for name in _FIELDS}, str(found["signature"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return dict.fromkeys(_FIELDS), ""
+
+
+def _bytes(text: Any) -> bytes:
+    """The bytes of lower-case hexadecimal digits; none of anything else."""
+    try:
+        found = bytes.fromhex(text)
+    except (ValueError, TypeError):
+        return b""
+    return found if found.hex() == text else b""
+
+
+def _public_file(key: Path) -> Path:
+    return key.with_name(f"{key.name}.pub")
+
+
+def _private(path: Path) -> bytes:
+    """The private key of a file, which is made if it is absent.
+
+    Raises:
+        InputError: it cannot be made, others can read it, or it is no Ed25519 key without a password.
+    """
+    try:
+        if not path.exists():
+            _make(path)
+        mode, data = path.stat().st_mode, path.read_bytes()
+    except OSError as error:
+        raise InputError(f"--key {path}: {error.strerror}") from None
+    if mode & 0o077:
+        raise InputError(f"--key {path}: others can read this private key; `chmod 600 {path}`, or make a new one")
+    try:
+        found = serialization.load_pem_private_key(data, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        found = None
+    if not isinstance(found, Ed25519PrivateKey):
+        raise InputError(f"--key {path}: expected an Ed25519 private key as PEM, without a password")
+    return found.private_bytes_raw()
+
+
+def _make(path: Path) -> None:
+    """Draw a key. Of two processes that do so at the same time one's is kept, and both use it."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = Ed25519PrivateKey.generate()
+    pem = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    storage.write_atomic(temporary, made.private_bytes(*pem), 0o600)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    finally:
+        temporary.unlink()
+    pem_of_public = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    storage.write_atomic(_public_file(path), made.public_key().public_bytes(*pem_of_public))
+
+
+def _public(path: Path) -> bytes:
+    try:
+        found = serialization.load_pem_public_key(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"--key {path}: {error.strerror}") from None
+    except (ValueError, UnsupportedAlgorithm):
+        found = None
+    if not isinstance(found, Ed25519PublicKey):
+        raise InputError(f"--key {path}: expected an Ed25519 public key as PEM; fedfm sign writes one beside its key")
+    return found.public_bytes_raw()
