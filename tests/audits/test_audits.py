@@ -50,12 +50,14 @@ def by_name(found):
 
 
 def prints(folder):
-    """Every file's digest, but of what an audit may write."""
-    return {
+    """Every file's digest, but of what an audit may write; of the manifest all but the audits' verdicts."""
+    files = {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
         for p in sorted(folder.rglob("*"))
-        if p.is_file() and p.name not in ("audit.json", "report.html")
+        if p.is_file() and p.name not in ("audit.json", "report.html", "manifest.json")
     }
+    manifest = json.loads((folder / "manifest.json").read_text())
+    return files | {"manifest.json": {key: value for key, value in manifest.items() if key != "audits"}}
 
 
 def change(path, **values):

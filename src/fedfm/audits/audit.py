@@ -18,6 +18,7 @@ from fedfm.errors import InputError, close, listed
 from fedfm.runtime.run_directory import Run
 
 FILE = "audit.json"
+VERDICT = ("name", "question", "verdict", "bound", "contradicts")  # of a finding, in the manifest: no figure of rows
 Notice = Callable[[str], None]
 
 
@@ -95,6 +96,8 @@ def perform(
 ) -> list[Finding]:
     """Attack a finished run, and add the findings to its ``audit.json``; a new finding replaces one of the same name.
 
+    The manifest gets their verdicts.
+
     Args:
         names: which attacks [all cheap ones that apply].
         notice: receives texts on progress.
@@ -114,8 +117,11 @@ def perform(
         found += audit.findings(again, notice, **options)
     fresh = {f.name for f in found}
     kept = [f for f in earlier(run.path) if f["name"] not in fresh]
-    text = to_json({"run": str(run.path), "findings": kept + [f.to_dict() for f in found]}, indent=1, ascii=True)
+    everything = kept + [f.to_dict() for f in found]
+    text = to_json({"run": str(run.path), "findings": everything}, indent=1, ascii=True)
     storage.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
+    run.manifest["audits"] = [{key: f.get(key) for key in VERDICT} for f in everything]
+    run.write_manifest()
     return found
 
 

@@ -75,7 +75,7 @@ notices and the report say what is missing.
 A finding is a measurement with an interval and a verdict: "leaks", "holds" or "inconclusive". Exit code 0: the audit
 is done, and refutes no claim of the run. 1: a measurement refutes a claim of the run, e.g. its epsilon. 2: the run
 cannot be audited. The audit replays the run in this process, from its experiment, its data and its private/ keys, and
-writes only audit.json and report.html.
+writes only audit.json, report.html and the verdicts in manifest.json.
 """,
     "report": """examples:
   fedfm report runs/mine                               of an unfinished run: its rounds so far

@@ -252,7 +252,8 @@ class Federation:
         self._on_excluded(excluded)
 
     def _record(self, name: str, reply: Reply, form: str, counted: bool) -> None:
-        down = Crossing(self.round, "server", reply.client, name, reply.nbytes_down, "plain", counted)
+        down = Crossing(self.round, "server", reply.client, name, reply.nbytes_down, "plain", counted, self.call)
         self.transcript.add(down)
         if reply.nbytes_up:
-            self.transcript.add(Crossing(self.round, reply.client, "server", name, reply.nbytes_up, form, counted))
+            up = Crossing(self.round, reply.client, "server", name, reply.nbytes_up, form, counted, self.call)
+            self.transcript.add(up)

@@ -18,6 +18,7 @@ class Crossing(NamedTuple):
         nbytes: size of the message's records as Flower serialises them, the same on every engine.
         form: form in which the receiver sees it: plain, masked or encrypted.
         counted: part of the method; hello and evaluation are listed but not counted.
+        call: number of the call in its round: all replies to one call go into the same mean.
     """
 
     round: int
@@ -27,10 +28,11 @@ class Crossing(NamedTuple):
     nbytes: int
     form: str
     counted: bool
+    call: int = 0
 
     def line(self) -> str:
         """A line of ``messages.jsonl``."""
-        keys = ("round", "from", "to", "handler", "bytes", "form", "counted")
+        keys = ("round", "from", "to", "handler", "bytes", "form", "counted", "call")
         return json.dumps(dict(zip(keys, self, strict=True)))
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from fedfm.core.text import finite, to_json
 from fedfm.report import client_weights
 from fedfm.report.page import aside, code, details, note, table
-from fedfm.report.read import RunFiles, Traffic, mapping, numeric, sequence
+from fedfm.report.read import RunFiles, mapping, numeric, sequence
 from fedfm.report.text import count, esc, number, plural, size, toml
+from fedfm.runtime.disclosure import guarantee
+from fedfm.runtime.seen import MEAN, SERVER, Traffic
 
 _WAY = {"up": "client to server", "down": "server to client", "across": "client to client"}
 _RECEIVED = {"up": "The server received {h}", "down": "Clients received {h}"}
@@ -28,20 +31,23 @@ _READ = {
     ("across", "encrypted"): f"{_KEY}.",
 }
 _NEIGHBOURS = {
-    "add_remove": "data sets that differ by one row more or less",
-    "replace": "data sets that differ in one row with the same label; the counts of classes are public",
-    "replace_any": "data sets that differ in one row and its label",
+    ("record", "add_remove"): " Neighbours: data sets that differ by one row more or less.",
+    ("record", "replace"): " Neighbours: data sets that differ in one row with the same label; the counts of classes "
+    "are public.",
+    ("record", "replace_any"): " Neighbours: data sets that differ in one row and its label.",
+    ("client", "add_remove"): " Neighbours: federations that differ by one client more or less.",
+    ("client", "replace"): " Neighbours: federations that differ in all rows of one client.",
 }
 _RATES = (1e5, 1e6, 1e7)  # bytes a second of a client's link
-_MEAN = "train."  # prefix of handlers whose replies the server only averages
+_FORMS = ("plain", "masked", "encrypted")
 
 
 def messages(run: RunFiles) -> str:
     """Bytes per message type, and what their receivers could read."""
-    if not run.traffic:
+    if not run.seen.traffic:
         return note("No message has been recorded yet.")
-    n = sum(t.messages for t in run.traffic)
-    own = [t for t in run.traffic if t.counted]
+    n = sum(t.messages for t in run.seen.traffic)
+    own = [t for t in run.seen.traffic if t.counted]
     up, down, across = (sum(t.bytes for t in own if t.direction == way) for way in _WAY)
     text = f"{plural(n, 'message')}. The method's own: {size(up)} up, {size(down)} down"
     text += f", {size(across)} between clients." if across else "."
@@ -57,17 +63,37 @@ def messages(run: RunFiles) -> str:
             str(t.clients),
             "yes" if t.counted else "no",
         ]
-        for t in run.traffic
+        for t in run.seen.traffic
     ]
     head = ["handler", "direction", "form", "messages", "total", "mean", "seconds", "clients", "counted"]
     listing = table(head, rows, "Messages by handler, direction and form", words=(1, 2))
     listing += note("Seconds: what a mean message takes on a client's link of 0.1, 1 and 10 MB/s.")
-    if any(not t.counted for t in run.traffic):
+    if any(not t.counted for t in run.seen.traffic):
         listing += note("Not counted: the hello and evaluation, which are not part of the method's own cost.")
-    sentences = "".join(f"<li>{_sentence(t)}</li>" for t in run.traffic)
+    sentences = "".join(f"<li>{_sentence(t)}</li>" for t in run.seen.traffic)
     meaning = note("In the clear: to the receiver. In a deployment TLS hides every message from all others.")
-    listing += f'<h3>Who saw what</h3><ul class="plain">{sentences}</ul>{meaning}'
-    return note(text + _operations(run)) + listing
+    listing += f'<h3>Who saw what</h3><ul class="plain">{sentences}</ul>{note(esc(smallest_sum(run)))}{meaning}'
+    return note(text + _operations(run)) + listing + _received(run)
+
+
+def smallest_sum(run: RunFiles) -> str:
+    """A sentence on the smallest number of clients in a sum that the server saw."""
+    least = run.seen.smallest_sum
+    if least == 1:
+        return "The smallest sum that the server saw has 1 update: it could read what each client sent."
+    if least is not None:
+        return f"The smallest sum that the server saw has {count(least)} updates; it read no client's update by itself."
+    replies = any(t.direction == "up" and t.form == "masked" for t in run.seen.traffic)
+    return "This log does not say how many updates are in each sum." if replies else "The server could read no update."
+
+
+def _received(run: RunFiles) -> str:
+    """Bytes that each party received, by form; folded."""
+    parties = sorted(run.seen.received.items(), key=lambda item: (item[0] != SERVER, item[0]))
+    forms = [*_FORMS, *sorted({form for _, by in parties for form in by} - {*_FORMS})]
+    rows = [[party, *(size(by[form]) if form in by else "" for form in forms)] for party, by in parties]
+    listing = table(["party", *forms], rows, "Bytes that each party received, by form")
+    return details(f"What each of {plural(len(rows), 'party', 'parties')} received", listing)
 
 
 def _operations(run: RunFiles) -> str:
@@ -92,30 +118,39 @@ def _sentence(t: Traffic) -> str:
     if (t.direction, t.form) not in _READ:
         return f"{handler} went from {_WAY[t.direction]} in the unknown form “{esc(t.form)}”."
     text = _RECEIVED[t.direction].format(h=handler) + _READ[t.direction, t.form]
-    averaged = (t.direction, t.form) == ("up", "plain") and t.handler.startswith(_MEAN)
+    averaged = (t.direction, t.form) == ("up", "plain") and t.handler.startswith(MEAN)
     return text + " The method asks only for their mean." * averaged
 
 
 def privacy(run: RunFiles) -> str:
     """The privacy that the run claims, and its ledger."""
     ledger = mapping(run.manifest.get("ledger"))
-    epsilon = numeric(run.result.get("epsilon", ledger.get("epsilon")))
-    asked = mapping(run.experiment.get("privacy"))
     entries = [mapping(e) for e in sequence(ledger.get("entries"))]
-    text = "No differential privacy is claimed for this run."
-    if epsilon is not None:
-        unit, delta = asked.get("unit"), numeric(asked.get("delta"))
-        text = f"Spent: epsilon = {number(epsilon)}" + (f" at delta = {number(delta)}" if delta is not None else "")
-        text += f", unit: {unit}." if unit else "."
-        relations = dict.fromkeys(str(e["relation"]) for e in entries if e.get("relation") in _NEIGHBOURS)
-        text += "".join(f" Neighbours: {_NEIGHBOURS[r]}." for r in relations)
-        text += "".join(f" Note: {n}." for n in dict.fromkeys(str(e["note"]) for e in entries if e.get("note")))
+    text, listed = claimed(run)
+    assumed = "".join(f"<li>{esc(line)}</li>" for line in listed)
+    head = note(esc(text)) + (f'{note("It assumes:")}<ul class="plain">{assumed}</ul>' if listed else "")
     keys = list(dict.fromkeys(k for e in entries for k in e))
     if not keys:
-        return note(esc(text))
+        return head
     rows = [[str(i), *(_plain(e.get(k)) for k in keys)] for i, e in enumerate(entries, start=1)]
     listing = table(["entry", *map(str, keys)], rows, "Ledger", words=range(1, len(keys) + 1))
-    return note(esc(text)) + details(f"Ledger: {plural(len(rows), 'entry', 'entries')}", listing)
+    return head + details(f"Ledger: {plural(len(rows), 'entry', 'entries')}", listing)
+
+
+def claimed(run: RunFiles) -> tuple[str, list[str]]:
+    """What differential privacy the run claims, in a sentence, and what it assumes."""
+    ledger = mapping(run.manifest.get("ledger"))
+    spent = {**ledger, "epsilon": run.result.get("epsilon", ledger.get("epsilon"))}
+    found = guarantee(spent, mapping(run.experiment.get("privacy")))
+    if found is None:
+        return "No differential privacy is claimed for this run.", []
+    epsilon, delta = numeric(found["epsilon"]), numeric(found["delta"])
+    text = f"Spent: epsilon = {number(math.inf if epsilon is None else epsilon)}"
+    text += f" at delta = {number(delta)}" if delta is not None else ""
+    text += f", unit: {found['unit']}." if found["unit"] else "."
+    text += _NEIGHBOURS.get((found["unit"], found["relation"]), "")
+    text += "".join(f" Note: {line}." for line in found["notes"])
+    return text, list(map(str, found["assumptions"]))
 
 
 def manifest(run: RunFiles) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 from fedfm.errors import InputError
 from fedfm.report.text import finite, numbers
 from fedfm.runtime import logs
+from fedfm.runtime.seen import Seen, seen
 
 SCHEMA = 1  # newest version of the manifest that this module reads
-SERVER = "server"
 BASE_AND_NEW = ("base_accuracy", "new_accuracy", "harmonic_mean")  # as fedfm.models.metrics names them
 
 
@@ -47,26 +47,13 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """All crossings of one handler in one direction and form."""
-
-    handler: str
-    direction: str  # up, down, across
-    form: str  # plain, masked, encrypted
-    counted: bool
-    messages: int
-    bytes: float
-    clients: int
-
-
-@dataclass(frozen=True)
 class RunFiles:
     """Content of the files of one run.
 
     Attributes:
         result: the result line, empty while the run is unfinished.
         rounds: committed rounds in order of number.
-        traffic: the crossings, summed; largest first.
+        seen: the crossings, summed.
         missing: one sentence for each damaged or missing record, and for each file that the run continued without.
     """
 
@@ -74,7 +61,7 @@ class RunFiles:
     manifest: Mapping[str, Any]
     result: Mapping[str, Any]
     rounds: tuple[Round, ...]
-    traffic: tuple[Traffic, ...]
+    seen: Seen
     missing: tuple[str, ...]
 
     @property
@@ -191,6 +178,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
     result = mapping(manifest.get("result"))
     # A resumed round replaces the one written before the kill.
     rounds = {r.number: r for r in map(_round, _lines(run_dir / logs.METRICS))}
+    left_out = {(r.number, client) for r in rounds.values() for client, _, _ in r.excluded}
     lost = [mapping(mark) for mark in sequence(manifest.get("lost"))]
     missing = [f"{mark.get('file')} {mark.get('how')}: the run continued without it" for mark in lost]
     return RunFiles(
@@ -198,7 +186,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
         manifest=manifest,
         result=result,
         rounds=_spans([rounds[t] for t in sorted(rounds)]),
-        traffic=_traffic(run_dir / logs.MESSAGES) if messages else (),
+        seen=seen(run_dir / logs.MESSAGES, left_out) if messages else Seen((), {}, None),
         missing=(*missing, *_gaps(run_dir, result, max(rounds, default=0), messages)),
     )
 
@@ -280,17 +268,3 @@ def whole(value: Any) -> float:
     """The value if it is a finite number, else 0."""
     x = numeric(value)
     return x if finite(x) else 0.0
-
-
-def _traffic(path: Path) -> tuple[Traffic, ...]:
-    sums: dict[tuple[str, str, str, bool], tuple[int, float, set[str]]] = {}
-    for line in _lines(path):
-        sender, receiver = str(line.get("from", "")), str(line.get("to", ""))
-        direction = "up" if receiver == SERVER else "down" if sender == SERVER else "across"
-        counted = line.get("counted") is not False
-        key = (str(line.get("handler", "")), direction, str(line.get("form", "plain")), counted)
-        n, total, clients = sums.get(key, (0, 0.0, set()))
-        clients.add(receiver if direction == "down" else sender)
-        sums[key] = (n + 1, total + whole(line.get("bytes")), clients)
-    rows = (Traffic(*key, n, total, len(clients)) for key, (n, total, clients) in sums.items())
-    return tuple(sorted(rows, key=lambda r: (not r.counted, -r.bytes, r.handler, r.direction)))

@@ -36,19 +36,58 @@ _WITHOUT_PRIVACY = (
     "weights.npz, arrays/ and the map in report.html, where a method weighs clients against each other, say whose rows "
     "resemble whose.",
 )
+_ALWAYS = (
+    "The frozen weights of the model were not trained on the rows.",
+    "Names of clients and classes, test rows, durations, failures and the verdicts of audits are public.",
+    "No other run uses the same rows: the epsilons of several runs add up.",
+)
+_BY_UNIT = {
+    "record": "A person has one row at one client: a person with several rows, or at several clients, spends more.",
+    "client": "A person's rows lie at one client: a person at several clients spends more.",
+}
 _UNDER_PRIVACY = (
     f"private/ holds clients' memories and keys, and in {FILE} the exact numbers of rows by client and class: never "
     "share it.",
     "audit.json names single training rows, and report.html tells of them, too, once the run was audited.",
     "All other files are made of what the clients released, the experiment and the test rows: what they tell of a "
     "training row is what the ledger states. It covers neither the test rows, on which accuracies are computed, nor "
-    "the names of clients and classes, how long a round took, and which client failed.",
+    "the names of clients and classes, how long a round took, which client failed, and the verdicts of audits.",
 )
 
 
 def do_not_share(privacy: object | None) -> list[str]:
     """The manifest's sentences on what must not be shared."""
     return list(_WITHOUT_PRIVACY if privacy is None else _UNDER_PRIVACY)
+
+
+def guarantee(ledger: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The differential privacy that a run's ledger claims; None if it claims none.
+
+    Args:
+        privacy: the experiment's table.
+
+    Returns:
+        ``epsilon`` (None: infinite), ``delta``, ``unit``, ``relation``, ``mechanism``, ``composition``,
+        ``notes`` of the releases, and ``assumptions``: what else must be true.
+    """
+    listed = ledger.get("entries")
+    entries = [e for e in listed if isinstance(e, dict)] if isinstance(listed, list) else []
+    spent = [e for e in entries if "mechanism" in e]
+    if not spent and ledger.get("epsilon") is None:
+        return None
+
+    def told(key: str) -> list[str]:
+        return list(dict.fromkeys(str(e[key]) for e in spent if e.get(key)))
+
+    asked = privacy or {}
+    unit = " and ".join(told("unit")) or str(asked.get("unit") or "")
+    deltas = [e["delta"] for e in spent if isinstance(e.get("delta"), float | int)]
+    assumptions = [*(text for key, text in _BY_UNIT.items() if unit == key), *_ALWAYS]
+    if trials := len([e for e in entries if e.get("what") == "tuning"]):
+        assumptions.append(f"The {trials} runs that chose the learning rate are not in this epsilon.")
+    found = {"epsilon": ledger.get("epsilon"), "delta": max(deltas, default=asked.get("delta")), "unit": unit or None}
+    found |= {key: " and ".join(told(key)) or None for key in ("relation", "mechanism", "composition")}
+    return found | {"notes": told("note"), "assumptions": assumptions}
 
 
 def fingerprints(run: Run, table: Table, model: str) -> dict[str, str]:

@@ -18,9 +18,11 @@ from fedfm.models.metrics import BASE_AND_NEW
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, logs
+from fedfm.runtime.disclosure import guarantee
 from fedfm.runtime.evaluation import ANSWERS, Evaluator
 from fedfm.runtime.predictions import feature_transform, kept
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.seen import seen
 
 # Metrics of the last evaluation, in the order of the result line.
 _METRICS = ["accuracy", "global_accuracy", "local_accuracy", "client_accuracy", "local_loss", "balanced_accuracy"]
@@ -92,6 +94,9 @@ def finish(
         if text not in run.manifest["notices"]:  # a resumed run may have it already
             run.manifest["notices"].append(text)
             notice(text)
+    privacy = run.manifest["experiment"].get("privacy")
+    run.manifest["seen"] = seen(run.path / logs.MESSAGES, {(e.round, e.client) for e in fed.excluded}).to_dict()
+    run.manifest["guarantee"] = guarantee(run.manifest["ledger"] | {"epsilon": result["epsilon"]}, privacy)
     run.manifest["result"] = result
     run.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run.write_manifest()

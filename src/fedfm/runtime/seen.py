@@ -1,0 +1,89 @@
+"""Who received what, in which form: the crossings of ``messages.jsonl``, summed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedfm.runtime import logs
+
+SERVER = "server"
+MEAN = "train."  # prefix of handlers whose replies the server only averages
+_OF_ROWS = ("train", "query", "reveal")  # kinds of messages whose replies are made of a client's rows
+_MOST = 2**63  # of a count of bytes; a larger one was not written by a run
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All crossings of one handler in one direction and form."""
+
+    handler: str
+    direction: str  # up, down, across
+    form: str  # plain, masked, encrypted
+    counted: bool
+    messages: int
+    bytes: int
+    clients: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What each party received.
+
+    Attributes:
+        traffic: largest first.
+        received: bytes by party and form.
+        smallest_sum: the number of updates of which the server saw at least the sum: 1 if it saw one client's reply
+            alone; None if it saw no reply made of rows, or an earlier release wrote the log.
+    """
+
+    traffic: tuple[Traffic, ...]
+    received: Mapping[str, Mapping[str, int]]
+    smallest_sum: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for the manifest. Parties are the server and the clients together; the log has each client."""
+        by = {"up": ("clients", SERVER), "down": (SERVER, "clients"), "across": ("clients", "clients")}
+        rows = []
+        for t in self.traffic:
+            sender, receiver = by[t.direction]
+            row = asdict(t)
+            del row["direction"]
+            rows.append({"by": receiver, "from": sender, **row})
+        return {"smallest_sum": self.smallest_sum, "received": rows}
+
+
+def seen(path: Path, excluded: Collection[tuple[int, str]] = ()) -> Seen:
+    """Read a run's ``messages.jsonl``; damaged lines are skipped.
+
+    Args:
+        excluded: (round, client) of each exclusion; such a client's update may be missing from the round's sums.
+    """
+    sums: dict[tuple[str, str, str, bool], list[Any]] = {}
+    received: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    hidden: dict[tuple[int, int], int] = defaultdict(int)
+    alone, unknown = False, False
+    for line in (line for _, line, _ in logs.lines(path) if line is not None):
+        sender, receiver, handler = (str(line.get(key, "")) for key in ("from", "to", "handler"))
+        form, counted, size = str(line.get("form", "plain")), line.get("counted") is not False, line.get("bytes")
+        size = size if type(size) is int and 0 <= size < _MOST else 0
+        direction = "up" if receiver == SERVER else "down" if sender == SERVER else "across"
+        total = sums.setdefault((handler, direction, form, counted), [0, 0, set()])
+        total[0] += 1
+        total[1] += size
+        total[2].add(receiver if direction == "down" else sender)
+        received[receiver][form] += size
+        kind = handler.partition(".")[0]
+        if direction == "up" and kind in _OF_ROWS and (counted or kind == "reveal"):
+            call = line.get("call")
+            alone |= form == "plain"
+            unknown |= form == "masked" and type(call) is not int
+            if form == "masked" and type(call) is int and (line["round"], sender) not in excluded:
+                hidden[line["round"], call] += 1
+    rows = (Traffic(*key, n, total, len(clients)) for key, (n, total, clients) in sums.items())
+    traffic = tuple(sorted(rows, key=lambda r: (not r.counted, -r.bytes, r.handler, r.direction)))
+    smallest = 1 if alone else None if unknown else min(hidden.values(), default=None)
+    return Seen(traffic, received, smallest)
