@@ -134,19 +134,33 @@ def _incomplete(path: Path) -> list[str]:
 
 def audit(args: Any) -> int:
     """``fedfm audit``."""
-    from fedfm.audits.audit import perform
+    from fedfm.audits.audit import choose, perform
     from fedfm.audits.finding import lines
-    from fedfm.report import html
+    from fedfm.audits.replay import finished
+    from fedfm.report import dossier, html
+    from fedfm.runtime.run_directory import Run
 
     if args.pictures is not None and "inversion" not in args.attack:
         raise InputError("--pictures: only --attack inversion uses them; add it")
     progress = _watch()
-    found = perform(args.run, args.attack, progress.notice, pictures=args.pictures)
+    unfit, found = "", []
+    if args.dossier and not args.attack:  # of every finished run, with attacks or without
+        Run.open(args.run)
+        try:
+            choose(finished(args.run))
+        except InputError as error:
+            unfit = str(error).removeprefix(f"{args.run}: ")
+            tell(f"fedfm: {unfit}", sys.stderr)
+    if not unfit:
+        found = perform(args.run, args.attack, progress.notice, pictures=args.pictures)
     page = html.write(args.run)
-    result = {"run": str(args.run), "findings": [f.to_dict() for f in found]}
+    result: dict[str, Any] = {"run": str(args.run), "findings": [f.to_dict() for f in found]}
+    if args.dossier:
+        result["dossier"] = str(dossier.write(args.run, unfit))
     if missing := _incomplete(args.run):
         result["missing"] = missing
-    _say(args, result, f"{lines(found)}\nreport: {page}")
+    text = f"{lines(found)}\nreport: {page}" if found else f"report: {page}"
+    _say(args, result, text + (f"\ndossier: {result['dossier']}" if args.dossier else ""))
     return 1 if any(f.contradicts for f in found) else 0
 
 

@@ -89,6 +89,10 @@ def build() -> argparse.ArgumentParser:
         "--pictures", type=Path, metavar="FILE", help="inversion: the attacker's own pictures [the run's test rows]"
     )
 
+    audit.add_argument(
+        "--dossier", action="store_true", help="also write dossier.html: two pages for a data protection officer"
+    )
+
     command("report", commands.report, "write a run's report.html again and print its table", run=True)
 
     sign = command("sign", commands.sign, "sign the files of a run or of an exported model", json=True, run=True)

@@ -15,15 +15,22 @@ from fedfm.report.text import esc, number, plural
 FILE = "audit.json"
 
 
-def section(run: RunFiles) -> str:
-    """A table of verdicts, then a paragraph for each finding; nothing without an audit."""
+def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
+    """The findings in the run's audit.json, none if it is not a file of ``fedfm audit``; None without the file."""
     try:
         value = json.loads((run.path / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return ""
+        return None
     except (OSError, ValueError, RecursionError):
         value = None
-    found = [mapping(f) for f in sequence(mapping(value).get("findings")) if mapping(f)]
+    return [mapping(f) for f in sequence(mapping(value).get("findings")) if mapping(f)]
+
+
+def section(run: RunFiles) -> str:
+    """A table of verdicts, then a paragraph for each finding; nothing without an audit."""
+    found = findings(run)
+    if found is None:
+        return ""
     if not found:
         return note("The run has an audit.json that is not a file of <code>fedfm audit</code>.")
     rows = [[str(f.get("name")), *cells(f)] for f in found]

@@ -17,8 +17,8 @@ MOST_ROWS = 2000  # of a table; the run's own files have the rest
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
-def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: str) -> str:
-    """One self-contained document of (id, heading, HTML) sections."""
+def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: str, kind: str = "report") -> str:
+    """One self-contained document of (id, heading, HTML) sections; ``kind`` chooses among the style sheet's rules."""
     style = files("fedfm.report").joinpath("style.css").read_text(encoding="utf-8")
     links = "".join(f'<a href="#{i}">{esc(name)}</a>' for i, name, _ in sections)
     body = "".join(f'<section id="{i}"><h2>{esc(name)}</h2>{html}</section>\n' for i, name, html in sections)
@@ -26,7 +26,8 @@ def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: 
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="robots" content="noindex">'
-        f"<title>{esc(title)}</title><style>\n{style}</style></head>\n<body><header>{head}"
+        f"<title>{esc(title)}</title><style>\n{style}</style></head>\n"
+        f'<body class="{kind}"><header>{head}'
         f'<nav aria-label="Sections">{links}</nav></header>\n<main>{body}</main>\n'
         f"<footer>{foot}</footer></body></html>\n"
     )
