@@ -26,7 +26,7 @@ _MOST = 8  # rows of a table: one page of paper, or two
 # Kinds of attacks that the opinion names, and the findings of this library that are of the kind.
 _KINDS = {
     "membership inference": ("membership", "expert_membership", "task_vector.membership"),
-    "attribute inference": ("task_vector.",),
+    "attribute inference": ("task_vector.labels", "task_vector.shares", "task_vector.neighbours"),
     "exfiltration": (),
     "regurgitation of training data": (),
     "model inversion": ("inversion",),
@@ -87,7 +87,7 @@ def _purpose(run: RunFiles) -> str:
             ("Purpose of the model", None),
             ("Controllers and processors", None),
             ("Persons whose data these are; categories", None),
-            ("Task", str(model.get("task") or "not in the manifest")),
+            ("Model and task", f"{model.get('name')}; {model.get('task') or 'the task that the data imply'}"),
             ("Parties", f"{plural(len(clients), 'client')}{named}; one server"),
             ("Run", f"begun {run.manifest.get('created')}, finished {run.manifest.get('finished')}"),
         ]
