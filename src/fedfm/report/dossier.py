@@ -105,6 +105,7 @@ def _design(run: RunFiles) -> str:
         counted = "kept in private/data.json, because this run states an epsilon or hides updates"
     limit = f"; at most {data['limit']} rows were taken" if data.get("limit") else ""
     how = str(adaptation.get("name") or "none")
+    decay = numeric(mapping(method.get("local")).get("weight_decay"))
     epsilon, assumed = claimed(run)
     body = "<h3>Selection of sources</h3>"
     body += _facts([("Source", source), ("Why these sources; special categories; scraped data", None)])
@@ -116,7 +117,7 @@ def _design(run: RunFiles) -> str:
             ("Method", f"{run.method}, {plural(run.done_rounds, 'round')}; adaptation: {how}"),
             ("Aggregation", f"{aggregation.get('name') or 'mean'}. {smallest_sum(run)}"),
             ("Differential privacy", " ".join([epsilon, *(["It assumes:", *assumed] if assumed else [])])),
-            ("Regularisation against overfitting", f"weight_decay = {_local(method, 'weight_decay')}"),
+            *([("Regularisation", f"weight_decay = {decay:g}")] if decay is not None else []),
         ]
     )
     body += f"<h3>Data that left the clients</h3>{_left(run)}"
@@ -126,10 +127,6 @@ def _design(run: RunFiles) -> str:
 
 def _split(run: RunFiles) -> Any:
     return mapping(mapping(run.manifest.get("split")).get("clients"))
-
-
-def _local(method: Any, key: str) -> str:
-    return str(mapping(method.get("local")).get(key, "not in the manifest"))
 
 
 def _left(run: RunFiles) -> str:

@@ -32,7 +32,7 @@ _WITHOUT_PRIVACY = (
     "per-client accuracies do; the split in this manifest counts the rows of every client and class, and its "
     "fingerprint of the data decides between candidates for them.",
     "audit.json names single training rows, and says how far a foundation model that the server keeps is from what was "
-    "sent; of the latter report.html tells, too, once the run was audited.",
+    "sent; of the latter report.html and dossier.html tell, too, once the run was audited.",
     "weights.npz, arrays/ and the map in report.html, where a method weighs clients against each other, say whose rows "
     "resemble whose.",
 )
@@ -48,7 +48,8 @@ _BY_UNIT = {
 _UNDER_PRIVACY = (
     f"private/ holds clients' memories and keys, and in {FILE} the exact numbers of rows by client and class: never "
     "share it.",
-    "audit.json names single training rows, and report.html tells of them, too, once the run was audited.",
+    "audit.json names single training rows, and report.html and dossier.html tell of them, too, once the run was "
+    "audited.",
     "All other files are made of what the clients released, the experiment and the test rows: what they tell of a "
     "training row is what the ledger states. It covers neither the test rows, on which accuracies are computed, nor "
     "the names of clients and classes, how long a round took, which client failed, and the verdicts of audits.",
