@@ -15,6 +15,7 @@ from fedfm.config.registry import available
 from fedfm.core import storage
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, close, listed
+from fedfm.runtime.population import populate
 from fedfm.runtime.run_directory import Run
 
 FILE = "audit.json"
@@ -29,14 +30,20 @@ class Audit(ABC):
         methods: names of the methods whose messages it reads.
         by_default: whether it runs if no attack is named; it then takes seconds only.
         replies: whether it reads ``Replay.seen``, which keeps every reply in memory.
+        replays: whether it reads the run's own rounds; else it gets the population only.
     """
 
     methods: ClassVar[tuple[str, ...]] = ()
     by_default: ClassVar[bool] = True
     replies: ClassVar[bool] = True
+    replays: ClassVar[bool] = True
+
+    def reads(self, run: Run) -> bool:
+        """Whether it is about runs of this kind."""
+        return run.experiment.method_name in self.methods
 
     def unfit(self, run: Run) -> str | None:
-        """Why it does not apply to this run of one of its methods; None if it does."""
+        """Why it does not apply to this run, which it :meth:`reads`; None if it does."""
         return None
 
     def watch(self, run: Run) -> Watch | None:
@@ -67,7 +74,7 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
         InputError: a name is unknown, its audit does not apply, or none applies; the message lists those that do.
     """
     there, method = audits(), run.experiment.method_name
-    known = {name: a for name, a in there.items() if method in a.methods}
+    known = {name: a for name, a in there.items() if a.reads(run)}
     if not known:
         methods = sorted({m for a in there.values() for m in a.methods})
         raise InputError(f"{run.path}: no audit reads the messages of {method}; there are audits of {listed(methods)}")
@@ -76,7 +83,7 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
     for name in names:
         if name not in there:
             raise InputError(f"--attack {name}: expected {listed(fitting)}{close(name, fitting)}")
-        why = unfit.get(name) if name in known else f"it does not read the messages of {method}"
+        why = unfit.get(name) if name in known else f"it does not read the messages of this run of {method}"
         if why is not None:
             instead = f"; attacks on this run: {listed(fitting)}" if fitting else ""
             raise InputError(f"--attack {name}: {why}{instead}")
@@ -110,7 +117,11 @@ def perform(
     chosen = choose(run, names)
     watches = {name: audit.watch(run) for name, audit in chosen.items()}
     watched = {name: watch for name, watch in watches.items() if watch is not None}
-    again = replay(run, notice, watched, keep=any(audit.replies for audit in chosen.values()))
+    reading = [audit for audit in chosen.values() if audit.replays]
+    if reading:
+        again = replay(run, notice, watched, keep=any(audit.replies for audit in reading))
+    else:
+        again = Replay(run, populate(run.experiment), ())
     found = []
     for name, audit in chosen.items():
         notice(f"attack: {name}")
