@@ -18,6 +18,7 @@ from fedfm.config.registry import available, resolve
 from fedfm.core.capabilities import secrets_of
 from fedfm.core.method import Method
 from fedfm.errors import InputError
+from fedfm.privacy.composition import Releases, epsilon_of
 from small import checked, experiment, pictures, tiny_vit
 
 METHODS = sorted(available("methods"))
@@ -170,6 +171,27 @@ SETTINGS = [
 ]
 
 
+CLIENT = {"unit": "client", "noise_multiplier": 0.5, "clip_norm": 10.0, "delta": 1e-5}
+# fmt: off
+NOISY = {
+    "average", "ccvr", "dsfl", "fedadam", "fedavg", "fedavgm", "fedbaf", "fedclip", "fedncm", "fedprox", "fedyogi",
+    "ldawa", "scaffold", "weight_init",
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_under_client_level_privacy_it_releases_noisy_means_or_is_refused(name, tmp_path):
+    tables = experiment_of(name, tmp_path, rounds=2) | {"privacy": CLIENT}
+    if name not in NOISY:
+        with pytest.raises(InputError, match="privacy"):
+            Experiment.from_dict(tables)
+        return
+    result, method = fedfm.run(tables, tmp_path / "run"), Experiment.from_dict(tables).method
+    assert result["epsilon"] == epsilon_of([Releases(0.5, method.rounds * len(method.means))], 1e-5)
+    assert "noise.secret" in {path.name for path in (tmp_path / "run/private/server").iterdir()}
+
+
 @pytest.mark.parametrize(("name", "keys", "more"), SETTINGS)
 def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path):
     tables = experiment_of(name, tmp_path, **({"rounds": 2} | keys)) | more
@@ -177,7 +199,9 @@ def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path)
     method = Experiment.from_dict(tables).method
     assert (set(method.means), set(method.asks)) == crossed(tmp_path / "run")
     # The server's secrets, too: one that is not declared would be drawn again by a run that has lost it.
-    assert set(secrets_of(method)) == {path.stem for path in (tmp_path / "run/private/server").glob("*.secret")}
+    assert set(secrets_of(method, Experiment.from_dict(tables).aggregation)) == {
+        path.stem for path in (tmp_path / "run/private/server").glob("*.secret")
+    }
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -7,7 +7,7 @@ reveals. The name of an aggregation is that of its rule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core import update_metrics
 from fedfm.core.checks import match
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Half = Callable[..., Any]  # a method's client half
 Of = Iterable[ClientId] | None  # whom to ask; None: all clients
 Payload = Mapping[str, Any]
+Rule = Callable[[Federation, Iterator[Update]], Params]
 
 
 class Transport:
@@ -61,25 +62,46 @@ class Transport:
 
 
 class Mechanism:
-    """What limits how much the mean reveals of one client or record, and what that spends. This one does nothing."""
+    """What limits how much the mean reveals of one client or record, and what that spends. This one does nothing.
+
+    Attributes:
+        secrets: names of the server's secrets that it draws.
+    """
+
+    secrets: ClassVar[tuple[str, ...]] = ()
 
     def bounded(self, client: Client, update: Update) -> Update:
         """Client half: the update as the mechanism needs it, e.g. of bounded norm."""
         return update
 
-    def released(self, fed: Federation, mean: Params) -> Params:
-        """Server half: what the method gets instead of the mean of ``fed.heard`` updates."""
-        return mean
+    def wire(self, like: Layout) -> Layout:
+        """Layout of the deltas that :meth:`bounded` returns, if the method's are ``like``."""
+        return like
+
+    def released(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: int, like: Layout) -> Params:
+        """Server half: what the method gets for the updates of ``asked`` clients, by default what the rule makes."""
+        return rule(fed, updates)
 
     def spend(self, accountant: Accountant, rounds: int) -> None:
         """Compose what this number of rounds releases."""
+
+    def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
+        """Check the server's model in its states before and after the first round.
+
+        Raises:
+            RunError: it did not change as the mechanism would have changed it.
+        """
+
+    def affordable(self, rounds: int) -> int:
+        """How many of this number of rounds a budget allows."""
+        return rounds
 
 
 class Aggregator:
     """Transport, rule and mechanism. The rule is sum_k n_k x_k / sum_k n_k; subclasses replace it."""
 
     transport = Transport()
-    mechanism = Mechanism()
+    mechanism = Mechanism()  # under [privacy] of an instance: see fedfm.aggregation._private.under
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -96,8 +118,9 @@ class Aggregator:
 
     def mean(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Params:
         """Server half: ask the clients; return the combined update that the method gets."""
-        updates = self.transport.updates(fed, handler, of, payload, like)
-        return self.mechanism.released(fed, self.combined(fed, updates))
+        asked = fed.clients if of is None else tuple(of)
+        updates = self.transport.updates(fed, handler, asked, payload, self.mechanism.wire(like))
+        return self.mechanism.released(fed, updates, self.combined, len(asked), like)
 
     def combined(self, fed: Federation, updates: Iterator[Update]) -> Params:
         """The rule: one running sum in memory, for any number of updates."""

@@ -30,7 +30,7 @@ class Claim:
 
 def claim(run: Run) -> Claim | None:
     """The promise against a server that sees every message, or None."""
-    if "noise" in secrets_of(run.experiment.method):
+    if "noise" in secrets_of(run.experiment.method, run.experiment.aggregation):
         return None  # the server itself adds the noise: the promise is against readers of the model
     ledger: dict[str, Any] = run.manifest["ledger"]
     stated = [v for v in (ledger.get("epsilon"), run.manifest["result"].get("epsilon")) if v is not None]

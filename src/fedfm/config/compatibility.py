@@ -10,11 +10,12 @@ import contextlib
 import math
 from typing import Any, get_type_hints
 
+from fedfm.aggregation import _private
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config.registry import name_of
-from fedfm.core.capabilities import Private, Sampling
+from fedfm.core.capabilities import Keeping, Personal, Private, Sampling
 from fedfm.core.client import Update
 from fedfm.data.spec import IN_MEMORY
 from fedfm.errors import InputError, listed
@@ -41,14 +42,41 @@ def enough(e: Any, clients: int) -> None:
 
 
 def protected(method: Any, privacy: Any) -> Any:
-    """The method under the [privacy] table.
+    """A method with a mechanism of its own, under the [privacy] table.
 
     Raises:
-        InputError: it has no mechanism of that kind.
+        InputError: its mechanism gives no such guarantee.
     """
-    if not isinstance(method, Private):
-        raise InputError("privacy: this method has no mechanism of its own; drop [privacy]")
+    for key in ("noise_multiplier", "clip_norm", "halt_at_epsilon"):
+        if getattr(privacy, key) is not None:
+            raise InputError(f"privacy.{key}: the method's own mechanism does not take it; drop it")
     return method.protected(privacy)
+
+
+def guaranteed(method: Any, aggregation: Any, privacy: Any) -> tuple[Any, Any]:
+    """Method and aggregation under a [privacy] table that states an epsilon: here it is decided whose mechanism it is.
+
+    Raises:
+        InputError: no mechanism gives this guarantee.
+    """
+    if isinstance(method, Private):
+        return protected(method, privacy), aggregation
+    if privacy.mechanism == "dp_sgd":
+        raise InputError('privacy.mechanism = "dp_sgd": this method has none')
+    _check_method(method)
+    return method, _private.under(aggregation, method, privacy)
+
+
+def _check_method(method: Any) -> None:
+    where = 'privacy.unit = "client":'
+    if method.asks:
+        raise InputError(
+            f"{where} the server looks at replies of single clients ({listed(method.asks)}), and the noise is on means"
+        )
+    if not method.means:
+        raise InputError(f"{where} this method sends no update that noise could hide; drop [privacy]")
+    if isinstance(method, Keeping | Personal) or (isinstance(method, TrainsLocally) and method.local.personal):
+        raise InputError(f"{where} every client ends with a model of its own, and the noise is on means")
 
 
 def _rule(e: Any) -> str:
@@ -101,10 +129,6 @@ def check_as_asked(e: Any) -> None:
         raise InputError("run.patience: validation losses of single clients are covered by no [privacy]; drop one")
     if isinstance(e.aggregation, Secure):
         _check_secagg(e, method)
-    if e.privacy is not None:
-        for key in ("noise_multiplier", "clip_norm", "halt_at_epsilon"):
-            if getattr(e.privacy, key) is not None:
-                raise InputError(f"privacy.{key}: no mechanism of this release takes it; drop it")
 
 
 def hidden(aggregation: Any) -> Any:
@@ -126,7 +150,7 @@ def hidden(aggregation: Any) -> Any:
 def _check_secagg(e: Any, method: str) -> None:
     where = 'privacy.aggregator = "secagg":' if e.privacy is not None else 'aggregation.name = "secure":'
     bare = e.method
-    if e.privacy is not None and None not in (e.privacy.target_epsilon, e.privacy.delta):
+    if isinstance(bare, Private) and e.privacy and None not in (e.privacy.target_epsilon, e.privacy.delta):
         with contextlib.suppress(InputError):  # under [privacy] a method may use a mean where it else asks
             bare = protected(e.method, e.privacy)
     if bare.asks:

@@ -110,7 +110,10 @@ class Experiment:
             compatibility.check_as_asked(self)
             if privacy is not None and privacy.states_epsilon:
                 check(privacy, "privacy")
-                object.__setattr__(self, "method", compatibility.protected(method, privacy))
+                privacy.validate()
+                method, aggregation = compatibility.guaranteed(method, aggregation, privacy)
+                object.__setattr__(self, "method", method)
+                object.__setattr__(self, "aggregation", aggregation)
             compatibility.check_as_run(self)
 
     @classmethod

@@ -18,6 +18,7 @@ from fedfm.linalg.params import Params
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedfm.aggregation.base import Aggregator
     from fedfm.core.method import Method
     from fedfm.models.model import Model
     from fedfm.privacy.accountant import Accountant
@@ -209,9 +210,9 @@ class ServerSecrets(Protocol):
         """Names."""
 
 
-def secrets_of(method: Method[Any]) -> tuple[str, ...]:
-    """Names of the secrets that the server draws."""
-    return method.secrets if isinstance(method, ServerSecrets) else ()
+def secrets_of(method: Method[Any], aggregator: Aggregator) -> tuple[str, ...]:
+    """Names of the secrets that the server draws, for its method and for its aggregation's mechanism."""
+    return (*(method.secrets if isinstance(method, ServerSecrets) else ()), *aggregator.mechanism.secrets)
 
 
 @runtime_checkable

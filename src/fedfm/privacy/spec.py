@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedfm.core.fields import setting
+from fedfm.errors import InputError
+
+_MECHANISMS = ("gaussian", "distributed_gaussian", "dp_sgd")
 
 
 @dataclass(frozen=True)
@@ -12,15 +15,27 @@ class PrivacySpec:
     """The [privacy] table: the guarantee and its mechanism."""
 
     aggregator: str = setting("plain", "plain, or secagg: the server sees sums only", choices=("plain", "secagg"))
-    mechanism: str | None = setting(None, "gaussian, distributed_gaussian, dp_sgd")
+    mechanism: str | None = setting(
+        None, "gaussian, distributed_gaussian, dp_sgd; default: the method's own, else gaussian", choices=_MECHANISMS
+    )
     unit: str | None = setting(None, "client or record", choices=("record", "client"), required=True)
-    target_epsilon: float | None = setting(None, "calibrate the noise to this epsilon", gt=0, required=True)
-    noise_multiplier: float | None = setting(None, "sigma / clip_norm, instead of target_epsilon", gt=0)
+    target_epsilon: float | None = setting(None, "calibrate the noise to this epsilon", gt=0)
+    noise_multiplier: float | None = setting(None, "sigma / clip_norm, instead of target_epsilon", gt=0, finite=True)
     delta: float | None = setting(None, "of (epsilon, delta)", gt=0, lt=1, required=True)
-    clip_norm: float | None = setting(None, "C, bound on the norm of an update", gt=0)
+    clip_norm: float | None = setting(None, "C, bound on the norm of an update", gt=0, finite=True)
     halt_at_epsilon: float | None = setting(None, "stop before spending more than this", gt=0)
 
     @property
     def states_epsilon(self) -> bool:
         """Whether the table asks for more than hidden sums."""
         return self != PrivacySpec(aggregator="secagg")
+
+    def validate(self) -> None:
+        """Check the noise: by an epsilon or by a multiplier.
+
+        Raises:
+            InputError: neither or both are given.
+        """
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            given = "give one" if self.target_epsilon is None else "both are given, drop one"
+            raise InputError(f"privacy.target_epsilon or privacy.noise_multiplier: {given}")

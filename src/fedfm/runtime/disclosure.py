@@ -52,7 +52,8 @@ _UNDER_PRIVACY = (
     "audited.",
     "All other files are made of what the clients released, the experiment and the test rows: what they tell of a "
     "training row is what the ledger states. It covers neither the test rows, on which accuracies are computed, nor "
-    "the names of clients and classes, how long a round took, which client failed, and the verdicts of audits.",
+    "the names of clients and classes, how long a round took, which client took part or failed, and the verdicts of "
+    "audits.",
 )
 
 

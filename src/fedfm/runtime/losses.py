@@ -79,7 +79,8 @@ def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
         return
     yield from kept_files.losses(private, record["round"], record.get("kept", ()))
     if "kept" not in record:
-        paths = (secret_file(private, "server", name) for name in secrets_of(run.experiment.method))
+        names = secrets_of(run.experiment.method, run.experiment.aggregation)
+        paths = (secret_file(private, "server", name) for name in names)
         yield from (Loss(path, kept_files.MISSING) for path in paths if not path.exists())
     if run.experiment.run.patience:
         yield from _not_judged(run, record)

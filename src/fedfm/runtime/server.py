@@ -62,24 +62,29 @@ class Server:
             self._progress.notice(notice)
         if record is None:
             fed.begin(0)
-            for name in secrets_of(method):
+            for name in secrets_of(method, fed.aggregator):
                 fed.secret(name)  # drawn first, so that a resume without it is noticed
             state, t, of = self._commit(0, method.init(fed)), 0, None
         else:
             run.into(fed, record)
             state, t, of = record["state"], record["round"], record["extra"].get("model_of_round")
-        self._progress.started(run, method.rounds, t)
+        last = fed.aggregator.mechanism.affordable(method.rounds)
+        self._progress.started(run, last, t)
         if t not in {line["round"] for line in run.metrics()}:
-            self._evaluate(t, state, last=t == method.rounds)
-        if t < method.rounds:
+            self._evaluate(t, state, last=t == last)
+        if t < last:
             enter(run, accounted(run))
-        while t < method.rounds and not early_stopping.patience_over(run):
+        while t < last and not early_stopping.patience_over(run):
             t += 1
             fed.begin(t)
-            state = method.step(fed, state, t)
+            before, state = state, method.step(fed, state, t)
+            if t == 1:
+                fed.aggregator.mechanism.check(fed, lambda s: method.params_for(s, ""), before, state)
             self._tell(fed.notices)
             state = self._commit(t, state)
-            self._evaluate(t, state, last=t == method.rounds)
+            self._evaluate(t, state, last=t == last)
+        if t == last < method.rounds:
+            self._tell([f"ended after {t} of {method.rounds} rounds: one more would exceed privacy.halt_at_epsilon"])
         if of is None:
             state, of = self._best(t, state)
         return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), self._progress.notice)

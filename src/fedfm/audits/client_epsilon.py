@@ -1,0 +1,116 @@
+"""Test of a client-level epsilon: the noise in the run's own releases, and the norms of its own updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedfm.aggregation._private import CentralGaussian
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.replay import Replay, Turn
+from fedfm.core.client import Update
+from fedfm.linalg.params import Params
+from fedfm.privacy import gaussian
+from fedfm.runtime.population import Partitioned
+from fedfm.runtime.run_directory import Run
+
+QUESTION = "Do the models disclose more about single clients than the stated epsilon allows?"
+CONFIDENCE = 0.999  # of each of the two refutations; audits are repeated
+
+
+class ClientEpsilon(Audit):
+    """Knows every update; measures the noise between their sum and the model's step, round by round.
+
+    If the noise is normal, a client of whom everything else is known is hidden by mu-GDP with mu^2 = sum_t (|u_t| /
+    sigma)^2 (Dong, Roth, Su 2022): the longest client's mu, at the upper end of sigma's interval, refutes every smaller
+    epsilon. Noise that two rounds share cancels in their difference.
+    """
+
+    methods: ClassVar[tuple[str, ...]] = ("fedavg", "fedprox")  # their model moves by the mean
+    replies: ClassVar[bool] = False
+
+    def reads(self, run: Run) -> bool:
+        mechanism = run.experiment.aggregation.mechanism
+        return super().reads(run) and isinstance(mechanism, CentralGaussian)
+
+    def unfit(self, run: Run) -> str | None:
+        hidden = run.experiment.aggregation.mechanism.hidden  # type: ignore[attr-defined]
+        if hidden:
+            return "secure aggregation draws new masks in a replay, and the updates of this run are not seen"
+        return None if run.manifest["result"]["rounds"] else "the run has no round"
+
+    def watch(self, run: Run) -> _Residuals:
+        return _Residuals(run.experiment.method.params_for)
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        from scipy.stats import chi2, norm
+
+        found: Any = replay.watched["client_epsilon"]
+        result, delta = replay.run.manifest["result"], replay.run.experiment.aggregation.mechanism.delta  # type: ignore[attr-defined]
+        stated = float(result["epsilon"])
+        sigma = math.sqrt(found.squares / found.numbers)
+        highest = math.sqrt(found.squares / chi2.ppf(1 - CONFIDENCE, found.numbers))
+        longest = math.sqrt(max(found.lengths.values()))  # of a client: of all of its updates together
+        pairs = max(len(found.shared), 1)
+        repeated = max(found.shared, default=0.0) > norm.isf((1 - CONFIDENCE) / 2 / pairs)
+        low = math.inf if repeated else gaussian.epsilon_of(highest, longest, delta)
+        estimate = math.inf if repeated else gaussian.epsilon_of(sigma, longest, delta)
+        contradicts = low > stated * (1 + 1e-6)
+        verdict: Verdict = "leaks" if contradicts else "holds"
+        says = (
+            f"The noise on a sum has a standard deviation of {sigma:.4g}, and one client's updates have the norm "
+            f"{longest:.4g} in {result['rounds']} rounds. If the noise is normal, this refutes every epsilon below "
+            f"{low:.4g} at {100 * CONFIDENCE:g} % confidence."
+        )
+        if repeated:
+            says = "Two rounds share their noise: the difference of their models shows the updates."
+        says += f" The manifest claims {stated:.4g}" + (": it does not hold." if contradicts else ".")
+        detail = {"noise": sigma, "noise_at_most": highest, "longest_update": found.longest, "numbers": found.numbers}
+        detail |= {"confidence": CONFIDENCE, "delta": delta}
+        return [Finding("client_epsilon", QUESTION, estimate, low, None, stated, verdict, says, contradicts, detail)]
+
+
+class _Residuals:
+    """The noise of each round: asked times the step of the model, less the sum of the updates.
+
+    Attributes:
+        squares, numbers: sum of squares of the noise, and how many numbers.
+        lengths: of each client the sum over rounds of its updates' squared norms.
+        longest: largest norm of one update.
+        shared: of each round the cosine of its noise with the noise of the round before, times the root of the number
+            of entries: standard normal if they are independent.
+    """
+
+    def __init__(self, params_for: Callable[[Any, str], Params]) -> None:
+        self._params_for = params_for
+        self.squares, self.numbers, self.longest = 0.0, 0, 0.0
+        self.lengths: dict[str, float] = {}
+        self.shared: list[float] = []
+        self._last: NDArray[np.float64] | None = None
+
+    def see(self, turn: Turn, population: Partitioned) -> None:
+        if not turn.round:
+            return
+        after, before = (_vector(self._params_for(state, "")) for state in (turn.after, turn.before))
+        noise = (after - before) * len(turn.payloads)
+        for seen in turn.seen:
+            if isinstance(seen.value, Update):
+                update = _vector(seen.value.delta)
+                noise -= update
+                length = float(update @ update)
+                self.lengths[seen.client] = self.lengths.get(seen.client, 0.0) + length
+                self.longest = max(self.longest, math.sqrt(length))
+        squares = float(noise @ noise)
+        if self._last is not None and squares:
+            cosine = float(noise @ self._last) / math.sqrt(squares * float(self._last @ self._last))
+            self.shared.append(abs(cosine) * math.sqrt(len(noise)))
+        self.squares, self.numbers, self._last = self.squares + squares, self.numbers + len(noise), noise
+
+
+def _vector(w: Params) -> NDArray[np.float64]:
+    return np.concatenate([tensor.double().numpy().ravel() for tensor in w.values() if tensor.is_floating_point()])

@@ -1,0 +1,226 @@
+"""Whole runs under client-level privacy: their ledger, their bits, their end, and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+
+import fedfm
+from fedfm.audits.audit import perform
+from fedfm.config.experiment import Experiment
+from fedfm.core.federation import Federation
+from fedfm.core.fields import check
+from fedfm.errors import InputError
+from fedfm.privacy.composition import Releases, epsilon_of
+from fedfm.runtime import client_memory
+from small import experiment as small
+
+CLIENT = {"unit": "client", "noise_multiplier": 0.5, "clip_norm": 1.0, "delta": 1e-5}
+HIDDEN = CLIENT | {"aggregator": "secagg"}
+DISTRIBUTED = HIDDEN | {"mechanism": "distributed_gaussian"}
+
+
+def tables(folder, privacy=CLIENT, **more):
+    return small(folder, method={"fraction": 1.0}, privacy=privacy) | more
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Secrets that a test knows."""
+    monkeypatch.setattr(client_memory, "entropy", lambda n: b"\x07" * n)
+
+
+@pytest.mark.parametrize("privacy", [CLIENT, HIDDEN, DISTRIBUTED])
+def test_the_ledger_states_what_the_rounds_spend(privacy, tmp_path):
+    result = fedfm.run(tables(tmp_path, privacy), tmp_path / "run")
+    least = epsilon_of([Releases(0.5, 4)], 1e-5)
+    assert result["epsilon"] == pytest.approx(least, rel=0.1 if privacy == DISTRIBUTED else 1e-9)
+    assert result["epsilon"] >= least
+    ledger = fedfm.load_run(tmp_path / "run").manifest["ledger"]
+    (entry,) = ledger["entries"]
+    assert (entry["unit"], entry["relation"], entry["delta"]) == ("client", "add_remove", 1e-5)
+    assert entry["sensitivity"] / entry["sigma"] == pytest.approx(math.sqrt(4) / 0.5)
+    assert entry["epsilon"] == ledger["epsilon"] == result["epsilon"]
+    assert ("not against the server" in entry["note"]) == (privacy != DISTRIBUTED)
+    assert "Spent: epsilon" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_nothing_about_a_client_but_the_noisy_means_is_written(tmp_path):
+    fedfm.run(tables(tmp_path), tmp_path / "run")
+    for line in fedfm.load_run(tmp_path / "run").metrics():
+        assert line["train_loss"] is None
+        assert set(line.get("client_accuracy", {}).values()) <= {None}
+    assert not (tmp_path / "run" / "clients").exists()
+
+
+def test_the_bits_depend_on_the_secret_alone(tmp_path, known, monkeypatch):
+    found = []
+    for i, run in enumerate(({"workers": 1}, {"workers": 2}, {"workers": 1, "wire": True})):
+        e = tables(tmp_path)
+        found.append(fedfm.run(e | {"run": e["run"] | run}, tmp_path / str(i))["params_sha256"])
+    found.append(fedfm.run(tables(tmp_path, HIDDEN), tmp_path / "hidden")["params_sha256"])
+    assert len(set(found)) == 1
+    monkeypatch.setattr(client_memory, "entropy", lambda n: b"\x08" * n)
+    assert fedfm.run(tables(tmp_path), tmp_path / "other")["params_sha256"] not in found
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_killed_run_repeats_its_noise_and_spends_once(after, tmp_path, known, monkeypatch):
+    straight = fedfm.run(tables(tmp_path), tmp_path / "straight")
+    mean, released = Federation.mean, []
+
+    def dying(self, *args, **kwargs):
+        got = mean(self, *args, **kwargs)
+        released.append((self.round, got.sha256()))
+        if self.round == after + 1 and len(released) == after + 1:  # released, and not committed
+            raise KeyboardInterrupt
+        return got
+
+    monkeypatch.setattr(Federation, "mean", dying)
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(tables(tmp_path), tmp_path / "run")
+    monkeypatch.setattr(client_memory, "entropy", lambda n: b"\x08" * n)  # the secret is not drawn again
+    resumed = fedfm.resume(tmp_path / "run")
+    again = [sha for t, sha in released if t == after + 1]
+    assert len(again) == 2
+    assert again[0] == again[1]
+    assert (resumed["params_sha256"], resumed["epsilon"]) == (straight["params_sha256"], straight["epsilon"])
+    assert len(fedfm.load_run(tmp_path / "run").manifest["ledger"]["entries"]) == 1
+
+
+def test_a_resume_without_its_secret_is_refused(tmp_path, monkeypatch):
+    mean = Federation.mean
+
+    def dying(self, *args, **kwargs):
+        if self.round == 3:
+            raise KeyboardInterrupt
+        return mean(self, *args, **kwargs)
+
+    monkeypatch.setattr(Federation, "mean", dying)
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(tables(tmp_path), tmp_path / "run")
+    monkeypatch.setattr(Federation, "mean", mean)
+    (tmp_path / "run/private/server/noise.secret").unlink()
+    with pytest.raises(InputError, match=r"noise\.secret is missing"):
+        fedfm.resume(tmp_path / "run")
+
+
+def test_a_budget_ends_the_run_before_the_round_that_exceeds_it(tmp_path):
+    result = fedfm.run(tables(tmp_path, CLIENT | {"noise_multiplier": 1.0, "halt_at_epsilon": 8.0}), tmp_path / "run")
+    assert result["rounds"] == 2
+    assert result["epsilon"] == pytest.approx(epsilon_of([Releases(1.0, 2)], 1e-5))
+    assert result["epsilon"] <= 8.0 < epsilon_of([Releases(1.0, 3)], 1e-5)
+    run = fedfm.load_run(tmp_path / "run")
+    assert "ended after 2 of 4 rounds: one more would exceed privacy.halt_at_epsilon" in run.manifest["notices"]
+    assert run.manifest["finished"]
+    assert fedfm.resume(tmp_path / "run") == result
+
+
+def test_an_experiment_states_its_privacy_again(tmp_path):
+    for privacy in (CLIENT, HIDDEN, DISTRIBUTED):
+        e = Experiment.from_dict(tables(tmp_path, privacy))
+        again = Experiment.from_dict(e.to_dict())
+        assert again == e
+        assert again.aggregation.mechanism == e.aggregation.mechanism
+        check(e.aggregation, "aggregation")
+
+
+# --- the audit of a run -----------------------------------------------------------------------------------------------
+
+
+def test_the_audit_finds_the_noise_that_the_ledger_states(tmp_path):
+    result = fedfm.run(tables(tmp_path, CLIENT | {"clip_norm": 0.05}), tmp_path / "run")
+    (finding,) = perform(tmp_path / "run")
+    assert finding.name == "client_epsilon"
+    assert (finding.verdict, finding.contradicts) == ("holds", False)
+    assert finding.detail["noise"] == pytest.approx(0.5 * 0.05, rel=0.15)
+    assert finding.detail["longest_update"] == pytest.approx(0.05, rel=1e-3)  # training clips
+    assert 0.5 * result["epsilon"] < finding.low <= result["epsilon"]
+
+
+@pytest.mark.parametrize("broken", ["half", "once"])
+def test_the_audit_refutes_a_run_with_too_little_noise(broken, tmp_path, monkeypatch):
+    from fedfm.aggregation import _private
+
+    draw = _private.lattice_noise
+
+    def less(key, purpose, steps, scale):
+        return (
+            draw(key, purpose, steps, scale / 2) if broken == "half" else draw(key, "run", np.zeros_like(steps), scale)
+        )
+
+    monkeypatch.setattr(_private, "lattice_noise", less)
+    fedfm.run(tables(tmp_path, CLIENT | {"clip_norm": 0.05}), tmp_path / "run")
+    (finding,) = perform(tmp_path / "run")
+    assert (finding.verdict, finding.contradicts) == ("leaks", True)
+
+
+def test_no_audit_reads_what_secure_aggregation_hides(tmp_path):
+    fedfm.run(tables(tmp_path, DISTRIBUTED), tmp_path / "run")
+    with pytest.raises(InputError, match="secure aggregation"):
+        perform(tmp_path / "run")
+    fedfm.run(tables(tmp_path, {"aggregator": "secagg"}), tmp_path / "plain")
+    with pytest.raises(InputError, match="no audit reads the messages of fedavg"):
+        perform(tmp_path / "plain")
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"unit": None}, r"privacy\.unit is missing"),
+        ({"clip_norm": None}, r"privacy\.clip_norm is missing"),
+        ({"delta": None}, r"privacy\.delta is missing"),
+        ({"noise_multiplier": None}, "give one"),
+        ({"target_epsilon": 1.0}, "both are given"),
+        ({"delta": 2.0}, r"privacy\.delta"),
+        ({"noise_multiplier": -1.0}, r"privacy\.noise_multiplier"),
+        ({"clip_norm": 0.0}, r"privacy\.clip_norm"),
+        ({"mechanism": "laplace"}, r"privacy\.mechanism"),
+        ({"unit": "record"}, "no mechanism of its own"),
+        ({"mechanism": "distributed_gaussian"}, "secagg"),
+        ({"halt_at_epsilon": 1.0}, "one round spends"),
+        ({"noise_multiplier": None, "target_epsilon": 1e-6}, "needs more noise"),
+    ],
+)
+def test_contradictions_are_refused(change, said, tmp_path):
+    privacy = {key: value for key, value in (CLIENT | change).items() if value is not None}
+    with pytest.raises(InputError, match=said):
+        Experiment.from_dict(tables(tmp_path, privacy))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"method": {"name": "kd"}}, "looks at replies of single clients"),
+        ({"method": {"name": "fedper"}, "model": {"name": "nano-vit"}}, "a model of its own"),
+        ({"aggregation": {"name": "median"}}, "accounted for the mean"),
+        ({"run": {"local_scores": True}}, "local_scores"),
+    ],
+)
+def test_what_no_noise_covers_is_refused(more, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        Experiment.from_dict(tables(tmp_path) | more)
+
+
+@pytest.mark.parametrize(("key", "value"), [("clip_norm", 0.5), ("compact", True)])
+def test_settings_of_secure_aggregation_that_contradict_are_refused(key, value, tmp_path):
+    with pytest.raises(InputError, match=rf"aggregation\.{key}"):
+        Experiment.from_dict(tables(tmp_path, HIDDEN, aggregation={"name": "secure", key: value}))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("simulation", marks=pytest.mark.simulation),
+        pytest.param("deployment", marks=pytest.mark.deployment),
+    ],
+)
+def test_another_engine_gives_the_bits_of_the_local_one_with_its_secret(engine, tmp_path):
+    found = tables(tmp_path, CLIENT | {"clip_norm": 0.05})
+    found["data"]["partition"] = {"name": "iid", "clients": 3}
+    fedfm.run(found | {"run": {"engine": engine, "seed": 1}}, tmp_path / "run")
+    (finding,) = perform(tmp_path / "run")  # replays on the local engine, and refuses other bits
+    assert finding.verdict == "holds"
