@@ -42,10 +42,6 @@ class Audit(ABC):
         """Whether it is about runs of this kind."""
         return run.experiment.method_name in self.methods
 
-    def reads(self, run: Run) -> bool:
-        """Whether it is about runs of this kind."""
-        return run.experiment.method_name in self.methods
-
     def unfit(self, run: Run) -> str | None:
         """Why it does not apply to this run, which it :meth:`reads`; None if it does."""
         return None

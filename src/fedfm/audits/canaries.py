@@ -27,7 +27,7 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the means disclose more about single clients than the stated epsilon allows?"
 CONFIDENCE = 0.95
-STRICT = 0.999  # of a refutation; audits are repeated
+STRICT = 0.9999  # of a refutation; audits are repeated
 TOO_LONG = 10.0  # a canary asks for this multiple of its share: the mechanism must clip it
 STRANGERS = 1000  # canaries that take no part
 _MOST = 4e8  # numbers in memory

@@ -38,7 +38,7 @@ def scores(residuals: Array, signs: Array, directions: Sequence[Array], clip_nor
     read = np.array([float(x @ u) for x, u in zip(own, directions, strict=True)]) + shift
     spread = np.linalg.norm(own, axis=1) / math.sqrt(residuals.shape[1])
     # What is left by rounding is no noise.
-    return np.divide(read, spread, out=np.full(len(own), np.inf), where=spread > 1e-6 * shift)
+    return np.asarray(np.divide(read, spread, out=np.full(len(own), np.inf), where=spread > 1e-6 * shift))
 
 
 def epsilon_bound(found: Array, delta: float, confidence: float) -> float:
@@ -71,7 +71,7 @@ def counted_bound(found: Array, strangers: Array, delta: float, confidence: floa
     level = 1 - (1 - confidence) / len(THRESHOLDS)
     best = 0.0
     for share in THRESHOLDS:
-        line = np.quantile(found[::2], 1 - share)
+        line = np.quantile(found[::2], 1 - share, method="lower")
         hits, alarms = int((here >= line).sum()), int((there >= line).sum())
         rate = clopper_pearson(hits, len(here), level)[0] - delta
         if rate > 0:
