@@ -5,6 +5,7 @@ import json
 import shutil
 from collections import deque
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -362,3 +363,20 @@ def test_an_optimiser_with_a_model_of_its_own_is_refused():
 
     with pytest.raises(InputError, match="expert of its own"):
         dataclasses.replace(FedMS(), local=DittoOptimiser()).validate()
+
+
+def test_batches_of_one_row_are_refused_where_a_client_of_one_row_is_not(place, tmp_path):
+    with pytest.raises(InputError, match="batch_size = 1: the gate's batch norm"):
+        dataclasses.replace(FedMS(), local=dataclasses.replace(FedMS().local, batch_size=1)).validate()
+    rows = dict(np.load(place / "rows.npz"))
+    train = np.flatnonzero(rows["split"] == "train")
+    kept = np.isin(np.arange(len(rows["y"])), train, invert=True) | (rows["y"] == rows["y"][train[1]])
+    kept[train[0]] = True
+    domain = np.where(np.arange(len(kept)) == train[0], "south", "north")  # one row; and rows of one class
+    parts = {key: rows[key][kept] for key in ("x", "y", "split")} | {"domain": domain[kept]}
+    np.savez(tmp_path / "rows.npz", **parts, classes=rows["classes"])
+    given = tables(place, global_rounds=1, local_rounds=1)
+    given["data"] = {"path": str(tmp_path / "rows.npz"), "partition": {"name": "by_column", "column": "domain"}}
+    result = fedfm.run(given, tmp_path / "run")
+    assert result["details"]["deciding_rows"]["south"] == 1
+    assert sorted(result["details"]["active_layers"]) == ["north", "south"]

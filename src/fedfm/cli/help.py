@@ -71,6 +71,7 @@ notices and the report say what is missing.
   fedfm audit runs/mine --attack inversion --pictures public.npz
   fedfm audit runs/mine --attack extraction            the foundation model of a fedbaf server, from what clients see
   fedfm audit runs/mine --format json | tail -1        the findings as one JSON object
+  fedfm audit runs/mine --dossier                      also two pages for a data protection officer, to print
 
 A finding is a measurement with an interval and a verdict: "leaks", "holds" or "inconclusive". Exit code 0: the audit
 is done, and refutes no claim of the run. 1: a measurement refutes a claim of the run, e.g. its epsilon. 2: the run

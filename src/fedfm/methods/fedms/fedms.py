@@ -384,6 +384,8 @@ class FedMS(Method[MSState]):
             raise InputError('method.gate_backbone: it is frozen; gate = "all" trains the gate\'s trunk: choose one')
         if self.local.personal:
             raise InputError("method.local.name: every client has an expert of its own already; take a plain optimiser")
+        if self.local.batch_size == 1:
+            raise InputError("method.local.batch_size = 1: the gate's batch norm has no variance of one row; take 2")
 
 
 def clock(model: Model) -> float:
