@@ -25,6 +25,7 @@ from fedfm.config.run_spec import RunSpec
 from fedfm.core.fields import bounds_of, is_required, leaf, plain_type, settings_of
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.privacy.policy import Budget, Requirements
 from fedfm.privacy.spec import PrivacySpec
 from fedfm.runtime.pretrain_spec import PretrainSpec
 from fedfm.runtime.silo_file import Silo
@@ -180,8 +181,10 @@ def page() -> str:
         section(
             "A silo's file",
             Silo,
-            "Not part of an experiment: `fedfm silo silo.toml` checks it, and no server sees it.",
+            "Not part of an experiment: `fedfm silo check silo.toml` checks it, and no server sees it.",
         ),
+        section("[require] of a silo's file", Requirements),
+        section("[budget] of a silo's file", Budget),
     ]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 

@@ -174,3 +174,10 @@ def test_silos_with_their_own_rows_and_policies_on_a_superlink_that_is_there(tmp
     assert "west" not in result["client_accuracy"]
     assert f'model.name = "{weights}": not among the models' in (tmp_path / "west/.fedfm/silo.log").read_text()
     assert "takes part in run" in (tmp_path / "north/.fedfm/silo.log").read_text()
+    sent = [json.loads(line) for line in (tmp_path / "run/messages.jsonl").read_text().splitlines()]
+    for name, exposed in (("north", {"hello", "mean"}), ("south", {"hello", "scores"})):
+        left = [json.loads(line) for line in (tmp_path / name / "silo.ledger.jsonl").read_text().splitlines()]
+        assert {line["exposes"] for line in left} == exposed
+        got = [(m["round"], m["handler"], m["bytes"]) for m in sent if m["from"] == name]
+        assert [(line["round"], line["handler"], line["bytes"]) for line in left] == got
+    assert not (tmp_path / "west/silo.ledger.jsonl").exists()

@@ -433,7 +433,7 @@ def test_a_runs_key_names_a_folder_below_the_silos_own(tmp_path, key):
     server = Server(path, key=key)
     assert server.hello() == "fits"
     assert {p.name for p in tmp_path.iterdir()} == {"deep"}
-    assert {p.name for p in path.parent.iterdir()} == {"silo.toml", "rows.npz", ".fedfm"}
+    assert {p.name for p in path.parent.iterdir()} == {"silo.toml", "silo.ledger.jsonl", "rows.npz", ".fedfm"}
     assert len(list((path.parent / ".fedfm" / "runs").iterdir())) == 1
     assert log_of(path).count("\n") == 1
     assert "\x1b" not in log_of(path)

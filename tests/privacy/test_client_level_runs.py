@@ -209,18 +209,3 @@ def test_what_no_noise_covers_is_refused(more, said, tmp_path):
 def test_settings_of_secure_aggregation_that_contradict_are_refused(key, value, tmp_path):
     with pytest.raises(InputError, match=rf"aggregation\.{key}"):
         Experiment.from_dict(tables(tmp_path, HIDDEN, aggregation={"name": "secure", key: value}))
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param("simulation", marks=pytest.mark.simulation),
-        pytest.param("deployment", marks=pytest.mark.deployment),
-    ],
-)
-def test_another_engine_gives_the_bits_of_the_local_one_with_its_secret(engine, tmp_path):
-    found = tables(tmp_path, CLIENT | {"clip_norm": 0.05})
-    found["data"]["partition"] = {"name": "iid", "clients": 3}
-    fedfm.run(found | {"run": {"engine": engine, "seed": 1}}, tmp_path / "run")
-    (finding,) = perform(tmp_path / "run", ["client_epsilon"])  # replays on the local engine, and refuses other bits
-    assert finding.verdict == "holds"

@@ -345,10 +345,11 @@ def app(args: Any) -> int:
 
 def silo(args: Any) -> int:
     """``fedfm silo``."""
-    from fedfm.runtime.silo_file import described, report
+    from fedfm.runtime import silo_file, silo_show
 
-    found = report(args.file)
-    return _say(args, found, described(found))
+    of = silo_show if args.what == "show" else silo_file
+    found = of.report(args.file)
+    return _say(args, found, of.described(found))
 
 
 def doctor(args: Any) -> int:

@@ -150,7 +150,8 @@ that are misspelt or out of bounds. `fedfm check` also checks files and rules ac
   flwr run flower CONNECTION --stream                  CONNECTION is a SuperLink's name in Flower's config.toml
 """,
     "silo": """examples:
-  fedfm silo silo.toml                                 before a SuperNode is started with it
+  fedfm silo check silo.toml                           before a SuperNode is started with it; also: fedfm silo silo.toml
+  fedfm silo show silo.toml                            what left, by run; what is left of each budget
 
 a silo's file, in the folder of its rows:
   name = "north"
@@ -161,6 +162,9 @@ a silo's file, in the folder of its rows:
   methods = ["my_methods:Cautious"]                    the same for code that is not fedfm's
   downloads = false                                    true: hub ids in models are downloaded
   allow = ["mean", "scores"]                           what it exposes: mean, reply, scores, reveal; []: nothing
+  allow_methods = ["fedavg"]                           the only methods it takes part in [all]
+  require = { aggregator = "secagg", smallest_cohort = 5 }   what every experiment must promise
+  budget = { epsilon = 8.0, bytes = 1000000000, rounds = 100 }   what it gives in its lifetime, over all runs
 """,
     "doctor": """examples:
   fedfm doctor                                         versions, cores, disk; what is missing

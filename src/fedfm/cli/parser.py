@@ -155,7 +155,8 @@ def build() -> argparse.ArgumentParser:
     app.add_argument("folder", type=Path, help="is made")
     app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
 
-    silo = command("silo", commands.silo, "check a silo's file: its rows, and what it lets the server see", json=True)
+    silo = command("silo", commands.silo, "check a silo's file, or show what left the silo by its ledger", json=True)
+    silo.add_argument("what", nargs="?", choices=("check", "show"), default="check", help="which of the two [check]")
     silo.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers")
 
     command("doctor", commands.doctor, "check this installation", json=True)

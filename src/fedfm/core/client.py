@@ -71,6 +71,7 @@ class Client:
         first: the first value that was given under a name in this run. A resume, or a repeated message, undoes neither
             the name nor the value, unlike :attr:`memory`.
         trained: last result of the client optimiser: the client's model before aggregation.
+        smallest_cohort: the silo's own policy: its update goes into no sum of fewer clients; 0: as the protocol has it.
     """
 
     id: ClientId
@@ -82,6 +83,7 @@ class Client:
     secret: Callable[[str], bytes] = no_secret
     first: Callable[[str, bytes], bytes] = no_firsts
     trained: Params | None = None
+    smallest_cohort: int = 0
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,11 @@ class Accountant:
         """Add one release."""
         self._events.append(event)
 
+    @property
+    def events(self) -> tuple[Spent, ...]:
+        """All releases, in order."""
+        return tuple(self._events)
+
     def entries(self) -> list[dict[str, Any]]:
         """The lines of the ledger, one for each release."""
         return [asdict(event) for event in self._events]

@@ -1,4 +1,4 @@
-"""A silo's policy: what a request may expose of it, in four words.
+"""A silo's policy: what a request may expose of it, in four words; what an experiment must promise; lifetime budgets.
 
     mean      its update goes into a mean, of which the server sees what the aggregation shows
     reply     the server sees a reply of this silo by itself
@@ -16,10 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from fedfm.core.fields import setting
 from fedfm.errors import InputError, close, listed
 
 HELLO = "query.hello"  # asks for the silo's name: answered if anything is allowed
 WORDS = ("mean", "reply", "scores", "reveal")
+TOLERANCE = 1e-6  # by which a computed epsilon may exceed its limit: it is computed to fewer digits than a limit has
+MECHANISMS = ("own", "gaussian", "distributed_gaussian", "dp_sgd")
 EXPOSES = {"train": "mean", "aggregate": "mean", "query": "reply", "scores": "scores", "reveal": "reveal"}  # by kind
 
 
@@ -51,6 +54,35 @@ class Policy:
     def words(self) -> set[str]:
         """All words that some method may use; without any the silo takes part in nothing."""
         return {*self.allow, *(word for words in self.allow_by_method.values() for word in words)}
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a silo requires of every experiment; one that promises less is refused before it gets anything."""
+
+    aggregator: str | None = setting(None, "secagg: the server sees sums of updates only", choices=("secagg",))
+    smallest_cohort: int = setting(0, "silos in a sum, this one included; needs secagg", ge=0)
+    unit: str | None = setting(None, "unit of the epsilon: client or record", choices=("client", "record"))
+    mechanism: tuple[str, ...] = setting(
+        (),
+        "those that are accepted: own (the method's, at the silo), distributed_gaussian, dp_sgd; gaussian: the server "
+        "adds the noise, and no silo can check that",
+        choices=MECHANISMS,
+    )
+    largest_clip: float | None = setting(None, "largest clip_norm", gt=0)
+    least_noise_multiplier: float | None = setting(None, "smallest noise of a release, over its sensitivity", gt=0)
+    largest_epsilon: float | None = setting(None, "largest epsilon of a whole experiment", gt=0)
+    largest_delta: float | None = setting(None, "largest delta of an experiment", gt=0, lt=1)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a silo gives in its lifetime, over all runs; its ledger counts."""
+
+    epsilon: float | None = setting(None, "of all releases together; what has no epsilon is then refused", gt=0)
+    delta: float = setting(1e-5, "at which epsilon is computed", gt=0, lt=1)
+    bytes: int | None = setting(None, "of all that leaves", ge=0)
+    rounds: int | None = setting(None, "rounds in which something of the silo's rows leaves", ge=0)
 
 
 def _check(key: str, words: Sequence[str]) -> None:

@@ -57,6 +57,7 @@ class Silos:
         local_scores: an update for a mean also carries the accuracy of the client's model on the client's own test
             rows before aggregation.
         reveal: the server receives an exception's text, which may hold paths and values, and not only its type.
+        smallest_cohort: of each client, see :class:`~fedfm.core.client.Client`.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class Silos:
         on_error: Callable[[ClientId, str], None] = lambda client, text: None,
         reveal: bool = True,
         local_scores: bool = False,
+        smallest_cohort: int = 0,
     ) -> None:
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
         self._method, self._reveal, self._local_scores = method, reveal, local_scores
+        self._smallest_cohort = smallest_cohort
         parts = (method, Evaluation(method), *aggregator.parts)
         self._handlers = {f"{kind}.{action(fn)}": fn for fn in handlers(*parts) for kind in _kinds(fn)}
         self._hints = {name: get_type_hints(fn) for name, fn in self._handlers.items()}
@@ -172,6 +175,7 @@ class Silos:
             seed=seeds.derive(self._seed, "client", request.round, request.client),
             secret=partial(secret, self._memory, request.client),
             first=partial(first, self._memory, request.client),
+            smallest_cohort=self._smallest_cohort,
         )
 
 

@@ -8,9 +8,19 @@
     methods = ["my_methods:Cautious"]       # code from outside fedfm that experiments may name
     downloads = false                       # true: hub ids in models are downloaded
     allow = ["mean", "scores"]              # what requests may expose: mean, reply, scores, reveal
+    allow_methods = ["fedavg", "fedpft"]    # the only methods that experiments may name; absent: all
+    ledger = "silo.ledger.jsonl"            # lists what left; this is the default
 
     [allow_by_method]                       # replaces allow for single methods
     fedpft = ["reply"]
+
+    [require]                               # what every experiment must promise
+    aggregator = "secagg"
+    smallest_cohort = 5
+
+    [budget]                                # what the silo gives in its lifetime, over all runs
+    epsilon = 8.0
+    rounds = 100
 
 The server never sees this file, and its messages cannot override it: the silo refuses an experiment that names another
 model, class or method, and ignores the experiment's columns and paths. With ``allow = ["mean"]`` the silo takes part in
@@ -20,10 +30,11 @@ on its own test rows; with ``allow = []`` it takes part in nothing. See :mod:`fe
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +51,15 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError, close, listed
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
-from fedfm.privacy.policy import WORDS, Policy
+from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
 from fedfm.runtime.population import Partitioned, model_of
 
-_EXPOSED = {
+EXPOSED = {
     "mean": "its update, in a mean",
     "reply": "single replies, which the server sees one by one",
     "scores": "scores on its own rows",
     "reveal": "its own final model",
 }
-_MOST = 0.5  # largest share of the rows that an experiment may hold out for tests, and for validation
 COLUMNS = ("text", "image", "label", "label_name", "split", "instruction", "output")
 
 
@@ -78,6 +88,10 @@ class Silo:
         choices=WORDS,
     )
     allow_by_method: dict[str, tuple[str, ...]] = setting(dict, "replaces allow for single methods", choices=WORDS)
+    allow_methods: tuple[str, ...] | None = setting(None, "the only methods that experiments may name [all]")
+    require: Requirements = setting(Requirements, "what every experiment must promise")
+    budget: Budget = setting(Budget, "what the silo gives in its lifetime, over all runs")
+    ledger: str = setting("", "the file that lists what left [beside this file, with the suffix .ledger.jsonl]")
     classes: tuple[str, ...] | None = setting(
         None, "class names that the federation agreed on, in order [those of the rows]"
     )
@@ -113,6 +127,8 @@ def load(path: Path) -> Silo:
         silo: Silo = build(Silo, table, "")
         for name in silo.policy.allow_by_method.keys() - set(silo.methods) - set(known := available("methods")):
             raise InputError(f'allow_by_method: method = "{name}": expected {listed(known)}{close(name, known)}')
+        for name in set(silo.allow_methods or ()) - set(silo.methods) - set(known):
+            raise InputError(f'allow_methods: "{name}": expected {listed(known)}{close(name, known)}')
         check_fields(silo, "")
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
@@ -121,7 +137,8 @@ def load(path: Path) -> Silo:
         return str((path.parent / Path(text).expanduser()).resolve())
 
     models = (absolute(m) if m.startswith((".", "~", "/")) or Path(absolute(m)).exists() else m for m in silo.models)
-    return replace(silo, data=absolute(silo.data), models=tuple(models))
+    ledger = absolute(silo.ledger or path.with_suffix(".ledger.jsonl").name)
+    return replace(silo, data=absolute(silo.data), models=tuple(models), ledger=ledger)
 
 
 def admit_methods(silo: Silo, path: Path) -> None:
@@ -145,20 +162,6 @@ def deal(silo: Silo, spec: DataSpec, *, seed: int, task: str | None) -> Any:
     kept = {key: getattr(spec, key) for key in ("test_fraction", "val_fraction", "scale")}
     own = DataSpec(clients={silo.name: silo.data}, **columns, **kept)
     return dealt(load_table(own, seed=seed, task=task), own, seed=seed)
-
-
-def check(silo: Silo, experiment: Experiment) -> None:
-    """Refuse settings of an experiment that would expose more than the silo's policy allows.
-
-    Raises:
-        InputError: too few rows would be left for training, so that an update would reveal them; or updates would carry
-            the silo's accuracy.
-    """
-    for key in ("test_fraction", "val_fraction"):
-        if not getattr(experiment.data, key) <= _MOST:
-            raise InputError(f"data.{key} = {getattr(experiment.data, key)}: at a silo at most {_MOST} of the rows")
-    if experiment.run.local_scores and "scores" not in silo.policy.of(experiment.method_name):
-        raise InputError('run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow')
 
 
 def listed_model(silo: Silo, spec: ModelSpec) -> ModelSpec:
@@ -216,7 +219,7 @@ def _agreed(silo: Silo, table: Table) -> tuple[str, ...]:
 
 
 def report(path: Path) -> dict[str, Any]:
-    """Output of ``fedfm silo``: name, rows, classes, and what the policy allows."""
+    """Output of ``fedfm silo check``: name, rows, classes, and what the policy allows."""
     silo = load(path)
     admit_methods(silo, path)
     federated = deal(silo, DataSpec(), seed=0, task=None)
@@ -231,6 +234,10 @@ def report(path: Path) -> dict[str, Any]:
         "downloads": silo.downloads,
         "allow": list(silo.allow),
         "allow_by_method": {name: list(words) for name, words in silo.allow_by_method.items()},
+        "allow_methods": None if silo.allow_methods is None else list(silo.allow_methods),
+        "require": {key: value for key, value in asdict(silo.require).items() if value},
+        "budget": {key: value for key, value in asdict(silo.budget).items() if value is not None},
+        "ledger": silo.ledger,
         "takes_part": bool(silo.policy.words),
         "shows_single_replies": "reply" in silo.policy.words,
         "notices": list(federated.notices),
@@ -241,12 +248,16 @@ def described(found: Mapping[str, Any]) -> str:
     """The result of :func:`report` as text."""
     rows = found["rows"]
     policies = {"": found["allow"], **{f" of method {m}": words for m, words in found["allow_by_method"].items()}}
+    runs = ["built-in methods", *found["methods"]] if found["allow_methods"] is None else found["allow_methods"]
     lines = [
         f"{found['name']}: {rows['train']} training, {rows['val']} validation and {rows['test']} test rows, "
         f"{len(found['classes'])} classes",
-        *(f"exposes{of}: {', '.join(_EXPOSED[word] for word in words) or 'nothing'}" for of, words in policies.items()),
+        *(f"exposes{of}: {', '.join(EXPOSED[word] for word in words) or 'nothing'}" for of, words in policies.items()),
         f"loads {', '.join(['built-in models', *found['models']])}; "
         f"{'downloads what is missing' if found['downloads'] else 'downloads nothing'}",
-        f"runs {', '.join(['built-in methods', *found['methods']])}",
+        f"runs {', '.join(runs) or 'nothing'}",
+        *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
+        *(f"gives in all at most {key} = {value}" for key, value in found["budget"].items() if key != "delta"),
+        f"lists what leaves in {found['ledger']}",
     ]
     return "\n".join([*lines, *found["notices"]])

@@ -115,7 +115,7 @@ on real machines, each with `pip install fedfm=={__version__}` and the three var
     # let silos reach /v1/fleet/* and /health only: the same port carries the operator's own interface
   each silo, once
     ssh-keygen -t ecdsa -b 384 -N "" -f silo.key              # silo.key.pub goes to the operator
-    fedfm silo silo.toml                                      # name, rows, classes, models, policy: before it connects
+    fedfm silo check silo.toml                                # name, rows, classes, models, policy: before it connects
     flower-supernode --superlink HOST:8443 --root-certificates ca.crt --auth-supernode-private-key silo.key \\
       --node-config 'silo="/path/to/silo.toml"'
   the operator, for every silo and every run

@@ -1,8 +1,9 @@
-"""A silo in one run: the limits of its file, its agreement to the run, and its log."""
+"""A silo in one run: the limits of its file, its agreement to the run, its log and its ledger."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,40 +11,66 @@ from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
+from fedfm.core.wire import codec
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.silo_log import SiloLog
-from fedfm.errors import E_REFUSED, ClientFault
-from fedfm.runtime import silo_file
+from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
+from fedfm.privacy.policy import EXPOSES, HELLO
+from fedfm.runtime import silo_file, silo_terms
 from fedfm.runtime.population import Partitioned
+from fedfm.runtime.release_cost import Costs
+from fedfm.runtime.silo_ledger import NOTHING, Entry, Ledger, epsilon_alone, now
+
+_FRAME = '{"m":{"round":"i","call":"i","body":'  # of a reply's head, before the answer's own; see codec.envelope
 
 
 class Own:
     """A silo in one run.
 
+    Args:
+        folder: of the run at the silo.
+        told: its ``site.json``, which names the silo's file.
+
+    Raises:
+        InputError: the silo's file is wrong.
+
     Attributes:
         name: the silo's name.
         policy: the silo's policy.
+        require: what it requires of an experiment.
         log: the silo's log.
         classes: the server's class names once a hello with them has fitted; a restarted process reads them again.
     """
 
-    def __init__(self, silo: silo_file.Silo, log: SiloLog, folder: Path, told: Mapping[str, Any]) -> None:
-        self._silo, self._folder, self._told = silo, folder, told
-        self.name, self.policy, self.log = silo.name, silo.policy, log
+    def __init__(self, folder: Path, told: Mapping[str, Any]) -> None:
+        self._path, self._folder, self._told = Path(told["silo"]), folder, told
+        self.log = SiloLog(client_stub.silo_folder(folder), self._path)
+        self._load()
         classes = told.get("classes")
         self.classes: tuple[str, ...] | None = None if classes is None else tuple(classes)
 
-    @classmethod
-    def of(cls, folder: Path, told: Mapping[str, Any]) -> Own:
-        """The silo whose file ``site.json`` names.
+    def _load(self) -> None:
+        self._bytes = self._path.read_bytes()
+        self._silo = silo_file.load(self._path)
+        silo_file.admit_methods(self._silo, self._path)
+        self.name, self.policy, self.require = self._silo.name, self._silo.policy, self._silo.require
+        self.ledger = Ledger(Path(self._silo.ledger), self._silo.budget)
+
+    def changed(self) -> bool:
+        """Whether the silo's file was changed since it was read; it is then read again.
 
         Raises:
-            InputError: its file is wrong.
+            ClientFault: E_REFUSED, it is gone or wrong.
         """
-        path = Path(told["silo"])
-        silo = silo_file.load(path)
-        silo_file.admit_methods(silo, path)
-        return cls(silo, SiloLog(client_stub.silo_folder(folder), path), folder, told)
+        try:
+            if self._path.read_bytes() == self._bytes:
+                return False
+            self._load()
+        except (OSError, InputError) as error:
+            self.log.note(f"nothing is answered: {first_line(error, 2_000)}")
+            raise ClientFault(E_REFUSED, "the silo's file is wrong; its log says why") from None
+        self.log.note(f"{self._path.name} was changed, and is read again")
+        return True
 
     def populate(self, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
         """The silo's rows and model, if the experiment exposes no more than the policy allows.
@@ -51,7 +78,7 @@ class Own:
         Raises:
             InputError: the experiment does not fit the silo.
         """
-        silo_file.check(self._silo, experiment)
+        silo_terms.check(self._silo, experiment)
         return silo_file.populate(self._silo, experiment, classes)
 
     def asked(self, classes: Sequence[str]) -> None:
@@ -72,6 +99,36 @@ class Own:
         storage.write_atomic(self._folder / "site.json", text.encode(), 0o600)
         self.log.fits(self._question(classes))
         self.log.note(f"takes part in run {self._folder.parent.name}: {what}")
+
+    def leaves(self, handler: str, at: tuple[int, int], reply: tuple[str, bytes], experiment: Experiment) -> None:
+        """Enter a reply into the silo's ledger, before it leaves.
+
+        Args:
+            at: round and call.
+            reply: head and data.
+
+        Raises:
+            ClientFault: E_REFUSED, a budget does not allow it, or the ledger cannot be written.
+        """
+        hello, kind = handler == HELLO, handler.partition(".")[0]
+        head, data = reply[0][len(_FRAME) : -2], reply[1][16:]
+        cost = NOTHING if hello else Costs(experiment).of(handler)
+        entry = Entry(
+            time=now(),
+            run=self._folder.parent.name,
+            experiment=hashlib.sha256(self._told["experiment"].encode(errors="surrogatepass")).hexdigest(),
+            round=at[0],
+            call=at[1],
+            method=experiment.method_name,
+            handler=handler,
+            exposes="hello" if hello else EXPOSES[kind],
+            form=experiment.aggregation.transport.form if kind == "train" else "plain",
+            bytes=codec.enveloped(len(head), len(data)),
+            sha256=hashlib.sha256(head.encode() + data).hexdigest(),
+            epsilon=epsilon_alone(cost, self._silo.budget.delta),
+            cost=cost,
+        )
+        self.ledger.enter(entry)
 
     def refused(self, handler: str, fault: ClientFault) -> None:
         """Log a request that was not answered."""

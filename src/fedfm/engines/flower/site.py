@@ -19,7 +19,17 @@ from fedfm.core.checks import conform
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Request
 from fedfm.core.wire import codec, flower_records, payload
-from fedfm.errors import E_EXCEPTION, E_EXPERIMENT, E_FIELD, E_FORMAT, E_REFUSED, ClientFault, InputError, first_line
+from fedfm.errors import (
+    E_EXCEPTION,
+    E_EXPERIMENT,
+    E_FIELD,
+    E_FORMAT,
+    E_LOST,
+    E_REFUSED,
+    ClientFault,
+    InputError,
+    first_line,
+)
 from fedfm.privacy.policy import HELLO, WORDS
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import CALLS, ROUNDS
@@ -28,6 +38,10 @@ from fedfm.version import __version__
 
 if TYPE_CHECKING:
     from fedfm.engines.flower.own_silo import Own
+
+_DEEPEST = 32  # parts of a dotted key in an experiment
+_ENDS = frozenset("\n=,{}")  # characters that no part of a key has
+_MISFIT = "the silo does not take part in this experiment; its log says why"
 
 
 class Site:
@@ -66,7 +80,13 @@ class Site:
         """
         if self._own is not None and self._own.classes is None:
             raise ClientFault(E_REFUSED, "no hello of this run has fitted this silo")
-        return self._silos(() if self._own is None else self._own.classes or ())
+        try:
+            return self._silos(() if self._own is None else self._own.classes or ())
+        except InputError as error:
+            if self._own is None:
+                raise
+            self._own.log.note(f"the run does not fit any more: {first_line(error, 2_000)}")
+            raise ClientFault(E_EXPERIMENT, _MISFIT) from None
 
     def _silos(self, classes: Sequence[str]) -> Silos:
         population = self._populate(self.experiment, classes)
@@ -81,6 +101,7 @@ class Site:
             on_error=self._on_error,
             reveal=self._own is None and self.experiment.privacy is None,
             local_scores=self.experiment.run.local_scores,
+            smallest_cohort=0 if self._own is None else self._own.require.smallest_cohort,
         )
 
     def warm(self, shared: Site | None = None) -> None:
@@ -112,14 +133,19 @@ class Site:
                 raise ClientFault(E_FORMAT, "the request is not an envelope")
             round, call = (_counted(message[key], key, most) for key, most in (("round", ROUNDS), ("call", CALLS)))
             name = self._name(client)
+            if self._own is not None and self._own.changed():
+                self.__dict__.pop("silos", None)
             if handler == HELLO:
                 value = self._hello(name, message["body"])
             else:
                 body = self.silos.conform(handler, message["body"])
                 (value,) = self.silos.answer([Request(name, handler, body, round, call)])
             if isinstance(value, ClientFault):
-                raise value
-            return _halves(codec.envelope(round, call, value))
+                raise value if self._own is None else self._without_values(name, value)
+            reply = _halves(codec.envelope(round, call, value))
+            if self._own is not None:
+                self._own.leaves(handler, (round, call), reply, self.experiment)
+            return reply
         except ClientFault as bad:
             fault = bad
         except (Exception, SystemExit) as error:
@@ -131,6 +157,13 @@ class Site:
             self._own.refused(handler, fault)
         told = {"code": fault.code, "reason": fault.reason[:400]}
         return _halves({"round": round, "call": call, "fault": told})
+
+    def _without_values(self, name: ClientId, fault: ClientFault) -> ClientFault:
+        """A fault of a client half as a server may see it: its text can tell a norm or a weight, so it stays here."""
+        if fault.code in (E_REFUSED, E_EXCEPTION, E_LOST):
+            return fault
+        self._on_error(name, f"{fault}\n")
+        return ClientFault(fault.code, "see the site's errors.log")
 
     def _name(self, client: ClientId | int) -> ClientId:
         if self._own is not None:
@@ -162,9 +195,7 @@ class Site:
         except Exception as error:
             self._on_error(name, "".join(traceback.format_exception(error)))
             own.log.misfit(f"{type(error).__name__}: {first_line(error, 2_000)}")
-            raise ClientFault(
-                E_EXPERIMENT, "the silo does not take part in this experiment; its log says why"
-            ) from None
+            raise ClientFault(E_EXPERIMENT, _MISFIT) from None
         experiment = self.experiment
         own.agree(classes, f"method {experiment.method_name}, model {experiment.model.name}")
 
@@ -191,6 +222,19 @@ def of_experiment(experiment: Callable[[], Experiment], memory: Path, errors: Pa
     return Site(experiment, memory, lambda known, classes: populate(known), on_error=partial(record_error, errors))
 
 
+def _check_depth(text: str) -> None:
+    """Refuse a text of TOML with a dotted key of many parts: to read it takes the square of their number.
+
+    Raises:
+        InputError: it has one.
+    """
+    parts = 0
+    for piece in text.split("."):
+        parts = parts + 1 if _ENDS.isdisjoint(piece) else 0
+        if parts > _DEEPEST:
+            raise InputError(f"the experiment has a key of more than {_DEEPEST} parts")
+
+
 def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
     """The site that ``folder/site.json`` describes, and its client; memories are kept in that folder.
 
@@ -200,6 +244,8 @@ def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
     told = json.loads((folder / "site.json").read_text(encoding="utf-8"))
 
     def experiment(imports: bool) -> Experiment:
+        if told["silo"]:
+            _check_depth(told["experiment"])
         return Experiment.from_dict(tomllib.loads(told["experiment"]), imports=imports)
 
     (folder / "private").mkdir(mode=0o700, exist_ok=True)
@@ -207,7 +253,7 @@ def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
         return of_experiment(partial(experiment, True), folder / "memory", folder), told["client"]
     from fedfm.engines.flower.own_silo import Own
 
-    own = Own.of(folder, told)
+    own = Own(folder, told)
     site = Site(
         partial(experiment, False), folder / "memory", own.populate, on_error=partial(record_error, folder), own=own
     )

@@ -1,0 +1,60 @@
+"""What one release costs a silo, computed from the experiment's [privacy] and not from anything that a server says."""
+
+from __future__ import annotations
+
+import math
+
+from fedfm.aggregation.secure import Secure
+from fedfm.config.experiment import Experiment
+from fedfm.core.capabilities import Private
+from fedfm.privacy.accountant import Accountant, together
+from fedfm.privacy.composition import Releases, epsilon_of
+from fedfm.runtime.silo_ledger import NOTHING, UNBOUNDED, Cost
+
+_AT_SILOS = ("distributed_gaussian", "dp_sgd")  # mechanisms whose noise the silos add
+_ALMOST = 1 - 1e-6  # digits of an epsilon
+
+
+class Costs:
+    """What the answers of a silo cost in one run.
+
+    Attributes:
+        mechanism: "own" if the method has one whose noise the silo adds, else that of [privacy]; "": none.
+        release: the cost of an answer that [privacy] covers.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        own, shared, method = Accountant(), Accountant(), experiment.method
+        if isinstance(method, Private):
+            method.spend(own)
+        experiment.aggregation.mechanism.spend(shared, 1)
+        told = experiment.privacy.mechanism or "gaussian" if experiment.privacy is not None else ""
+        if (mine := _cost(own, "server" if method.means else "silo")) is not None:
+            told = "own" if mine.by == "silo" else "gaussian"
+        # The mechanism composes a round, and a round has one answer for each mean.
+        release = mine or _cost(shared, "silo" if told in _AT_SILOS else "server", max(len(method.means), 1))
+        self.mechanism, self.release = told if release else "", release or UNBOUNDED
+        self._asks, self._times = mine is not None, 1 if mine else method.rounds
+        self._hidden = isinstance(experiment.aggregation, Secure)
+
+    def of(self, handler: str) -> Cost:
+        """The cost of an answer of this handler. What [privacy] does not cover has no bound."""
+        kind = handler.partition(".")[0]
+        if kind == "train" or (kind == "query" and self._asks):
+            return self.release
+        return NOTHING if kind == "aggregate" and self._hidden else UNBOUNDED
+
+    def epsilon(self, delta: float) -> float:
+        """What the whole experiment spends."""
+        one = self.release
+        return epsilon_of([Releases(one.noise_multiplier, one.times * self._times, one.rate)], delta)
+
+
+def _cost(accountant: Accountant, by: str, answers: int = 1) -> Cost | None:
+    if not accountant.events:
+        return None
+    spent = together(accountant.events)
+    z = spent.sigma / spent.sensitivity
+    if epsilon_of([Releases(z)], spent.delta) < spent.epsilon * _ALMOST:
+        return None  # it is no Gaussian release of that noise alone, so its parts do not add up as such
+    return Cost(spent.unit, spent.relation, z * math.sqrt(answers), by=by)

@@ -1,0 +1,65 @@
+"""A silo's terms: what an experiment must promise before the silo agrees to its run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from fedfm.aggregation.secure import Secure
+from fedfm.config.experiment import Experiment
+from fedfm.core.fields import shown
+from fedfm.errors import InputError, listed
+from fedfm.privacy.policy import TOLERANCE, Requirements
+from fedfm.runtime.release_cost import Costs
+from fedfm.runtime.silo_file import Silo
+
+_MOST = 0.5  # largest share of the rows that an experiment may hold out for tests, and for validation
+
+
+def check(silo: Silo, experiment: Experiment) -> None:
+    """Refuse an experiment that would expose more than the silo allows, or promises less than it requires.
+
+    Raises:
+        InputError: the first term that the experiment does not meet, with its key in the silo's file.
+    """
+    for key in ("test_fraction", "val_fraction"):
+        if not getattr(experiment.data, key) <= _MOST:
+            raise InputError(f"data.{key} = {getattr(experiment.data, key)}: at a silo at most {_MOST} of the rows")
+    if silo.allow_methods is not None and experiment.method_name not in silo.allow_methods:
+        raise InputError(f'method.name = "{experiment.method_name}": allow_methods is {listed(silo.allow_methods)}')
+    if experiment.run.local_scores and "scores" not in silo.policy.of(experiment.method_name):
+        raise InputError('run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow')
+    for key, told, wanted in _unmet(silo.require, experiment):
+        raise InputError(f"require.{key} = {shown(wanted)}: the experiment has {told}")
+    if silo.budget.epsilon is not None and not Costs(experiment).release.noise_multiplier:
+        raise InputError(f"budget.epsilon = {silo.budget.epsilon:g}: the experiment states no epsilon")
+
+
+def _unmet(wanted: Requirements, experiment: Experiment) -> Iterator[tuple[str, str, Any]]:
+    """(key, what the experiment has, what is required) of each requirement that it does not meet."""
+    privacy, aggregation, costs = experiment.privacy, experiment.aggregation, Costs(experiment)
+    release = costs.release
+    hidden = isinstance(aggregation, Secure)
+    if wanted.aggregator and not hidden:
+        yield "aggregator", 'aggregator "plain"', wanted.aggregator
+    if wanted.smallest_cohort > 1 and not hidden:
+        yield "smallest_cohort", 'aggregator "plain", which shows single updates', wanted.smallest_cohort
+    if wanted.unit and release.unit != wanted.unit:
+        yield "unit", f'unit "{release.unit}"' if release.unit else "no epsilon", wanted.unit
+    if wanted.mechanism and costs.mechanism not in wanted.mechanism:
+        told = f'mechanism "{costs.mechanism}"' if costs.mechanism else "no mechanism"
+        yield "mechanism", told, wanted.mechanism
+    clips = [getattr(privacy, "clip_norm", None), getattr(aggregation, "clip_norm", None) if hidden else None]
+    clip = min((c for c in clips if c is not None), default=math.inf)
+    if wanted.largest_clip is not None and clip > wanted.largest_clip:
+        yield "largest_clip", f"clip_norm {clip:g}" if clip < math.inf else "no clip_norm", wanted.largest_clip
+    if wanted.least_noise_multiplier is not None and release.noise_multiplier < wanted.least_noise_multiplier:
+        yield "least_noise_multiplier", f"{release.noise_multiplier:.6g}", wanted.least_noise_multiplier
+    delta = 1.0 if privacy is None or privacy.delta is None else privacy.delta
+    if wanted.largest_delta is not None and delta > wanted.largest_delta:
+        yield "largest_delta", f"delta {delta:g}" if delta < 1 else "no delta", wanted.largest_delta
+    if wanted.largest_epsilon is not None:
+        epsilon = math.inf if delta == 1 else costs.epsilon(delta)
+        if epsilon > wanted.largest_epsilon * (1 + TOLERANCE):
+            yield "largest_epsilon", f"epsilon {epsilon:.6g}" if epsilon < math.inf else "none", wanted.largest_epsilon
