@@ -130,7 +130,7 @@ def test_an_experiment_states_its_privacy_again(tmp_path):
 
 def test_the_audit_finds_the_noise_that_the_ledger_states(tmp_path):
     result = fedfm.run(tables(tmp_path, CLIENT | {"clip_norm": 0.05}), tmp_path / "run")
-    (finding,) = perform(tmp_path / "run")
+    (finding,) = perform(tmp_path / "run", ["client_epsilon"])
     assert finding.name == "client_epsilon"
     assert (finding.verdict, finding.contradicts) == ("holds", False)
     assert finding.detail["noise"] == pytest.approx(0.5 * 0.05, rel=0.15)
@@ -151,14 +151,14 @@ def test_the_audit_refutes_a_run_with_too_little_noise(broken, tmp_path, monkeyp
 
     monkeypatch.setattr(_private, "lattice_noise", less)
     fedfm.run(tables(tmp_path, CLIENT | {"clip_norm": 0.05}), tmp_path / "run")
-    (finding,) = perform(tmp_path / "run")
+    (finding,) = perform(tmp_path / "run", ["client_epsilon"])
     assert (finding.verdict, finding.contradicts) == ("leaks", True)
 
 
 def test_no_audit_reads_what_secure_aggregation_hides(tmp_path):
     fedfm.run(tables(tmp_path, DISTRIBUTED), tmp_path / "run")
     with pytest.raises(InputError, match="secure aggregation"):
-        perform(tmp_path / "run")
+        perform(tmp_path / "run", ["client_epsilon"])
     fedfm.run(tables(tmp_path, {"aggregator": "secagg"}), tmp_path / "plain")
     with pytest.raises(InputError, match="no audit reads the messages of fedavg"):
         perform(tmp_path / "plain")

@@ -15,6 +15,7 @@ from fedfm.config.registry import available
 from fedfm.core import storage
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, close, listed
+from fedfm.runtime.population import populate
 from fedfm.runtime.run_directory import Run
 
 FILE = "audit.json"
@@ -29,11 +30,13 @@ class Audit(ABC):
         methods: names of the methods whose messages it reads.
         by_default: whether it runs if no attack is named; it then takes seconds only.
         replies: whether it reads ``Replay.seen``, which keeps every reply in memory.
+        replays: whether it reads the run's own rounds; else it gets the population only.
     """
 
     methods: ClassVar[tuple[str, ...]] = ()
     by_default: ClassVar[bool] = True
     replies: ClassVar[bool] = True
+    replays: ClassVar[bool] = True
 
     def reads(self, run: Run) -> bool:
         """Whether it is about runs of this kind."""
@@ -114,7 +117,11 @@ def perform(
     chosen = choose(run, names)
     watches = {name: audit.watch(run) for name, audit in chosen.items()}
     watched = {name: watch for name, watch in watches.items() if watch is not None}
-    again = replay(run, notice, watched, keep=any(audit.replies for audit in chosen.values()))
+    reading = [audit for audit in chosen.values() if audit.replays]
+    if reading:
+        again = replay(run, notice, watched, keep=any(audit.replies for audit in reading))
+    else:
+        again = Replay(run, populate(run.experiment), ())
     found = []
     for name, audit in chosen.items():
         notice(f"attack: {name}")

@@ -1,0 +1,154 @@
+"""Test of a client-level epsilon by canaries: the run again, with new noise, and canaries in place of all clients."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fedfm import seeds
+from fedfm.aggregation.base import Aggregator
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.inference import canaries
+from fedfm.audits.inference.rates import Array
+from fedfm.audits.replay import Replay, turns
+from fedfm.core.client import Client, Update
+from fedfm.linalg.params import Params
+from fedfm.linalg.threads import torch_threads
+from fedfm.privacy import gaussian
+from fedfm.runtime.run_directory import Run
+
+QUESTION = "Do the means disclose more about single clients than the stated epsilon allows?"
+CONFIDENCE = 0.95
+STRICT = 0.9999  # of a refutation; audits are repeated
+TOO_LONG = 10.0  # a canary asks for this multiple of its share: the mechanism must clip it
+STRANGERS = 1000  # canaries that take no part
+_MOST = 4e8  # numbers in memory
+
+
+class Canaries(Audit):
+    """Knows what each canary sent and reads the means that the method gets. It trusts no part of the mechanism.
+
+    Its noise is new: the audit is of the mechanism with the run's numbers of clients, rounds and parameters.
+    """
+
+    replays: ClassVar[bool] = False
+
+    def reads(self, run: Run) -> bool:
+        return any(e.get("unit") == "client" and "sigma" in e for e in run.manifest["ledger"]["entries"])
+
+    def unfit(self, run: Run) -> str | None:
+        result, clients = run.manifest["result"], len(run.manifest["clients"])
+        if not result["rounds"] or clients < 2:
+            return "it needs a round and two clients"
+        numbers = int(run.manifest["model"]["trainable"]) * (result["rounds"] + clients)
+        return f"its directions are {numbers:.1g} numbers, more than {_MOST:.0g}" if numbers > _MOST else None
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        experiment, result = replay.run.experiment, replay.run.manifest["result"]
+        planted = Planted(experiment.aggregation, experiment.run.seed)
+        with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as private, torch_threads(1):
+            for _ in turns(
+                experiment.method,
+                replay.population,
+                Path(private),
+                rounds=result["rounds"],
+                seed=experiment.run.seed,
+                aggregator=planted.aggregator,
+            ):
+                pass
+        found, strangers = planted.scores(STRANGERS)
+        entries = replay.run.manifest["ledger"]["entries"]
+        delta = max(float(e["delta"]) for e in entries if e.get("unit") == "client")
+        return [finding(found, strangers, delta, float(result["epsilon"] or math.inf))]
+
+
+def finding(found: Array, strangers: Array, delta: float, stated: float) -> Finding:
+    """What scores say of a stated epsilon."""
+    estimate = gaussian.epsilon_of(1.0, max(float(found.mean()), 0.0), delta) if np.isfinite(found).all() else math.inf
+    counted = canaries.counted_bound(found, strangers, delta, CONFIDENCE)
+    low, strict = (canaries.epsilon_bound(found, delta, level) for level in (CONFIDENCE, STRICT))
+    contradicts = strict > stated * (1 + 1e-6)
+    verdict: Verdict = "leaks" if contradicts else "holds"
+    says = (
+        f"Who knows all others sees a client at {float(found.mean()):.3g} standard deviations of the noise (mean of "
+        f"{len(found)} canaries). If the noise is normal, this refutes every epsilon below {low:.3g} at 95 % "
+        f"confidence; without that assumption below {counted:.3g}. The manifest claims {stated:.4g}"
+        + (": it does not hold." if contradicts else ".")
+    )
+    detail = {"canaries": len(found), "strangers": len(strangers), "delta": delta, "low_by_counts": counted}
+    return Finding("canaries", QUESTION, estimate, low, None, stated, verdict, says, contradicts, detail)
+
+
+class Planted:
+    """An aggregation of whose clients each sends its canary in place of its update, and a record of the releases.
+
+    Attributes:
+        aggregator: the copy to run.
+    """
+
+    def __init__(self, aggregator: Aggregator, seed: int) -> None:
+        self._real, self._seed = aggregator, seed
+        self._clip = float(aggregator.mechanism.clip_norm)  # type: ignore[attr-defined]
+        self._residuals: list[Array] = []
+        self._signs: list[dict[str, int]] = []
+        self._dim = 0
+        self._directions: dict[str, Array] = {}
+        self._count: dict[str, int] = {}
+        self.aggregator: Any = copy.copy(aggregator)
+        object.__setattr__(self.aggregator, "protect", self._protect)
+        object.__setattr__(self.aggregator, "mean", self._mean)
+
+    def scores(self, strangers: int) -> tuple[Array, Array]:
+        """Of the canaries that took part most often, and of as many directions that never did."""
+        names = sorted(self._directions)
+        signs = np.array([[sent.get(name, 0) for sent in self._signs] for name in names], dtype=np.float64)
+        often = (signs != 0).sum(1)
+        keep = np.flatnonzero(often == often.max())
+        residuals = np.stack(self._residuals)
+        found = canaries.scores(residuals, signs[keep], [self._directions[names[i]] for i in keep], self._clip)
+        own = signs[keep[0]] @ residuals
+        size = float(np.linalg.norm(own)) / math.sqrt(self._dim)
+        drawn = (float(own @ self._direction(f"stranger {i}")) for i in range(strangers))
+        return found, np.array([x / size if size else 0.0 for x in drawn])
+
+    def _protect(self, client: Client, update: Update) -> Any:
+        layout, at = update.delta, 0
+        self._dim = sum(x.numel() for x in layout.values() if x.is_floating_point())
+        u = self._directions.setdefault(client.id, self._direction(client.id))
+        # Plus, minus, minus, plus, ...: half of an even number of releases, whatever their number.
+        n = self._count[client.id] = self._count.get(client.id, 0) + 1
+        self._signs[-1][client.id] = sign = 1 if n % 4 in (0, 1) else -1
+        sent = {}
+        for name, x in layout.items():
+            if x.is_floating_point():
+                part = u[at : at + x.numel()].reshape(x.shape)
+                sent[name], at = torch.from_numpy(TOO_LONG * self._clip * sign * part).to(x.dtype), at + x.numel()
+            else:
+                sent[name] = torch.zeros_like(x)
+        return self._real.protect(client, Update(Params(sent), update.weight, update.metrics))
+
+    def _mean(self, fed: Any, handler: Any, of: Any, payload: Any, like: Any) -> Params:
+        asked = len(fed.clients if of is None else (of := tuple(of)))
+        self._signs.append({})
+        mean = type(self._real).mean(self.aggregator, fed, handler, of, payload, like)
+        total = asked * _vector(mean)
+        for name, sign in self._signs[-1].items():
+            total -= self._clip * sign * self._directions[name]
+        self._residuals.append(total)
+        return mean
+
+    def _direction(self, name: str) -> Array:
+        drawn = seeds.generator(self._seed, "audit", "canary", name).standard_normal(self._dim)
+        return np.asarray(drawn / np.linalg.norm(drawn))
+
+
+def _vector(w: Params) -> Array:
+    return np.concatenate([x.double().numpy().ravel() for x in w.values() if x.is_floating_point()])

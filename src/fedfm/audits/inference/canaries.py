@@ -1,0 +1,79 @@
+"""Canary clients: how sure an attacker is that one took part in sums to which a mechanism added noise.
+
+Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot Empirical Privacy Estimation for Federated Learning. ICLR
+2024. arXiv:2302.03098, Algorithm 2: a canary sends a random direction of the largest norm allowed, and the attacker
+projects the releases onto it. Here it also knows what all others sent, as differential privacy allows. A canary sends
+its direction as often with a plus as with a minus, so that noise which releases share cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedfm.audits.inference.rates import Array, clopper_pearson
+from fedfm.privacy import gaussian
+
+THRESHOLDS = (0.5, 0.8, 0.95)  # shares of the canaries above a threshold; each is a test with a part of the level
+
+
+def scores(residuals: Array, signs: Array, directions: Sequence[Array], clip_norm: float) -> Array:
+    """Evidence that each canary took part, in standard deviations of that of a canary that did not.
+
+    A direction that was drawn independently of the releases projects them onto N(0, |x|^2 / d), whatever they are.
+
+    Args:
+        residuals: (R, d) each release as a sum, less what all canaries sent.
+        signs: (K, R) the sign with which each canary sent its direction; 0: it sent nothing.
+        directions: K of (d,), of norm 1.
+        clip_norm: of what it sent.
+
+    Returns:
+        (K,), infinite where the releases have no noise.
+    """
+    own = signs @ residuals  # (K, d)
+    shift = clip_norm * (signs != 0).sum(1)
+    read = np.array([float(x @ u) for x, u in zip(own, directions, strict=True)]) + shift
+    spread = np.linalg.norm(own, axis=1) / math.sqrt(residuals.shape[1])
+    # What is left by rounding is no noise.
+    return np.asarray(np.divide(read, spread, out=np.full(len(own), np.inf), where=spread > 1e-6 * shift))
+
+
+def epsilon_bound(found: Array, delta: float, confidence: float) -> float:
+    """The smallest epsilon that these scores leave, if noise is normal: a canary shifts it by mu.
+
+    The releases are then mu-GDP at best (Dong, Roth, Su. Gaussian Differential Privacy. JRSS B 2022). Two tests share
+    the level: the mean of the scores, and the largest one, should one client count more than others.
+
+    Args:
+        found: (K,) scores, each N(mu_k, 1).
+
+    Example:
+        >>> round(epsilon_bound(np.full(400, 2.0), 1e-5, 0.95), 2), round(gaussian.epsilon_of(1.0, 2.0, 1e-5), 2)
+        (9.4, 10.0)
+    """
+    from scipy.stats import norm
+
+    tail = (1 - confidence) / 2
+    of_mean = float(found.mean()) - float(norm.isf(tail)) / math.sqrt(len(found))
+    mu = max(of_mean, float(found.max()) - float(norm.isf(tail / len(found))))
+    return math.inf if mu == math.inf else gaussian.epsilon_of(1.0, mu, delta) if mu > 0 else 0.0
+
+
+def counted_bound(found: Array, strangers: Array, delta: float, confidence: float) -> float:
+    """The same by counts alone, whatever the noise is: rates of hits and of false alarms, Clopper and Pearson 1934.
+
+    With m strangers it stays below ln m. A threshold is chosen by the first half of both, and judged by the second.
+    """
+    here, there = found[1::2], strangers[1::2]
+    level = 1 - (1 - confidence) / len(THRESHOLDS)
+    best = 0.0
+    for share in THRESHOLDS:
+        line = np.quantile(found[::2], 1 - share, method="lower")
+        hits, alarms = int((here >= line).sum()), int((there >= line).sum())
+        rate = clopper_pearson(hits, len(here), level)[0] - delta
+        if rate > 0:
+            best = max(best, math.log(rate / clopper_pearson(alarms, len(there), level)[1]))
+    return best

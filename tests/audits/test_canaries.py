@@ -1,0 +1,132 @@
+"""Canary clients: their bound stays below the truth, refutes broken mechanisms, and reads real runs."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fedfm.aggregation import _private
+from fedfm.api import execute
+from fedfm.audits.audit import perform
+from fedfm.audits.inference import canaries
+from fedfm.cli import main
+from fedfm.privacy import gaussian
+from fedfm.privacy.composition import noise_multiplier_for
+from fedfm.runtime import client_memory
+from small import experiment, features
+
+DELTA, K, R, D = 1e-5, 240, 6, 500
+
+
+def releases(rng, z, *, length=1.0, shared=False, weights=None):
+    """(residuals, signs, directions) of canaries of norm 1 in sums with noise of standard deviation z."""
+    u = rng.standard_normal((K, D))
+    u /= np.linalg.norm(u, axis=1, keepdims=True)
+    signs = np.tile([1.0, -1.0, -1.0, 1.0, 1.0, -1.0], (K, 1))
+    noise = np.tile(rng.standard_normal(D), (R, 1)) if shared else rng.standard_normal((R, D))
+    sums = signs.T @ (u * (length * np.ones(K) if weights is None else weights)[:, None]) + z * noise
+    return sums - signs.T @ u, signs, list(u)
+
+
+def found(seed, epsilon, factor=1.0, **how):
+    """Scores of a mechanism that is meant to spend epsilon in all releases; ``factor`` is of its noise."""
+    z = factor * noise_multiplier_for(epsilon, DELTA, R)
+    return canaries.scores(*releases(np.random.default_rng(seed), z, **how), 1.0)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1.0, 2.0, 4.0, 8.0])
+def test_the_bound_is_below_the_truth_as_often_as_it_says(epsilon):
+    lows = [canaries.epsilon_bound(found(seed, epsilon), DELTA, 0.95) for seed in range(100)]
+    assert sum(low > epsilon for low in lows) <= 12  # more have a chance of 2e-3 at most
+    assert max(canaries.epsilon_bound(found(s, epsilon), DELTA, 0.999) for s in range(30)) <= epsilon
+    assert epsilon < 2.0 or np.mean(lows) > 0.6 * epsilon  # and it is of use
+
+
+BROKEN = {
+    "half the noise": {"factor": 0.5},
+    "noise less by root two": {"factor": math.sqrt(0.5)},
+    "noise once a run": {"shared": True},
+    "no noise": {"factor": 0.0},
+    "no clip": {"length": 10.0},
+    "weights by rows": {"weights": np.array([K * 0.5, *[0.5] * (K - 1)])},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_mechanism_is_refuted(name):
+    for seed in range(5):
+        assert canaries.epsilon_bound(found(seed, 4.0, **BROKEN[name]), DELTA, 0.999) > 4.0
+
+
+def test_counts_alone_are_safe_and_weaker():
+    rng = np.random.default_rng(0)
+    for seed in range(50):
+        scores = found(seed, 4.0)
+        bound = canaries.counted_bound(scores, rng.standard_normal(1000), DELTA, 0.95)
+        assert bound <= 4.0
+    exact = canaries.counted_bound(np.full(2000, np.inf), rng.standard_normal(2000), DELTA, 0.95)
+    assert 4.0 < exact < math.log(1000)
+    assert canaries.counted_bound(rng.standard_normal(60), rng.standard_normal(60), DELTA, 0.95) == 0.0
+
+
+def test_the_bound_is_the_gaussian_closed_form_for_many_canaries():
+    scores = np.random.default_rng(0).standard_normal(200_000) + 1.5
+    low = canaries.epsilon_bound(scores, DELTA, 0.95)
+    assert low == pytest.approx(gaussian.epsilon_of(1.0, 1.5, DELTA), rel=0.01)
+
+
+# --- runs
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch):
+    """The same noise every time."""
+    monkeypatch.setattr(client_memory, "entropy", lambda n: bytes(range(n)))
+
+
+def run(folder, privacy, clients=30, **method):
+    features(folder, n=2000, d=64)
+    private = {"unit": "client", "target_epsilon": 6.0, "clip_norm": 1.0, "delta": DELTA, **privacy}
+    data = {"partition": {"name": "dirichlet", "alpha": 0.5, "clients": clients}}
+    execute.run(experiment(folder, privacy=private, data=data, method={"fraction": 1.0, **method}), folder / "run")
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("privacy", "method"),
+    [
+        ({}, {}),
+        ({}, {"name": "fedadam"}),  # moves the model by more than the mean
+        ({}, {"fraction": 0.6}),
+        ({"aggregator": "secagg", "mechanism": "distributed_gaussian"}, {"rounds": 2, "clients": 12}),
+    ],
+)
+def test_a_run_that_keeps_its_promise_is_not_accused(privacy, method, tmp_path):
+    (finding,) = perform(run(tmp_path, privacy, **method), ["canaries"])
+    assert not finding.contradicts
+    assert finding.verdict == "holds"
+    assert finding.bound == pytest.approx(6.0, rel=1e-6)
+    assert finding.low >= 0
+    assert 1.0 < finding.estimate < 14.0
+
+
+@pytest.mark.parametrize("broken", ["half", "once", "no clip"])
+def test_the_command_refutes_a_run_of_a_broken_mechanism(broken, tmp_path, monkeypatch):
+    draw = _private.lattice_noise
+
+    def noise(key, purpose, steps, scale):
+        if broken == "once":
+            return draw(key, "the only one", np.zeros_like(steps), scale)
+        return draw(key, purpose, steps, scale / 2 if broken == "half" else scale)
+
+    monkeypatch.setattr(_private, "lattice_noise", noise)
+    if broken == "no clip":
+        step = _private.step_of
+        monkeypatch.setattr(_private, "clipped", lambda d, norm: np.rint(_private._flat(d) / step(norm)).astype("i8"))
+    assert main(["audit", str(run(tmp_path, {})), "--attack", "canaries"]) == 1
+
+
+def test_runs_without_client_level_privacy_have_no_canaries(tmp_path):
+    features(tmp_path)
+    execute.run(experiment(tmp_path), tmp_path / "run")
+    assert main(["audit", str(tmp_path / "run"), "--attack", "canaries"]) == 2
