@@ -217,6 +217,25 @@ def test_an_epsilon_is_computed_by_the_silo_and_counted_over_all_runs(tmp_path):
     assert "E_REFUSED" in federation.log("east").splitlines()[-1]
 
 
+def test_private_steps_are_counted_by_the_silos_own_rows(tmp_path):
+    """After all rounds the silo has spent what the experiment aims at; a second run would pass the budget."""
+    federation = Federation(
+        tmp_path, budget={"epsilon": 5.0}, require={"mechanism": ["dp_sgd"], "largest_epsilon": 4.0}
+    )
+    local = {"learning_rate": 0.1, "epochs": 1, "batch_size": 16}
+    tables = {
+        "method": {"name": "fedavg", "rounds": 2, "local": local},
+        "privacy": {"mechanism": "dp_sgd", "unit": "record", "target_epsilon": 4.0, "delta": 1e-5, "clip_norm": 1.0},
+    }
+    assert federation.run(**tables)["excluded"] == []
+    spent = federation.shown("east")["budget"]["epsilon"]["spent"]
+    assert 3.95 < spent <= 4.0
+    assert federation.shown("east")["total"]["claimed"] is False
+    with pytest.raises(RunError):
+        federation.run(**tables)
+    assert federation.shown("east")["budget"]["epsilon"]["spent"] <= 5.0
+
+
 def test_a_budget_of_epsilon_admits_no_experiment_without_one(tmp_path):
     federation = Federation(tmp_path)
     federation.write("north", budget={"epsilon": 8.0})

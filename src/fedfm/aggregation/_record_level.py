@@ -14,6 +14,7 @@ from fedfm.aggregation.base import Aggregator, Mechanism
 from fedfm.core.client import Client, Update
 from fedfm.errors import InputError
 from fedfm.privacy.accountant import Accountant, Spent
+from fedfm.privacy.composition import Releases
 from fedfm.privacy.dp_sgd import DescentPlan
 
 
@@ -38,6 +39,11 @@ class DpSgd(Mechanism):
     def bounded(self, client: Client, update: Update) -> Update:
         """The update without metrics, which would be figures of the rows."""
         return replace(update, metrics={})
+
+    def one_round(self, rows: int) -> Releases:
+        """What a client with this number of rows releases in one round."""
+        steps = self.steps(rows)
+        return replace(self.plan.releases(max(rows, 1), self.batch_size, steps), times=steps)
 
     def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
         """Compose what the client with the largest epsilon spends."""

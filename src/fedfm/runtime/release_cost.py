@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from fedfm.aggregation._record_level import DpSgd
 from fedfm.aggregation.secure import Secure
 from fedfm.config.experiment import Experiment
 from fedfm.core.capabilities import Private
@@ -21,18 +22,25 @@ class Costs:
     Attributes:
         mechanism: "own" if the method has one whose noise the silo adds, else that of [privacy]; "": none.
         release: the cost of an answer that [privacy] covers.
+
+    Args:
+        rows: training rows of the silo, on which the noise of DP-SGD depends; None: before they are read.
     """
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, rows: int | None = None) -> None:
         own, shared, method = Accountant(), Accountant(), experiment.method
         if isinstance(method, Private):
             method.spend(own)
-        experiment.aggregation.mechanism.spend(shared, 1)
+        mechanism = experiment.aggregation.mechanism
+        mechanism.spend(shared, 1)
         told = experiment.privacy.mechanism or "gaussian" if experiment.privacy is not None else ""
         if (mine := _cost(own, "server" if method.means else "silo")) is not None:
             told = "own" if mine.by == "silo" else "gaussian"
         # The mechanism composes a round, and a round has one answer for each mean.
         release = mine or _cost(shared, "silo" if told in _AT_SILOS else "server", max(len(method.means), 1))
+        if isinstance(mechanism, DpSgd):
+            one = mechanism.one_round(mechanism.batch_size if rows is None else rows)
+            release = Cost("record", "add_remove", one.noise_multiplier, one.rate, one.times, "silo")
         self.mechanism, self.release = told if release else "", release or UNBOUNDED
         self._asks, self._times = mine is not None, 1 if mine else method.rounds
         self._hidden = isinstance(experiment.aggregation, Secure)

@@ -17,8 +17,11 @@ from fedfm.runtime.silo_file import Silo
 _MOST = 0.5  # largest share of the rows that an experiment may hold out for tests, and for validation
 
 
-def check(silo: Silo, experiment: Experiment) -> None:
+def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
     """Refuse an experiment that would expose more than the silo allows, or promises less than it requires.
+
+    Args:
+        rows: training rows of the silo; None: before they are read.
 
     Raises:
         InputError: the first term that the experiment does not meet, with its key in the silo's file.
@@ -30,15 +33,16 @@ def check(silo: Silo, experiment: Experiment) -> None:
         raise InputError(f'method.name = "{experiment.method_name}": allow_methods is {listed(silo.allow_methods)}')
     if experiment.run.local_scores and "scores" not in silo.policy.of(experiment.method_name):
         raise InputError('run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow')
-    for key, told, wanted in _unmet(silo.require, experiment):
+    costs = Costs(experiment, rows)
+    for key, told, wanted in _unmet(silo.require, experiment, costs):
         raise InputError(f"require.{key} = {shown(wanted)}: the experiment has {told}")
-    if silo.budget.epsilon is not None and not Costs(experiment).release.noise_multiplier:
+    if silo.budget.epsilon is not None and not costs.release.noise_multiplier:
         raise InputError(f"budget.epsilon = {silo.budget.epsilon:g}: the experiment states no epsilon")
 
 
-def _unmet(wanted: Requirements, experiment: Experiment) -> Iterator[tuple[str, str, Any]]:
+def _unmet(wanted: Requirements, experiment: Experiment, costs: Costs) -> Iterator[tuple[str, str, Any]]:
     """(key, what the experiment has, what is required) of each requirement that it does not meet."""
-    privacy, aggregation, costs = experiment.privacy, experiment.aggregation, Costs(experiment)
+    privacy, aggregation = experiment.privacy, experiment.aggregation
     release = costs.release
     hidden = isinstance(aggregation, Secure)
     if wanted.aggregator and not hidden:

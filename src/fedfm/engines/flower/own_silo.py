@@ -46,6 +46,7 @@ class Own:
         self._path, self._folder, self._told = Path(told["silo"]), folder, told
         self.log = SiloLog(client_stub.silo_folder(folder), self._path)
         self._load()
+        self._rows: int | None = None  # to train on, once they are read
         classes = told.get("classes")
         self.classes: tuple[str, ...] | None = None if classes is None else tuple(classes)
 
@@ -79,7 +80,10 @@ class Own:
             InputError: the experiment does not fit the silo.
         """
         silo_terms.check(self._silo, experiment)
-        return silo_file.populate(self._silo, experiment, classes)
+        found = silo_file.populate(self._silo, experiment, classes)
+        self._rows = sum(len(rows.train) for rows in found.federated.clients.values())
+        silo_terms.check(self._silo, experiment, self._rows)
+        return found
 
     def asked(self, classes: Sequence[str]) -> None:
         """Count a hello before it is answered, since the answer discloses whether the silo's rows fit.
@@ -112,7 +116,7 @@ class Own:
         """
         hello, kind = handler == HELLO, handler.partition(".")[0]
         head, data = reply[0][len(_FRAME) : -2], reply[1][16:]
-        cost = NOTHING if hello else Costs(experiment).of(handler)
+        cost = NOTHING if hello else Costs(experiment, self._rows).of(handler)
         entry = Entry(
             time=now(),
             run=self._folder.parent.name,
