@@ -10,7 +10,7 @@ out of it; who drops out while it is made is left out of another try, among thos
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from torch import Tensor
 
-from fedfm.aggregation.base import Aggregator, Mechanism, Transport
+from fedfm.aggregation.base import Aggregator, Mechanism, Rule, Transport
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.errors import E_SHAPE, ClientFault, RunError
@@ -135,12 +135,13 @@ class Clipped(Mechanism):
     def bounded(self, client: Client, update: Update) -> Update:
         return Update(update.delta * min(1.0, self.bound / max(update.delta.norm(), 1e-12)), 1.0)
 
-    def released(self, fed: Federation, mean: Params) -> Params:
+    def released(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: int, like: Layout) -> Params:
+        mean = rule(fed, updates)
         rng = torch.Generator().manual_seed(fed.seed_for("noise") % 2**63)  # a test's: the same on every engine
         std = self.multiplier * self.bound / fed.heard
         return mean + Params({k: std * torch.randn(x.shape, generator=rng) for k, x in mean.items()})
 
-    def spend(self, accountant: Accountant, rounds: int) -> None:
+    def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
         epsilon, sigma = epsilon_of(self.multiplier, 1.0, 1e-5), self.multiplier * self.bound
         for t in range(1, rounds + 1):
             event = Spent("Gaussian", "client", "add_remove", epsilon, 1e-5, self.bound, sigma, f"round {t}", "")

@@ -322,11 +322,10 @@ def test_an_answer_that_left_a_killed_process_is_on_the_disk(tmp_path):
     path, left = tmp_path / "l", 0
     for attempt in range(3):
         command = [sys.executable, "-c", ENDLESS, str(path), str(Path(__file__).parent), str(attempt)]
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ)
-        assert worker.stdout is not None
-        worker.stdout.readline()
-        time.sleep(0.05 * (attempt + 1))
-        worker.kill()
-        left += 1 + len(worker.stdout.read().splitlines())
-        worker.wait()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as worker:
+            assert worker.stdout is not None
+            worker.stdout.readline()
+            time.sleep(0.05 * (attempt + 1))
+            worker.kill()
+            left += 1 + len(worker.stdout.read().splitlines())
         assert left <= len(entries(path)) <= left + attempt + 1

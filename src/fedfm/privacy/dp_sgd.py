@@ -61,7 +61,7 @@ class DescentPlan:
         return epsilon_of([releases], self.delta)
 
 
-class Budget:
+class PrivateSteps:
     """A client's steps under a plan: each is taken once, from one starting point.
 
     A step's place in the sequence names its coins and its noise. The first training from a place fixes its starting

@@ -13,7 +13,7 @@ from typing import Any
 from fedfm.errors import InputError
 from fedfm.report.text import finite, numbers
 from fedfm.runtime import logs
-from fedfm.runtime.seen import Seen, seen
+from fedfm.runtime.seen import Sight, seen
 
 SCHEMA = 1  # newest version of the manifest that this module reads
 BASE_AND_NEW = ("base_accuracy", "new_accuracy", "harmonic_mean")  # as fedfm.models.metrics names them
@@ -61,7 +61,7 @@ class RunFiles:
     manifest: Mapping[str, Any]
     result: Mapping[str, Any]
     rounds: tuple[Round, ...]
-    seen: Seen
+    seen: Sight
     missing: tuple[str, ...]
 
     @property
@@ -186,7 +186,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
         manifest=manifest,
         result=result,
         rounds=_spans([rounds[t] for t in sorted(rounds)]),
-        seen=seen(run_dir / logs.MESSAGES, left_out) if messages else Seen((), {}, None),
+        seen=seen(run_dir / logs.MESSAGES, left_out) if messages else Sight((), {}, None),
         missing=(*missing, *_gaps(run_dir, result, max(rounds, default=0), messages)),
     )
 

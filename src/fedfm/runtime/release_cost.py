@@ -16,7 +16,7 @@ _AT_SILOS = ("distributed_gaussian", "dp_sgd")  # mechanisms whose noise the sil
 _ALMOST = 1 - 1e-6  # digits of an epsilon
 
 
-class Costs:
+class ReleaseCosts:
     """What the answers of a silo cost in one run.
 
     Attributes:

@@ -11,7 +11,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.fields import shown
 from fedfm.errors import InputError, listed
 from fedfm.privacy.policy import TOLERANCE, Requirements
-from fedfm.runtime.release_cost import Costs
+from fedfm.runtime.release_cost import ReleaseCosts
 from fedfm.runtime.silo_file import Silo
 
 _MOST = 0.5  # largest share of the rows that an experiment may hold out for tests, and for validation
@@ -33,14 +33,14 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
         raise InputError(f'method.name = "{experiment.method_name}": allow_methods is {listed(silo.allow_methods)}')
     if experiment.run.local_scores and "scores" not in silo.policy.of(experiment.method_name):
         raise InputError('run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow')
-    costs = Costs(experiment, rows)
+    costs = ReleaseCosts(experiment, rows)
     for key, told, wanted in _unmet(silo.require, experiment, costs):
         raise InputError(f"require.{key} = {shown(wanted)}: the experiment has {told}")
     if silo.budget.epsilon is not None and not costs.release.noise_multiplier:
         raise InputError(f"budget.epsilon = {silo.budget.epsilon:g}: the experiment states no epsilon")
 
 
-def _unmet(wanted: Requirements, experiment: Experiment, costs: Costs) -> Iterator[tuple[str, str, Any]]:
+def _unmet(wanted: Requirements, experiment: Experiment, costs: ReleaseCosts) -> Iterator[tuple[str, str, Any]]:
     """(key, what the experiment has, what is required) of each requirement that it does not meet."""
     privacy, aggregation = experiment.privacy, experiment.aggregation
     release = costs.release
@@ -54,7 +54,8 @@ def _unmet(wanted: Requirements, experiment: Experiment, costs: Costs) -> Iterat
     if wanted.mechanism and costs.mechanism not in wanted.mechanism:
         told = f'mechanism "{costs.mechanism}"' if costs.mechanism else "no mechanism"
         yield "mechanism", told, wanted.mechanism
-    clips = [getattr(privacy, "clip_norm", None), getattr(aggregation, "clip_norm", None) if hidden else None]
+    clips = [None if privacy is None else privacy.clip_norm]
+    clips += [aggregation.clip_norm] if isinstance(aggregation, Secure) else []
     clip = min((c for c in clips if c is not None), default=math.inf)
     if wanted.largest_clip is not None and clip > wanted.largest_clip:
         yield "largest_clip", f"clip_norm {clip:g}" if clip < math.inf else "no clip_norm", wanted.largest_clip

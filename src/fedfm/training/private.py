@@ -19,7 +19,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.privacy.dp_sgd import Budget, DescentPlan
+from fedfm.privacy.dp_sgd import DescentPlan, PrivateSteps
 from fedfm.training import heads
 from fedfm.training.job import Job
 from fedfm.training.loop import flat_of
@@ -84,7 +84,7 @@ def _train(job: Job) -> Params:
     if not n:
         return job.w
     fits(model)
-    budget = Budget(private.plan, client, n, local.batch_size, local.steps(n))
+    budget = PrivateSteps(private.plan, client, n, local.batch_size, local.steps(n))
     first = budget.unspent
     budget.begin(_start(job))
     model.load(job.w)

@@ -18,7 +18,7 @@ from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
 from fedfm.privacy.policy import EXPOSES, HELLO
 from fedfm.runtime import silo_file, silo_terms
 from fedfm.runtime.population import Partitioned
-from fedfm.runtime.release_cost import Costs
+from fedfm.runtime.release_cost import ReleaseCosts
 from fedfm.runtime.silo_ledger import NOTHING, Entry, Ledger, epsilon_alone, now
 
 _FRAME = '{"m":{"round":"i","call":"i","body":'  # of a reply's head, before the answer's own; see codec.envelope
@@ -116,7 +116,7 @@ class Own:
         """
         hello, kind = handler == HELLO, handler.partition(".")[0]
         head, data = reply[0][len(_FRAME) : -2], reply[1][16:]
-        cost = NOTHING if hello else Costs(experiment, self._rows).of(handler)
+        cost = NOTHING if hello else ReleaseCosts(experiment, self._rows).of(handler)
         entry = Entry(
             time=now(),
             run=self._folder.parent.name,
