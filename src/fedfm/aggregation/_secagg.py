@@ -196,7 +196,7 @@ class SecAgg(Transport):
         fed.process_memory[MEMORY] = session
         session.used, session.broken = i + 1, True  # unless all goes well
         wanted = set(asked)
-        cohort = bytes(p in session.holds and name in wanted for p, name in enumerate(agreed.names))
+        cohort = bytes(p in session.held and name in wanted for p, name in enumerate(agreed.names))
         n = sum(cohort)
         _enough(fed, n, LEAST, "clients have keys")
         head, body = self.head_code(n), self.body_code(n)
@@ -216,7 +216,7 @@ class SecAgg(Transport):
             seals[p] = seal
 
         told = {**payload, TOLD: Sum(i, packed(cohort))}
-        members = [name for name, here in zip(agreed.names, cohort, strict=True) if here]
+        members = [name for p, name in enumerate(agreed.names) if cohort[p] and p in session.holds]
         alive = 0
         for _, reply in fed.exchange("train", handler, members, told, Masked, form="masked", check=check):
             for part, vector in zip((reply.head, reply.body), vectors, strict=True):
