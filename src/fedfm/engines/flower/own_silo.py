@@ -148,7 +148,9 @@ class Own:
     def refused(self, handler: str, fault: ClientFault) -> None:
         """Log a request that was not answered."""
         with contextlib.suppress(OSError):  # the server gets its answer even if the disk is full
-            self.log.note(f"run {self._folder.parent.name}: {handler[:100]} is not answered: {fault.code}")
+            self.log.note(
+                f"run {self._folder.parent.name}: {handler[:100]} is not answered: {fault.code}: {fault.reason[:400]}"
+            )
 
     def _question(self, classes: Sequence[str]) -> str:
         return json.dumps([self._told["experiment"], list(classes)])
