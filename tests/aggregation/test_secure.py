@@ -150,7 +150,7 @@ def test_below_the_threshold_there_is_no_sum(message, drops, threshold, reason, 
 
 def test_a_sparse_graph(tmp_path):
     """24 clients with 8 neighbours each; three drop out, and then a cohort of 12."""
-    fed, link, method = federation(tmp_path, 24, Secure(neighbours=8))
+    fed, link, method = federation(tmp_path, 24, Secure(neighbours=8, threshold=0.5))
     link.late["give"], link.lost["unmask"] = {"c03", "c10"}, {"c20"}
     agrees(step(fed, method, 1), sorted(set(names(24)) - {"c03", "c10"}), 1, method)
     assert {len(held) for held in fed.process_memory["SecAgg"].held.values()} == {9}
