@@ -24,14 +24,14 @@ import common
 import numpy as np
 import torch
 
-from fedfm.aggregation._secagg_client import degree
+from fedfm.aggregation._secagg_keys import degree
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.secure import Secure
-from fedfm.core.client import Client, ClientData, Update, on_client
+from fedfm.core.client import TOLD, Client, ClientData, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
 from fedfm.core.rows import Rows
-from fedfm.core.wire import payload
+from fedfm.core.wire import payload as wire
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.privacy.crypto import keys
@@ -69,7 +69,7 @@ class Direct:
         self.seconds, self.bytes = Counter[str](), Counter[str]()
         parts = (Ready(), *aggregator.parts)
         self._handlers = {fn.__name__: fn for fn in handlers(*parts)}
-        self._of = {}
+        self._of, self._broadcast = {}, ("give", 1, next(iter(updates.values())).delta)
         for name, update in updates.items():
             firsts: dict[str, bytes] = {}
             secret = keys.entropy(32)
@@ -77,15 +77,21 @@ class Direct:
             client.secret, client.first = lambda name, secret=secret: secret, firsts.setdefault
             self._of[name] = client
 
+    def shown(self, client: str) -> Any:
+        """What a client's train message has for all alike: as many bytes as an update."""
+        return self._broadcast
+
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         for request in requests:
             message = request.handler.rpartition("_")[2]
-            client, start = self._of[request.client], time.perf_counter()
-            value = self._handlers[message](client, **request.payload)
+            client, payload = self._of[request.client], dict(request.payload)
+            client.told, client.shown = payload.pop(TOLD, None), self.shown(request.client)
+            start = time.perf_counter()
+            value = self._handlers[message](client, **payload)
             if message == "give":
                 value = self.aggregator.protect(client, value)
             self.seconds[message] += time.perf_counter() - start
-            self.bytes[message] += payload.size(value)[1]
+            self.bytes[message] += wire.size(value)[1]
             yield Reply(request.client, value, request.round, request.call)
 
 

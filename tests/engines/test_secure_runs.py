@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 from processes import experiment, fedfm, same
 from safetensors.torch import load_file
+from sklearn.datasets import load_digits
 
 import fedfm as package
 from fedfm.aggregation._secagg_client import Member
@@ -12,6 +14,7 @@ from fedfm.aggregation.secure import Secure
 from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
+from fedfm.runtime import client_memory
 from small import experiment as small
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
@@ -55,6 +58,62 @@ def test_the_aggregation_table_has_the_settings(tmp_path):
         Experiment.from_dict(tables(tmp_path, method={"name": "kd"}, aggregation={"name": "secure"}))
     with pytest.raises(InputError, match=r"privacy\.unit is missing"):
         Experiment.from_dict(tables(tmp_path, {"target_epsilon": 1.0}))
+
+
+def digits(folder):
+    """Handwritten digits as features: 1,797 rows of 64 pixels."""
+    found = load_digits()
+    split = np.where(np.arange(len(found.target)) % 5 == 0, "test", "train")
+    np.savez(folder / "digits.npz", x=(found.data / 16).astype(np.float32), y=found.target, split=split)
+    return folder / "digits.npz"
+
+
+@pytest.mark.parametrize(
+    ("method", "sums"),
+    [
+        ({"name": "fedavg", "fraction": 0.6, "rounds": 3}, 3),
+        ({"name": "ccvr", "rounds": 2, "fraction": 0.6}, 2),
+        ({"name": "fedncm"}, 1),
+        ({"name": "scaffold", "rounds": 2}, 2),
+        ({"name": "fedpft", "pooled": True, "covariance": "spherical", "components": 1}, 1),
+    ],
+    ids=lambda x: x["name"] if isinstance(x, dict) else "",
+)
+def test_methods_give_the_plain_result_on_digits(method, sums, tmp_path, monkeypatch):
+    """Also with a part of the clients a round; keys are agreed once for all sums."""
+    monkeypatch.setattr(client_memory, "entropy", lambda n: bytes(n))  # the server's noise, where there is any
+    data = {"path": str(digits(tmp_path)), "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 5}}
+    private = {"unit": "record", "target_epsilon": 8.0, "delta": 1e-5} if "pooled" in method else None
+    found = []
+    for aggregator in ("plain", "secagg"):
+        privacy = {"aggregator": aggregator, **(private or {})}
+        known = {"data": data, "model": {"name": "features"}, "method": method, "privacy": privacy}
+        if aggregator == "plain" and private is None:
+            del known["privacy"]
+        found.append(package.run(known | {"run": {"workers": 1}}, tmp_path / aggregator))
+    plain, hidden = found
+    assert hidden["accuracy"] == pytest.approx(plain["accuracy"], abs=0.02)
+    assert hidden["accuracy"] > 0.5
+    lines = (tmp_path / "secagg" / "messages.jsonl").read_text().splitlines()
+    up = [x for x in map(json.loads, lines) if x["to"] == "server" and x["counted"]]
+    assert {x["form"] for x in up if x["handler"].startswith("train.")} == {"masked"}
+    assert sum(x["handler"] == "aggregate.SecAgg_keys" for x in up) == 5
+    assert sum(x["handler"] == "aggregate.SecAgg_unmask" for x in up) == 5 * sums
+    assert not any(x["handler"] == "aggregate.SecAgg_consent" for x in up)
+
+
+def test_a_payload_that_differs_by_client_is_no_other_model(tmp_path):
+    """FedPer's clients get the first head in the first round that they are in, and nothing later; LoRA's tensors."""
+    data = {"name": "digits", "limit": 100, "partition": {"name": "iid", "clients": 4}}
+    model = {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 2}}
+    method = {"name": "fedper", "rounds": 2, "fraction": 0.75, "local": {"epochs": 1}}
+    found = {"data": data, "model": model, "method": method, "run": {"workers": 1}}
+    results = [
+        package.run(found | more, tmp_path / name)
+        for name, more in (("plain", {}), ("secagg", {"privacy": {"aggregator": "secagg"}}))
+    ]
+    assert results[1]["excluded"] == results[0]["excluded"]
+    assert results[1]["accuracy"] == pytest.approx(results[0]["accuracy"], abs=0.05)
 
 
 def test_a_killed_run_resumes_with_new_masks_to_the_same_bits(tmp_path, monkeypatch):

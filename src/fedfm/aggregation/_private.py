@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedfm.aggregation import _secagg_client as secagg
 from fedfm.aggregation._secagg import MEMORY
+from fedfm.aggregation._secagg_client import refused, sum_of
+from fedfm.aggregation._secagg_keys import least_of
 from fedfm.aggregation.base import Aggregator, Mechanism, Rule
 from fedfm.aggregation.secure import Secure
 from fedfm.core.client import Client, Update
@@ -177,26 +178,26 @@ class CentralGaussian(Mechanism):
 class DistributedGaussian(CentralGaussian):
     """Each client adds a share of the noise, so that every sum that can be unmasked has at least all of it.
 
-    With n clients that exchanged keys, secure aggregation unmasks no sum of fewer than t, more than ``threshold`` n. A
-    share has the variance (z C)^2 / t. If all n stay, the noise has n / t times the promised variance.
+    Of a cohort of n clients secure aggregation unmasks no sum of fewer than t, more than ``threshold`` n. A share has
+    the variance (z C)^2 / t. If all n stay, the noise has n / t times the promised variance.
 
     The account is that of sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1): with shares of s >= 4096 steps
     its term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal, whose
     probabilities at x standard deviations differ from a discrete Gaussian's by a relative (x^2 - 1) / (24 s^2).
     """
 
-    threshold: float = 0.5
+    threshold: float = 0.67
 
     name: ClassVar[str] = "Gaussian, by the clients"
     secrets: ClassVar[tuple[str, ...]] = ()
 
     def _shared(self, client: Client, steps: Steps) -> Steps:
-        n = secagg.member_of(client.memory.get(MEMORY)).n
-        least = max(secagg.least_of(self.threshold, n), 2)
+        told = sum_of(client)
+        least = max(least_of(self.threshold, int(told.cohort.sum())), 2)
         scale = self.noise_multiplier * self.clip_norm / self.step / math.sqrt(least)
         if scale < _LEAST_SHARE:
-            raise secagg.refused(f"a share of the noise of {scale:.2g} steps, expected {_LEAST_SHARE:g} at least")
-        call = hashlib.sha256(repr(client.memory[MEMORY]["session"]).encode()).hexdigest()
+            raise refused(f"a share of the noise of {scale:.2g} steps, expected {_LEAST_SHARE:g} at least")
+        call = hashlib.sha256(repr((client.memory[MEMORY]["session"], told.number)).encode()).hexdigest()
         return steps + lattice_noise(client.secret("noise"), f"{client.seed} {call}", steps, scale)
 
     def _noisy(self, fed: Federation, total: Steps, purpose: str) -> Steps:

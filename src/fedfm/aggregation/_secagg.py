@@ -3,101 +3,75 @@
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth. Practical Secure Aggregation for
 Privacy-Preserving Machine Learning. CCS 2017. Figure 4, with signatures and the consistency check. Bell, Bonawitz,
 Gascon, Lepoint, Raykova. CCS 2020: each client shares masks with O(log n) neighbours. As in Ma, Woods, Angel,
-Polychroniadou, Rabin. Flamingo. S&P 2023, keys are agreed once for many sums.
+Polychroniadou, Rabin. Flamingo. S&P 2023, keys are agreed once for many sums, and clients that take no part in a sum
+help to unmask it.
 
 1. keys: each client publishes its keys for the coming sums, signed;
-2. share: it sends its neighbours encrypted shares of the seeds from which its masks are made;
+2. share: it gets the keys of all, and sends its neighbours encrypted shares of the seeds from which its masks are made;
 3. hold: it receives theirs;
-4. the method's train message: its reply is the masked update;
-5. consent: each survivor signs the list of survivors;
-6. unmask: it reveals, of each neighbour, a share of one of its two seeds.
+4. the method's train message to the sum's cohort: the reply is the masked update and the client's seal, its signature
+   of the cohort and of what the server sent to all;
+5. consent, if somebody of the cohort dropped out: the others sign the list of survivors;
+6. unmask: they reveal, of each neighbour in the cohort, a share of one of its two seeds.
 
-Messages 1 to 3 come before the first sum, and again when the cohort changes, somebody dropped out, the keys are used
-up, or the run was resumed.
+Messages 1 to 3 go to all clients, before the first sum, and again when a cohort has a client without keys, somebody
+dropped out, the keys are used up, or the run was resumed. With them a sum takes two messages, or three.
+
+*Why no client is unmasked alone*. Let h clients hold shares of the seeds of one, c of them help the server, and t
+shares determine a seed. (a) Each honest holder agrees to one list of survivors a sum and reveals once, one kind of
+share. So both seeds of a client take 2 t shares of the h + c that there can be: with 2 t > h + c the server gets one of
+them at most. (b) A holder reveals for a list with dropouts only with t signatures of holders under it. Two such lists
+take 2 (t - c) of h - c honest holders, so there is one. (c) Beside it some holders may reveal for the whole cohort, of
+whom nobody dropped out: at most h - c - (t - c) honest ones, with the c fewer than t. So the server gets the sum over
+one list. The default t > 0.67 h gives 2 t - h > h / 3: it holds while at most a third of the holders help the server.
+``threshold = 0.5`` gives 2 t - h >= 1: it holds against the server alone. In a sparse graph all of this is per
+neighbourhood.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.aggregation import _secagg_client as clients
-from fedfm.aggregation._secagg_client import KEY, SIGNATURE, Member, PublicKeys, bytes_of, packed, refused
+from fedfm.aggregation._secagg_client import Member, identity_of, member_of, once, refused, short, sum_of
+from fedfm.aggregation._secagg_keys import (
+    ALIVE,
+    DEAD,
+    KEY,
+    LEAST,
+    OUT,
+    SIGNATURE,
+    Agreed,
+    Card,
+    OwnKeys,
+    bytes_of,
+    degree,
+    fingerprint,
+    least_of,
+    packed,
+    pair_mask,
+    self_mask,
+    witnesses,
+)
+from fedfm.aggregation._secagg_session import AHEAD, Masked, Session, Sum, checked, shaped
 from fedfm.aggregation.base import Half, Of, Payload, Transport
-from fedfm.core.client import MAX_WEIGHT, Client, ClientId, Update, each, on_client
+from fedfm.core.client import MAX_WEIGHT, TOLD, Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.wire import payload as wire
 from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault, RunError
 from fedfm.linalg.params import Layout, Params
 from fedfm.privacy.crypto import keys, masks, shamir
 from fedfm.privacy.crypto.fixed_point import FixedPoint
 
 MEMORY = "SecAgg"  # key of the state at both sides
-LEAST = 3  # clients: in a sum of two each knows the other's part
-_AHEAD = 16  # sums for which keys are agreed, where all clients take part in each
-
-
-@dataclass(frozen=True)
-class Masked:
-    """A client's reply to the train message.
-
-    Attributes:
-        sum: number of the sum since keys were agreed.
-        head: weight and weighted metrics, (1 + M,) int64, masked.
-        body: weighted delta, (P,) int64 or int32, masked.
-    """
-
-    sum: int
-    head: Tensor
-    body: Tensor
-
-
-@dataclass
-class Session:
-    """The server's state of one agreement on keys.
-
-    Attributes:
-        members: names by position.
-        published: keys of each member.
-        neighbours: of each member, whether their shares came or not.
-        dealt: the members whose shares came, in order of names.
-        ready: those of them that hold shares of others.
-        sums: number of sums that the keys serve.
-        used: number of sums so far.
-        broken: somebody dropped out.
-    """
-
-    name: str
-    cohort: tuple[ClientId, ...]
-    members: list[ClientId]
-    published: dict[ClientId, PublicKeys]
-    neighbours: dict[ClientId, list[ClientId]]
-    dealt: list[ClientId]
-    ready: list[ClientId]
-    threshold: int
-    sums: int
-    used: int = 0
-    broken: bool = False
-    positions: dict[ClientId, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.positions = {name: at for at, name in enumerate(self.members)}
-
-    def holders(self, name: ClientId) -> list[ClientId]:
-        """Who holds the shares of a member's seeds, at x = 1, 2, ..."""
-        return [name, *self.neighbours[name]]
-
-    def holds(self, name: ClientId) -> list[ClientId]:
-        """Whose shares a member holds, in the order in which it reveals them."""
-        dealt = set(self.dealt)
-        return [name, *(other for other in self.neighbours[name] if other in dealt)]
+_SEAL = KEY + SIGNATURE
 
 
 @dataclass(frozen=True)
@@ -113,6 +87,7 @@ class SecAgg(Transport):
 
     form = "masked"
     wire_type = Masked
+    told_type = Sum
 
     @property
     def _terms(self) -> str:
@@ -130,37 +105,33 @@ class SecAgg(Transport):
     # --- client half
 
     @on_client(kind="aggregate")
-    def keys(self, client: Client, session: str, sums: int) -> Tensor:
-        """Message 1: identity, public keys and signature, (64 (1 + sums) + 64,) uint8."""
-        if not 1 <= sums <= _AHEAD:
-            raise refused(f"keys for {sums} sums, expected 1 to {_AHEAD}")
-        master, identity = keys.entropy(KEY), client.secret("identity")
-        data = clients.OwnKeys(master, sums).public()
-        member = Member(session, master.hex(), sums, hashlib.sha256(data).hexdigest()[:32], self._terms)
+    def keys(self, client: Client, session: str) -> Tensor:
+        """Message 1: a :class:`Card`, and whether the silo has a roster, (64 (1 + 16) + 64 + 1,) uint8."""
+        master, identity = keys.entropy(KEY), identity_of(client)
+        data = OwnKeys(master, AHEAD).public()
+        tag = hashlib.sha256(data).hexdigest()[:32]
+        member = Member(session, master.hex(), AHEAD, tag, self._terms, self.neighbours)
         client.memory[MEMORY] = dataclasses.asdict(member)
-        signature = keys.sign(identity, *member.statement("keys", client.id, data))
-        return packed(keys.identity_of(identity) + data + signature)
+        signature = keys.sign(identity, *member.published(client.id, data))
+        return packed(keys.identity_of(identity) + data + signature + bytes([client.roster is not None]))
 
     @on_client(kind="aggregate")
-    def share(self, client: Client, n: int, at: int, names: list[str], published: Tensor) -> Tensor:
+    def share(self, client: Client, names: list[str], published: Tensor) -> Tensor:
         """Message 2: encrypted shares for each neighbour, (d, 28 + 64 sums) uint8."""
-        member = self._member(client)
-        if n < LEAST:
-            raise refused(f"a sum of {n} clients, expected {LEAST} at least")
-        clients.once(client, f"{member.tag}-share", "shares of seeds")
-        d = clients.degree(self.neighbours, n)
-        rows = [bytes_of(row) for row in _rows(published, len(names), 2 * KEY + 2 * KEY * member.sums + SIGNATURE)]
-        member.join(client, n, at, names, rows, d)
-        member.threshold = clients.least_of(self.threshold, d + 1)
-        sealed = member.deal(client.id)
+        member, n = self._member(client), len(names)
+        if n < (least := max(LEAST, client.smallest_cohort)):
+            raise refused(f"a sum of {n} clients, expected {least} at least")
+        once(client, f"{member.tag}-share", "shares of seeds")
+        member.join(client, names, checked(published, n, Card.length(member.sums)))
+        sealed = member.deal(client.id, least_of(self.threshold, degree(self.neighbours, n) + 1))
         client.memory[MEMORY] = dataclasses.asdict(member)
-        return packed(b"".join(sealed)).reshape(len(names), -1)
+        return packed(b"".join(sealed)).reshape(len(sealed), -1)
 
     @on_client(kind="aggregate")
     def hold(self, client: Client, present: list[str], sealed: Tensor) -> None:
         """Message 3."""
         member = self._member(client)
-        rows = _rows(sealed, len(present), keys.SEALED + 2 * KEY * member.sums)
+        rows = checked(sealed, len(present), keys.SEALED + 2 * KEY * member.sums)
         member.hold(client.id, present, [bytes_of(row) for row in rows])
         client.memory[MEMORY] = dataclasses.asdict(member)
 
@@ -170,69 +141,93 @@ class SecAgg(Transport):
         Raises:
             ClientFault: E_NORM, an entry times its weight is NaN or above the bound; E_REFUSED, no keys are agreed.
         """
-        member, factor = self._member(client), update.weight
+        member, factor, told = self._member(client), update.weight, sum_of(client)
+        cohort = bytes_of(checked(told.cohort, len(member.names)))
         if self.clip_norm is not None and (norm := update.delta.norm()) > self.clip_norm:
             factor *= self.clip_norm / norm
-        told = [update.weight * update.metrics.get(name, 0.0) for name in self.metrics]
+        metrics = [update.weight * update.metrics.get(name, 0.0) for name in self.metrics]
+        head_code, body_code = self.head_code(max(sum(cohort), 1)), self.body_code(max(sum(cohort), 1))
         try:
-            head = self.head_code(member.n).encode(np.clip([update.weight, *told], -MAX_WEIGHT, MAX_WEIGHT))
+            head = head_code.encode(np.clip([update.weight, *metrics], -MAX_WEIGHT, MAX_WEIGHT))
             flats = (flat.numpy() for flat in update.delta.flats.values())
-            body = np.concatenate([self.body_code(member.n).encode(flat, factor) for flat in flats])
+            body = np.concatenate([body_code.encode(flat, factor) for flat in flats])
         except ValueError as error:
             raise ClientFault(E_NORM, f"{error}: see aggregation.bound") from None
-        i = member.mask(client, (head, body))
-        client.memory[MEMORY] = dataclasses.asdict(member)
-        return Masked(i, torch.from_numpy(head.view(np.int64)), torch.from_numpy(body.view(f"i{body.itemsize}")))
+        seal = member.mask(client, told.number, cohort, _digest(client.shown), (head, body))
+        integers = torch.from_numpy(head.view(np.int64)), torch.from_numpy(body.view(f"i{body.itemsize}"))
+        return Masked(packed(b"".join(seal)), *integers)
 
     @on_client(kind="aggregate")
-    def consent(self, client: Client, sum: int, alive: Tensor) -> Tensor:
-        """Message 5: signature, (64,) uint8; ``alive`` (n,) uint8 is 1 at the survivors' positions."""
+    def consent(self, client: Client, sum: int, status: Tensor, seals: Tensor) -> Tensor:
+        """Message 5: signature, (64,) uint8; ``status`` (n,) uint8 is OUT, DEAD or ALIVE."""
         member = self._member(client)
-        least = max(clients.least_of(self.threshold, member.n), 2)
-        signature = member.sign(client, sum, bytes_of(alive), least)
-        client.memory[MEMORY] = dataclasses.asdict(member)
-        return packed(signature)
+        return packed(member.consent(client, sum, self._survivors(member, client, sum, status, seals)))
 
     @on_client(kind="aggregate")
-    def unmask(self, client: Client, sum: int, names: list[str], signatures: Tensor) -> Tensor:
-        """Message 6: a share of one seed of oneself and of each present neighbour, (1 + present, 32) uint8."""
-        signed = map(bytes_of, _rows(signatures, len(names), SIGNATURE))
-        shares = self._member(client).reveal(client, sum, dict(zip(names, signed, strict=True)))
+    def unmask(
+        self, client: Client, sum: int, status: Tensor, seals: Tensor, names: list[str], signatures: Tensor
+    ) -> Tensor:
+        """Message 6: a share of one seed of each member of the cohort of which it holds any, (held, 32) uint8."""
+        member = self._member(client)
+        digest = self._survivors(member, client, sum, status, seals)
+        signed = map(bytes_of, checked(signatures, len(names), SIGNATURE))
+        shares = member.reveal(client, sum, bytes_of(status), digest, dict(zip(names, signed, strict=True)))
         return packed(b"".join(shares)).reshape(-1, KEY)
 
+    def _survivors(self, member: Member, client: Client, i: int, status: Tensor, seals: Tensor) -> bytes:
+        rows = [bytes_of(row) for row in checked(seals, len(seals), _SEAL)]
+        return member.survivors(client, i, bytes_of(checked(status, len(member.names))), rows, self.threshold)
+
     def _member(self, client: Client) -> Member:
-        return clients.member_of(client.memory.get(MEMORY))
+        return member_of(client.memory.get(MEMORY))
 
     # --- server half
 
     def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
-        cohort = tuple(sorted(fed.clients if of is None else of))
+        asked = sorted(fed.clients if of is None else of)
+        if undeclared := {k for k, v in payload.items() if isinstance(v, each)} - {*handler.varying}:  # type: ignore[attr-defined]
+            raise RunError(f"{handler.__name__}: {undeclared} differ by client; mark it @on_client(varying=(...))")
+        fed.cohort = fed.cohort or tuple(asked)  # not all those with whom keys are agreed
+        _enough(fed, len(asked), LEAST, "clients are asked")
         session: Session | None = fed.process_memory.get(MEMORY)
-        if session is None or session.cohort != cohort or session.broken or session.used == session.sums:
-            session = self._agree(fed, cohort)
-        i, n = session.used, len(session.members)
+        if session is None or not session.serves(asked):
+            session = self._agree(fed)
+        i, agreed = session.used, session.agreed
         fed.process_memory[MEMORY] = session
         session.used, session.broken = i + 1, True  # unless all goes well
+        wanted = set(asked)
+        cohort = bytes(p in session.held and name in wanted for p, name in enumerate(agreed.names))
+        n = sum(cohort)
+        _enough(fed, n, LEAST, "clients have keys")
         head, body = self.head_code(n), self.body_code(n)
         vectors = np.zeros(1 + len(self.metrics), head.dtype), np.zeros(sum(like.sizes.values()), body.dtype)
+        position = {name: p for p, name in enumerate(agreed.names)}
+        seals: dict[int, bytes] = {}
 
         def check(client: ClientId, reply: Masked) -> None:
-            if reply.sum != i:
-                raise ClientFault(E_FIELD, f"a masked update of sum {reply.sum}, expected sum {i}")
             for got, vector in zip((reply.head, reply.body), vectors, strict=True):
                 if got.shape != vector.shape or got.numpy().itemsize != vector.itemsize or got.is_floating_point():
                     raise ClientFault(E_SHAPE, f"a masked vector of {tuple(got.shape)}, expected {vector.shape}")
+            shaped(_SEAL)(reply.seal)
+            seal, p = bytes_of(reply.seal), position[client]
+            said = agreed.statement("masked", i, cohort, seal[:KEY])
+            if not keys.signed(agreed.cards[p].identity, seal[KEY:], *said):
+                raise ClientFault(E_FIELD, f"a masked update that is not of sum {i} and its cohort")
+            seals[p] = seal
 
-        alive = []
-        for client, reply in fed.exchange("train", handler, session.ready, payload, Masked, form="masked", check=check):
+        told = {**payload, TOLD: Sum(i, packed(cohort))}
+        members = [name for p, name in enumerate(agreed.names) if cohort[p] and p in session.holds]
+        alive = 0
+        for _, reply in fed.exchange("train", handler, members, told, Masked, form="masked", check=check):
             for part, vector in zip((reply.head, reply.body), vectors, strict=True):
                 vector += part.numpy().view(vector.dtype)
-            alive.append(client)
-        _enough(fed, len(alive), max(clients.least_of(self.threshold, n), 2), "clients sent a masked update")
-        revealed = self._reveal(fed, session, i, alive)
-        self._remove_masks(fed, session, i, alive, revealed, vectors)
-        fed.heard = len(alive)
-        session.broken = len(revealed) < len(cohort)
+            alive += 1
+        _enough(fed, alive, max(least_of(self.threshold, n), 2), "clients sent a masked update")
+        status = bytes((ALIVE if p in seals else DEAD) if here else OUT for p, here in enumerate(cohort))
+        revealed = self._reveal(fed, session, i, status, seals)
+        self._remove_masks(fed, session, i, status, seals, revealed, vectors)
+        fed.heard = alive
+        session.broken = alive < len(asked) or any(p not in revealed for p in session.askable(status))
         weight, *totals = head.decode(vectors[0]).tolist()
         fed.metrics.update({name: x / weight for name, x in zip(self.metrics, totals, strict=True) if x})
         mean = torch.from_numpy(body.decode(vectors[1])).div_(weight)
@@ -243,108 +238,112 @@ class SecAgg(Transport):
             at += size
         yield Update(Params.from_flat(like, flats), weight)
 
-    def _agree(self, fed: Federation, cohort: tuple[ClientId, ...]) -> Session:
+    def _agree(self, fed: Federation) -> Session:
         """Messages 1 to 3."""
-        name, sums = keys.entropy(16).hex(), _AHEAD if cohort == fed.clients else 1
-        length = 2 * KEY + 2 * KEY * sums + SIGNATURE
-        sent = fed.ask(self.keys, of=cohort, check=_shaped(length), session=name, sums=sums)
-        members, n = list(sent), len(sent)
+        name, length = keys.entropy(16).hex(), Card.length(AHEAD)
+        sent = fed.ask(self.keys, check=shaped(length + 1), session=name)
+        names, n = sorted(sent), len(sent)
         _enough(fed, n, LEAST, "clients sent keys")
-        random.SystemRandom().shuffle(members)
-        d = clients.degree(self.neighbours, n)
-        neighbours = {c: [members[j] for j in clients.neighbours_of(at, n, d)] for at, c in enumerate(members)}
-        came = fed.ask(
-            self.share,
-            of=members,
-            check=_shaped(d, keys.SEALED + 2 * KEY * sums),
-            n=n,
-            at=each({c: at for at, c in enumerate(members)}),
-            names=each(neighbours),
-            published=each({c: torch.stack([sent[other] for other in neighbours[c]]) for c in members}),
-        )
-        published = {c: PublicKeys(bytes_of(row)[KEY:-SIGNATURE]) for c, row in sent.items()}
-        threshold = clients.least_of(self.threshold, d + 1)
-        session = Session(name, cohort, members, published, neighbours, list(came), [], threshold, sums)
-        present = {c: session.holds(c)[1:] for c in came}
-        place = {c: {other: k for k, other in enumerate(neighbours[c])} for c in came}
-        sealed = {c: torch.stack([came[other][place[other][c]] for other in present[c]]) for c in came if present[c]}
+        table = torch.stack([sent[c][:length] for c in names])
+        agreed = Agreed(self._terms, name, names, table, self.neighbours)
+        if alone := [p for p, c in enumerate(names) if not sent[c][length]]:
+            told = ", ".join(f"{names[p]} {short(agreed.cards[p].identity.hex())}" for p in alone)
+            fed.notice(f"secure aggregation: silos without a roster trust identities on first use; theirs are {told}")
+        d = degree(self.neighbours, n)
+        shape = shaped(d, keys.SEALED + 2 * KEY * AHEAD)
+        came = fed.ask(self.share, of=names, check=shape, names=names, published=table)
         _enough(fed, len(came), LEAST, "clients sent shares")
-        session.ready = list(fed.ask(self.hold, of=sealed, present=each(present), sealed=each(sealed)))
-        return session
+        around = {p: agreed.around(p) for p, c in enumerate(names) if c in came}
+        present = {p: [o for o in near if o in around] for p, near in around.items()}
+        sealed = {
+            names[p]: torch.stack([came[names[o]][around[o].index(p)] for o in others])
+            for p, others in present.items()
+            if others
+        }
+        theirs = each({names[p]: [names[o] for o in others] for p, others in present.items()})
+        hold = fed.ask(self.hold, of=sealed, present=theirs, sealed=each(sealed))
+        held = {p: [p, *near] for p, near in around.items()}
+        holds = {p: [p, *others] for p, others in present.items() if names[p] in hold}
+        return Session(agreed, least_of(self.threshold, d + 1), held, holds)
 
-    def _reveal(self, fed: Federation, session: Session, i: int, alive: Sequence[ClientId]) -> dict[ClientId, Tensor]:
-        """Messages 5 and 6: what each survivor reveals."""
-        survivors = set(alive)
-        status = packed(bytes(clients.ALIVE if c in survivors else clients.DEAD for c in session.members))
-        signed = fed.ask(self.consent, of=alive, check=_shaped(SIGNATURE), least=1, sum=i, alive=status)
-        names = {c: [other for other in session.neighbours[c] if other in signed] for c in signed}
-        empty = torch.empty(0, SIGNATURE, dtype=torch.uint8)
-        signatures = {c: torch.stack([signed[o] for o in names[c]]) if names[c] else empty for c in signed}
-        shapes = {c: (len(session.holds(c)), KEY) for c in signed}
-        rows = fed.exchange(
+    def _reveal(
+        self, fed: Federation, session: Session, i: int, status: bytes, seals: Mapping[int, bytes]
+    ) -> dict[int, Tensor]:
+        """Messages 5 and 6: what each holder reveals, by position."""
+        names = session.agreed.names
+        asked = {names[p]: p for p in session.askable(status)}
+        rows = {
+            c: torch.stack([packed(seals[o]) for o in witnesses(session.holds[p], status)]) for c, p in asked.items()
+        }
+        told: dict[str, Any] = {"sum": i, "status": packed(status), "seals": each(rows)}
+        signed: dict[ClientId, Tensor] = {}
+        if DEAD in status:
+            signed = fed.ask(self.consent, of=asked, check=shaped(SIGNATURE), least=1, **told)
+            asked = {c: p for c, p in asked.items() if c in signed}
+        others = {c: [names[o] for o in session.holds[p][1:] if names[o] in signed] for c, p in asked.items()}
+        none = torch.empty(0, SIGNATURE, dtype=torch.uint8)
+        told["names"] = each(others)
+        told["signatures"] = each({c: torch.stack([signed[o] for o in n]) if n else none for c, n in others.items()})
+        shapes = {c: (sum(status[o] != OUT for o in session.holds[p]), KEY) for c, p in asked.items()}
+        found = fed.exchange(
             "aggregate",
             self.unmask,
-            signed,
-            {"sum": i, "names": each(names), "signatures": each(signatures)},
+            asked,
+            told,
             Tensor,
-            check=lambda client, value: _shaped(*shapes[client])(value),
+            check=lambda client, value: shaped(*shapes[client])(value),
             least=1,
         )
-        return dict(rows)
+        return {asked[c]: value for c, value in found}
 
     def _remove_masks(
         self,
         fed: Federation,
         session: Session,
         i: int,
-        alive: Sequence[ClientId],
-        revealed: Mapping[ClientId, Tensor],
+        status: bytes,
+        seals: Mapping[int, bytes],
+        revealed: Mapping[int, Tensor],
         vectors: Sequence[masks.Words],
     ) -> None:
         """Take from the sum the survivors' own masks, and those that they share with members who dropped out."""
-        rows = {c: {o: k for k, o in enumerate(session.holds(c))} for c in revealed}
-        survivors = set(alive)
-        for name in session.dealt:
-            shares = {
-                x: int.from_bytes(bytes_of(revealed[h][rows[h][name]]), "little")
-                for x, h in enumerate(session.holders(name), 1)
-                if h in revealed and name in rows[h]
-            }
-            known = session.published[name]
-            partners = [o for o in session.neighbours[name] if o in survivors]
-            if name not in survivors and not partners:
+        agreed, cohort = session.agreed, {p for p, s in enumerate(status) if s != OUT}
+        rows = {h: {o: k for k, o in enumerate(o for o in session.holds[h] if o in cohort)} for h in revealed}
+        context = {p: agreed.context(i, bytes(s != OUT for s in status), seal[:KEY]) for p, seal in seals.items()}
+        for p in sorted(cohort):
+            name, card = agreed.names[p], agreed.cards[p]
+            partners = [] if p in seals else [o for o in agreed.around(p, cohort) if o in seals]
+            if p not in seals and not partners:
                 continue
+            shares = {
+                x: int.from_bytes(bytes_of(revealed[h][rows[h][p]]), "little")
+                for x, h in enumerate(session.held[p], 1)
+                if p in rows.get(h, ())
+            }
             try:
                 seed = shamir.combine(shares, session.threshold).to_bytes(KEY, "little")
             except ValueError as error:
                 raise RunError(f"round {fed.round}: the masks of {name} stay in the sum: {error}") from None
-            right = clients.fingerprint(seed) == known.self_fingerprint(i)
-            if not (right if name in survivors else keys.public_of(seed) == known.pair(i)):
+            right = fingerprint(seed) == card.self_fingerprint(i)
+            if not (right if p in seals else keys.public_of(seed) == card.pair(i)):
                 raise RunError(f"round {fed.round}: the masks of {name} stay in the sum: a share is wrong")
-            if name in survivors:
-                masks.add(vectors, clients.self_mask(seed, session.name, i), negative=True)
-                continue
-            for other in partners:
-                key = clients.pair_mask(seed, session.published[other].pair(i), session.name, i, (name, other))
+            if p in seals:
+                masks.add(vectors, self_mask(seed, context[p]), negative=True)
+            for o in partners:
+                other = agreed.names[o]
+                key = pair_mask(seed, agreed.cards[o].pair(i), context[o], (name, other))
                 masks.add(vectors, key, negative=other < name)  # the survivor added it if its name comes first
+
+
+def _digest(shown: Any) -> bytes:
+    """SHA-256 of what the server sent to all clients alike."""
+    head, pieces = wire.encode(shown)
+    found = hashlib.sha256(head.encode())
+    for piece in pieces:
+        found.update(piece)
+    return found.digest()
 
 
 def _enough(fed: Federation, got: int, least: int, what: str) -> None:
     if got < least:
         raise RunError(f"round {fed.round}: {got} {what}, a sum that hides them needs {least}")
-
-
-def _shaped(*shape: int) -> Any:
-    """Check of a reply: bytes of this shape."""
-
-    def check(value: Tensor) -> None:
-        if value.dtype != torch.uint8 or tuple(value.shape) != shape:
-            raise ClientFault(E_SHAPE, f"{value.dtype} {tuple(value.shape)}, expected bytes {shape}")
-
-    return check
-
-
-def _rows(tensor: Tensor, count: int, length: int) -> Tensor:
-    """Check a payload: bytes (count, length)."""
-    _shaped(count, length)(tensor)
-    return tensor

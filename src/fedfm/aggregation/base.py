@@ -37,10 +37,13 @@ class Transport:
     Attributes:
         form: what the server sees of a reply to the train message: plain, masked or encrypted.
         wire_type: the type that :meth:`protect` returns.
+        told_type: of the payload's entry ``TOLD``, which :meth:`updates` may add and :meth:`protect` finds as
+            ``client.told``.
     """
 
     form = "plain"
     wire_type: Any = Update
+    told_type: Any = None
 
     def protect(self, client: Client, update: Update) -> Any:
         """Client half: what to send instead of ``update``, which may stay in ``client.memory`` for a later message."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedfm.aggregation._secagg import LEAST, SecAgg
+from fedfm.aggregation._secagg import SecAgg
+from fedfm.aggregation._secagg_keys import LEAST
 from fedfm.aggregation.mean import Mean
 from fedfm.core.fields import setting
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE, PASSES
@@ -21,7 +22,7 @@ class Secure(Mean):
     """sum_k n_k x_k / sum_k n_k: updates, weights and metrics are hidden; the sum and who takes part are not.
 
     Every entry of the mean is exact up to m s / 2 / sum_k n_k with m clients in the sum. The step s of the fixed-point
-    numbers is below n bound / 2^62 (compact: 2^30) with n clients that exchanged keys. A client that lies about its
+    numbers is below n bound / 2^62 (compact: 2^30) with a cohort of n clients. A client that lies about its
     update is not found. A server that deviates from the protocol needs the help of 2 t - h of the h clients that hold
     shares of one; t is more than ``threshold`` of h.
     """
@@ -29,7 +30,7 @@ class Secure(Mean):
     bound: float = setting(2.0**28, "largest weight times entry of an update; more is refused", gt=0, finite=True)
     compact: bool = setting(False, "32 bits an entry instead of 64: half the bytes, for a bound close to the updates")
     clip_norm: float | None = setting(None, "clients scale an update down to this L2 norm", gt=0)
-    threshold: float = setting(0.5, "more than this share of the clients must stay to the end", ge=0.5, lt=1)
+    threshold: float = setting(0.67, "more than this share of the clients must stay to the end", ge=0.5, lt=1)
     neighbours: int = setting(0, "clients that share masks with each; 0: about 4 log2 of their number", ge=0)
     metrics: tuple[str, ...] = setting(
         ("loss", BEFORE, LOSS_BEFORE, JUDGED, PASSES), "metrics that are summed; others stay at the clients"

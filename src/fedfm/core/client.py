@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ClientId = str  # the name a silo gives itself, e.g. "hospital-a"
 POOLED = "(pooled)"  # the client that holds all clients' training rows; only on the local engine
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+TOLD = "+told"  # entry of a payload, from an aggregation's server half to its client half; no method gets it
 MAX_WEIGHT = 1e9  # no client has more rows; with a larger weight one client could replace the mean
 
 
@@ -72,6 +73,11 @@ class Client:
             the name nor the value, unlike :attr:`memory`.
         private: what the client optimiser trains by under DP-SGD, whose ``data`` can be counted only; None: as usual.
         trained: last result of the client optimiser: the client's model before aggregation.
+        shown: what the server sends to all clients alike in this message: handler, round and payload.
+        told: what an aggregation's server half says in this message to its client half.
+        identity: the silo's own Ed25519 key, 32 bytes; None: it has none beyond a run.
+        roster: the other silos' public keys by name, from an agreement without the server; None: there is none.
+        note: writes a line into the silo's log.
         smallest_cohort: the silo's own policy: its update goes into no sum of fewer clients; 0: as the protocol has it.
     """
 
@@ -85,6 +91,11 @@ class Client:
     first: Callable[[str, bytes], bytes] = no_firsts
     private: Any = None
     trained: Params | None = None
+    shown: tuple[Any, ...] = ()
+    told: Any = None
+    identity: bytes | None = None
+    roster: Mapping[ClientId, bytes] | None = None
+    note: Callable[[str], None] = lambda text: None
     smallest_cohort: int = 0
 
 
@@ -114,17 +125,19 @@ class each(dict[ClientId, Any]):
 @overload
 def on_client(handler: Handler) -> Handler: ...
 @overload
-def on_client(*, kind: str) -> Callable[[Handler], Handler]: ...
-def on_client(handler: Handler | None = None, *, kind: str = "") -> Any:
+def on_client(*, kind: str = "", varying: tuple[str, ...] = ()) -> Callable[[Handler], Handler]: ...
+def on_client(handler: Handler | None = None, *, kind: str = "", varying: tuple[str, ...] = ()) -> Any:
     """Mark a function of the client half: a message calls it in the silo.
 
     Args:
         kind: kind of the message. By default the server half decides: ``train`` for ``mean``, ``query`` for ``ask``.
             An aggregation's own handlers have ``aggregate``, the run's have ``scores`` or ``reveal``.
+        varying: arguments that may differ by client (see :class:`each`). Under secure aggregation the clients of a
+            mean make sure that all were sent the same values of the others.
     """
 
     def mark(handler: Handler) -> Handler:
-        handler.on_client, handler.kind = True, kind  # type: ignore[attr-defined]
+        handler.on_client, handler.kind, handler.varying = True, kind, varying  # type: ignore[attr-defined]
         return handler
 
     return mark if handler is None else mark(handler)

@@ -112,7 +112,7 @@ class FedFed(FedAvg):
         n = torch.from_numpy(seeds.generator(client.seed, "share").standard_normal(tuple(x.shape))).float()
         return Labelled(x_s + self.noise * _rms(x_s) * n, y)
 
-    @on_client
+    @on_client(varying=("given",))
     def train(self, client: Client, w: Params, given: Labelled) -> Update:  # type: ignore[override]
         """FedAvg's, on D_k and a sample of D_s."""
         x, y = rows_of(client)

@@ -55,7 +55,7 @@ class FedPer(KeepingFedAvg):
         lost = {e.client for e in fed.excluded if e.round == t}
         return Base(s.w.replace(W_B), tuple(sorted({*s.begun, *cohort} - (lost - {*s.begun}))))
 
-    @on_client
+    @on_client(varying=("begin",))
     def train(self, client: Client, W_B: Params, begin: Params) -> Update:  # type: ignore[override]
         W_P = client.memory.get("theta", begin)
         start = Params({name: (W_B if name in W_B else W_P)[name] for name in client.model.names})

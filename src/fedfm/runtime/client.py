@@ -17,7 +17,7 @@ from typing import Any, Protocol, get_type_hints
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
 from fedfm.core.checks import conform
-from fedfm.core.client import Client, ClientData, ClientId, Update, action
+from fedfm.core.client import TOLD, Client, ClientData, ClientId, Update, action
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE
@@ -57,7 +57,8 @@ class Silos:
         local_scores: an update for a mean also carries the accuracy of the client's model on the client's own test
             rows before aggregation.
         reveal: the server receives an exception's text, which may hold paths and values, and not only its type.
-        smallest_cohort: of each client, see :class:`~fedfm.core.client.Client`.
+        own: what a silo's file says of each :class:`~fedfm.core.client.Client`: ``smallest_cohort``, ``identity``,
+            ``roster``, ``note``.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class Silos:
         on_error: Callable[[ClientId, str], None] = lambda client, text: None,
         reveal: bool = True,
         local_scores: bool = False,
-        smallest_cohort: int = 0,
+        own: Mapping[str, Any] | None = None,
     ) -> None:
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
         self._method, self._reveal, self._local_scores = method, reveal, local_scores
-        self._smallest_cohort = smallest_cohort
+        self._own = dict(own or {})
         parts = (method, Evaluation(method), *aggregator.parts)
         self._handlers = {f"{kind}.{action(fn)}": fn for fn in handlers(*parts) for kind in _kinds(fn)}
         self._hints = {name: get_type_hints(fn) for name, fn in self._handlers.items()}
@@ -117,6 +118,8 @@ class Silos:
         if not isinstance(payload, Mapping) or handler not in self._hints:
             return payload  # answer() reports the error
         hints = self._hints[handler]
+        if handler.startswith("train."):
+            hints = hints | {TOLD: self.aggregator.transport.told_type}
         if unknown := payload.keys() - (hints.keys() - {"client", "return"}):
             raise ClientFault(E_FIELD, f"{handler} takes no {sorted(unknown)}")
         return {key: conform(value, hints[key], key) for key, value in payload.items()}
@@ -132,8 +135,11 @@ class Silos:
         kind, _, name = request.handler.partition(".")
         if (why := self._why_refused(kind, name)) is not None:
             raise ClientFault(E_REFUSED, why)
-        fn, payload = self._handlers[request.handler], request.payload
-        client = self.client(request)
+        fn, client = self._handlers[request.handler], self.client(request)
+        payload = {key: value for key, value in request.payload.items() if key != TOLD}
+        client.told = request.payload.get(TOLD)
+        alike = {key: payload[key] for key in sorted(payload.keys() - {*fn.varying})}  # type: ignore[attr-defined]
+        client.shown = (request.handler, request.round, alike)
         versions = _versions(payload)
         honest = self.attack is None or kind == "aggregate"  # an attacker poisons its update but follows the protocol
         reply = fn(client, **payload) if honest else self.attack(fn, client, payload)  # type: ignore[misc]
@@ -176,7 +182,7 @@ class Silos:
             seed=seeds.derive(self._seed, "client", request.round, request.client),
             secret=partial(secret, self._memory, request.client),
             first=partial(first, self._memory, request.client),
-            smallest_cohort=self._smallest_cohort,
+            **self._own,
             private=None if plan is None else private.Descent(plan, data),
         )
 

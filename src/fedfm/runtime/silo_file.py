@@ -10,6 +10,8 @@
     allow = ["mean", "scores"]              # what requests may expose: mean, reply, scores, reveal
     allow_methods = ["fedavg", "fedpft"]    # the only methods that experiments may name; absent: all
     ledger = "silo.ledger.jsonl"            # lists what left; this is the default
+    identity = "silo.key"                   # the key that signs for the silo, see fedfm.runtime.silo_identity
+    roster = "roster.toml"                  # the other silos' public keys
 
     [allow_by_method]                       # replaces allow for single methods
     fedpft = ["reply"]
@@ -52,6 +54,7 @@ from fedfm.errors import InputError, close, listed
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
 from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
+from fedfm.runtime import silo_identity
 from fedfm.runtime.population import Partitioned, model_of
 
 EXPOSED = {
@@ -92,6 +95,8 @@ class Silo:
     require: Requirements = setting(Requirements, "what every experiment must promise")
     budget: Budget = setting(Budget, "what the silo gives in its lifetime, over all runs")
     ledger: str = setting("", "the file that lists what left [beside this file, with the suffix .ledger.jsonl]")
+    identity: str = setting("", "the file of the key that signs for the silo under secagg [a key of each run]")
+    roster: str = setting("", "a TOML or JSON file with public keys by silo, agreed without the server [first use]")
     classes: tuple[str, ...] | None = setting(
         None, "class names that the federation agreed on, in order [those of the rows]"
     )
@@ -138,6 +143,8 @@ def load(path: Path) -> Silo:
 
     models = (absolute(m) if m.startswith((".", "~", "/")) or Path(absolute(m)).exists() else m for m in silo.models)
     ledger = absolute(silo.ledger or path.with_suffix(".ledger.jsonl").name)
+    identity, roster = (absolute(text) if text else "" for text in (silo.identity, silo.roster))
+    silo = replace(silo, identity=identity, roster=roster)
     return replace(silo, data=absolute(silo.data), models=tuple(models), ledger=ledger)
 
 
@@ -222,6 +229,7 @@ def report(path: Path) -> dict[str, Any]:
     """Output of ``fedfm silo check``: name, rows, classes, and what the policy allows."""
     silo = load(path)
     admit_methods(silo, path)
+    identity = silo_identity.of(silo, create=True)
     federated = deal(silo, DataSpec(), seed=0, task=None)
     rows = federated.clients[silo.name]
     return {
@@ -238,6 +246,8 @@ def report(path: Path) -> dict[str, Any]:
         "require": {key: value for key, value in asdict(silo.require).items() if value},
         "budget": {key: value for key, value in asdict(silo.budget).items() if value is not None},
         "ledger": silo.ledger,
+        "public_key": identity.public,
+        "roster": None if identity.roster is None else sorted(identity.roster),
         "takes_part": bool(silo.policy.words),
         "shows_single_replies": "reply" in silo.policy.words,
         "notices": list(federated.notices),
@@ -259,5 +269,7 @@ def described(found: Mapping[str, Any]) -> str:
         *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
         *(f"gives in all at most {key} = {value}" for key, value in found["budget"].items() if key != "delta"),
         f"lists what leaves in {found['ledger']}",
+        f"signs as {found['public_key'] or 'another one in each run'}",
+        f"knows {', '.join(found['roster'])}" if found["roster"] else "trusts the other silos' keys on first use",
     ]
     return "\n".join([*lines, *found["notices"]])

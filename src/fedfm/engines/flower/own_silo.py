@@ -16,7 +16,7 @@ from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
 from fedfm.privacy.policy import EXPOSES, HELLO
-from fedfm.runtime import silo_file, silo_terms
+from fedfm.runtime import silo_file, silo_identity, silo_terms
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.release_cost import ReleaseCosts
 from fedfm.runtime.silo_ledger import NOTHING, Entry, Ledger, epsilon_alone, now
@@ -55,7 +55,18 @@ class Own:
         self._silo = silo_file.load(self._path)
         silo_file.admit_methods(self._silo, self._path)
         self.name, self.policy, self.require = self._silo.name, self._silo.policy, self._silo.require
+        self._identity = silo_identity.of(self._silo)
         self.ledger = Ledger(Path(self._silo.ledger), self._silo.budget)
+
+    @property
+    def of_client(self) -> dict[str, Any]:
+        """What the silo's file says of its :class:`~fedfm.core.client.Client`."""
+        return {
+            "smallest_cohort": self.require.smallest_cohort,
+            "identity": self._identity.key,
+            "roster": self._identity.roster,
+            "note": lambda text: self.log.note(f"run {self._folder.parent.name}: {text}"),
+        }
 
     def changed(self) -> bool:
         """Whether the silo's file was changed since it was read; it is then read again.
@@ -137,7 +148,9 @@ class Own:
     def refused(self, handler: str, fault: ClientFault) -> None:
         """Log a request that was not answered."""
         with contextlib.suppress(OSError):  # the server gets its answer even if the disk is full
-            self.log.note(f"run {self._folder.parent.name}: {handler[:100]} is not answered: {fault.code}")
+            self.log.note(
+                f"run {self._folder.parent.name}: {handler[:100]} is not answered: {fault.code}: {fault.reason[:400]}"
+            )
 
     def _question(self, classes: Sequence[str]) -> str:
         return json.dumps([self._told["experiment"], list(classes)])

@@ -101,7 +101,7 @@ class Site:
             on_error=self._on_error,
             reveal=self._own is None and self.experiment.privacy is None,
             local_scores=self.experiment.run.local_scores,
-            smallest_cohort=0 if self._own is None else self._own.require.smallest_cohort,
+            own=None if self._own is None else self._own.of_client,
         )
 
     def warm(self, shared: Site | None = None) -> None:

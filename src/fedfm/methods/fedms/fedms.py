@@ -178,7 +178,7 @@ class FedMS(Method[MSState]):
         return Update(W_i - w, len(rows) if self.weighting == "size" else 1, client.metrics)
 
     # --- stage two ----------------------------------------------------------------------------------------------------
-    @on_client
+    @on_client(varying=("start",))
     def adapt(self, client: Client, Z_g: Params, start: Params) -> Update:
         """Sparsely activated LoRA, then one local pass of expert and gate; the local expert stays here."""
         memory = client.memory

@@ -1,0 +1,176 @@
+"""What the clients of a secure aggregation agree on: their keys, and the graph that follows from them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.privacy.crypto import keys, shamir
+
+KEY, SIGNATURE = keys.KEY, keys.SIGNATURE
+OUT, DEAD, ALIVE = 0, 1, 2  # of a member in one sum: not in the cohort, dropped out, its masked update came
+LEAST = 3  # clients: in a sum of two each knows the other's part
+LABEL = "fedfm-secagg-2"
+
+
+def packed(data: bytes) -> Tensor:
+    """Bytes as a uint8 tensor, which travels without text."""
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The inverse of :func:`packed`, row by row."""
+    return tensor.contiguous().numpy().tobytes()
+
+
+def degree(neighbours: int, n: int) -> int:
+    """Number of neighbours of each of n clients: even, or all others.
+
+    Bell, Bonawitz, Gascon, Lepoint, Raykova. Secure Single-Server Aggregation with (Poly)Logarithmic Overhead. CCS
+    2020. Here 4 ceil(log2 n) by default.
+    """
+    wanted = neighbours or 4 * math.ceil(math.log2(n))
+    return min(wanted + wanted % 2, n - 1)
+
+
+def neighbours_of(at: int, n: int, d: int) -> list[int]:
+    """The neighbours of the client at a position, sorted: all others, or the d / 2 nearest on each side of a ring."""
+    if d >= n - 1:
+        return [i for i in range(n) if i != at]
+    return sorted((at + side * i) % n for i in range(1, d // 2 + 1) for side in (-1, 1))
+
+
+def least_of(share: float, n: int) -> int:
+    """More than this share of n."""
+    return math.floor(share * n + 1e-9) + 1
+
+
+@dataclass(frozen=True)
+class OwnKeys:
+    """What a client derives from 32 random bytes for one agreement on keys, which serves ``sums`` sums.
+
+    Each sum has its own key of pairwise masks and its own seed of the client's mask, so what is revealed after one sum
+    says nothing about another.
+    """
+
+    master: bytes
+    sums: int
+
+    @property
+    def channel(self) -> bytes:
+        """Private key that encrypts shares."""
+        return keys.derive(self.master, LABEL, "channel")
+
+    def pair(self, i: int) -> bytes:
+        """Private key of the pairwise masks of sum i; as a number it is in the field of the shares."""
+        return _in_field(keys.derive(self.master, LABEL, "pair", i))
+
+    def self(self, i: int) -> bytes:
+        """Seed of the client's own mask of sum i."""
+        return _in_field(keys.derive(self.master, LABEL, "self", i))
+
+    def public(self) -> bytes:
+        """Public halves, and a SHA-256 of each seed: 32 (1 + 2 sums) bytes."""
+        pairs = b"".join(keys.public_of(self.pair(i)) for i in range(self.sums))
+        return keys.public_of(self.channel) + pairs + b"".join(fingerprint(self.self(i)) for i in range(self.sums))
+
+
+def _in_field(key: bytes) -> bytes:
+    return (int.from_bytes(key, "little") % shamir.PRIME).to_bytes(KEY, "little")
+
+
+def fingerprint(seed: bytes) -> bytes:
+    """The SHA-256 by which the server tells whether a seed was put together from right shares."""
+    return hashlib.sha256(seed).digest()
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a client published: identity, keys, signature."""
+
+    data: bytes
+
+    @staticmethod
+    def length(sums: int) -> int:
+        return 2 * KEY + 2 * KEY * sums + SIGNATURE
+
+    @property
+    def identity(self) -> bytes:
+        return self.data[:KEY]
+
+    @property
+    def keys(self) -> bytes:
+        return self.data[KEY:-SIGNATURE]
+
+    @property
+    def signature(self) -> bytes:
+        return self.data[-SIGNATURE:]
+
+    @property
+    def channel(self) -> bytes:
+        return self.keys[:KEY]
+
+    def pair(self, i: int) -> bytes:
+        return self.keys[KEY * (1 + i) : KEY * (2 + i)]
+
+    def self_fingerprint(self, i: int) -> bytes:
+        sums = (len(self.keys) // KEY - 1) // 2
+        return self.keys[KEY * (1 + sums + i) : KEY * (2 + sums + i)]
+
+
+class Agreed:
+    """The members and their keys, of which each client and the server compute the same graph.
+
+    The ring is in the order of a hash of all names and keys. So nobody places a client in it without knowing the keys
+    of all others, and every client sees whether its neighbours are those that follow from the keys.
+
+    Attributes:
+        names: of all members, sorted; a member's position is its place here.
+        cards: by position.
+        digest: of all of it, with the settings and the name of the agreement; signatures and encrypted shares cover it.
+    """
+
+    def __init__(self, terms: str, session: str, names: Sequence[str], table: Tensor, neighbours: int) -> None:
+        self.names, self._neighbours = list(names), neighbours
+        self.cards = [Card(bytes_of(row)) for row in table]
+        parts: tuple[keys.Context, ...] = (LABEL, terms, session, *self.names, bytes_of(table))
+        self.digest = hashlib.sha256(keys.encoded(*parts)).digest()
+        order = {at: hashlib.sha256(self.digest + name.encode()).digest() for at, name in enumerate(self.names)}
+        self._ring = sorted(order, key=order.__getitem__)
+
+    def around(self, at: int, among: Container[int] | None = None) -> list[int]:
+        """Neighbours of a member in the ring, or in the ring of those ``among`` the members, sorted."""
+        ring = self._ring if among is None else [p for p in self._ring if p in among]
+        n = len(ring)
+        return sorted(ring[j] for j in neighbours_of(ring.index(at), n, degree(self._neighbours, n)))
+
+    def statement(self, *what: keys.Context) -> tuple[keys.Context, ...]:
+        """What a signature covers."""
+        return (LABEL, self.digest, *what)
+
+    def context(self, i: int, cohort: bytes, shown: bytes) -> bytes:
+        """Digest of what the masks of sum i depend on: clients whom the server shows another cohort or another model
+        have masks that do not cancel.
+        """
+        return hashlib.sha256(keys.encoded(*self.statement("masked", i, cohort, shown))).digest()
+
+
+def pair_mask(private: bytes, public: bytes, context: bytes, names: Sequence[str]) -> bytes:
+    """Key of the mask that two clients share."""
+    return keys.agree(private, public, LABEL, "pair mask", context, *sorted(names))
+
+
+def self_mask(seed: bytes, context: bytes) -> bytes:
+    """Key of a client's own mask."""
+    return keys.derive(seed, LABEL, "self mask", context)
+
+
+def witnesses(holds: Sequence[int], status: bytes) -> list[int]:
+    """Positions of the survivors whose seals a client sees: those of whom it holds shares, and the first of all."""
+    return sorted({p for p in holds if status[p] == ALIVE} | {status.index(ALIVE)})

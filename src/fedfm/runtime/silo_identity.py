@@ -1,0 +1,93 @@
+"""A silo's lasting identity, and the roster of the other silos'.
+
+    identity = "silo.key"       # 64 hexadecimal digits; `fedfm silo check` creates the file, for its owner only
+    roster = "roster.toml"      # or .json: of each silo its name and the public key that `fedfm silo check` prints
+
+The roster is agreed without the server. A server that puts itself between the silos, or invents some, does not fit it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedfm.core import storage
+from fedfm.errors import InputError
+from fedfm.privacy.crypto import keys
+
+if TYPE_CHECKING:
+    from fedfm.runtime.silo_file import Silo
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What signs for a silo, and whom it knows.
+
+    Attributes:
+        key: private Ed25519 key; None: each run has its own.
+        roster: public keys by name, of all silos that the roster lists; None: there is no roster.
+    """
+
+    key: bytes | None
+    roster: dict[str, bytes] | None
+
+    @property
+    def public(self) -> str | None:
+        """Public key, 64 hexadecimal digits."""
+        return None if self.key is None else keys.identity_of(self.key).hex()
+
+
+def of(silo: Silo, *, create: bool = False) -> Identity:
+    """Read the files that a silo's file names.
+
+    Args:
+        create: make the key if its file is absent.
+
+    Raises:
+        InputError: a file is absent, open to others or malformed, or the roster has another key of this silo.
+    """
+    if not silo.identity:
+        if silo.roster:
+            raise InputError("roster: the others cannot have this silo in theirs without a lasting key; set identity")
+        return Identity(None, None)
+    found = Identity(_key(Path(silo.identity), create), _roster(Path(silo.roster)) if silo.roster else None)
+    own = (found.roster or {}).get(silo.name)
+    if own is not None and own.hex() != found.public:
+        raise InputError(f"{silo.roster}: {silo.name} has the key {own.hex()}, and {silo.identity} {found.public}")
+    return found
+
+
+def _key(path: Path, create: bool) -> bytes:
+    if create and not path.exists():
+        storage.write_atomic(path, keys.entropy(keys.KEY).hex().encode() + b"\n", 0o600)
+    try:
+        text, mode = path.read_text(encoding="ascii").strip(), path.stat().st_mode
+    except FileNotFoundError:
+        raise InputError(f"identity: {path} does not exist; `fedfm silo check` creates it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"identity: {path} cannot be read: {error}") from None
+    if mode & 0o077:
+        raise InputError(f"identity: {path} is open to other users; chmod 600")
+    if not _KEY.fullmatch(text):
+        raise InputError(f"identity: {path} is not 64 hexadecimal digits")
+    return bytes.fromhex(text)
+
+
+def _roster(path: Path) -> dict[str, bytes]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise InputError(f"roster: {path} cannot be read: {error}") from None
+    if not isinstance(table, dict) or not table:
+        raise InputError(f'roster: {path} has no silos; a line of each: name = "public key"')
+    for name, key in table.items():
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise InputError(f"roster: {path}: the key of {name} is not 64 hexadecimal digits; quote names with dots")
+    return {name: bytes.fromhex(key) for name, key in table.items()}
