@@ -24,7 +24,7 @@ from fedfm.models.families import Parts
 from fedfm.models.load import load_model
 from fedfm.models.model import Model, Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.privacy.dp_sgd import MEMORY, Budget, DescentPlan
+from fedfm.privacy.dp_sgd import MEMORY, DescentPlan, PrivateSteps
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, Adam, private, row_gradients
 from fedfm.training.job import Job
@@ -171,7 +171,7 @@ def plan(z=1.0, c=1.0, rounds=1):
 
 
 def test_noise_has_its_variance_and_each_step_its_own():
-    budget = Budget(plan(z=1.5, c=0.2), client(head(), None, None), 50, 5, 10)
+    budget = PrivateSteps(plan(z=1.5, c=0.2), client(head(), None, None), 50, 5, 10)
     budget.begin(b"start")
     n = 100_000
     noise = [budget.noisy(np.zeros(n), step) for step in (0, 1)]
@@ -186,7 +186,7 @@ def test_noise_has_its_variance_and_each_step_its_own():
 
 def test_each_row_has_a_coin_of_its_own():
     n, b, steps = 400, 20, 3000
-    budget = Budget(plan(), client(head(), None, None), n, b, steps)
+    budget = PrivateSteps(plan(), client(head(), None, None), n, b, steps)
     budget.begin(b"start")
     drawn = [budget.batch(step) for step in range(steps)]
     sizes, counts = np.array([len(x) for x in drawn]), np.bincount(np.concatenate(drawn), minlength=n)
@@ -196,7 +196,7 @@ def test_each_row_has_a_coin_of_its_own():
     assert 1e-4 < stats.chi2(n).cdf(statistic) < 1 - 1e-4
     assert abs(sizes.var() / (n * q * (1 - q)) - 1) < 0.15  # not batches of one size
     assert budget.expected == b
-    assert np.array_equal(Budget(plan(), client(head(), None, None), 3, 20, 1).batch(0), np.arange(3))
+    assert np.array_equal(PrivateSteps(plan(), client(head(), None, None), 3, 20, 1).batch(0), np.arange(3))
 
 
 def composed(z, q, times, delta):
@@ -225,7 +225,7 @@ def test_steps_are_those_of_the_algorithm(make, local):
     w, mu = model.params(), 0.2
     trained = private.train([Job(who, w, local, mu)])[0]
     assert who.metrics == {}
-    budget = Budget(plan(z=0.7, c=0.5), client(model, rows, None), 10, 4, 3)
+    budget = PrivateSteps(plan(z=0.7, c=0.5), client(model, rows, None), 10, 4, 3)
     budget.begin(b"")
     model.load(w)
     live = model.live()
@@ -333,13 +333,13 @@ def attacked(trials=4000):
         for trial in range(trials):
             who = client(model, data, plan(z=1.0), key=f"{half} {trial}".encode().ljust(32))
             if without:  # a missing row adds nothing to any sum
-                keep = Budget.batch
-                Budget.batch = lambda self, step: np.arange(1, 4)
+                keep = PrivateSteps.batch
+                PrivateSteps.batch = lambda self, step: np.arange(1, 4)
             try:
                 trained = private.train([Job(who, w, local)])[0]
             finally:
                 if without:
-                    Budget.batch = keep
+                    PrivateSteps.batch = keep
             change = torch.cat([(trained - w)[name].reshape(-1) for name in model.live()]).double()
             outputs.append(-4 * float(change @ direction))
         found.append(np.array(outputs))
@@ -360,11 +360,11 @@ def test_an_attack_gets_what_is_promised_and_no_more():
 
 @pytest.mark.parametrize("fault", ["half the noise", "no noise", "no clip"])
 def test_the_attack_finds_broken_variants(fault, monkeypatch):
-    noisy = Budget.noisy
+    noisy = PrivateSteps.noisy
     if fault == "half the noise":
-        monkeypatch.setattr(Budget, "noisy", lambda self, x, step: (noisy(self, 2 * x, step)) / 2)
+        monkeypatch.setattr(PrivateSteps, "noisy", lambda self, x, step: (noisy(self, 2 * x, step)) / 2)
     elif fault == "no noise":
-        monkeypatch.setattr(Budget, "noisy", lambda self, x, step: x + 1e-3 * (noisy(self, x, step) - x))
+        monkeypatch.setattr(PrivateSteps, "noisy", lambda self, x, step: x + 1e-3 * (noisy(self, x, step) - x))
     else:
         monkeypatch.setattr(private, "factors", lambda squared, c: torch.ones_like(squared))
     assert least_mu(*attacked(500)) > 1.2
