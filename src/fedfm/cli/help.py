@@ -165,6 +165,8 @@ a silo's file, in the folder of its rows:
   allow_methods = ["fedavg"]                           the only methods it takes part in [all]
   require = { aggregator = "secagg", smallest_cohort = 5 }   what every experiment must promise
   budget = { epsilon = 8.0, bytes = 1000000000, rounds = 100 }   what it gives in its lifetime, over all runs
+  identity = "silo.key"                                signs for it under secagg; fedfm silo check creates it
+  roster = "roster.toml"                               the others' public keys, agreed without the server
 """,
     "doctor": """examples:
   fedfm doctor                                         versions, cores, disk; what is missing
