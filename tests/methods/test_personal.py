@@ -15,7 +15,7 @@ from torch.nn import functional
 import fedfm
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
-from fedfm.core.client import Client, ClientData
+from fedfm.core.client import Client, ClientData, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.rows import Rows
 from fedfm.engines.local.engine import LocalLink
@@ -528,7 +528,8 @@ def test_a_client_whose_own_model_is_of_another_kind_stops_nobody(tmp_path, monk
     def lie(self, client, w):
         return Params({"other": torch.zeros(2)}) if client.id == "client-01" else honest(self, client, w)
 
-    lie.on_client, lie.kind, lie.__name__ = True, honest.kind, half
+    lie.__name__ = half
+    on_client(kind=honest.kind)(lie)
     lie.__annotations__ = honest.__annotations__ | {"return": Params}
     monkeypatch.setattr(cls, half, lie)
     tables = experiment(tmp_path)

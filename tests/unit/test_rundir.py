@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fedfm
+from fedfm.core.client import on_client
 from fedfm.core.text import safe_name
 from fedfm.errors import InputError, RunError
 from fedfm.methods.fedavg import FedAvg
@@ -271,7 +272,8 @@ def test_one_client_of_finite_numbers_does_not_end_a_run(tmp_path, monkeypatch):
             return replace(update, delta=update.delta.map(lambda x: torch.full_like(x, 3e38)), weight=1e9)
         return update
 
-    absurd.on_client, absurd.kind, absurd.__name__ = True, "", "train"
+    absurd.__name__ = "train"
+    on_client(absurd)
     monkeypatch.setattr(FedAvg, "train", absurd)
     result = fedfm.run(experiment(tmp_path, method={"fraction": 1.0}), tmp_path / "run")
     assert {(e["client"], e["code"]) for e in result["excluded"]} == {(bad, "E_NORM")}
@@ -287,7 +289,8 @@ def test_metrics_that_overflow_are_null_in_strict_json_and_cost_no_checkpoint(tm
         update = train(self, client, w)
         return replace(update, metrics=update.metrics | {"loss": 1e308})
 
-    loud.on_client, loud.kind, loud.__name__ = True, "", "train"
+    loud.__name__ = "train"
+    on_client(loud)
     monkeypatch.setattr(FedAvg, "train", loud)
     with pytest.raises(KeyboardInterrupt):
         fedfm.run(experiment(tmp_path), tmp_path / "run", progress=_Stop(2))
