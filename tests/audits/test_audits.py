@@ -295,7 +295,13 @@ def test_another_result_is_an_error_not_a_finding(copy):
 
 def test_every_audit_is_found_by_its_file():
     fedpft = {"membership", "epsilon", "reconstruction", "single_holder", "inversion"}
-    assert set(audits()) == fedpft | {"extraction", "task_vector", "expert_membership", "client_epsilon", "canaries"}
+    assert set(audits()) == fedpft | {
+        "extraction",
+        "task_vector",
+        "expert_membership",
+        "client_epsilon",
+        "canaries",
+    } | {"row_canaries", "row_norms"}
 
 
 def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):

@@ -4,6 +4,13 @@ import math
 
 import numpy as np
 import pytest
+from flwr.supercore.privacy_accounting import (
+    GaussianPrivacyEvent,
+    NeighboringRelation,
+    PrivacyConfig,
+    SamplingMethod,
+)
+from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
@@ -58,6 +65,15 @@ def test_it_is_never_above_the_renyi_accountant():
         renyi = RdpAccountant()
         renyi.compose(dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(z)), t)
         assert epsilon_of([Releases(z, t, q)], 1e-5) <= renyi.get_epsilon(1e-5)
+
+
+@given(st.floats(0.6, 8), st.floats(0.01, 1), st.integers(1, 300))
+@settings(max_examples=12, deadline=None)
+def test_it_is_never_above_the_accountant_of_flower(z, q, times):
+    flower = RdpAccountant(PrivacyConfig(1e-5, 1000, NeighboringRelation.ADD_OR_REMOVE_ONE, SamplingMethod.POISSON))
+    rows = max(round(1000 * q), 1)
+    flower.compose(GaussianPrivacyEvent(noise_multiplier=z, sample_size=rows, population_size=1000), times)
+    assert epsilon_of([Releases(z, times, rows / 1000)], 1e-5) <= flower.get_epsilon(1e-5)
 
 
 @given(st.floats(0.3, 12), st.integers(1, 200), st.sampled_from([1.0, 0.3, 0.05]))

@@ -9,10 +9,12 @@ import sys
 
 import pytest
 
+from fedfm.aggregation._record_level import DpSgd
 from fedfm.errors import InputError
 from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.privacy import gaussian
-from fedfm.privacy.accountant import together
+from fedfm.privacy.accountant import Accountant, together
+from fedfm.privacy.dp_sgd import DescentPlan
 
 
 def test_a_record_at_two_clients_spends_at_both():
@@ -44,6 +46,19 @@ def test_what_does_not_add_up_is_refused(other):
         together([Plan().spent(), other])
     with pytest.raises(InputError, match="at least one"):
         together([])
+
+
+def test_sampled_steps_are_added_to_nothing():
+    steps = Accountant()
+    DpSgd(DescentPlan(1.0, 1e-5, 3, noise_multiplier=1.0), 32, lambda n: -(-n // 32)).spend(steps, 3, [100, 300])
+    (one,) = steps.events
+    assert steps.epsilon == one.epsilon > 0
+    assert one.sigma is None
+    assert "standard deviation 1" in one.note
+    assert together([one]) == one
+    for other in (one, dataclasses.replace(one, mechanism="Gaussian", sigma=1.0)):
+        with pytest.raises(InputError, match="DP-SGD do not add up"):
+            together([one, other])
 
 
 _FEDPFT = ("release_plan", "noisy_moments", "private_em", "noisy_sums")

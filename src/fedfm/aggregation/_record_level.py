@@ -69,12 +69,16 @@ class DpSgd(Mechanism):
                 epsilon=epsilon,
                 delta=plan.delta,
                 sensitivity=plan.clip_norm,
-                sigma=(z or 0.0) * plan.clip_norm,
+                sigma=None,  # the steps are sampled: no Gaussian release of one sigma spends this
                 composition=f"{rounds} rounds of Poisson-sampled steps, privacy loss distributions; the largest "
                 "epsilon over clients, whose rows are disjoint",
                 note="against the server, too; the numbers of rows are public; a person with rows at two clients "
                 "spends what both spend together"
-                + ("" if z else "; each client chooses its own sigma, from its number of rows and steps"),
+                + (
+                    f"; the noise of a step's sum has the standard deviation {z * plan.clip_norm:.6g}"
+                    if z
+                    else "; each client chooses its own noise, from its number of rows and steps"
+                ),
             )
         )
 

@@ -22,7 +22,8 @@ class Spent:
         epsilon: infinite if nothing is guaranteed.
         delta: fixed before the data are seen.
         sensitivity: largest L2 distance between the statistics of neighbours.
-        sigma: standard deviation of the noise on these statistics.
+        sigma: standard deviation of the noise on these statistics; None: they are no one Gaussian release, e.g. the
+            sampled steps of DP-SGD, and add up with no other entry.
         composition: how the cells and rounds of the release add up.
         note: what else a reader must know.
     """
@@ -33,7 +34,7 @@ class Spent:
     epsilon: float
     delta: float
     sensitivity: float
-    sigma: float
+    sigma: float | None
     composition: str
     note: str
 
@@ -45,7 +46,7 @@ def together(spent: Sequence[Spent]) -> Spent:
     noise 1 (Dong, Roth, Su 2022, Corollary 3.3), also if a later one is chosen after an earlier one was seen.
 
     Raises:
-        InputError: there is none, or they differ in unit, relation or delta.
+        InputError: there is none, or one of several is no Gaussian release, or they differ in unit, relation or delta.
 
     Example:
         >>> one = Spent("Gaussian, analytic", "record", "add_remove", 1.0, 1e-5, 1.0, 3.730632, "", "")
@@ -58,6 +59,10 @@ def together(spent: Sequence[Spent]) -> Spent:
     for name in ("unit", "relation", "delta"):
         if len(values := {getattr(one, name) for one in spent}) > 1:
             raise InputError(f"releases of different {name} do not add up: {sorted(values)}; account them one by one")
+    if len(spent) > 1 and (others := sorted({one.mechanism for one in spent if one.sigma is None})):
+        raise InputError(f"releases of {', '.join(others)} do not add up with others: account them one by one")
+    if first.sigma is None:
+        return first
     ratio = math.hypot(*(one.sensitivity / one.sigma if one.sigma else math.inf for one in spent))
     unbounded = ratio == math.inf or any(one.epsilon == math.inf for one in spent)
     return replace(

@@ -62,6 +62,8 @@ def _cost(accountant: Accountant, by: str, answers: int = 1) -> Cost | None:
     if not accountant.events:
         return None
     spent = together(accountant.events)
+    if spent.sigma is None:
+        return None
     z = spent.sigma / spent.sensitivity
     if epsilon_of([Releases(z)], spent.delta) < spent.epsilon * _ALMOST:
         return None  # it is no Gaussian release of that noise alone, so its parts do not add up as such

@@ -71,10 +71,15 @@ def fits(model: Model) -> None:
 
 def train(jobs: Sequence[Job]) -> list[Params]:
     """Train one job after the other, privately. No loss is told: it would be a figure of the rows."""
-    return [_train(job) for job in jobs]
+    return [train_one(job) for job in jobs]
 
 
-def _train(job: Job) -> Params:
+def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
+    """Train one client privately.
+
+    Args:
+        after: called after each step.
+    """
     client, local = job.client, job.local
     private: Descent = client.private
     model = client.model
@@ -91,21 +96,16 @@ def _train(job: Job) -> Params:
     flat = flat_of(model)
     live = {name: p for name, p in model.live().items() if job.only is None or name in job.only}
     place = torch.cat([torch.full((p.numel(),), name in live) for name, p in model.live().items()])
-    most = 2 * local.batch_size  # rows at a time: few samples have more
     rule, start = Rule(local, flat.p), flat.p.clone()
     correction = None if job.correction is None else flat.flat(job.correction)
-    total_of = _head(model, rows, private.plan.clip_norm) if heads.applies(model) and job.only is None else None
+    total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.only)  # few samples have more
     frozen = _marks(model, live) if first else {}
     model.train_mode()
     # LoRA's dropout draws from torch's global generator: give it this client's own stream.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(client.seed)
         for step in range(local.steps(n)):
-            total = torch.zeros(int(place.sum()), dtype=torch.float64)
-            index = budget.batch(step)
-            for at in range(0, len(index), most):
-                part = index[at : at + most]
-                total += total_of(part) if total_of else clipped_sum(model, rows, part, private.plan.clip_norm, live)
+            total = total_of(budget.batch(step))
             g = torch.from_numpy(budget.noisy(total.numpy(), step) / budget.expected)
             flat.g.zero_()
             flat.g[place] = g.to(flat.g)
@@ -118,9 +118,33 @@ def _train(job: Job) -> Params:
                 flat.p[~place] = start[~place]
             if step == 0 and first:
                 _check_moved(model, live, job.w, frozen)
+            after()
     flat.g.zero_()
     model.eval_mode()
     return model.params() if job.only is None else job.w.replace(model.params().only(job.only))
+
+
+def sums(
+    model: Model, rows: Rows, clip_norm: float, most: int, only: tuple[str, ...] | None = None
+) -> Callable[[np.ndarray], Tensor]:
+    """What a step computes of its rows (b,) before the noise: the sum (P,) of their clipped gradients, float64.
+
+    Args:
+        most: rows at a time.
+        only: names of the trained tensors; None: all.
+    """
+    live = {name: p for name, p in model.live().items() if only is None or name in only}
+    numbers = sum(p.numel() for p in live.values())
+    of_head = _head(model, rows, clip_norm) if heads.applies(model) and only is None else None
+
+    def total(index: np.ndarray) -> Tensor:
+        found = torch.zeros(numbers, dtype=torch.float64)
+        for at in range(0, len(index), most):
+            part = index[at : at + most]
+            found += of_head(part) if of_head else clipped_sum(model, rows, part, clip_norm, live)
+        return found
+
+    return total
 
 
 def _start(job: Job) -> bytes:

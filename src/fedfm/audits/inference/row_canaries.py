@@ -1,0 +1,175 @@
+"""Canary rows: how sure an attacker is that one was in a training by noisy steps, each of which takes rows by coins.
+
+Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot Empirical Privacy Estimation for Federated Learning. ICLR
+2024. arXiv:2302.03098: many canaries along random directions in one training. Here a canary is a row whose gradient
+is its direction, and the attacker sees every step, as the accountant of DP-SGD assumes. A direction that was drawn
+independently of the steps projects them onto a normal variable, whatever they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedfm.audits.inference.canaries import counted_bound
+from fedfm.audits.inference.rates import Array
+from fedfm.privacy import gaussian
+from fedfm.privacy.composition import Releases, epsilon_of
+
+SURE = 1e-7  # false alarms of a test that allows no doubt
+LEAST_NOISE = 0.4  # noise multiplier; smaller ones take long to account, and more noise never spends more
+_STRANGERS, _NUMBERS = 20_000, 4e7  # rows that took no part; numbers in memory
+_STEPS = 100  # of a training whose noise is compared
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What the steps of trainings show along K canaries' directions.
+
+    Attributes:
+        x: (K, T) in standard deviations of the noise: N(``shift``, 1) where the canary was in the step, else N(0, 1).
+        shift: the bound C on a row's gradient, in standard deviations.
+        taken: (K, T) whether it was in the step.
+        foretold: (K, T) whether another training of the same rows, under another secret, took it in that step.
+    """
+
+    x: Array
+    shift: float
+    taken: Array
+    foretold: Array
+
+
+def together(readings: Sequence[Readings]) -> Readings:
+    """The canaries of several trainings of equally many steps."""
+    shift = float(np.mean([r.shift for r in readings]))
+    x, taken, foretold = (np.concatenate([getattr(r, name) for r in readings]) for name in ("x", "taken", "foretold"))
+    return Readings(x, shift, taken, foretold)
+
+
+def read(steps: Array, taken: Array, foretold: Array, directions: Array, clip_norm: float) -> Readings:
+    """Project the steps, of which everything but one canary is known, onto that canary's direction.
+
+    Args:
+        steps: (T, d) noisy sums.
+        taken: (K, T).
+        foretold: (K, T).
+        directions: (K, d), of norm 1.
+        clip_norm: C.
+    """
+    noise = steps - clip_norm * (taken.T.astype(np.float64) @ directions)
+    sigma = math.sqrt(float(np.square(noise).mean()))
+    x = directions @ noise.T + clip_norm * taken
+    return Readings(x / max(sigma, 1e-9 * clip_norm), clip_norm / max(sigma, 1e-9 * clip_norm), taken, foretold)
+
+
+def epsilon_bound(readings: Readings, claimed: Releases, delta: float, confidence: float) -> float:
+    """The smallest epsilon that these readings leave, if noise is normal.
+
+    Two tests share the level. The first takes the coins as secret: noise multiplier and rate at the ends of their
+    intervals give epsilon. The second foretells the coins, and takes the mean score as that of a Gaussian mechanism.
+    """
+    tail = (1 - confidence) / 2
+    return max(_of_secret_coins(readings, claimed, delta, tail), _of_foretold_coins(readings, delta, tail))
+
+
+def estimate(readings: Readings, claimed: Releases, delta: float) -> float:
+    """Epsilon at the noise and the rate that were measured, of normal noise and secret coins."""
+    found = readings.x[readings.taken]
+    return _epsilon(float(found.mean()) if len(found) else 0.0, len(found) / readings.taken.size, claimed, delta)
+
+
+def _of_secret_coins(readings: Readings, claimed: Releases, delta: float, tail: float) -> float:
+    from scipy.stats import beta, norm
+
+    found = readings.x[readings.taken]
+    if not len(found) or readings.taken.all():  # all of them: the coins can be foretold
+        return 0.0
+    mean = float(found.mean()) - float(norm.isf(tail / 2)) / math.sqrt(len(found))
+    rate = float(beta.ppf(tail / 2, len(found), readings.taken.size - len(found) + 1))
+    return _epsilon(mean, rate, claimed, delta)
+
+
+def _epsilon(mean: float, rate: float, claimed: Releases, delta: float) -> float:
+    if mean <= 0:
+        return 0.0
+    least = min(claimed.noise_multiplier, max(claimed.noise_multiplier / 2, LEAST_NOISE))
+    return epsilon_of([Releases(max(1 / mean, least), claimed.times, rate)], delta)
+
+
+def _of_foretold_coins(readings: Readings, delta: float, tail: float) -> float:
+    from scipy.stats import norm
+
+    times = readings.foretold.sum(1)
+    some = times > 0
+    scores = (readings.x * readings.foretold).sum(1)[some] / np.sqrt(times[some])
+    if len(scores) < 2:
+        return 0.0
+    spread = max(float(scores.std(ddof=1)), 1.0)
+    mu = float(scores.mean()) - float(norm.isf(tail)) * spread / math.sqrt(len(scores))
+    return gaussian.epsilon_of(1.0, mu, delta) if mu > 0 else 0.0
+
+
+def counted(readings: Readings, rate: float, delta: float, confidence: float, rng: np.random.Generator) -> float:
+    """The same by counts of hits and of false alarms (see :func:`counted_bound`), whatever the noise is.
+
+    A score is the log-likelihood ratio of the readings with and without the row, its coins unknown.
+    """
+    steps = readings.x.shape[1]
+    strangers = rng.standard_normal((int(min(_STRANGERS, _NUMBERS / steps)), steps))
+    found, there = (_ratio(x, readings.shift, rate) for x in (readings.x, strangers))
+    return counted_bound(found, there, delta, confidence)
+
+
+def _ratio(x: Array, shift: float, rate: float) -> Array:
+    gain = shift * x - shift * shift / 2
+    mixed = gain if rate >= 1 else np.logaddexp(math.log1p(-rate), math.log(rate) + gain)
+    return np.asarray(mixed.sum(1))
+
+
+def coins_differ(trainings: Sequence[Array], rate: float) -> bool:
+    """Whether rows do not enter the steps by independent coins of this rate: batches of one size, orders, other rates.
+
+    Args:
+        trainings: (n, T) of each training, whether the row was in the step.
+    """
+    from scipy.stats import norm
+
+    if rate >= 1:
+        return not all(taken.all() for taken in trainings)
+    numbers, variance = sum(taken.size for taken in trainings), rate * (1 - rate)
+    away = abs(sum(float(taken.sum()) for taken in trainings) - numbers * rate)
+    if away > float(norm.isf(SURE / 6)) * math.sqrt(numbers * variance) + 1:
+        return True
+    n, steps = trainings[0].shape
+    rows, sizes = (np.concatenate([taken.sum(axis) for taken in trainings]) for axis in (1, 0))
+    return _spread_differs(rows, steps, rate) or _spread_differs(sizes, n, rate)
+
+
+def _spread_differs(sums: Array, trials: int, rate: float) -> bool:
+    """Whether the sums of coins do not vary as binomial ones, by a scaled chi-squared of the same two moments."""
+    from scipy.stats import chi2
+
+    variance = rate * (1 - rate)
+    squares = float(np.square(sums - trials * rate).sum()) / (trials * variance)
+    scale = 1 + (1 - 6 * variance) / (2 * trials * variance)
+    degrees = len(sums) / scale
+    return bool(min(chi2.cdf(squares / scale, degrees), chi2.sf(squares / scale, degrees)) < SURE / 6)
+
+
+def noise_repeats(noises: Sequence[Array]) -> bool:
+    """Whether two steps, of one training or of two under different secrets, share noise.
+
+    Args:
+        noises: (T, d) of each training.
+    """
+    from scipy.stats import norm
+
+    all_ = np.concatenate([noise[:_STEPS] for noise in noises])
+    lengths = np.linalg.norm(all_, axis=1)
+    all_ = all_[lengths > 0] / lengths[lengths > 0, None]
+    cosines = np.abs(np.triu(all_ @ all_.T, 1))
+    pairs = max(len(all_) * (len(all_) - 1) // 2, 1)
+    return bool(cosines.max(initial=0.0) * math.sqrt(all_.shape[1]) > norm.isf(SURE / 2 / pairs))

@@ -1,0 +1,214 @@
+"""Test of the epsilon of DP-SGD by canary rows: a client's training again, with new secrets, and rows made for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedfm import seeds
+from fedfm.aggregation._record_level import DpSgd
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.inference import row_canaries
+from fedfm.audits.inference.rates import Array
+from fedfm.audits.replay import Replay
+from fedfm.core.client import Client, ClientData
+from fedfm.core.rows import Batch, Rows
+from fedfm.linalg.threads import torch_threads
+from fedfm.models.families import Parts
+from fedfm.models.model import Model, Tools
+from fedfm.models.spec import ModelSpec
+from fedfm.privacy.dp_sgd import DescentPlan
+from fedfm.runtime import client_memory
+from fedfm.runtime.population import Partitioned
+from fedfm.runtime.run_directory import Run
+from fedfm.training import SGD, private
+from fedfm.training.job import Job
+
+QUESTION = "Do the private steps disclose more about single rows than the stated epsilon allows?"
+CONFIDENCE = 0.95
+STRICT = 0.9999  # of a refutation; audits are repeated
+DIMENSION = 4096  # of the trained vector: the guarantee does not depend on it
+CANARIES, TRAININGS = 1000, 20  # at most
+ENOUGH = 400  # canaries, before the training is repeated no more
+TOO_LONG = 10.0  # a canary's gradient has this multiple of C: the training must clip it
+_MOST = 2e4  # steps
+_SATURATED = 1e30  # logit at which the softmax is exactly 1
+
+
+class RowCanaries(Audit):
+    """Trains with the run's number of rows, batch size, steps, noise and clipping, sees each step, and knows all else.
+
+    What it tests is the mechanism: coins, clipping, noise and their accounting. The gradients of the run's own model
+    are tested by ``row_norms``. It repeats the training of the client that spends most.
+    """
+
+    replays: ClassVar[bool] = False
+
+    def reads(self, run: Run) -> bool:
+        return isinstance(run.experiment.aggregation.mechanism, DpSgd)
+
+    def unfit(self, run: Run) -> str | None:
+        return None if run.manifest["result"]["rounds"] else "the run has no round"
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        run = replay.run
+        mechanism: Any = run.experiment.aggregation.mechanism
+        client = costliest(replay.population, mechanism)
+        if client is None:
+            return [nothing("row_canaries", QUESTION, "No client has training rows.")]
+        n, plan = len(replay.population.data(client).train), mechanism.plan
+        claimed = plan.releases(n, mechanism.batch_size, mechanism.steps(n))
+        if claimed.times > _MOST:
+            why = f"A client takes {claimed.times} steps, more than {_MOST:.0f}: too many to repeat."
+            return [nothing("row_canaries", QUESTION, why)]
+        trainings = Trainings(plan, n, mechanism.batch_size, mechanism.steps(n), run.experiment.run.seed)
+        with torch_threads(1):
+            home = trainings.run(0)
+            again = max(1, min(TRAININGS, -(-ENOUGH // trainings.canaries)))
+            attacked = [trainings.run(i + 1) for i in range(again)]
+        return [self._finding(run, trainings, home, attacked, claimed)]
+
+    def _finding(self, run: Run, trainings: Trainings, home: Trained, attacked: list[Trained], claimed: Any) -> Finding:
+        delta, stated, c = trainings.plan.delta, float(run.manifest["result"]["epsilon"]), trainings.plan.clip_norm
+        k = trainings.canaries
+        found = row_canaries.together(
+            [row_canaries.read(t.steps, t.taken[:k], home.taken[:k], t.directions, c) for t in attacked]
+        )
+        rng = seeds.generator(run.experiment.run.seed, "audit", "strangers")
+        low, strict = (row_canaries.epsilon_bound(found, claimed, delta, level) for level in (CONFIDENCE, STRICT))
+        counted = [row_canaries.counted(found, claimed.rate, delta, level, rng) for level in (CONFIDENCE, STRICT)]
+        low, strict = max(low, counted[0]), max(strict, counted[1])
+        repeats = row_canaries.noise_repeats([t.noise(c) for t in (home, attacked[0])])
+        coins = row_canaries.coins_differ([t.taken for t in (home, *attacked)], claimed.rate)
+        estimate = row_canaries.estimate(found, claimed, delta)
+        low, strict, estimate = (math.inf, math.inf, math.inf) if repeats else (low, strict, estimate)
+        contradicts = strict > stated * (1 + 1e-6) or coins
+        verdict: Verdict = "leaks" if contradicts else "holds"
+        says = (
+            f"{len(found.x)} canary rows, in {claimed.times} steps of which each takes a row with probability "
+            f"{claimed.rate:.3g}, refute every epsilon below {low:.3g} at 95 % confidence if the noise is normal, and "
+            f"below {counted[0]:.3g} without that assumption."
+        )
+        if repeats:
+            says = "Two steps share their noise: the difference of their sums shows the rows."
+        if coins:
+            says += " The batches are not drawn by an independent coin for each row, and epsilon is computed for those."
+        says += f" The manifest claims {stated:.4g}" + (": it does not hold." if contradicts else ".")
+        detail = {"canaries": len(found.x), "steps": claimed.times, "rate": claimed.rate, "delta": delta}
+        detail |= {"noise_multiplier": 1 / found.shift, "low_by_counts": counted[0], "independent_coins": not coins}
+        return Finding("row_canaries", QUESTION, estimate, low, None, stated, verdict, says, contradicts, detail)
+
+
+def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:
+    """The client that spends most; of those that spend the same the one with the most rows; None without rows."""
+    sizes = {client: len(population.federated.clients[client].train) for client in population.clients}
+    sizes = {client: n for client, n in sizes.items() if n}
+    plan = mechanism.plan
+    if plan.target_epsilon is None:
+        spent = {n: plan.epsilon(plan.releases(n, mechanism.batch_size, mechanism.steps(n))) for n in {*sizes.values()}}
+    else:
+        spent = dict.fromkeys(sizes.values(), plan.target_epsilon)
+    return max(sizes, key=lambda client: (spent[sizes[client]], sizes[client]), default=None)
+
+
+class Trained:
+    """What one training showed.
+
+    Attributes:
+        steps: (T, d) the noisy sum of each step, read from how the model moved.
+        taken: (n, T) whether each row was in each step.
+        directions: (K, d) of the canaries, which are the first K rows.
+    """
+
+    def __init__(self, steps: Array, taken: Array, directions: Array) -> None:
+        self.steps, self.taken, self.directions = steps, taken, directions
+
+    def noise(self, clip_norm: float) -> Array:
+        """(T, d): the steps less their canaries."""
+        taken = self.taken[: len(self.directions)].T.astype(np.float64)
+        return np.asarray(self.steps - clip_norm * (taken @ self.directions))
+
+
+class Trainings:
+    """Private trainings of a client of n rows, of which the first are canaries, under a secret of their own each."""
+
+    def __init__(self, plan: DescentPlan, n: int, batch_size: int, steps: int, seed: int) -> None:
+        self.plan, self.canaries = plan, min(n, CANARIES)
+        self._n, self._steps, self._seed = n, steps, seed
+        epochs = steps // -(-n // batch_size)
+        self._local = SGD(learning_rate=1 / plan.clip_norm, epochs=epochs, batch_size=batch_size)
+        self._expected = min(batch_size, n)
+
+    def run(self, number: int) -> Trained:
+        """Train through all rounds, with new directions and a new secret."""
+        rng = seeds.generator(self._seed, "audit", "row canaries", number)
+        directions = rng.standard_normal((self.canaries, DIMENSION))
+        directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+        model = _Directions(TOO_LONG * self.plan.clip_norm * directions)
+        rows = Rows({"row": torch.arange(self._n)})
+        data, secret = ClientData(lambda: rows, Rows, Rows), client_memory.entropy(32)
+        firsts: dict[str, bytes] = {}
+        client = Client(
+            "canaries",
+            private.hidden(data),
+            model,
+            {},
+            seed=seeds.derive(self._seed, "audit", number),
+            secret=lambda name: secret,
+            first=firsts.setdefault,
+            private=private.Descent(self.plan, data),
+        )
+        steps: list[Array] = []
+        taken = np.zeros((self._n, self.plan.rounds * self._steps), dtype=bool)
+        w = model.params()
+        last = _vector(model)
+
+        def after() -> None:
+            nonlocal last
+            now = _vector(model)
+            taken[model.asked, len(steps)] = True
+            steps.append((last - now) * self.plan.clip_norm * self._expected)
+            last, model.asked = now, []
+
+        for _ in range(self.plan.rounds):
+            w = private.train_one(Job(client, w, self._local), after)
+        return Trained(np.stack(steps), taken, directions)
+
+
+class _Directions(Model):
+    """A model whose loss is linear: the gradient of row i is a vector of its own, of the others 0, wherever it is.
+
+    Attributes:
+        asked: rows whose loss was asked for.
+    """
+
+    def __init__(self, gradients: Array) -> None:
+        layer = nn.Linear(gradients.shape[1], 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        parts = Parts(None, (), None, None, "")
+        about = {"task": "classification", "classes": (), "fingerprint": "", "head": None}
+        super().__init__(layer, spec=ModelSpec("canaries"), parts=parts, tools=Tools(), **about)  # type: ignore[arg-type]
+        self._gradients = torch.from_numpy(gradients).float()
+        self.asked: list[int] = []
+
+    def logits(self, batch: Batch) -> Tensor:
+        row = batch["row"]
+        self.asked += row.tolist()
+        x = torch.zeros(len(row), self._gradients.shape[1])
+        ours = row < len(self._gradients)
+        x[ours] = self._gradients[row[ours]]
+        return self.module(x)  # type: ignore[no-any-return]
+
+    def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        # Of two classes the wrong one is certain: the cross-entropy has the derivative 1.
+        return torch.cat([logits + _SATURATED, torch.zeros_like(logits)], 1), torch.ones(len(logits), dtype=torch.int64)
+
+
+def _vector(model: Model) -> Array:
+    return np.concatenate([p.detach().double().numpy().ravel() for p in model.live().values()])

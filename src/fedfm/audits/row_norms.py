@@ -1,0 +1,63 @@
+"""Test of the sensitivity that DP-SGD claims: how far one row moves the sum of a step of the run's own model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedfm import seeds
+from fedfm.aggregation._record_level import DpSgd
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.replay import Replay
+from fedfm.audits.row_canaries import costliest
+from fedfm.linalg.threads import torch_threads
+from fedfm.runtime.run_directory import Run
+from fedfm.training import private
+
+QUESTION = "Does a row move the sum of a step by more than clip_norm?"
+ROWS = 16  # whose share is measured, in a batch of these
+
+
+class RowNorms(Audit):
+    """Measures sum with a row less sum without it, at the model's start and at the run's last model."""
+
+    replays: ClassVar[bool] = False
+
+    def reads(self, run: Run) -> bool:
+        return isinstance(run.experiment.aggregation.mechanism, DpSgd)
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        run, population = replay.run, replay.population
+        mechanism: Any = run.experiment.aggregation.mechanism
+        client, method, model = costliest(population, mechanism), run.experiment.method, population.model
+        if client is None:
+            return [nothing("row_norms", QUESTION, "No client has training rows.")]
+        rows = population.data(client).train
+        batch = seeds.generator(run.experiment.run.seed, "audit", "row norms").permutation(len(rows))[:ROWS]
+        c = mechanism.plan.clip_norm
+        places = [model.params()]
+        last = method.params_for(run.state(method.state_type), client)
+        if last.layout is model.layout or tuple(last) == model.names:
+            places.append(last)
+        longest = 0.0
+        with torch_threads(1):
+            for w in places:
+                model.load(w)
+                total_of = private.sums(model, rows, c, ROWS)
+                whole = total_of(batch)
+                moves = (float((whole - total_of(np.delete(batch, i))).norm()) for i in range(len(batch)))
+                longest = max(longest, *moves)
+            model.load(places[0])
+        share = longest / c
+        contradicts = share > 1 + 1e-6
+        verdict: Verdict = "leaks" if contradicts else "holds"
+        says = (
+            f"Of {len(batch)} rows of a client the one that counts most moves a step's sum by {share:.4g} times "
+            "clip_norm, at the start or at the end of the run"
+            + ("; the noise is for 1: epsilon is larger than stated." if contradicts else "; the noise is for 1.")
+        )
+        detail = {"rows": len(batch), "models": len(places), "clip_norm": c}
+        return [Finding("row_norms", QUESTION, share, None, None, 1.0, verdict, says, contradicts, detail)]
