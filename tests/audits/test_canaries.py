@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from fedfm.aggregation import _private
+from fedfm.aggregation import _client_level
 from fedfm.api import execute
 from fedfm.audits.audit import perform
 from fedfm.audits.inference import canaries
 from fedfm.cli import main
+from fedfm.errors import InputError
 from fedfm.privacy import gaussian
 from fedfm.privacy.composition import noise_multiplier_for
 from fedfm.runtime import client_memory
@@ -97,7 +98,7 @@ def run(folder, privacy, clients=30, **method):
     [
         ({}, {}),
         ({}, {"name": "fedadam"}),  # moves the model by more than the mean
-        ({}, {"fraction": 0.6}),
+        ({"aggregator": "secagg"}, {"fraction": 0.6, "clients": 12}),
         ({"aggregator": "secagg", "mechanism": "distributed_gaussian"}, {"rounds": 2, "clients": 12}),
     ],
 )
@@ -114,18 +115,24 @@ def test_a_run_that_keeps_its_promise_is_not_accused(privacy, method, tmp_path):
 
 @pytest.mark.parametrize("broken", ["half", "once", "no clip"])
 def test_the_command_refutes_a_run_of_a_broken_mechanism(broken, tmp_path, monkeypatch):
-    draw = _private.lattice_noise
+    draw = _client_level.lattice_noise
 
     def noise(key, purpose, steps, scale):
         if broken == "once":
             return draw(key, "the only one", np.zeros_like(steps), scale)
         return draw(key, purpose, steps, scale / 2 if broken == "half" else scale)
 
-    monkeypatch.setattr(_private, "lattice_noise", noise)
+    monkeypatch.setattr(_client_level, "lattice_noise", noise)
     if broken == "no clip":
-        step = _private.step_of
-        monkeypatch.setattr(_private, "clipped", lambda d, norm: np.rint(_private._flat(d) / step(norm)).astype("i8"))
+        step, flat = _client_level.step_of, _client_level.flat_of
+        monkeypatch.setattr(_client_level, "clipped", lambda d, norm: np.rint(flat(d) / step(norm)).astype("i8"))
     assert main(["audit", str(run(tmp_path, {})), "--attack", "canaries"]) == 1
+
+
+@pytest.mark.parametrize(("privacy", "method"), [({}, {"fraction": 0.6}), ({"clip_quantile": 0.5}, {})])
+def test_what_the_canaries_cannot_judge_is_refused(privacy, method, tmp_path):
+    with pytest.raises(InputError, match="it measures independent noise and a fixed clip"):
+        perform(run(tmp_path, privacy, **method), ["canaries"])
 
 
 def test_runs_without_client_level_privacy_have_no_canaries(tmp_path):

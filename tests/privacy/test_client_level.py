@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedfm.aggregation._private import CentralGaussian, DistributedGaussian, clipped, lattice_noise, step_of
+from fedfm.aggregation._lattice import clipped, lattice_noise, step_of
 from fedfm.aggregation.mean import Mean
+from fedfm.aggregation.private import CentralGaussian, DistributedGaussian
 from fedfm.aggregation.secure import Secure
 from fedfm.core.client import Client, ClientData, Update, on_client
 from fedfm.core.federation import Federation
@@ -215,18 +216,20 @@ ROUNDS = 2
 
 
 class HalfTheNoise(CentralGaussian):
-    def _noisy(self, fed, total, purpose):
-        return dataclasses.replace(honest(self), noise_multiplier=self.noise_multiplier / 2)._noisy(fed, total, purpose)
+    def _noisy(self, fed, total, purpose, asked):
+        return dataclasses.replace(honest(self), noise_multiplier=self.noise_multiplier / 2)._noisy(
+            fed, total, purpose, asked
+        )
 
 
 class LessByRootTwo(CentralGaussian):
-    def _noisy(self, fed, total, purpose):
+    def _noisy(self, fed, total, purpose, asked):
         less = dataclasses.replace(honest(self), noise_multiplier=self.noise_multiplier / math.sqrt(2))
-        return less._noisy(fed, total, purpose)
+        return less._noisy(fed, total, purpose, asked)
 
 
 class OnceARun(CentralGaussian):
-    def _noisy(self, fed, total, purpose):
+    def _noisy(self, fed, total, purpose, asked):
         return total + lattice_noise(
             fed.secret("noise"), "run", np.zeros_like(total), self.noise_multiplier / self.step
         )

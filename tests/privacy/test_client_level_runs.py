@@ -140,16 +140,16 @@ def test_the_audit_finds_the_noise_that_the_ledger_states(tmp_path):
 
 @pytest.mark.parametrize("broken", ["half", "once"])
 def test_the_audit_refutes_a_run_with_too_little_noise(broken, tmp_path, monkeypatch):
-    from fedfm.aggregation import _private
+    from fedfm.aggregation import _client_level
 
-    draw = _private.lattice_noise
+    draw = _client_level.lattice_noise
 
     def less(key, purpose, steps, scale):
         return (
             draw(key, purpose, steps, scale / 2) if broken == "half" else draw(key, "run", np.zeros_like(steps), scale)
         )
 
-    monkeypatch.setattr(_private, "lattice_noise", less)
+    monkeypatch.setattr(_client_level, "lattice_noise", less)
     fedfm.run(tables(tmp_path, CLIENT | {"clip_norm": 0.05}), tmp_path / "run")
     (finding,) = perform(tmp_path / "run", ["client_epsilon"])
     assert (finding.verdict, finding.contradicts) == ("leaks", True)

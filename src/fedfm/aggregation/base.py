@@ -59,7 +59,11 @@ class Transport:
         def check(client: ClientId, update: Update) -> None:
             match(update.delta, like, "delta")
 
-        for _, update in fed.exchange("train", handler, of, payload, self.wire_type, form=self.form, check=check):
+        asked = fed.clients if of is None else tuple(of)
+        # A stop because few were drawn would tell who was; only those who were and failed are missed.
+        least = min(fed.min_clients, len(asked)) if fed.aggregator.mechanism.fraction is not None else None
+        came = fed.exchange("train", handler, asked, payload, self.wire_type, form=self.form, check=check, least=least)
+        for _, update in came:
             yield update
             means.add(update)
         fed.metrics.update(means.means())
@@ -70,14 +74,35 @@ class Mechanism:
 
     Attributes:
         secrets: names of the server's secrets that it draws.
+        told_type: of the payload's entry ``SCALE``, which :meth:`told` may add.
+        figures: names in ``fed.metrics`` that the line of a round shows.
     """
 
     secrets: ClassVar[tuple[str, ...]] = ()
+    told_type: ClassVar[Any] = None
+    figures: ClassVar[tuple[str, ...]] = ()
 
     @property
     def plan(self) -> DescentPlan | None:
         """Of clients that train by DP-SGD; None: they train without noise."""
         return None
+
+    @property
+    def fraction(self) -> float | None:
+        """Share of the clients in a round, if :meth:`cohort` chooses them; None: the method does."""
+        return None
+
+    def cohort(self, fed: Federation) -> Sequence[ClientId]:
+        """Server half: the clients of this round, in order of names."""
+        return fed.clients
+
+    def divisor(self, fed: Federation, asked: Sequence[ClientId]) -> float:
+        """Server half: the number of clients of a mean that asks these, for :meth:`released`."""
+        return len(asked)
+
+    def told(self, fed: Federation) -> Payload:
+        """Server half: what the train message says to :meth:`bounded`."""
+        return {}
 
     def bounded(self, client: Client, update: Update) -> Update:
         """Client half: the update as the mechanism needs it, e.g. of bounded norm."""
@@ -87,7 +112,7 @@ class Mechanism:
         """Layout of the deltas that :meth:`bounded` returns, if the method's are ``like``."""
         return like
 
-    def released(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: int, like: Layout) -> Params:
+    def released(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
         """Server half: what the method gets for the updates of ``asked`` clients, by default what the rule makes."""
         return rule(fed, updates)
 
@@ -114,7 +139,7 @@ class Aggregator:
     """Transport, rule and mechanism. The rule is sum_k n_k x_k / sum_k n_k; subclasses replace it."""
 
     transport = Transport()
-    mechanism = Mechanism()  # under [privacy] of an instance: see fedfm.aggregation._private.under
+    mechanism = Mechanism()  # under [privacy] of an instance: see fedfm.aggregation.private.under
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -132,8 +157,10 @@ class Aggregator:
     def mean(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Params:
         """Server half: ask the clients; return the combined update that the method gets."""
         asked = fed.clients if of is None else tuple(of)
-        updates = self.transport.updates(fed, handler, asked, payload, self.mechanism.wire(like))
-        return self.mechanism.released(fed, updates, self.combined, len(asked), like)
+        mechanism = self.mechanism
+        over, payload = mechanism.divisor(fed, asked), {**payload, **mechanism.told(fed)}
+        updates = self.transport.updates(fed, handler, asked, payload, mechanism.wire(like))
+        return mechanism.released(fed, updates, self.combined, over, like)
 
     def combined(self, fed: Federation, updates: Iterator[Update]) -> Params:
         """The rule: one running sum in memory, for any number of updates."""

@@ -46,6 +46,9 @@ class Canaries(Audit):
 
     def unfit(self, run: Run) -> str | None:
         result, clients = run.manifest["result"], len(run.manifest["clients"])
+        mechanism: Any = run.experiment.aggregation.mechanism
+        if mechanism.fraction is not None or mechanism.adaptive is not None:
+            return "it measures independent noise and a fixed clip, of runs in which the method chooses the cohorts"
         if not result["rounds"] or clients < 2:
             return "it needs a round and two clients"
         numbers = int(run.manifest["model"]["trainable"]) * (result["rounds"] + clients)

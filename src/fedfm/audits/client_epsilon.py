@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.aggregation._private import CentralGaussian
+from fedfm.aggregation.private import CentralGaussian
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding, Verdict
 from fedfm.audits.replay import Replay, Turn
@@ -39,8 +39,10 @@ class ClientEpsilon(Audit):
         return run.experiment.method_name in METHODS and isinstance(mechanism, CentralGaussian)
 
     def unfit(self, run: Run) -> str | None:
-        hidden = run.experiment.aggregation.mechanism.hidden  # type: ignore[attr-defined]
-        if hidden:
+        mechanism: Any = run.experiment.aggregation.mechanism
+        if mechanism.fraction is not None or mechanism.adaptive is not None:
+            return "it measures independent noise and a fixed clip, of runs in which the method chooses the cohorts"
+        if mechanism.hidden:
             return "secure aggregation draws new masks in a replay, and the updates of this run are not seen"
         return None if run.manifest["result"]["rounds"] else "the run has no round"
 

@@ -10,7 +10,7 @@ import contextlib
 import math
 from typing import Any, get_type_hints
 
-from fedfm.aggregation import _private
+from fedfm.aggregation import private
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
@@ -48,7 +48,7 @@ def protected(method: Any, privacy: Any) -> Any:
     Raises:
         InputError: its mechanism gives no such guarantee.
     """
-    for key in ("noise_multiplier", "clip_norm", "halt_at_epsilon"):
+    for key in ("noise_multiplier", "clip_norm", "clip_quantile", "halt_at_epsilon"):
         if getattr(privacy, key) is not None:
             raise InputError(f"privacy.{key}: the method's own mechanism does not take it; drop it")
     return method.protected(privacy)
@@ -65,7 +65,7 @@ def guaranteed(method: Any, aggregation: Any, privacy: Any) -> tuple[Any, Any]:
     if privacy.mechanism == "dp_sgd":
         return method, dp_sgd.under(method, aggregation, privacy)
     _check_method(method)
-    return method, _private.under(aggregation, method, privacy)
+    return method, private.under(aggregation, method, privacy)
 
 
 def _check_method(method: Any) -> None:

@@ -26,7 +26,7 @@ _BASES = {
 _HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds that are a dict of classes, not a folder
 _TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # table of an experiment -> kind
 _admitted: dict[tuple[str, str], type] = {}  # (kind, name) -> class
-_BASES_ARE_IN = {"attacks": "attack", "aggregation": "base"}  # files with no named class
+_NOT_NAMED = {"attacks": ("attack",), "aggregation": ("base", "private")}  # files with no named class
 
 
 def available(kind: str) -> dict[str, str]:
@@ -36,7 +36,7 @@ def available(kind: str) -> dict[str, str]:
     found = {}
     for entry in files(f"fedfm.{kind}").iterdir():
         name = entry.name.removesuffix(".py")
-        if name.startswith("_") or name == _BASES_ARE_IN.get(kind):
+        if name.startswith("_") or name in _NOT_NAMED.get(kind, ()):
             continue
         if entry.name.endswith(".py"):
             found[name] = f"fedfm.{kind}.{name}"

@@ -19,6 +19,7 @@ ClientId = str  # the name a silo gives itself, e.g. "hospital-a"
 POOLED = "(pooled)"  # the client that holds all clients' training rows; only on the local engine
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 TOLD = "+told"  # entry of a payload, from an aggregation's server half to its client half; no method gets it
+SCALE = "+scale"  # likewise, from the mechanism of a mean: the norm in units of which it bounds an update
 MAX_WEIGHT = 1e9  # no client has more rows; with a larger weight one client could replace the mean
 
 
@@ -75,6 +76,7 @@ class Client:
         trained: last result of the client optimiser: the client's model before aggregation.
         shown: what the server sends to all clients alike in this message: handler, round and payload.
         told: what an aggregation's server half says in this message to its client half.
+        scale: norm in units of which the mechanism of a mean bounds the update; None: its own, fixed one.
         identity: the silo's own Ed25519 key, 32 bytes; None: it has none beyond a run.
         roster: the other silos' public keys by name, from an agreement without the server; None: there is none.
         note: writes a line into the silo's log.
@@ -93,6 +95,7 @@ class Client:
     trained: Params | None = None
     shown: tuple[Any, ...] = ()
     told: Any = None
+    scale: float | None = None
     identity: bytes | None = None
     roster: Mapping[ClientId, bytes] | None = None
     note: Callable[[str], None] = lambda text: None

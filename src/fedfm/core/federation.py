@@ -93,7 +93,18 @@ class Federation:
         return seeds.derive(self.seed, "server", self.round, *purpose)
 
     def sample(self, fraction: float) -> Sequence[ClientId]:
-        """A cohort S_t of max(floor(C K), 1) clients, drawn without replacement, in order of names."""
+        """A cohort S_t of max(floor(C K), 1) clients, drawn without replacement, in order of names.
+
+        Under [privacy] the mechanism may choose it instead, e.g. by secret coins: then it may be empty.
+
+        Raises:
+            RunError: the mechanism accounts for another fraction.
+        """
+        mechanism = self.aggregator.mechanism
+        if mechanism.fraction is not None:
+            if fraction != mechanism.fraction:
+                raise RunError(f"fed.sample({fraction:g}): the account of [privacy] is for {mechanism.fraction:g}")
+            return mechanism.cohort(self)
         m = max(math.floor(fraction * len(self.clients) + 1e-9), 1)
         rng = seeds.generator(self.seed, "server", self.round, "cohort")
         chosen = rng.choice(len(self.clients), size=m, replace=False)
@@ -203,7 +214,7 @@ class Federation:
         pending = set(cohort)
         early: dict[ClientId, Any] = {}  # valid replies that wait for a client before them
         turns, good, before = list(reversed(cohort)), 0, len(self.excluded)
-        for reply in self._link.exchange([request(client) for client in cohort]):
+        for reply in self._link.exchange([request(client) for client in cohort]) if cohort else ():
             try:
                 self._expected(reply, pending, cohort)
             except ClientFault as fault:  # the expected reply may still come

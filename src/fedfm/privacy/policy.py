@@ -22,7 +22,7 @@ from fedfm.errors import InputError, close, listed
 HELLO = "query.hello"  # asks for the silo's name: answered if anything is allowed
 WORDS = ("mean", "reply", "scores", "reveal")
 TOLERANCE = 1e-6  # by which a computed epsilon may exceed its limit: it is computed to fewer digits than a limit has
-MECHANISMS = ("own", "gaussian", "distributed_gaussian", "dp_sgd")
+MECHANISMS = ("own", "gaussian", "correlated_gaussian", "distributed_gaussian", "dp_sgd")
 EXPOSES = {"train": "mean", "aggregate": "mean", "query": "reply", "scores": "scores", "reveal": "reveal"}  # by kind
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fedfm.core.fields import setting
 from fedfm.errors import InputError
 
-_MECHANISMS = ("gaussian", "distributed_gaussian", "dp_sgd")
+_MECHANISMS = ("gaussian", "distributed_gaussian", "correlated_gaussian", "dp_sgd")
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,19 @@ class PrivacySpec:
 
     aggregator: str = setting("plain", "plain, or secagg: the server sees sums only", choices=("plain", "secagg"))
     mechanism: str | None = setting(
-        None, "gaussian, distributed_gaussian, dp_sgd; default: the method's own, else gaussian", choices=_MECHANISMS
+        None,
+        "gaussian, distributed_gaussian, correlated_gaussian, dp_sgd; default: the method's own, else gaussian",
+        choices=_MECHANISMS,
     )
     unit: str | None = setting(None, "client or record", choices=("record", "client"), required=True)
     target_epsilon: float | None = setting(None, "calibrate the noise to this epsilon", gt=0)
     noise_multiplier: float | None = setting(None, "sigma / clip_norm, instead of target_epsilon", gt=0, finite=True)
     delta: float | None = setting(None, "of (epsilon, delta)", gt=0, lt=1, required=True)
     clip_norm: float | None = setting(None, "C, bound on the norm of an update", gt=0, finite=True)
+    clip_quantile: float | None = setting(
+        None, "C starts at clip_norm and follows this quantile of the clients' norms, e.g. 0.5", gt=0, lt=1
+    )
+    clip_learning_rate: float = setting(0.2, "eta_C: how fast it follows", gt=0, finite=True)
     halt_at_epsilon: float | None = setting(None, "stop before spending more than this", gt=0)
 
     @property
@@ -31,11 +37,13 @@ class PrivacySpec:
         return self != PrivacySpec(aggregator="secagg")
 
     def validate(self) -> None:
-        """Check the noise: by an epsilon or by a multiplier.
+        """Check the noise, by an epsilon or by a multiplier, and the clip.
 
         Raises:
-            InputError: neither or both are given.
+            InputError: neither or both are given, or the mechanism has no clip that moves.
         """
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             given = "give one" if self.target_epsilon is None else "both are given, drop one"
             raise InputError(f"privacy.target_epsilon or privacy.noise_multiplier: {given}")
+        if self.clip_quantile is not None and self.mechanism == "dp_sgd":
+            raise InputError('privacy.clip_quantile: mechanism = "dp_sgd" clips to a fixed norm; drop it')

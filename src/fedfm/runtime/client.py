@@ -17,7 +17,7 @@ from typing import Any, Protocol, get_type_hints
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
 from fedfm.core.checks import conform
-from fedfm.core.client import TOLD, Client, ClientData, ClientId, Update, action
+from fedfm.core.client import SCALE, TOLD, Client, ClientData, ClientId, Update, action
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE
@@ -119,7 +119,7 @@ class Silos:
             return payload  # answer() reports the error
         hints = self._hints[handler]
         if handler.startswith("train."):
-            hints = hints | {TOLD: self.aggregator.transport.told_type}
+            hints = hints | {TOLD: self.aggregator.transport.told_type, SCALE: self.aggregator.mechanism.told_type}
         if unknown := payload.keys() - (hints.keys() - {"client", "return"}):
             raise ClientFault(E_FIELD, f"{handler} takes no {sorted(unknown)}")
         return {key: conform(value, hints[key], key) for key, value in payload.items()}
@@ -136,9 +136,11 @@ class Silos:
         if (why := self._why_refused(kind, name)) is not None:
             raise ClientFault(E_REFUSED, why)
         fn, client = self._handlers[request.handler], self.client(request)
-        payload = {key: value for key, value in request.payload.items() if key != TOLD}
-        client.told = request.payload.get(TOLD)
+        payload = {key: value for key, value in request.payload.items() if key not in (TOLD, SCALE)}
+        client.told, client.scale = request.payload.get(TOLD), request.payload.get(SCALE)
         alike = {key: payload[key] for key in sorted(payload.keys() - {*fn.varying})}  # type: ignore[attr-defined]
+        if client.scale is not None:
+            alike[SCALE] = client.scale
         client.shown = (request.handler, request.round, alike)
         versions = _versions(payload)
         honest = self.attack is None or kind == "aggregate"  # an attacker poisons its update but follows the protocol

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from fedfm.aggregation._record_level import DpSgd
+from fedfm.aggregation.private import CorrelatedGaussian
 from fedfm.aggregation.secure import Secure
 from fedfm.config.experiment import Experiment
 from fedfm.core.capabilities import Private
@@ -41,8 +43,12 @@ class ReleaseCosts:
         if isinstance(mechanism, DpSgd):
             one = mechanism.one_round(mechanism.batch_size if rows is None else rows)
             release = Cost("record", "add_remove", one.noise_multiplier, one.rate, one.times, "silo")
+        times = 1 if mine else method.rounds
+        if isinstance(mechanism, CorrelatedGaussian) and release is not None:  # answers share noise, so they cost more
+            release = replace(release, noise_multiplier=mechanism.noise_of_one_answer)
+            times = -(-times // mechanism.period)
         self.mechanism, self.release = told if release else "", release or UNBOUNDED
-        self._asks, self._times = mine is not None, 1 if mine else method.rounds
+        self._asks, self._times = mine is not None, times
         self._hidden = isinstance(experiment.aggregation, Secure)
 
     def of(self, handler: str) -> Cost:

@@ -129,7 +129,8 @@ class Server:
             "bytes_up": self.fed.transcript.bytes_up,
             "bytes_down": self.fed.transcript.bytes_down,
         }
-        told = (PASSES, *self.method.figures) if isinstance(self.method, Measuring) else (PASSES,)
+        figures = self.method.figures if isinstance(self.method, Measuring) else ()
+        told = (PASSES, *figures, *self.fed.aggregator.mechanism.figures)
         line |= {name: self.fed.metrics[name] for name in told if name in self.fed.metrics}
         self.run.note_messages(self.fed)
         self.run.log(line)

@@ -54,7 +54,7 @@ def _unmet(wanted: Requirements, experiment: Experiment, costs: ReleaseCosts) ->
     if wanted.mechanism and costs.mechanism not in wanted.mechanism:
         told = f'mechanism "{costs.mechanism}"' if costs.mechanism else "no mechanism"
         yield "mechanism", told, wanted.mechanism
-    clips = [None if privacy is None else privacy.clip_norm]
+    clips = [None if privacy is None or privacy.clip_quantile is not None else privacy.clip_norm]
     clips += [aggregation.clip_norm] if isinstance(aggregation, Secure) else []
     clip = min((c for c in clips if c is not None), default=math.inf)
     if wanted.largest_clip is not None and clip > wanted.largest_clip:

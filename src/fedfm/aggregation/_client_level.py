@@ -1,0 +1,331 @@
+"""Client-level differential privacy of a mean: whether a client took part is hidden, with all of its rows.
+
+McMahan, Ramage, Talwar, Zhang. Learning Differentially Private Recurrent Language Models. ICLR 2018, arXiv:1710.06963,
+Algorithm 1 with a fixed denominator, equal weights and flat clipping. With ``distributed_gaussian`` each client adds
+its share of the noise under secure aggregation: Kairouz, Liu, Steinke. The Distributed Discrete Gaussian Mechanism for
+Federated Learning with Secure Aggregation. ICML 2021, arXiv:2102.06387. Under ``clip_quantile`` the clipping norm
+follows the clients: :mod:`fedfm.privacy.clipping`.
+
+A clipped update is rounded towards zero to a lattice, which cannot make it longer: the sensitivity of the sum is
+``clip_norm`` exactly. Sums of lattice points are exact and the noise is rounded to the lattice, so the result is a
+rounded Gaussian mechanism: no bit of a float tells more (Mironov. On Significance of the Least Significant Bits for
+Differential Privacy. CCS 2012).
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fedfm.aggregation._lattice import Steps, clipped, flat_of, lattice_noise, norm_of, on_layout, step_of
+from fedfm.aggregation._secagg import MEMORY
+from fedfm.aggregation._secagg_client import refused, sum_of
+from fedfm.aggregation._secagg_keys import least_of
+from fedfm.aggregation.base import Mechanism, Rule
+from fedfm.core.client import SCALE, Client, ClientId, Update
+from fedfm.core.federation import Federation
+from fedfm.errors import E_FIELD, ClientFault, RunError
+from fedfm.linalg.params import Layout, Params, in_dtype, layout_of
+from fedfm.privacy.accountant import Accountant, Spent
+from fedfm.privacy.clipping import AdaptiveClip
+from fedfm.privacy.cohorts import by_coins
+from fedfm.privacy.composition import Releases, epsilon_of, epsilon_of_concentrated
+
+WITHIN = "+within"  # entry of an update under an adaptive clip: b - 1/2
+CLIP, SHARE = "clip_norm", "within_clip_norm"  # figures of a round
+_CLIP = "CentralGaussian/clip"  # key of the server's memory
+_LEAST_SHARE = 4096.0  # std of a share of the noise in steps
+
+
+@dataclass(frozen=True)
+class CentralGaussian(Mechanism):
+    """The server adds the noise: the guarantee is against who sees the models, not against the server.
+
+    Attributes:
+        clip_norm: C, the largest L2 norm of what one client adds to a sum; 1 under an adaptive clip, whose sums are in
+            units of the round's clip.
+        noise_multiplier: z; the noise on each entry of a sum has the standard deviation z C.
+        delta: of (epsilon, delta).
+        budget: the epsilon that no round may exceed.
+        releases: means of one round.
+        hidden: the server sees sums only.
+        rate: q; below 1 a secret coin takes each client into each round, and the sum is divided by q N.
+        adaptive: how the clip follows the clients; None: it is fixed.
+    """
+
+    clip_norm: float
+    noise_multiplier: float
+    delta: float
+    budget: float
+    releases: int
+    hidden: bool
+    rate: float = 1.0
+    adaptive: AdaptiveClip | None = None
+
+    name: ClassVar[str] = "Gaussian, by the server"
+    told_type: ClassVar[Any] = float | None
+    figures: ClassVar[tuple[str, ...]] = (CLIP, SHARE)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("noise", "cohort") if self.rate < 1 else ("noise",)
+
+    @property
+    def step(self) -> float:
+        """Distance of two neighbouring numbers of the lattice, a power of two."""
+        return step_of(self.clip_norm)
+
+    # --- who takes part
+
+    @property
+    def fraction(self) -> float | None:
+        return self.rate if self.rate < 1 else None
+
+    def cohort(self, fed: Federation) -> Sequence[ClientId]:
+        return by_coins(fed.secret("cohort"), fed.round, fed.clients, self.rate)
+
+    def divisor(self, fed: Federation, asked: Sequence[ClientId]) -> float:
+        """The number of clients that are asked, or its expectation: it depends on no client's coin, data or failure.
+
+        Raises:
+            RunError: the method asks others than those whom the account assumes.
+        """
+        if self.fraction is None:
+            return len(asked)
+        if set(asked) != set(self.cohort(fed)):
+            raise RunError(
+                f"round {fed.round}: this method asks other clients than fed.sample(fraction) gave it, and the account "
+                "of [privacy] assumes those; set method.fraction = 1.0"
+            )
+        return self.fraction * len(fed.clients)
+
+    # --- client half
+
+    def bounded(self, client: Client, update: Update) -> Update:
+        """The clipped delta as numbers of the lattice, with weight 1; metrics and whole numbers stay at the client.
+
+        Raises:
+            ClientFault: E_NONFINITE, the delta has NaN or infinity; E_FIELD, no clip came with the message.
+        """
+        if self.adaptive is None:
+            steps = clipped(update.delta, self.clip_norm)
+        else:
+            clip = client.scale
+            if clip is None or not 0 < clip < math.inf:
+                raise ClientFault(E_FIELD, f"a clipping norm of {clip}, expected a number above 0")
+            bit = 0.5 if norm_of(flat_of(update.delta)) <= clip else -0.5
+            steps = np.append(clipped(update.delta, self.clip_norm, clip), round(bit / self.step))
+        steps = self._shared(client, steps)
+        return Update(on_layout(self.wire(update.delta.layout), steps * self.step), 1.0)
+
+    def _shared(self, client: Client, steps: Steps) -> Steps:
+        """With the client's part of the noise; here none."""
+        return steps
+
+    def wire(self, like: Layout) -> Layout:
+        """One floating-point type for all, in which the lattice is exact; with the bit under an adaptive clip."""
+        like = in_dtype(like, dtype := torch.float64 if self.hidden else torch.float32)
+        return like if self.adaptive is None else layout_of((*like.entries, (WITHIN, dtype, (1,))))
+
+    # --- server half
+
+    def told(self, fed: Federation) -> Mapping[str, Any]:
+        """The round's clip, for the clients."""
+        return {} if self.adaptive is None else {SCALE: _clip(fed, self.adaptive)}
+
+    def released(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
+        """(sum + noise) / asked: the denominator depends on no client's data, and on no client's failure.
+
+        Raises:
+            RunError: the round makes more releases than are accounted.
+        """
+        if rest := fed.initial.layout.slots.keys() - fed.model.live().keys():
+            raise RunError(
+                f"{sorted(rest)[0]}: running statistics are data, and noise can make a variance negative; "
+                'adapt the model in another way than "full"'
+            )
+        at = _next_release(fed, self.releases)
+        wide = in_dtype(self.wire(like), torch.float64)
+        total = np.zeros(sum(n for dtype, n in wide.sizes.items() if dtype.is_floating_point), np.int64)
+        for update in updates:
+            # An update in the clear is clipped once more: a client that does not clip gets no more influence.
+            total += self._sum(update) if self.hidden else self._again(update.delta)
+        if self.rate < 1:
+            fed.heard = max(round(asked), 1)  # how many were drawn is a secret
+        total = self._noisy(fed, total, f"round {fed.round}, release {at}", asked)
+        scale = self.step / asked
+        if self.adaptive is not None:
+            clip, share = _clip(fed, self.adaptive), float(total[-1]) * scale + 0.5
+            fed.memory[_CLIP] = self.adaptive.following(clip, share)
+            fed.metrics |= {CLIP: clip, SHARE: share}
+            total, scale = total[:-1], scale * clip
+        return on_layout(in_dtype(like, torch.float64), total * scale).cast(like)
+
+    def _sum(self, update: Update) -> Steps:
+        """The exact sum of which secure aggregation returned the mean."""
+        return np.rint(flat_of(update.delta) * (update.weight / self.step)).astype(np.int64)
+
+    def _again(self, delta: Params) -> Steps:
+        """One client's numbers, bounded by the server itself."""
+        if self.adaptive is None:
+            return clipped(delta, self.clip_norm)
+        bit = math.copysign(0.5, float(delta[WITHIN]))
+        rest = delta.only(name for name in delta if name != WITHIN)
+        return np.append(clipped(rest, self.clip_norm), round(bit / self.step))
+
+    def _noisy(self, fed: Federation, total: Steps, purpose: str, asked: float) -> Steps:
+        return total + self._noise(fed.secret("noise"), purpose, total, asked)
+
+    def _noise(self, key: bytes, purpose: str, steps: Steps, clients: float, shares: int = 1) -> Steps:
+        """The noise of these numbers, or one of so many shares of it."""
+        z, unit = self.noise_multiplier, self.clip_norm / self.step / math.sqrt(shares)
+        if self.adaptive is None:
+            return lattice_noise(key, purpose, steps, z * unit)
+        sigma_b = self.adaptive.count_noise(clients, z)
+        own = lattice_noise(key, purpose, steps[:-1], self.adaptive.update_noise(z, sigma_b) * unit)
+        return np.append(own, lattice_noise(key, f"{purpose}, count", steps[-1:], sigma_b * unit))
+
+    def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
+        """Check that every trainable tensor has moved in the first round.
+
+        A frozen tensor cannot move: states, updates and means consist of the trainable tensors alone, by their layout,
+        and a model that is loaded refuses any other name.
+
+        Raises:
+            RunError: with the first tensor that stayed.
+        """
+        then, now = model_of(before), model_of(after)
+        for name, tensor in then.items():
+            if tensor.is_floating_point() and tensor.numel() and torch.equal(tensor, now[name]):
+                raise RunError(
+                    f"round {fed.round}: {name} did not move, not even by the noise: the method does not use the mean "
+                    "for it, or its dtype is too coarse for the noise"
+                )
+
+    # --- what it spends
+
+    def epsilon_after(self, rounds: int) -> float:
+        """What this number of rounds spends. The means of one round share the coins."""
+        if self.rate < 1:
+            return epsilon_of(
+                [Releases(self.noise_multiplier / math.sqrt(self.releases), rounds, self.rate)], self.delta
+            )
+        return epsilon_of([Releases(self.noise_multiplier, rounds * self.releases)], self.delta)
+
+    def affordable(self, rounds: int) -> int:
+        if self.budget == math.inf:
+            return rounds
+        return bisect.bisect_right(range(1, rounds + 1), self.budget, key=self.epsilon_after)
+
+    def sensitivity(self, rounds: int) -> float:
+        """Of all sums of so many rounds together, in units of ``clip_norm``."""
+        return math.sqrt(rounds * self.releases)
+
+    def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
+        if not (rounds := self.affordable(rounds)):
+            return
+        accountant.compose(
+            Spent(
+                mechanism=self.name,
+                unit="client",
+                relation="add_remove",
+                epsilon=self.epsilon_after(rounds),
+                delta=self.delta,
+                sensitivity=self.clip_norm * self.sensitivity(rounds),
+                sigma=self.noise_multiplier * self.clip_norm,
+                composition=f"{rounds * self.releases} sums of sensitivity {self._unit} in {rounds} rounds, "
+                + self._taking_part,
+                note=self._note,
+            )
+        )
+
+    @property
+    def _unit(self) -> str:
+        if self.adaptive is None:
+            return f"{self.clip_norm:g}"
+        return f"1 in units of the round's clipping norm, with the count of the clients within it ({CLIP})"
+
+    @property
+    def _taking_part(self) -> str:
+        if self.rate < 1:
+            return (
+                f"each client in each with probability {self.rate:g} by a secret coin: privacy loss distributions; "
+                "sensitivity and sigma are those of a client that is in every round"
+            )
+        return "each with every client: sampling is not counted"
+
+    @property
+    def _note(self) -> str:
+        sees = "the sum of a round" if self.hidden else "every update"
+        note = f"against who sees the models, not against the server, which sees {sees} without noise"
+        if self.rate < 1:
+            note += ", and not against who sees who took part: metrics.jsonl, messages.jsonl and the report say it"
+        return note
+
+
+@dataclass(frozen=True)
+class DistributedGaussian(CentralGaussian):
+    """Each client adds a share of the noise, so that every sum that can be unmasked has at least all of it.
+
+    Of a cohort of n clients secure aggregation unmasks no sum of fewer than t, more than ``threshold`` n. A share has
+    the variance (z C)^2 / t. If all n stay, the noise has n / t times the promised variance.
+
+    The account is that of sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1): with shares of s >= 4096 steps
+    its term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal, whose
+    probabilities at x standard deviations differ from a discrete Gaussian's by a relative (x^2 - 1) / (24 s^2).
+
+    An adaptive clip costs the same: with concentrated privacy the two parts of a sum add up as in Theorem 1 of Andrew
+    et al. The clip that the server sends changes no client's privacy, since a client bounds its update in units of it.
+    """
+
+    threshold: float = 0.67
+
+    name: ClassVar[str] = "Gaussian, by the clients"
+
+    @property
+    def secrets(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ()
+
+    def _shared(self, client: Client, steps: Steps) -> Steps:
+        told = sum_of(client)
+        clients = int(told.cohort.sum())
+        least = max(least_of(self.threshold, clients), 2)
+        scale = self.noise_multiplier * self.clip_norm / self.step / math.sqrt(least)
+        if scale < _LEAST_SHARE:
+            raise refused(f"a share of the noise of {scale:.2g} steps, expected {_LEAST_SHARE:g} at least")
+        call = hashlib.sha256(repr((client.memory[MEMORY]["session"], told.number)).encode()).hexdigest()
+        return steps + self._noise(client.secret("noise"), f"{client.seed} {call}", steps, clients, least)
+
+    def _noisy(self, fed: Federation, total: Steps, purpose: str, asked: float) -> Steps:
+        return total
+
+    def epsilon_after(self, rounds: int) -> float:
+        return epsilon_of_concentrated(rounds * self.releases / (2 * self.noise_multiplier**2), self.delta)
+
+    @property
+    def _note(self) -> str:
+        return (
+            "against a server that follows the protocol, too: it sees sums with noise only; c clients that tell it "
+            "their noise take c shares of it away, and a round that a resume repeats is one release more to it"
+        )
+
+
+def _clip(fed: Federation, adaptive: AdaptiveClip) -> float:
+    """The round's clipping norm."""
+    return float(fed.memory.get(_CLIP, adaptive.start))
+
+
+def _next_release(fed: Federation, releases: int) -> int:
+    t, at = fed.process_memory.get("private", (0, 0))
+    at = at + 1 if t == fed.round else 1
+    fed.process_memory["private"] = fed.round, at
+    if at > (accounted := releases if fed.round else 0):
+        raise RunError(f"round {fed.round}: release {at} of a round for which {accounted} are accounted")
+    return at

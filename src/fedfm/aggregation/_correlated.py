@@ -1,0 +1,97 @@
+"""Client-level privacy with noise that the rounds share: :mod:`fedfm.privacy.correlated` is the mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fedfm.aggregation._client_level import CentralGaussian
+from fedfm.aggregation._lattice import BLOCK, Steps, digest_of
+from fedfm.core.client import ClientId
+from fedfm.core.federation import Federation
+from fedfm.errors import RunError
+from fedfm.privacy import noise
+from fedfm.privacy.cohorts import rotation
+from fedfm.privacy.composition import Releases, epsilon_of
+from fedfm.privacy.correlated import Strategy, strategy
+
+_GROUPS, _SUMS = "CorrelatedGaussian/groups", "CorrelatedGaussian/sums"  # keys of the server's memory
+
+
+@dataclass(frozen=True)
+class CorrelatedGaussian(CentralGaussian):
+    """The server adds C^-1 Z to the sums of the rounds; a client takes part every b rounds, in a rotation.
+
+    Row j of Z has the standard deviation z clip_norm. It is drawn again wherever it is needed, from the secret, the
+    round j and the sum of round j: a resumed run repeats it, and a round that is repeated with another sum gets another
+    one. A round t costs t draws of a vector.
+
+    Attributes:
+        rounds: T of the run, which the strategy is made for.
+        period: b.
+    """
+
+    rounds: int = 1
+    period: int = 1
+
+    name: ClassVar[str] = "Gaussian, correlated over rounds, by the server"
+
+    @property
+    def strategy(self) -> Strategy:
+        """C."""
+        return strategy(self.rounds, self.period)
+
+    @property
+    def fraction(self) -> float:
+        return 1 / self.period
+
+    def cohort(self, fed: Federation) -> Sequence[ClientId]:
+        """The round's group.
+
+        Raises:
+            RunError: a group has no client.
+        """
+        if self.period > len(fed.clients):
+            raise RunError(f"method.fraction: {len(fed.clients)} clients cannot form {self.period} groups")
+        groups = rotation(fed.seed, fed.clients, self.period, fed.memory.get(_GROUPS, {}))
+        if groups != fed.memory.get(_GROUPS):
+            fed.memory[_GROUPS] = groups
+        return [name for name in fed.clients if groups[name] == (fed.round - 1) % self.period]
+
+    def _noisy(self, fed: Federation, total: Steps, purpose: str, asked: float) -> Steps:
+        t, known = fed.round, list(fed.memory.get(_SUMS, ()))
+        if len(known) != t - 1:
+            raise RunError(f"round {t}: the server's memory of the noise of earlier rounds is lost")
+        fed.memory[_SUMS] = known = [*known, digest_of(total)]
+        weights = self.strategy.inverse()[t - 1 :: -1]  # of rounds 1, ..., t
+        key, scale = fed.secret("noise"), self.noise_multiplier * self.clip_norm / self.step
+        found = np.empty(len(total), np.int64)
+        for at in range(0, len(total), BLOCK):
+            part = found[at : at + BLOCK]
+            drawn = np.zeros(part.shape)
+            for j, (weight, digest) in enumerate(zip(weights, known, strict=True), 1):
+                drawn += weight * noise.gaussian(key, f"client level/correlated/{j}/{digest}/{at}", part.shape)
+            part[:] = np.rint(scale * drawn)
+        return total + found
+
+    def epsilon_after(self, rounds: int) -> float:
+        return epsilon_of([Releases(self.noise_multiplier / self.sensitivity(rounds))], self.delta)
+
+    def sensitivity(self, rounds: int) -> float:
+        return self.strategy.sensitivity(rounds)
+
+    @property
+    def noise_of_one_answer(self) -> float:
+        """The noise multiplier of independent releases of which a client's answers cost at most as much."""
+        return self.noise_multiplier / self.strategy.of_one_answer()
+
+    @property
+    def _taking_part(self) -> str:
+        bands = len(self.strategy.coefficients)
+        return (
+            f"each client in one of {self.period} in a rotation, with a banded strategy of {bands} bands; "
+            "the sensitivity is that of all sums times the strategy"
+        )

@@ -1,0 +1,91 @@
+"""Bounded updates and their noise as whole multiples of one step: sums are exact, and no bit of a float tells more."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedfm.errors import E_NONFINITE, ClientFault
+from fedfm.linalg.params import Layout, Params
+from fedfm.privacy import noise
+
+Steps = NDArray[np.int64]  # a vector of R^P as multiples of the lattice's step
+
+_LATTICE_BITS = 20  # clip_norm has 2^20 to 2^21 steps: their multiples up to it are exact in float32
+_MARGIN = 2.0**-40  # relative; far above the rounding of a norm in float64
+BLOCK = 1 << 20  # numbers of noise at a time
+
+
+def step_of(clip_norm: float) -> float:
+    """Distance of two neighbouring numbers of the lattice: 2^-21 to 2^-20 of the clipping norm, a power of two."""
+    return 2.0 ** (math.frexp(clip_norm)[1] - 1 - _LATTICE_BITS)
+
+
+def clipped(delta: Params, clip_norm: float, unit: float = 1.0) -> Steps:
+    """The vector of all floating-point entries, scaled down to the norm at most, rounded towards zero to the lattice.
+
+    The L2 norm of the result times :func:`step_of` is at most ``clip_norm``. A second call changes nothing.
+
+    Args:
+        unit: what the entries are divided by first.
+
+    Raises:
+        ClientFault: E_NONFINITE, an entry is NaN or infinite.
+    """
+    x = flat_of(delta)
+    norm = norm_of(x) / unit
+    factor = 1 / step_of(clip_norm)
+    if norm > clip_norm * (1 - _MARGIN):
+        factor *= clip_norm * (1 - 2 * _MARGIN) / norm
+    return np.trunc(x * (factor / unit)).astype(np.int64)
+
+
+def norm_of(x: NDArray[np.float64]) -> float:
+    """The L2 norm.
+
+    Raises:
+        ClientFault: E_NONFINITE, an entry is NaN or infinite.
+    """
+    norm = math.sqrt(float(x @ x))
+    if not math.isfinite(norm):
+        raise ClientFault(E_NONFINITE, "the update has NaN or infinity")
+    return norm
+
+
+def lattice_noise(key: bytes, purpose: str, steps: Steps, scale: float) -> Steps:
+    """Normal noise of standard deviation ``scale`` for these numbers, rounded to whole numbers.
+
+    The numbers themselves are part of the purpose: a repeated round gets its noise again, and a round that differs
+    gets other noise, not the same noise on other data.
+    """
+    purpose = f"client level/{purpose}/{digest_of(steps)}"
+    found = np.empty(len(steps), np.int64)
+    for at in range(0, len(steps), BLOCK):
+        part = found[at : at + BLOCK]
+        part[:] = np.rint(scale * noise.gaussian(key, f"{purpose}/{at}", part.shape))
+    return found
+
+
+def digest_of(steps: Steps) -> str:
+    """SHA-256 of the numbers."""
+    return hashlib.sha256(steps.tobytes()).hexdigest()
+
+
+def flat_of(delta: Params) -> NDArray[np.float64]:
+    """All floating-point entries as one vector (P,)."""
+    flats = [flat.double().numpy() for dtype, flat in delta.flats.items() if dtype.is_floating_point]
+    return flats[0] if len(flats) == 1 else np.concatenate([*flats, np.zeros(0)])
+
+
+def on_layout(layout: Layout, values: NDArray[np.floating[Any]]) -> Params:
+    """Values (P,) of the one floating-point type of a layout; other entries are 0."""
+    flats = {
+        dtype: torch.from_numpy(values).to(dtype) if dtype.is_floating_point else torch.zeros(size, dtype=dtype)
+        for dtype, size in layout.sizes.items()
+    }
+    return Params.from_flat(layout, flats)

@@ -1,0 +1,135 @@
+"""Which mechanism makes a mean private for whole clients: by the [privacy] table of an experiment."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+from fedfm.aggregation._client_level import CentralGaussian, DistributedGaussian
+from fedfm.aggregation._correlated import CorrelatedGaussian
+from fedfm.aggregation.base import Aggregator
+from fedfm.aggregation.secure import Secure
+from fedfm.core.capabilities import Sampling
+from fedfm.errors import InputError
+from fedfm.privacy.clipping import AdaptiveClip
+from fedfm.privacy.composition import noise_multiplier_for, noise_multiplier_for_concentrated
+from fedfm.privacy.correlated import strategy
+from fedfm.privacy.crypto.fixed_point import FixedPoint
+
+__all__ = ["CentralGaussian", "CorrelatedGaussian", "DistributedGaussian", "under"]
+
+_TAIL = 10.0  # standard deviations that no number of the noise exceeds
+_MOST_CLIENTS = 1 << 16  # for which secure aggregation must resolve the lattice
+
+
+def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
+    """The aggregation with the client-level mechanism that the [privacy] table names.
+
+    Raises:
+        InputError: it does not fit the method or the aggregation.
+    """
+    name = privacy.mechanism or "gaussian"
+    hidden, correlated = isinstance(aggregation, Secure), name == "correlated_gaussian"
+    if privacy.unit != "client":
+        raise InputError(
+            f'privacy.unit = "{privacy.unit}": this method has no mechanism of its own, and "{name}" protects a '
+            '"client"; for records mechanism = "dp_sgd"'
+        )
+    if privacy.clip_norm is None:
+        raise InputError("privacy.clip_norm is missing: the norm to which a client's update is clipped, e.g. 1.0")
+    if name == "distributed_gaussian" and not hidden:
+        raise InputError(
+            f'privacy.mechanism = "{name}": a share of the noise hides no update; set aggregator = "secagg"'
+        )
+    adaptive = _adaptive(method, privacy, correlated)
+    fraction = method.fraction if isinstance(method, Sampling) else 1.0
+    period = _period(method.rounds, fraction, len(method.means)) if correlated else 1
+    # Under secure aggregation a small cohort is refused, which tells who took part: coins would amplify nothing.
+    rate = fraction if name == "gaussian" and not hidden else 1.0
+    z = privacy.noise_multiplier or _calibrated(name, method, privacy, rate, period)
+    mechanism = CentralGaussian(
+        clip_norm=privacy.clip_norm if adaptive is None else 1.0,
+        noise_multiplier=z,
+        delta=privacy.delta,
+        budget=math.inf if privacy.halt_at_epsilon is None else privacy.halt_at_epsilon,
+        releases=len(method.means),
+        hidden=hidden,
+        rate=rate,
+        adaptive=adaptive,
+    )
+    if isinstance(aggregation, Secure) and name == "distributed_gaussian":
+        mechanism = DistributedGaussian(**vars(mechanism), threshold=aggregation.threshold)
+    if correlated:
+        mechanism = CorrelatedGaussian(**vars(mechanism), rounds=method.rounds, period=period)
+    if method.rounds and not mechanism.affordable(1):
+        spent = mechanism.epsilon_after(1)
+        raise InputError(
+            f"privacy.halt_at_epsilon = {mechanism.budget:g}: one round spends {spent:.4g}; more noise costs less"
+        )
+    if isinstance(aggregation, Secure):
+        aggregation = _resolving(aggregation, mechanism)
+    noisy: Aggregator = copy.copy(aggregation)
+    object.__setattr__(noisy, "mechanism", mechanism)
+    return noisy
+
+
+def _adaptive(method: Any, privacy: Any, correlated: bool) -> AdaptiveClip | None:
+    if privacy.clip_quantile is None:
+        return None
+    if correlated:
+        raise InputError(
+            'privacy.clip_quantile: with mechanism = "correlated_gaussian" noise cancels between rounds of one unit, '
+            "and the clip would change the unit; drop one of the two"
+        )
+    if len(method.means) != 1:
+        raise InputError(
+            f"privacy.clip_quantile: one clip follows one mean a round, this method has {len(method.means)}; drop it"
+        )
+    return AdaptiveClip(privacy.clip_norm, privacy.clip_quantile, privacy.clip_learning_rate)
+
+
+def _period(rounds: int, fraction: float, means: int) -> int:
+    """b: in how many rounds every client takes part once."""
+    where, period = 'privacy.mechanism = "correlated_gaussian":', round(1 / fraction)
+    if means != 1:
+        raise InputError(f"{where} it is for one mean a round, and this method has {means}")
+    if abs(period * fraction - 1) > 1e-9:
+        raise InputError(f"{where} clients take turns, so method.fraction is 1 over a whole number, not {fraction:g}")
+    if period == 1:
+        raise InputError(
+            f'{where} with every client in every round independent noise is best for the last model; "gaussian", or '
+            "set method.fraction, e.g. 0.1"
+        )
+    if rounds < 2:
+        raise InputError(f"{where} it needs two rounds at least, method.rounds is {rounds}")
+    return period
+
+
+def _calibrated(name: str, method: Any, privacy: Any, rate: float, period: int) -> float:
+    epsilon, delta, rounds, releases = privacy.target_epsilon, privacy.delta, max(method.rounds, 1), len(method.means)
+    if name == "distributed_gaussian":
+        return noise_multiplier_for_concentrated(epsilon, delta, rounds * releases)
+    if name == "correlated_gaussian":
+        return noise_multiplier_for(epsilon, delta) * strategy(rounds, period).sensitivity()
+    if rate < 1:
+        return noise_multiplier_for(epsilon, delta, rounds, rate) * math.sqrt(releases)
+    return noise_multiplier_for(epsilon, delta, rounds * releases)
+
+
+def _resolving(aggregation: Secure, mechanism: CentralGaussian) -> Secure:
+    """Secure aggregation whose fixed-point numbers hold a bounded update and its noise, and resolve the lattice."""
+    if aggregation.clip_norm is not None:
+        raise InputError("aggregation.clip_norm: privacy.clip_norm clips already; drop it")
+    if aggregation.compact:
+        raise InputError("aggregation.compact: 32 bits do not hold an update and its noise; drop it under [privacy]")
+    z = mechanism.noise_multiplier
+    noise = mechanism.clip_norm * z
+    if mechanism.adaptive is not None:  # a share of the count's noise, of at least half of the clients
+        sigma_b = mechanism.adaptive.count_noise(_MOST_CLIENTS, z)
+        noise = max(mechanism.adaptive.update_noise(z, z), z, sigma_b / math.sqrt(_MOST_CLIENTS / 2))
+    found = replace(aggregation, bound=2.0 ** math.frexp(mechanism.clip_norm + _TAIL * noise)[1])
+    if FixedPoint(64, found.bound, _MOST_CLIENTS).step > mechanism.step:
+        raise InputError(f"privacy: noise of {z:.4g} clip_norm does not fit into 64 bits")
+    return found

@@ -1,0 +1,42 @@
+"""Who takes part in a round, where the privacy of a run depends on it: secret coins, and a fixed rotation."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping, Sequence
+
+from fedfm import seeds
+
+
+def by_coins(key: bytes, round: int, names: Sequence[str], rate: float) -> list[str]:
+    """Each name by a coin of its own with probability ``rate``: Poisson sampling, whose amplification is accounted.
+
+    Who knows the coins knows who took part, so they come from a secret key and not from the experiment's seed. A coin
+    depends on key, round and name alone: a repeated round asks the same clients.
+
+    Args:
+        key: the server's secret.
+        rate: q; a coin is HMAC-SHA256, compared in 53 bits.
+    """
+    least = int(rate * 2.0**53)
+
+    def taken(name: str) -> bool:
+        drawn = hmac.digest(key, f"cohort\x1f{round}\x1f{name}".encode(), "sha256")
+        return int.from_bytes(drawn[:8], "little") >> 11 < least
+
+    return [name for name in names if taken(name)]
+
+
+def rotation(seed: int, names: Sequence[str], period: int, known: Mapping[str, int]) -> dict[str, int]:
+    """A group 0, ..., period - 1 for each name, of sizes that differ by one at most; known ones keep theirs.
+
+    The order in which groups are filled is drawn from the experiment's seed: groups are no secret.
+    """
+    groups = {name: known[name] for name in names if name in known}
+    new = [name for name in names if name not in known]
+    sizes = [sum(group == i for group in groups.values()) for i in range(period)]
+    for at in seeds.generator(seed, "server", "rotation").permutation(len(new)):
+        smallest = sizes.index(min(sizes))
+        groups[new[at]] = smallest
+        sizes[smallest] += 1
+    return groups
