@@ -95,7 +95,7 @@ def _period(rounds: int, fraction: float, means: int) -> int:
     where, period = 'privacy.mechanism = "correlated_gaussian":', round(1 / fraction)
     if means != 1:
         raise InputError(f"{where} it is for one mean a round, and this method has {means}")
-    if abs(period * fraction - 1) > 1e-9:
+    if not math.isclose(period * fraction, 1.0):
         raise InputError(f"{where} clients take turns, so method.fraction is 1 over a whole number, not {fraction:g}")
     if period == 1:
         raise InputError(
