@@ -69,13 +69,14 @@ class Direct:
         self.seconds, self.bytes = Counter[str](), Counter[str]()
         parts = (Ready(), *aggregator.parts)
         self._handlers = {fn.__name__: fn for fn in handlers(*parts)}
-        self._of, self._broadcast = {}, ("give", 1, next(iter(updates.values())).delta)
+        self.of: dict[str, Client] = {}
+        self._broadcast = ("give", 1, next(iter(updates.values())).delta)
         for name, update in updates.items():
             firsts: dict[str, bytes] = {}
             secret = keys.entropy(32)
             client = Client(name, data, None, {"update": update}, 0)  # type: ignore[arg-type]
             client.secret, client.first = lambda name, secret=secret: secret, firsts.setdefault
-            self._of[name] = client
+            self.of[name] = client
 
     def shown(self, client: str) -> Any:
         """What a client's train message has for all alike: as many bytes as an update."""
@@ -84,7 +85,7 @@ class Direct:
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         for request in requests:
             message = request.handler.rpartition("_")[2]
-            client, payload = self._of[request.client], dict(request.payload)
+            client, payload = self.of[request.client], dict(request.payload)
             client.told, client.shown = payload.pop(TOLD, None), self.shown(request.client)
             start = time.perf_counter()
             value = self._handlers[message](client, **payload)

@@ -1,25 +1,31 @@
 """Secure aggregation: every number of clients, message, number of dropouts and seed; and servers that cheat.
 
-    python benchmarks/secagg_gate.py              3, 5, 10 and 20 clients, ten seeds
+    python benchmarks/secagg_gate.py              3, 5, 10 and 20 clients, ten seeds: about half an hour
     python benchmarks/secagg_gate.py --quick      two seeds, 3 and 5 clients
+    python benchmarks/secagg_gate.py --out docs/results/secure-aggregation.md
 
 *Sums*: at each message up to n - t of n clients drop out, whose request or reply is lost. The sum of those who sent a
-masked update must be exact up to the step of the fixed-point numbers. *Attacks*: each must end with a refusal that
-names a client or the reason, and without a sum. *Masks*: masked zeros of all runs are uniform, and no two share a mask.
-What a client keeps lies in memory.
+masked update must be exact up to the step of the fixed-point numbers. With one dropout more there must be an error that
+counts the clients, and no sum. *Attacks*: each must end with a refusal that names the attack, and without a sum.
+*Masks*: masked zeros of all runs are uniform, and no two share a mask. What a client keeps lies in memory. The exit
+status is 1 if a goal is missed.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import common
 import numpy as np
 import torch
+from run import measured
 from scipy import stats
 from secagg import Direct, Nothing, Ready
 
@@ -32,7 +38,14 @@ from fedfm.errors import ClientFault, RunError
 from fedfm.linalg.params import Params
 from fedfm.privacy.crypto import keys
 
-MESSAGES = ("keys", "share", "hold", "give", "consent", "unmask")
+MESSAGES = {
+    "keys": "keys",
+    "share": "share",
+    "hold": "hold",
+    "give": "masked update",
+    "consent": "consent",
+    "unmask": "unmask",
+}
 SIZE = 60
 Change = Callable[[Request], Request]
 
@@ -75,7 +88,9 @@ class Between(Direct):
 class Case:
     """A federation of n clients with updates of one seed."""
 
-    def __init__(self, n: int, seed: int, threshold: float = 0.67, scale: float = 1.0) -> None:
+    def __init__(
+        self, n: int, seed: int, threshold: float = 0.67, scale: float = 1.0, secure: Secure | None = None
+    ) -> None:
         rng = np.random.default_rng([n, seed])
         self.updates = {
             f"c{i:02d}": Update(
@@ -85,7 +100,7 @@ class Case:
             for i in range(n)
         }
         self.names = list(self.updates)
-        self.link = Between(self.updates, Secure(threshold=threshold))
+        self.link = Between(self.updates, secure or Secure(threshold=threshold))
         self.fed = Federation(self.link, model=Nothing(), aggregator=self.link.aggregator)  # type: ignore[arg-type]
         self.t = 0
 
@@ -107,28 +122,44 @@ class Case:
 
 
 def sums(numbers: Sequence[int], seeds: int) -> list[dict[str, Any]]:
-    """Exact sums among the cases, by number of clients and message."""
+    """Exact sums, and errors below the threshold, among the cases of a number of clients and a message."""
     rows = []
     for n, threshold, message in itertools.product(numbers, (0.5, 0.67), MESSAGES):
-        least, cases, right = side.least_of(threshold, n), 0, 0
-        for drops, seed in itertools.product(range(n - least + 1), range(seeds)):
-            for way in ("lost", "late"):
-                if drops and n - drops < 3 and message in ("keys", "share"):
-                    continue  # two clients agree on no keys
-                case = Case(n, seed, threshold)
-                rng = np.random.default_rng([n, seed, drops, MESSAGES.index(message)])
-                gone = [str(name) for name in rng.choice(case.names, drops, replace=False)]
-                if rng.random() < 0.5 and message in ("give", "consent", "unmask"):
-                    case.sum()  # with keys that were agreed before
-                # Nobody's consent is needed without a dropout: the first of those who are gone sends no update.
-                dead = set(gone[:1] if message == "consent" else ())
-                getattr(case.link, way).update({"give": dead, message: set(gone) - dead})
-                alive = set(case.names) - (dead or (set() if message in ("consent", "unmask") else set(gone)))
-                cases, right = cases + 1, right + case.exact(alive)
-        rows.append(
-            {"clients": n, "threshold": threshold, "t": least, "message": message, "cases": cases, "exact": right}
-        )
+        least, cases, exact, below, ended = side.least_of(threshold, n), 0, 0, 0, 0
+        most = n - least
+        for drops, seed, way in itertools.product(range(most + 1), range(seeds), ("lost", "late")):
+            if drops and n - drops < 3 and message in ("keys", "share"):
+                continue  # two clients agree on no keys
+            case, alive = dropping(n, threshold, message, drops, seed, way)
+            cases, exact = cases + 1, exact + case.exact(alive)
+        beyond = n - 2 if message == "keys" else most + 1  # who is not there at the first message is not counted on
+        for seed, way in itertools.product(range(seeds), ("lost", "late")):
+            below, ended = below + 1, ended + orderly(*dropping(n, threshold, message, beyond, seed, way))
+        row = {"clients": n, "threshold": threshold, "t": least, "message": message}
+        rows.append(row | {"cases": cases, "exact": exact, "below": below, "ended": ended})
     return rows
+
+
+def dropping(n: int, threshold: float, message: str, drops: int, seed: int, way: str) -> tuple[Case, set[str]]:
+    """A case with dropouts at a message, and whose sum the next one is."""
+    case = Case(n, seed, threshold)
+    rng = np.random.default_rng([n, seed, drops, [*MESSAGES].index(message)])
+    gone = [str(name) for name in rng.choice(case.names, drops, replace=False)]
+    if rng.random() < 0.5 and message in ("give", "consent", "unmask"):
+        case.sum()  # with keys that were agreed before
+    # Nobody's consent is needed without a dropout: the first of those who are gone sends no update.
+    dead = set(gone[:1] if message == "consent" else ())
+    getattr(case.link, way).update({"give": dead, message: set(gone) - dead})
+    return case, set(case.names) - (dead or (set() if message in ("consent", "unmask") else set(gone)))
+
+
+def orderly(case: Case, alive: set[str]) -> bool:
+    """Whether the next sum is none, and an error counts the clients that are missing."""
+    try:
+        case.sum()
+    except RunError as error:
+        return any(part in str(error) for part in ("that hides them needs", "are needed", "gave a valid reply"))
+    return False
 
 
 def edit(message: str, client: str | None = None, **values: Any) -> Change:
@@ -147,6 +178,11 @@ def middle(case: Case) -> None:
     """The server puts its own keys in the place of c00's, after the first agreement."""
     case.sum()
     case.fed.process_memory.clear()
+    middle_of(case)
+
+
+def middle_of(case: Case) -> None:
+    """The server puts its own keys in the place of c00's, signed by itself."""
     own = keys.entropy(32)
 
     def change(request: Request) -> Request:
@@ -188,7 +224,7 @@ def _without(request: Request, at: int) -> Request:
 def views(case: Case) -> None:
     """The last client dropped out; to every second other client the server says that c00 did, too."""
     case.link.late["give"] = {case.names[-1]}
-    told = set(case.names[2::2])
+    told = set(case.names[1::2])
 
     def change(request: Request) -> Request:
         here = request.handler.rpartition("_")[2] in ("consent", "unmask") and request.client in told
@@ -197,20 +233,44 @@ def views(case: Case) -> None:
     case.link.change = change
 
 
-def shares(case: Case) -> None:
-    """After a sum the server asks all for the other share of c00."""
+def again(case: Case, message: str, change: Change = lambda request: request) -> None:
+    """After a sum the server sends all clients their requests of one message again; ends if nobody answers."""
     case.sum()
-    asked = [_without(r, 0) for r in case.link.sent if r.handler.endswith("_unmask")]
-    for request in asked:
+    for request in [change(r) for r in case.link.sent if r.handler.endswith(f"_{message}")]:
         (reply,) = case.link.exchange([request])
         if reply.fault is None:
             return
     raise RunError("all refused")
 
 
+def shares(case: Case) -> None:
+    """The server asks all for the other share of c00."""
+    again(case, "unmask", lambda request: _without(request, 0))
+
+
+def twice(case: Case) -> None:
+    """The server asks all for the same shares."""
+    again(case, "unmask")
+
+
+def seeds_again(case: Case) -> None:
+    """The server asks all to deal their seeds to the neighbours again."""
+    again(case, "share")
+
+
 def models(case: Case) -> None:
     """The server shows c02 another model than the others."""
     case.link.shown = lambda client: "another" if client == "c02" else "one"  # type: ignore[method-assign]
+
+
+def replayed_round(case: Case) -> None:
+    """The server repeats a round's train messages with another model."""
+
+    def change(request: Request) -> Request:
+        case.link.shown = lambda client: "another"  # type: ignore[method-assign]
+        return request
+
+    again(case, "give", change)
 
 
 def vectors(case: Case) -> None:
@@ -236,22 +296,48 @@ def cohort(case: Case) -> None:
     case.link.change = edit("give", **{"+told": lambda told: replace(told, cohort=two)})
 
 
-ATTACKS: dict[str, tuple[Callable[[Case], None], str]] = {
-    "server in the middle": (middle, "c00 has another identity than before"),
-    "replayed keys": (replayed, "not signed by it for this agreement"),
-    "two lists of survivors": (views, ""),
-    "both shares of one client": (shares, "another list of survivors than the one"),
-    "two models": (models, "c02 was shown another model than c00"),
-    "a second vector with the same masks": (vectors, "a masked update again"),
-    "wrong share": (share, "a share is wrong"),
-    "a cohort of two": (cohort, "a sum of 2 clients, expected 3 at least"),
+def minimum(case: Case) -> None:
+    """Silos want sums of all clients; one drops out, and the server asks for the sum of the others."""
+    for client in case.link.of.values():
+        client.smallest_cohort = len(case.names)
+    case.sum()
+    case.link.late["give"] = {case.names[1]}
+
+
+def rostered(case: Case) -> None:
+    """The server is in the middle from the first message on; silos have a roster."""
+    private = {name: keys.entropy(32) for name in case.names}
+    for name, client in case.link.of.items():
+        client.identity = private[name]
+        client.roster = {other: keys.identity_of(key) for other, key in private.items()}
+    middle_of(case)
+
+
+ATTACKS: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
+    "server in the middle, after a first agreement": (middle, ("c00 has another identity than before",)),
+    "server in the middle, with rosters": (rostered, ("the server shows a key of c00",)),
+    "replayed keys": (replayed, ("not signed by it for this agreement",)),
+    "seeds dealt again": (seeds_again, ("shares of seeds again",)),
+    "two lists of survivors": (
+        views,
+        # Of three clients two are left, and the second list would have one.
+        ("signed another list of survivors", "is no neighbour that survived", "a sum of 1 clients, expected 2"),
+    ),
+    "both shares of one client": (shares, ("another list of survivors than the one",)),
+    "the same shares again": (twice, ("shares again",)),
+    "two models": (models, ("c02 was shown another model than c00",)),
+    "a replayed round with another model": (replayed_round, ("a masked update again",)),
+    "a second vector with the same masks": (vectors, ("a masked update again",)),
+    "wrong share": (share, ("a share is wrong",)),
+    "a cohort of two": (cohort, ("a sum of 2 clients, expected 3 at least",)),
+    "fewer survivors than a silo's minimum": (minimum, ("expected {n} at least",)),
 }
-_SPLIT = ("signed another list of survivors", "is no neighbour that survived", "expected")
 
 
 def attacks(numbers: Sequence[int], seeds: int) -> list[dict[str, Any]]:
+    """Attacks that ended without a sum, and with their name in a refusal."""
     rows = []
-    for (name, (attack, reason)), n in itertools.product(ATTACKS.items(), (n for n in numbers if n > 3)):
+    for (name, (attack, reasons)), n in itertools.product(ATTACKS.items(), numbers):
         ended = named = 0
         for seed in range(seeds):
             case = Case(n, seed, threshold=0.5)
@@ -261,16 +347,16 @@ def attacks(numbers: Sequence[int], seeds: int) -> list[dict[str, Any]]:
             except RunError as error:
                 ended += 1
                 said = [*case.link.faults, str(error)]
-                named += any(any(part in text for part in ((reason,) if reason else _SPLIT)) for text in said)
+                named += any(reason.format(n=n) in text for reason in reasons for text in said)
         rows.append({"attack": name, "clients": n, "cases": seeds, "no sum": ended, "with the reason": named})
     return rows
 
 
-def masked(runs: int) -> tuple[float, float, int]:
+def masked(runs: int, secure: Secure) -> dict[str, Any]:
     """p-values of the bytes of masked zeros and of their differences, and equal words of two vectors."""
     found = []
     for seed in range(runs):
-        case = Case(3, seed, scale=0.0)
+        case = Case(3, seed, secure.threshold, scale=0.0, secure=secure)
         for _ in range(2):
             case.sum()
         found += [body.numpy() for body in case.link.masked]
@@ -280,35 +366,85 @@ def masked(runs: int) -> tuple[float, float, int]:
         return float(stats.chisquare(counts).pvalue)
 
     pairs = list(itertools.combinations(found, 2))
-    return p(found), p([a - b for a, b in pairs]), sum(int((a == b).sum()) for a, b in pairs)
+    equal = sum(int((a == b).sum()) for a, b in pairs)
+    words = sum(len(a) for a, _ in pairs)
+    expected = words / 2.0 ** (8 * found[0].itemsize)
+    table = {"bits": 8 * found[0].itemsize, "vectors": len(found), "p, bytes": p(found)}
+    table["p, differences"] = p([a - b for a, b in pairs])
+    return table | {"pairs of words": words, "equal": equal, "p, equal": float(stats.poisson.sf(equal - 1, expected))}
+
+
+def shown(exact: list[dict[str, Any]], did: str, of: str) -> list[dict[str, Any]]:
+    """A row a number of clients and a threshold, a column a message."""
+    rows: dict[tuple[int, float], dict[str, Any]] = {}
+    for row in exact:
+        key = row["clients"], row["threshold"]
+        start = {name: row[name] for name in ("clients", "threshold", "t")}
+        rows.setdefault(key, start)[MESSAGES[row["message"]]] = f"{row[did]} of {row[of]}"
+    return list(rows.values())
 
 
 def main() -> None:
-    options = common.arguments(__doc__)
+    options = common.arguments(__doc__, out={"type": Path, "help": "a page for the documents, too"})
     numbers, seeds = ((3, 5), 2) if options.quick else ((3, 5, 10, 20), 10)
     start = time.perf_counter()
     exact = sums(numbers, seeds)
     found = attacks(numbers, seeds)
-    uniform, apart, equal = masked(4 if options.quick else 40)
-    cases, right = (sum(row[key] for row in exact) for key in ("cases", "exact"))
+    runs = 4 if options.quick else 40
+    kinds = [masked(runs, Secure()), masked(runs, Secure(compact=True, bound=1e6))]
+    total = {key: sum(row[key] for row in exact) for key in ("cases", "exact", "below", "ended")}
     tries, refused = (sum(row[key] for row in found) for key in ("cases", "with the reason"))
-    ended = sum(row["no sum"] for row in found)
-    common.emit(
-        "Secure aggregation: dropouts and attacks",
-        [
-            {"title": "Sums with up to n - t clients dropped out at a message", "rows": exact},
-            {"title": "Attacks, threshold 0.5", "rows": found},
-            {"title": "Masks", "rows": [{"p, bytes": uniform, "p, differences": apart, "equal words": equal}]},
-        ],
-        [
-            common.goal("exact sums, of all", right / cases, least=1),
-            common.goal("attacks without a sum, of all", ended / tries, least=1),
-            common.goal("attacks with the reason, of all", refused / tries, least=1),
-            common.goal("p-value of uniform bytes of masked zeros", min(uniform, apart), least=1e-6),
-            common.goal("equal words of two masked vectors", equal, most=0),
-        ],
-        [f"{cases} sums and {tries} attacks in {time.perf_counter() - start:.0f} s."],
-    )
+    stopped = sum(row["no sum"] for row in found)
+    tables = [
+        {"title": "Exact sums with up to n - t dropouts at a message", "rows": shown(exact, "exact", "cases")},
+        {"title": "Errors that count the clients, with one dropout more", "rows": shown(exact, "ended", "below")},
+        {"title": "Attacks, threshold 0.5", "rows": found},
+        {"title": "Masked zeros", "rows": kinds},
+    ]
+    least = min(row[key] for row in kinds for key in ("p, bytes", "p, differences", "p, equal"))
+    goals = [
+        common.goal("exact sums, of all", total["exact"] / total["cases"], least=1),
+        common.goal("errors below the threshold, of all", total["ended"] / total["below"], least=1),
+        common.goal("attacks without a sum, of all", stopped / tries, least=1),
+        common.goal("attacks with the reason, of all", refused / tries, least=1),
+        common.goal("smallest p-value of the masks, in millionths", 1e6 * least, least=1),
+    ]
+    spent = time.perf_counter() - start
+    notes = [f"{total['cases'] + total['below']} sums and {tries} attacks in {spent:.0f} s."]
+    common.emit("Secure aggregation: dropouts and attacks", tables, goals, notes)
+    if options.out is not None:
+        options.out.write_text(page(tables, goals, notes, options.quick))
+    sys.exit(not all(goal["met"] for goal in goals))
+
+
+PAGE = """# Secure aggregation under dropouts and attacks
+
+Made by `{command}`; do not edit.
+
+- Up to n - t of n clients drop out at one message of the protocol, whose request or reply is lost; each case has ten
+  seeds. A sum counts as exact if it is that of all clients that sent a masked update, within half a step of the
+  fixed-point numbers for each client. With one dropout more the round must end with an error that counts the clients.
+  At the first message nobody counts on a client yet: there, the case leaves two clients.
+- A server that cheats gets no sum, and a client's refusal or the run's error names what it did.
+- The chi-square test is of the bytes of masked zeros, and of the differences of every two vectors. `equal` counts equal
+  words at the same place of two vectors, `p, equal` is the chance of so many among uniform words.
+
+What a client keeps lies in memory here, not on a disk. The [threat model](../threat-model.md#hidden-sums) says what the
+protocol does not hide. [Performance](performance.md) has its seconds and bytes.
+"""
+
+
+def page(tables: list[dict[str, Any]], goals: list[dict[str, Any]], notes: list[str], quick: bool) -> str:
+    """The document."""
+    command = "python benchmarks/secagg_gate.py" + (" --quick" if quick else "")
+    rows = [
+        {"goal": g["goal"], "wanted": g["wanted"], "measured": f"{g['measured']:.3g}, {common.verdict(g)}"}
+        for g in goals
+    ]
+    result = {"date": datetime.date.today().isoformat(), "tables": tables, "notes": notes}
+    result |= {"machine": common.machine(), "versions": common.versions()}
+    parts = [PAGE.format(command=command).strip(), "Goals:\n\n" + common.markdown(rows), *measured(result)]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
