@@ -146,8 +146,8 @@ class Evaluator:
         """Metrics of each client's model on its own rows; {} for a client that was not asked or did not answer."""
         hidden = has(self._method, HidingCounts) and self._method.hides_counts
         unable = self._method.needs.model == "server"
-        # Under an epsilon no client is asked: the ledger does not account for exact scores. Where sums hide the updates,
-        # only a method that has no model for the server's own test rows needs them.
+        # Under an epsilon no client is asked: the ledger does not account for exact scores. Where sums hide updates,
+        # only a method without one model for the server's own test rows needs them.
         privacy = self._run.experiment.privacy
         silent = privacy is not None and (privacy.states_epsilon or not personal(self._method))
         if silent or hidden or unable:
