@@ -302,7 +302,7 @@ def test_the_server_cannot_choose_who_is_whose_neighbour(tmp_path):
     found = [agreed.around(p) for p in range(n)]
     assert all(len(near) == 4 for near in found)
     assert all(p in found[o] for p, near in enumerate(found) for o in near)
-    cards = torch.stack([side.packed(card.data) for card in agreed.cards])
+    cards = torch.stack([side.packed(agreed.card(p).data) for p in range(n)])
     for at in range(3):  # any other key gives another graph
         other = cards.clone()
         other[at, 40] ^= 1

@@ -211,7 +211,7 @@ class SecAgg(Transport):
             shaped(_SEAL)(reply.seal)
             seal, p = bytes_of(reply.seal), position[client]
             said = agreed.statement("masked", i, cohort, seal[:KEY])
-            if not keys.signed(agreed.cards[p].identity, seal[KEY:], *said):
+            if not keys.signed(agreed.card(p).identity, seal[KEY:], *said):
                 raise ClientFault(E_FIELD, f"a masked update that is not of sum {i} and its cohort")
             seals[p] = seal
 
@@ -247,7 +247,7 @@ class SecAgg(Transport):
         table = torch.stack([sent[c][:length] for c in names])
         agreed = Agreed(self._terms, name, names, table, self.neighbours)
         if alone := [p for p, c in enumerate(names) if not sent[c][length]]:
-            told = ", ".join(f"{names[p]} {short(agreed.cards[p].identity.hex())}" for p in alone)
+            told = ", ".join(f"{names[p]} {short(agreed.card(p).identity.hex())}" for p in alone)
             fed.notice(f"secure aggregation: silos without a roster trust identities on first use; theirs are {told}")
         d = degree(self.neighbours, n)
         shape = shaped(d, keys.SEALED + 2 * KEY * AHEAD)
@@ -311,7 +311,7 @@ class SecAgg(Transport):
         rows = {h: {o: k for k, o in enumerate(o for o in session.holds[h] if o in cohort)} for h in revealed}
         context = {p: agreed.context(i, bytes(s != OUT for s in status), seal[:KEY]) for p, seal in seals.items()}
         for p in sorted(cohort):
-            name, card = agreed.names[p], agreed.cards[p]
+            name, card = agreed.names[p], agreed.card(p)
             partners = [] if p in seals else [o for o in agreed.around(p, cohort) if o in seals]
             if p not in seals and not partners:
                 continue
@@ -331,7 +331,7 @@ class SecAgg(Transport):
                 masks.add(vectors, self_mask(seed, context[p]), negative=True)
             for o in partners:
                 other = agreed.names[o]
-                key = pair_mask(seed, agreed.cards[o].pair(i), context[o], (name, other))
+                key = pair_mask(seed, agreed.card(o).pair(i), context[o], (name, other))
                 masks.add(vectors, key, negative=other < name)  # the survivor added it if its name comes first
 
 

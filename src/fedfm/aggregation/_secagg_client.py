@@ -61,6 +61,7 @@ class Member:
         neighbours: the setting.
         threshold: number of shares that determine a seed.
         names, table: of all members, see :class:`Agreed`; rows of :class:`Card`.
+        digest, ring: see :class:`Agreed`; computed once an agreement, so that a sum takes no time for each member.
         holds: positions of those of whose seeds this client holds shares, itself first.
         held: these shares, 64 bytes a sum.
     """
@@ -74,6 +75,8 @@ class Member:
     threshold: int = 0
     names: list[str] = field(default_factory=list)
     table: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.uint8))
+    digest: str = ""
+    ring: list[int] = field(default_factory=list)
     holds: list[int] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
 
@@ -83,7 +86,8 @@ class Member:
 
     @cached_property
     def agreed(self) -> Agreed:
-        return Agreed(self.terms, self.session, self.names, self.table, self.neighbours)
+        known = (bytes.fromhex(self.digest), self.ring) if self.ring else None
+        return Agreed(self.terms, self.session, self.names, self.table, self.neighbours, known)
 
     def published(self, name: str, data: bytes) -> tuple[keys.Context, ...]:
         """What the signature of a client's keys covers."""
@@ -97,9 +101,11 @@ class Member:
         """
         if client.id not in names or list(names) != sorted(set(names)):
             raise refused("a list of members that is not in order, or is without this client")
-        self.names, self.table = list(names), table
+        self.names, self.table, self.ring = list(names), table, []
+        self.digest, self.ring = self.agreed.digest.hex(), self.agreed.ring
         found = {}
-        for name, card in zip(names, self.agreed.cards, strict=True):
+        for at, name in enumerate(names):
+            card = self.agreed.card(at)
             if name == client.id:
                 if card.keys != self.own.public():
                     raise refused("the list of members has other keys of this client than its own")
@@ -145,7 +151,7 @@ class Member:
             self.held.append(share.hex())
 
     def _channel(self, p: int, *ends: str) -> bytes:
-        return keys.agree(self.own.channel, self.agreed.cards[p].channel, LABEL, "channel", *ends)
+        return keys.agree(self.own.channel, self.agreed.card(p).channel, LABEL, "channel", *ends)
 
     def _route(self, *ends: str) -> tuple[keys.Context, ...]:
         return self.agreed.statement("shares", *ends)
@@ -171,7 +177,7 @@ class Member:
         own, context = self.own, self.agreed.context(i, cohort, shown)
         masks.add(vectors, self_mask(own.self(i), context))
         for p in self.agreed.around(self.holds[0], {p for p, here in enumerate(cohort) if here}):
-            key = pair_mask(own.pair(i), self.agreed.cards[p].pair(i), context, (client.id, self.names[p]))
+            key = pair_mask(own.pair(i), self.agreed.card(p).pair(i), context, (client.id, self.names[p]))
             masks.add(vectors, key, negative=client.id > self.names[p])
         return shown, keys.sign(identity_of(client), *self.agreed.statement("masked", i, cohort, shown))
 
@@ -196,7 +202,7 @@ class Member:
             raise refused(f"seals of {len(seals)} survivors, expected {len(seen)}")
         for p, seal in zip(seen, seals, strict=True):
             said = self.agreed.statement("masked", i, cohort, seal[:KEY])
-            if not keys.signed(self.agreed.cards[p].identity, seal[KEY:], *said):
+            if not keys.signed(self.agreed.card(p).identity, seal[KEY:], *said):
                 raise refused(f"{self.names[p]} did not mask an update in sum {i} for this cohort")
             shown = shown or seal[:KEY]
             if seal[:KEY] != shown:
@@ -229,7 +235,7 @@ class Member:
         for name, signature in signatures.items():
             if name not in known or status[known[name]] == DEAD:
                 raise refused(f"{name} is no neighbour that survived")
-            identity = self.agreed.cards[known[name]].identity
+            identity = self.agreed.card(known[name]).identity
             if not keys.signed(identity, signature, *self.agreed.statement("survivors", digest)):
                 raise refused(f"{name} signed another list of survivors")
         if DEAD in status and len(signatures) + 1 < self.threshold:

@@ -130,23 +130,39 @@ class Agreed:
     The ring is in the order of a hash of all names and keys. So nobody places a client in it without knowing the keys
     of all others, and every client sees whether its neighbours are those that follow from the keys.
 
+    Args:
+        known: digest and ring, if they were computed before: they take time that grows with the number of members.
+
     Attributes:
         names: of all members, sorted; a member's position is its place here.
-        cards: by position.
         digest: of all of it, with the settings and the name of the agreement; signatures and encrypted shares cover it.
+        ring: positions in order of the ring.
     """
 
-    def __init__(self, terms: str, session: str, names: Sequence[str], table: Tensor, neighbours: int) -> None:
-        self.names, self._neighbours = list(names), neighbours
-        self.cards = [Card(bytes_of(row)) for row in table]
-        parts: tuple[keys.Context, ...] = (LABEL, terms, session, *self.names, bytes_of(table))
-        self.digest = hashlib.sha256(keys.encoded(*parts)).digest()
-        order = {at: hashlib.sha256(self.digest + name.encode()).digest() for at, name in enumerate(self.names)}
-        self._ring = sorted(order, key=order.__getitem__)
+    def __init__(
+        self,
+        terms: str,
+        session: str,
+        names: Sequence[str],
+        table: Tensor,
+        neighbours: int,
+        known: tuple[bytes, list[int]] | None = None,
+    ) -> None:
+        self.names, self._table, self._neighbours = list(names), table, neighbours
+        if known is None:
+            parts: tuple[keys.Context, ...] = (LABEL, terms, session, *self.names, bytes_of(table))
+            digest = hashlib.sha256(keys.encoded(*parts)).digest()
+            order = {at: hashlib.sha256(digest + name.encode()).digest() for at, name in enumerate(self.names)}
+            known = digest, sorted(order, key=order.__getitem__)
+        self.digest, self.ring = known
+
+    def card(self, at: int) -> Card:
+        """What the member at a position published."""
+        return Card(bytes_of(self._table[at]))
 
     def around(self, at: int, among: Container[int] | None = None) -> list[int]:
         """Neighbours of a member in the ring, or in the ring of those ``among`` the members, sorted."""
-        ring = self._ring if among is None else [p for p in self._ring if p in among]
+        ring = self.ring if among is None else [p for p in self.ring if p in among]
         n = len(ring)
         return sorted(ring[j] for j in neighbours_of(ring.index(at), n, degree(self._neighbours, n)))
 
