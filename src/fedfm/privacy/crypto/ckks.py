@@ -288,7 +288,7 @@ class ClientKeys:
         return self.encrypted(encoding.to_residues(plain, self.parameters.limbs, self.ring))
 
     def opened(self, residues: Residues) -> Residues:
-        """The encrypted polynomials with their noise: (count, 2 or 3, limbs, N) -> (count, limbs, N), evaluation form."""
+        """The encrypted polynomials with their noise: (count, 2 or 3, limbs, N) -> (count, limbs, N)."""
         out = np.ascontiguousarray(residues[:, -1])
         key = self._key_like(out)
         for polynomial in range(residues.shape[1] - 2, -1, -1):  # Horner's rule in s
