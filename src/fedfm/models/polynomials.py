@@ -154,7 +154,7 @@ class Inverse(Polynomial):
     def error(self) -> float:
         """Largest relative error in the interval."""
         start: float = max(abs(1 - self._scale * x) for x in self.interval)
-        return start ** float(2 ** (self.steps + 1))
+        return float(start ** float(2 ** (self.steps + 1)))
 
     @classmethod
     def within(cls, error: float, interval: tuple[float, float], least: int = 1) -> Inverse:
