@@ -193,6 +193,27 @@ def test_under_client_level_privacy_it_releases_noisy_means_or_is_refused(name, 
     assert "noise.secret" in {path.name for path in (tmp_path / "run/private/server").iterdir()}
 
 
+BY_ROW = {"unit": "record", "mechanism": "dp_sgd", "target_epsilon": 8.0, "clip_norm": 1.0, "delta": 1e-5}
+# fmt: off
+BY_OPTIMISER = {
+    "fedadam", "fedavg", "fedavgm", "fedawa", "fedbaf", "fedbip", "fedex_lora", "fedprox", "fedyogi", "flexlora",
+    "flora", "ldawa", "local", "scaffold", "weight_init",
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_by_dp_sgd_it_spends_its_target_or_is_refused(name, tmp_path):
+    tables = experiment_of(name, tmp_path, rounds=2) | {"privacy": BY_ROW}
+    if name not in BY_OPTIMISER:
+        with pytest.raises(InputError, match="privacy"):
+            Experiment.from_dict(tables)
+        return
+    result = fedfm.run(tables, tmp_path / "run")
+    assert 0 < result["epsilon"] <= 8.0
+    assert not result["excluded"]
+
+
 @pytest.mark.parametrize(("name", "keys", "more"), SETTINGS)
 def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path):
     tables = experiment_of(name, tmp_path, **({"rounds": 2} | keys)) | more
