@@ -114,7 +114,8 @@ class EncryptedBlock:
 
     def __post_init__(self) -> None:
         d, m = self.features, len(self.weights["up"])
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("query", "key", "value", "output"), (d, d)) | {"up": (m, d), "down": (d, m)}
+        square = ("query", "key", "value", "output")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(square, (d, d)) | {"up": (m, d), "down": (d, m)}
         shapes |= {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
         for name, shape in shapes.items():
             if name not in self.weights or self.weights[name].shape != shape:
@@ -163,8 +164,10 @@ class EncryptedBlock:
             key = linear(self.weights["key"], y, self.weights["key_bias"])
         query, key, value = (x.refreshed() for x in (query, key, value))
         powers = self.exponential.folded(self._scores(query, key) + b)
-        inverses = self.inverse.folded(self._row_sums(powers).times(self.inverse_scales)).times(self.inverse_scales)
-        return self._mixed(self._weighted(powers, inverses), value)
+        sums = self._row_sums(powers).times(self.inverse_scales)
+        inverses = self.inverse.folded(sums).times(self.inverse_scales)
+        # Refreshed here: the rotated copies are many.
+        return self._mixed(self._weighted(powers, inverses.refreshed()).refreshed(), value)
 
     # Diagonal g b + i of head k is number k T + g b + i. It lies rotated by -g b tokens until rows are summed.
 
@@ -204,7 +207,6 @@ class EncryptedBlock:
     def _mixed(self, weights: Ciphertexts, value: Ciphertexts) -> Ciphertexts:
         """Values under the attention weights."""
         step, b, out = self.layout.samples, self.layout.baby, []
-        weights = weights.refreshed()
         for head, values in zip(self._heads(weights), self._heads(value), strict=True):
             for f in range(len(values)):
                 v = values[f : f + 1]
