@@ -123,7 +123,7 @@ class Ciphertexts:
         return -self + other
 
     def __neg__(self) -> Ciphertexts:
-        return self._scaled(-1, 1.0)
+        return self * -1
 
     @overload
     def __mul__(self, other: Ciphertexts) -> Ciphertexts: ...
@@ -131,7 +131,10 @@ class Ciphertexts:
     def __mul__(self, other: float) -> Ciphertexts: ...
     def __mul__(self, other: Ciphertexts | float) -> Ciphertexts:
         if not isinstance(other, Ciphertexts):
-            return self._times_number(float(other))
+            number = float(other)
+            if number and number.is_integer() and abs(number) <= _EXACT_FACTOR:
+                return self._scaled(np.full(len(self), int(number), object), 1.0)
+            return self.times(np.full(len(self), number))
         return finished(products(self, other))
 
     __rmul__ = __mul__
@@ -149,6 +152,19 @@ class Ciphertexts:
         out = self.residues.copy()
         out[:, 0] = self.evaluator.ring.affine(np.ascontiguousarray(out[:, 0]), one, np.stack(shift))
         return self._like(out)
+
+    def times(self, numbers: NDArray[np.floating[Any]]) -> Ciphertexts:
+        """Multiply each by a number of its own, (count,): one level."""
+        if numbers.shape != (len(self),):
+            raise InputError(f"{numbers.shape} numbers for {len(self)} ciphertexts")
+        if not (np.isfinite(numbers).all() and numbers.all()):
+            raise InputError("a product with zero or infinity would show its result to everyone")
+        x = self._for_plain(float(np.abs(numbers).min()))
+        scale = x._plain_scale()
+        factors = np.array([round(float(v) * scale) for v in numbers], object)
+        if not factors.all():
+            raise InputError(f"a product with {np.abs(numbers).min():g} vanishes at scale 2^{math.log2(scale):.0f}")
+        return x.evaluator.rescale(x._scaled(factors, scale))
 
     def at(self, limbs: int) -> Ciphertexts:
         """The same numbers with fewer primes."""
@@ -199,22 +215,12 @@ class Ciphertexts:
         x, y = (np.ascontiguousarray(np.broadcast_to(c.residues, _larger(a, b))) for c in (a, b))
         return a._like(self.evaluator.ring.add(x, y, sign))
 
-    def _scaled(self, factor: int, scale: float) -> Ciphertexts:
-        ring, limbs = self.evaluator.ring, self.level + 1
-        zero = np.zeros((), np.int64)
-        return self._like(ring.affine(self.residues, ring.constant(factor, limbs), zero), self.scale * scale)
-
-    def _times_number(self, number: float) -> Ciphertexts:
-        if number == 0 or not math.isfinite(number):
-            raise InputError(f"a product with {number} would show its result to everyone")
-        if number.is_integer() and abs(number) <= _EXACT_FACTOR:
-            return self._scaled(int(number), 1.0)
-        x = self._for_plain(abs(number))
-        scale = x._plain_scale()
-        factor = round(number * scale)
-        if factor == 0:
-            raise InputError(f"a product with {number:g} vanishes at scale 2^{math.log2(scale):.0f}")
-        return x.evaluator.rescale(x._scaled(factor, scale))
+    def _scaled(self, factors: NDArray[np.object_], scale: float) -> Ciphertexts:
+        """Times whole numbers, (count,), that stand for numbers at a scale."""
+        ring = self.evaluator.ring
+        rows = np.stack([ring.constant(int(f), self.level + 1) for f in factors])
+        rows = np.repeat(rows, self.limbs.shape[1], axis=0)
+        return self._like(ring.affine(self.residues, rows, np.zeros((), np.int64)), self.scale * scale)
 
     def _plain_scale(self) -> float:
         """Of a plaintext, such that the product has the parameters' scale once it is rescaled."""
