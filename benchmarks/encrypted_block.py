@@ -27,7 +27,7 @@ from threadpoolctl import threadpool_limits
 
 from fedfm.privacy.crypto import ckks, limbs
 from fedfm.privacy.crypto.ciphertext_wire import Channel
-from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Layout
+from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Packing
 from fedfm.privacy.crypto.limbs import Ciphertexts
 from fedfm.privacy.crypto.refresh import Masking, least_limbs
 from fedfm.privacy.crypto.refresh_link import RemoteRefresh, answered, sealed
@@ -100,7 +100,7 @@ A, B, C = 0.2116, 0.5, 0.0705  # GELU for normal numbers
 GELU = Recipe(lambda u: u.square() + (C - B * B / (4 * A)), (math.sqrt(A), B / (2 * math.sqrt(A))))
 
 
-def random_block(d: int, m: int, heads: int, layout: Layout) -> tuple[EncryptedBlock, np.ndarray, np.ndarray]:
+def random_block(d: int, m: int, heads: int, layout: Packing) -> tuple[EncryptedBlock, np.ndarray, np.ndarray]:
     """A block of random weights, tokens, and what it gives in the clear; polynomials fit the measured intervals."""
     rng = np.random.default_rng(0)
     shapes = dict.fromkeys(("query", "key", "value", "output"), (d, d)) | {"up": (m, d), "down": (d, m)}
@@ -136,7 +136,7 @@ def random_block(d: int, m: int, heads: int, layout: Layout) -> tuple[EncryptedB
 class Session:
     """Client and server in one process, joined by bytes; the client's seconds are counted apart."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Packing) -> None:
         floor = least_limbs(PARAMETERS, PLANNED, BOUND)
         self.client, self.seconds, self._floor = ckks.ClientKeys(PARAMETERS), 0.0, floor
         public = self.client.public(layout.rotations)
@@ -266,7 +266,7 @@ def linear_layers(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any
 def whole_block(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """Rows of the second table, goals and notes."""
     d, m, heads = (16, 32, 4) if quick else (128, 256, 4)
-    layout = Layout(PARAMETERS, 16)
+    layout = Packing(PARAMETERS, 16)
     block, x, want = random_block(d, m, heads, layout)
     session, table, walls = Session(layout), [], []
     for name in ("residues", "loop of multiply_plain"):

@@ -8,7 +8,7 @@ import pytest
 
 from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.privacy.crypto.ciphertext_wire import Channel
-from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Layout
+from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Packing
 from fedfm.privacy.crypto.limbs import Ciphertexts
 from fedfm.privacy.crypto.refresh import Masking, least_limbs
 from fedfm.privacy.crypto.refresh_link import RemoteRefresh, answered, sealed
@@ -19,7 +19,7 @@ pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "f
 from fedfm.privacy.crypto import ckks
 
 PARAMETERS, BOUND = Parameters(), 32.0
-LAYOUT = Layout(PARAMETERS, 4)
+LAYOUT = Packing(PARAMETERS, 4)
 FLOOR = least_limbs(PARAMETERS, 10**4, BOUND)
 CLIENT = ckks.ClientKeys(PARAMETERS)
 PUBLIC = CLIENT.public(LAYOUT.rotations)
@@ -168,7 +168,7 @@ def test_rows_are_packed_by_token_and_sample():
     assert packed[2, 3 * LAYOUT.samples + 1] == x[1, 3, 2]
     assert packed[2, 3 * LAYOUT.samples + 7] == x[0, 3, 2]  # missing samples
     assert np.array_equal(LAYOUT.unpack(packed, 3), x)
-    assert Layout(PARAMETERS, 16).rotations == {256 * k for k in (1, 2, 3, 4, 8, 12, -4, -8, -12)}
+    assert Packing(PARAMETERS, 16).rotations == {256 * k for k in (1, 2, 3, 4, 8, 12, -4, -8, -12)}
 
 
 def test_an_altered_answer_ends_the_block():
@@ -195,7 +195,7 @@ def test_a_run_beyond_its_distance_ends_before_it_sends():
 
 def test_wrong_shapes_are_refused():
     with pytest.raises(InputError, match="power of two"):
-        Layout(PARAMETERS, 17)
+        Packing(PARAMETERS, 17)
     with pytest.raises(InputError, match="up to 1024 samples of 4 tokens"):
         LAYOUT.pack(np.zeros((2, 5, D)))
     with pytest.raises(InputError, match="expected up of shape"):

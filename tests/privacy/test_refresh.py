@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedfm.errors import InputError, RunError
 from fedfm.privacy.crypto.limbs import Ciphertexts
-from fedfm.privacy.crypto.refresh import Ledger, Masking, distance, least_limbs, mask_bits, renewed
+from fedfm.privacy.crypto.refresh import DistanceLedger, Masking, distance, least_limbs, mask_bits, renewed
 from fedfm.privacy.crypto.ring import SLOW_LINK, Parameters
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
@@ -112,7 +112,7 @@ def test_two_primes_are_too_few_and_three_suffice():
 
 
 def test_the_ledger_adds_up_and_stops():
-    ledger = Ledger()
+    ledger = DistanceLedger()
     masking = Masking(8.0, ledger)
     masking.hide(spent())
     each = distance(PARAMETERS, 3, PARAMETERS.scale, 8.0)

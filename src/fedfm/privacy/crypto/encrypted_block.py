@@ -37,7 +37,7 @@ class Recipe(Protocol):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Packing:
     """Tokens and samples of a ciphertext.
 
     Raises:
@@ -102,7 +102,7 @@ class EncryptedBlock:
         InputError: a matrix is missing or of another shape.
     """
 
-    layout: Layout
+    layout: Packing
     heads: int
     weights: Mapping[str, Matrix]
     norms: tuple[Recipe, Recipe]
@@ -115,7 +115,8 @@ class EncryptedBlock:
     def __post_init__(self) -> None:
         d, m = self.features, len(self.weights["up"])
         square = ("query", "key", "value", "output")
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(square, (d, d)) | {"up": (m, d), "down": (d, m)}
+        shapes: dict[str, tuple[int, ...]] = {"up": (m, d), "down": (d, m)}
+        shapes.update(dict.fromkeys(square, (d, d)))
         shapes |= {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
         for name, shape in shapes.items():
             if name not in self.weights or self.weights[name].shape != shape:

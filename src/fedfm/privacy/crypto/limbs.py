@@ -1,7 +1,7 @@
 """Arrays of CKKS ciphertexts as residues, with arithmetic that looks after levels and scales.
 
 Sums, products with numbers and matrices, and the tensor product of two ciphertexts are computed here on the residues.
-What needs keys or a division by a prime comes from an :class:`Evaluator`.
+What needs keys or a division by a prime comes from an :class:`KeyOperations`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLUMNS = 2048  # of a matrix product at a time: the pieces stay in the cache
 Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
 
 
-class Evaluator(Protocol):
+class KeyOperations(Protocol):
     """Operations with public keys.
 
     Attributes:
@@ -71,7 +71,7 @@ class Ciphertexts:
 
     __slots__ = ("evaluator", "limbs", "scale")
 
-    def __init__(self, limbs: NDArray[np.uint64], scale: float, evaluator: Evaluator) -> None:
+    def __init__(self, limbs: NDArray[np.uint64], scale: float, evaluator: KeyOperations) -> None:
         ring = evaluator.ring
         if limbs.dtype != np.uint64 or limbs.ndim != 4 or limbs.shape[1] not in (2, 3):
             raise InputError(f"limbs {limbs.dtype} {limbs.shape}: expected uint64 (count, 2 or 3, primes, N)")

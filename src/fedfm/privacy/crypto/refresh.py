@@ -67,7 +67,7 @@ def least_limbs(parameters: Parameters, ciphertexts: int, bound: float, most: fl
 
 
 @dataclass
-class Ledger:
+class DistanceLedger:
     """What the masks of one client's run have spent.
 
     Attributes:
@@ -128,10 +128,10 @@ class Masking:
         bound: of the magnitude of every slot; the ranges stored with the model give it.
     """
 
-    def __init__(self, bound: float, ledger: Ledger | None = None) -> None:
+    def __init__(self, bound: float, ledger: DistanceLedger | None = None) -> None:
         if not 0 < bound < math.inf:
             raise InputError(f"bound {bound}: expected a positive number")
-        self.bound, self.ledger = bound, Ledger() if ledger is None else ledger
+        self.bound, self.ledger = bound, DistanceLedger() if ledger is None else ledger
 
     def hide(self, x: Ciphertexts) -> tuple[Ciphertexts, Mask]:
         """Masked ciphertexts for the client, and the mask to keep.
