@@ -209,7 +209,7 @@ def linear_layers(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any
         n_threads=1,
     )
     context.global_scale = PARAMETERS.scale
-    tensor = tenseal.ckks_tensor(context, values.T, batch=True)
+    tensor = tenseal.ckks_tensor(context, values.T[:, None], batch=True)
     few = tenseal.plain_tensor(weight[:rows].T)
     found: dict[str, Any] = {}
     times = common.interleave(
@@ -226,7 +226,7 @@ def linear_layers(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any
     loop = [(w * n / rows, c * n / rows) for w, c in times["loop"]]
     tensors = [(w * n / rows, c * n / rows) for w, c in times["tensor"]]
     layer = client.decrypt(found["layer"].residues, found["layer"].scale)
-    theirs = np.array(found["tensor"].decrypt().tolist()).T
+    theirs = np.array(found["tensor"].decrypt().tolist())[:, 0].T
     want = weight @ values
     table = [
         {
