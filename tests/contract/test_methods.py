@@ -15,7 +15,7 @@ import tiny_clip
 import tiny_text
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import available, resolve
-from fedfm.core.capabilities import secrets_of
+from fedfm.core.capabilities import Sampling, secrets_of
 from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.privacy.composition import Releases, epsilon_of
@@ -188,8 +188,30 @@ def test_under_client_level_privacy_it_releases_noisy_means_or_is_refused(name, 
             Experiment.from_dict(tables)
         return
     result, method = fedfm.run(tables, tmp_path / "run"), Experiment.from_dict(tables).method
-    assert result["epsilon"] == epsilon_of([Releases(0.5, method.rounds * len(method.means))], 1e-5)
+    rate = method.fraction if isinstance(method, Sampling) and len(method.means) == 1 else 1.0
+    assert result["epsilon"] == epsilon_of([Releases(0.5, method.rounds * len(method.means), rate)], 1e-5)
     assert "noise.secret" in {path.name for path in (tmp_path / "run/private/server").iterdir()}
+
+
+BY_ROW = {"unit": "record", "mechanism": "dp_sgd", "target_epsilon": 8.0, "clip_norm": 1.0, "delta": 1e-5}
+# fmt: off
+BY_OPTIMISER = {
+    "fedadam", "fedavg", "fedavgm", "fedawa", "fedbaf", "fedbip", "fedex_lora", "fedprox", "fedyogi", "flexlora",
+    "flora", "ldawa", "local", "scaffold", "weight_init",
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_by_dp_sgd_it_spends_its_target_or_is_refused(name, tmp_path):
+    tables = experiment_of(name, tmp_path, rounds=2) | {"privacy": BY_ROW}
+    if name not in BY_OPTIMISER:
+        with pytest.raises(InputError, match="privacy"):
+            Experiment.from_dict(tables)
+        return
+    result = fedfm.run(tables, tmp_path / "run")
+    assert 0 < result["epsilon"] <= 8.0
+    assert not result["excluded"]
 
 
 @pytest.mark.parametrize(("name", "keys", "more"), SETTINGS)

@@ -381,6 +381,17 @@ def test_a_silo_answers_what_its_words_allow_and_refuses_the_rest(tmp_path, word
             assert f"{handler} is not answered: E_REFUSED" in log_of(path)
 
 
+def test_under_an_epsilon_a_silo_gives_no_scores_and_no_model_whatever_its_words(tmp_path):
+    path = silo(tmp_path, allow=list(EXPOSING))
+    private = {"unit": "client", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-5}
+    server = Server(path, experiment(method={"name": "fedavg", "rounds": 3}, privacy=private))
+    assert server.hello() == "fits"
+    for word in ("scores", "reveal"):
+        _, handler, body = EXPOSING[word]
+        assert server.send(handler, body)["fault"]["code"] == "E_REFUSED"
+    assert "fault" not in server.send("train.FedAvg_train", {"w": W})
+
+
 def test_a_methods_words_take_the_place_of_the_silos(tmp_path):
     path = silo(tmp_path, allow=["mean"])
     path.write_text(path.read_text() + '\n[allow_by_method]\nfedamp = ["reply", "reveal"]\nfedprox = []')

@@ -3,6 +3,9 @@
 import pytest
 from processes import experiment, fedfm
 
+from fedfm.audits.replay import replay
+from fedfm.runtime.run_directory import Run
+
 PRIVACY = """[privacy]
 unit = "client"
 noise_multiplier = 1.0
@@ -24,3 +27,19 @@ def test_an_audit_repeats_the_run_on_the_local_engine(engine, tmp_path):
     found = {f["name"]: f for f in fedfm("audit", tmp_path / "run")["findings"]}  # it refuses other bits
     assert set(found) == {"client_epsilon", "canaries"}
     assert (found["client_epsilon"]["verdict"], found["client_epsilon"]["bound"]) == ("holds", result["epsilon"])
+
+
+COINS = ("fraction = 0.5", "clip_quantile = 0.5")
+TURNS = ("fraction = 0.3333333333333333", 'mechanism = "correlated_gaussian"')
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("chosen", [COINS, TURNS])
+def test_cohorts_clips_and_correlated_noise_have_the_bits_of_the_local_engine(chosen, tmp_path):
+    fraction, more = chosen
+    exp = experiment(tmp_path, method=f'name = "fedavg"\nrounds = 6\n{fraction}', run=f"{PRIVACY}{more}\n")
+    fedfm("run", exp, "--out", tmp_path / "run", "--engine", "simulation")
+    run = Run.open(tmp_path / "run")
+    cohorts = [tuple(line["cohort"]) for line in run.metrics() if line["round"]]
+    assert len(set(cohorts)) > 1
+    replay(run)  # it refuses other bits

@@ -11,6 +11,7 @@ from sklearn.datasets import load_digits
 import fedfm as package
 from fedfm.aggregation._secagg_client import Member
 from fedfm.aggregation.secure import Secure
+from fedfm.api.predict import predict
 from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -47,6 +48,23 @@ def test_a_run_gives_the_plain_result_whatever_runs_it(tmp_path):
     a, b = (package.load_run(tmp_path / name).metrics() for name in ("plain", "0"))
     for x, y in zip(a[1:], b[1:], strict=True):
         assert y["train_loss"] == pytest.approx(x["train_loss"], rel=1e-5)
+
+
+def test_models_that_clients_keep_stay_with_them(tmp_path):
+    found = tables(tmp_path, {}, method={"name": "ditto", "rounds": 2})
+    result = package.run(found, tmp_path / "run")
+    lines = [json.loads(x) for x in (tmp_path / "run/messages.jsonl").read_text().splitlines()]
+    assert {x["handler"] for x in lines if not x["handler"].startswith("aggregate.")} == {
+        "train.Ditto_train",
+        "scores.Evaluation_evaluate",
+        "scores.Evaluation_evaluate_start",
+    }
+    assert json.loads((tmp_path / "run/manifest.json").read_text())["seen"]["smallest_sum"] == 5
+    assert 0 < result["accuracy"] == result["local_accuracy"] <= 1
+    assert result["params_sha256"] == result["server_sha256"]
+    assert not (tmp_path / "run/clients").exists()
+    with pytest.raises(InputError, match="has no model of client-00"):
+        predict(tmp_path / "run", found["data"]["path"], "client-00")
 
 
 def test_the_aggregation_table_has_the_settings(tmp_path):

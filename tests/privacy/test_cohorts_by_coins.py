@@ -1,6 +1,7 @@
 """Cohorts by secret coins: who takes part, what is divided by what, what it spends, and whole runs."""
 
 import dataclasses
+import hashlib
 import math
 
 import numpy as np
@@ -21,7 +22,7 @@ from fedfm.privacy.cohorts import by_coins
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.runtime import client_memory
 from small import experiment as small
-from toy import federation
+from toy import Quadratic, federation
 
 DELTA = 1e-5
 CLIENT = {"unit": "client", "noise_multiplier": 0.8, "clip_norm": 1.0, "delta": DELTA}
@@ -169,6 +170,49 @@ def test_the_means_of_a_round_share_its_coin():
     together, apart = mechanism(0.2, 1.5, releases=2).epsilon_after(5), epsilon_of([Releases(1.5, 10, 0.2)], DELTA)
     assert together == pytest.approx(epsilon_of([Releases(1.5 / math.sqrt(2), 5, 0.2)], DELTA))
     assert together > apart  # as if each mean had a coin of its own
+
+
+class AskedForCertain(CentralGaussian):
+    """Its cohorts always have the client that the attacker looks for."""
+
+    def cohort(self, fed):
+        return sorted({*super().cohort(fed), *({"target"} & set(fed.clients))})
+
+
+def least_epsilon(m, trials=1500):
+    """Lower bound of epsilon, 99.9 %, of one who sees the mean and knows all but whether the target is a client.
+
+    The target sends the unit vector. With rates a of alarms without it and b with it, b <= exp(epsilon) a + delta.
+    """
+
+    def mean(trial, names):
+        fed = Federation(Named(names), model=Quadratic(), aggregator=None, secret=lambda name: key + name.encode())
+        key = hashlib.sha256(f"{trial} {names}".encode()).digest()
+        fed.begin(1)
+        unit = Params({"w": torch.tensor([1.0, 0.0])})
+        sent = [Update(unit * float(name == "target"), 1.0) for name in m.cohort(fed)]
+        return m.released(fed, iter(sent), None, 1.0, unit.layout)["w"][0].item()
+
+    without, with_ = (np.array([mean(i, names) for i in range(trials)]) for names in (("a",), ("a", "target")))
+    found = []
+    for threshold in np.quantile(np.concatenate([without[::2], with_[::2]]), [0.5, 0.8, 0.9, 0.95, 0.98]):
+        a, b = int((without[1::2] > threshold).sum()), int((with_[1::2] > threshold).sum())
+        high = stats.beta.ppf(1 - 1e-4, a + 1, trials // 2 - a)
+        low = stats.beta.ppf(1e-4, b, trials // 2 - b + 1) if b else 0.0
+        found.append(math.log(max(low - DELTA, 1e-12) / high))
+    return max(found)
+
+
+class Named:
+    def __init__(self, clients):
+        self.clients = clients
+
+
+def test_an_attacker_learns_no_more_than_the_coins_allow_and_more_without_them():
+    half = mechanism(0.5, z=0.5)
+    assert 1.0 < least_epsilon(half) <= half.epsilon_after(1)  # it does find what there is
+    tight = mechanism(0.01, z=1.0)
+    assert least_epsilon(tight) <= tight.epsilon_after(1) < 0.7 < least_epsilon(AskedForCertain(**vars(tight)))
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

@@ -46,8 +46,9 @@ def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
     adaptive = _adaptive(method, privacy, correlated)
     fraction = method.fraction if isinstance(method, Sampling) else 1.0
     period = _period(method.rounds, fraction, len(method.means)) if correlated else 1
-    # Under secure aggregation a small cohort is refused, which tells who took part: coins would amplify nothing.
-    rate = fraction if name == "gaussian" and not hidden else 1.0
+    # Under secure aggregation a small cohort is refused, which tells who took part: coins would amplify nothing. A
+    # method of several means may ask others for one of them, as ccvr asks all for its last.
+    rate = fraction if name == "gaussian" and not hidden and len(method.means) == 1 else 1.0
     z = privacy.noise_multiplier or _calibrated(name, method, privacy, rate, period)
     mechanism = CentralGaussian(
         clip_norm=privacy.clip_norm if adaptive is None else 1.0,
@@ -95,7 +96,7 @@ def _period(rounds: int, fraction: float, means: int) -> int:
     where, period = 'privacy.mechanism = "correlated_gaussian":', round(1 / fraction)
     if means != 1:
         raise InputError(f"{where} it is for one mean a round, and this method has {means}")
-    if abs(period * fraction - 1) > 1e-9:
+    if not math.isclose(period * fraction, 1.0):
         raise InputError(f"{where} clients take turns, so method.fraction is 1 over a whole number, not {fraction:g}")
     if period == 1:
         raise InputError(

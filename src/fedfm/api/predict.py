@@ -48,6 +48,8 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         raise InputError(f"{path}: every client has its own model; name one with --client: {', '.join(known)}")
     if client is not None and client not in known:
         raise InputError(f"{path} has one model for all; drop --client")
+    if client is not None and not run.adapter(client).is_dir():
+        raise InputError(f"{path} has no model of {client}: under [privacy], or by its policy, a client keeps its own")
     shape, spec = run.manifest["model"], experiment.model
     if client:
         spec = at_rank(spec, rank_on_disk(run.adapter(client)))

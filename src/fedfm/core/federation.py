@@ -102,7 +102,7 @@ class Federation:
         """
         mechanism = self.aggregator.mechanism
         if mechanism.fraction is not None:
-            if fraction != mechanism.fraction:
+            if not math.isclose(fraction, mechanism.fraction):
                 raise RunError(f"fed.sample({fraction:g}): the account of [privacy] is for {mechanism.fraction:g}")
             return mechanism.cohort(self)
         m = max(math.floor(fraction * len(self.clients) + 1e-9), 1)

@@ -74,10 +74,15 @@ class Evaluator:
         return {"": self._method.params_for(state, "")}
 
     def revealed(self, state: Any) -> dict[ClientId, Params]:
-        """The final models, with the parts that clients keep; a client that refuses is left out."""
+        """The final models, with the parts that clients keep; a client that refuses is left out.
+
+        Under [privacy] no client is asked for what it keeps: the server is to see sums, or what the ledger covers.
+        """
         models = self.models(state)
         if not kept(self._method):
             return models
+        if self._run.experiment.privacy is not None:
+            return {}
         if self._revealed is None or self._revealed[0] is not state:
             check = partial(check_own, self._method, model=self._fed.model)
             self._revealed = state, self._aside(self._clients.reveal, check=check, w=each(models))
@@ -141,8 +146,11 @@ class Evaluator:
         """Metrics of each client's model on its own rows; {} for a client that was not asked or did not answer."""
         hidden = has(self._method, HidingCounts) and self._method.hides_counts
         unable = self._method.needs.model == "server"
-        # Under [privacy] no client is asked: the ledger does not account for exact scores.
-        if self._run.experiment.privacy is not None or hidden or unable:
+        # Under an epsilon no client is asked: the ledger does not account for exact scores. Where sums hide updates,
+        # only a method without one model for the server's own test rows needs them.
+        privacy = self._run.experiment.privacy
+        silent = privacy is not None and (privacy.states_epsilon or not personal(self._method))
+        if silent or hidden or unable:
             return {client: {} for client in self._fed.clients}
         first = next(iter(models.values()))
         payload: Any = first if all(w is first for w in models.values()) else each(models)

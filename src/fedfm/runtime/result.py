@@ -60,7 +60,7 @@ def finish(
         "bytes_up": fed.transcript.bytes_up,
         "bytes_down": fed.transcript.bytes_down,
         "epsilon": spent.epsilon,
-        "params_sha256": sha256_of(models),
+        "params_sha256": sha256_of(models or evaluator.models(state)),
         "excluded": [asdict(e) for e in fed.excluded],
         "attackers": list(run.manifest.get("attackers", [])),
         **({"attack_success": last["attack_success"]} if "attack_success" in last else {}),

@@ -97,12 +97,19 @@ class Site:
             memory=self._memory,
             seed=self.experiment.run.seed,
             attack=population.attackers,
-            allow=WORDS if self._own is None else self._own.policy.of(self.experiment.method_name),
+            allow=self._allowed,
             on_error=self._on_error,
             reveal=self._own is None and self.experiment.privacy is None,
             local_scores=self.experiment.run.local_scores,
             own=None if self._own is None else self._own.of_client,
         )
+
+    @property
+    def _allowed(self) -> list[str]:
+        """Words of the silo's policy. An epsilon covers no scores on single rows and no own model of a client."""
+        allowed = WORDS if self._own is None else self._own.policy.of(self.experiment.method_name)
+        private = self.experiment.privacy is not None and self.experiment.privacy.states_epsilon
+        return [word for word in allowed if not (private and word in ("scores", "reveal"))]
 
     def warm(self, shared: Site | None = None) -> None:
         """Load rows and model before the first message if possible, or take those of ``shared``.

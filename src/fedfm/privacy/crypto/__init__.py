@@ -1,1 +1,4 @@
-"""Primitives of secure aggregation: keys, secret shares, masks, fixed-point numbers. They know no message."""
+"""Primitives of secure aggregation (keys, secret shares, masks, fixed-point numbers) and of encrypted inference (CKKS).
+
+They know no client, no server and no method.
+"""

@@ -1,0 +1,270 @@
+"""Compiled loops over residues: sums, products, number-theoretic transforms, matrix products cut into float64 pieces.
+
+Residues are int64 in [0, q) of primes below 2^50. A quotient comes from float64: it is wrong by one at most, since the
+product of two residues divided by q is below 2^50, and three roundings of 2^-53 shift it by less than one half.
+Arrays of residues have the shape (..., primes, N); what is here takes them as (rows, primes, N).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedfm.linalg.kernels.jit import compiled, part
+
+LARGEST = 1 << 50  # primes must be below
+_PLAIN: set[str] = set()  # no relaxed floating point: quotients must not be off by more than one
+_INT, _UINT, _FLOAT = np.int64, np.uint64, np.float64
+
+
+def _reduced(r, q):  # type: ignore[no-untyped-def]
+    """From [-q, 2 q) into [0, q)."""
+    r = r + q if r < 0 else r
+    return r - q if r >= q else r
+
+
+def _times(v, w, ratio, q):  # type: ignore[no-untyped-def]
+    """Product of v and w, up to one q; ``ratio`` is w / q."""
+    return v * w - _INT(_FLOAT(v) * ratio) * q
+
+
+def _remainder(r, q, inverse):  # type: ignore[no-untyped-def]
+    """Any int64 below 2^62 in magnitude, modulo q."""
+    r = r - _INT(np.floor(_FLOAT(r) * inverse)) * q
+    return reduced(r, q)
+
+
+reduced, times, remainder = part(_reduced, _PLAIN), part(_times, _PLAIN), part(_remainder, _PLAIN)
+
+
+def _add(a, b, sign, out, primes):  # type: ignore[no-untyped-def]
+    for row in range(a.shape[0]):
+        for limb in range(a.shape[1]):
+            q = primes[limb]
+            x, y, o = a[row, limb], b[row, limb], out[row, limb]
+            if sign > 0:
+                for i in range(x.shape[0]):
+                    r = x[i] + y[i]
+                    o[i] = r - q if r >= q else r
+            else:
+                for i in range(x.shape[0]):
+                    r = x[i] - y[i]
+                    o[i] = r + q if r < 0 else r
+
+
+def _affine(a, factor, shift, out, primes):  # type: ignore[no-untyped-def]
+    """``factor`` (rows, primes) times a, plus ``shift`` (rows, primes), in each of the N places."""
+    for row in range(a.shape[0]):
+        for limb in range(a.shape[1]):
+            q, w, c = primes[limb], factor[row, limb], shift[row, limb]
+            ratio = _FLOAT(w) / _FLOAT(q)
+            x, o = a[row, limb], out[row, limb]
+            for i in range(x.shape[0]):
+                r = reduced(times(x[i], w, ratio, q), q) + c
+                o[i] = r - q if r >= q else r
+
+
+def _dyadic(a, b, c, out, primes):  # type: ignore[no-untyped-def]
+    """The product of a and b plus c, place by place."""
+    for row in range(a.shape[0]):
+        for limb in range(a.shape[1]):
+            q = primes[limb]
+            inverse = 1.0 / _FLOAT(q)
+            x, y, z, o = a[row, limb], b[row, limb], c[row, limb], out[row, limb]
+            for i in range(x.shape[0]):
+                r = reduced(times(x[i], y[i], _FLOAT(y[i]) * inverse, q), q) + z[i]
+                o[i] = r - q if r >= q else r
+
+
+def _tensor(a, b, out, primes):  # type: ignore[no-untyped-def]
+    """Sum of the products of ciphertexts: a, b (terms, 2, primes, N) -> out (3, primes, N). At most 2^10 terms."""
+    width = min(1024, a.shape[3])
+    s0, s1, s2 = np.empty(width, _INT), np.empty(width, _INT), np.empty(width, _INT)
+    for limb in range(a.shape[2]):
+        q = primes[limb]
+        inverse = 1.0 / _FLOAT(q)
+        for start in range(0, a.shape[3], width):
+            s0[:], s1[:], s2[:] = 0, 0, 0
+            for k in range(a.shape[0]):
+                a0, a1 = a[k, 0, limb, start : start + width], a[k, 1, limb, start : start + width]
+                b0, b1 = b[k, 0, limb, start : start + width], b[k, 1, limb, start : start + width]
+                for i in range(width):
+                    r0, r1 = _FLOAT(b0[i]) * inverse, _FLOAT(b1[i]) * inverse
+                    s0[i] += times(a0[i], b0[i], r0, q)
+                    s1[i] += times(a0[i], b1[i], r1, q) + times(a1[i], b0[i], r0, q)
+                    s2[i] += times(a1[i], b1[i], r1, q)
+            o0, o1, o2 = out[0, limb, start:], out[1, limb, start:], out[2, limb, start:]
+            for i in range(width):
+                o0[i] = remainder(s0[i], q, inverse)
+                o1[i] = remainder(s1[i], q, inverse)
+                o2[i] = remainder(s2[i], q, inverse)
+
+
+def _forward(x, roots, ratios, primes):  # type: ignore[no-untyped-def]
+    """Negacyclic transform in place, decimation in time; the order of the output is bit-reversed."""
+    size = x.shape[2]
+    for row in range(x.shape[0]):
+        for limb in range(x.shape[1]):
+            q, y = primes[limb], x[row, limb]
+            gap, blocks = size // 2, 1
+            while blocks < size:
+                for block in range(blocks):
+                    w, ratio = roots[limb, blocks + block], ratios[limb, blocks + block]
+                    low, high = y[2 * block * gap :], y[(2 * block + 1) * gap :]
+                    for i in range(gap):
+                        u, v = low[i], reduced(times(high[i], w, ratio, q), q)
+                        s, d = u + v, u - v
+                        low[i] = s - q if s >= q else s
+                        high[i] = d + q if d < 0 else d
+                gap //= 2
+                blocks *= 2
+
+
+def _backward(x, roots, ratios, shrink, primes):  # type: ignore[no-untyped-def]
+    """The inverse of :func:`forward`; ``shrink`` is 1 / N modulo each prime."""
+    size = x.shape[2]
+    for row in range(x.shape[0]):
+        for limb in range(x.shape[1]):
+            q, y = primes[limb], x[row, limb]
+            gap, blocks = 1, size // 2
+            while blocks >= 1:
+                for block in range(blocks):
+                    w, ratio = roots[limb, blocks + block], ratios[limb, blocks + block]
+                    low, high = y[2 * block * gap :], y[(2 * block + 1) * gap :]
+                    for i in range(gap):
+                        u, v = low[i], high[i]
+                        s, d = u + v, u - v
+                        low[i] = s - q if s >= q else s
+                        high[i] = reduced(times(d + q if d < 0 else d, w, ratio, q), q)
+                gap *= 2
+                blocks //= 2
+            w = shrink[limb]
+            ratio = _FLOAT(w) / _FLOAT(q)
+            for i in range(size):
+                y[i] = reduced(times(y[i], w, ratio, q), q)
+
+
+def _split(x, start, shift, out):  # type: ignore[no-untyped-def]
+    """Columns from ``start`` of x (rows, N), cut into pieces of ``shift`` bits: out (pieces, rows, width), float64."""
+    low = (_INT(1) << shift) - 1
+    for row in range(x.shape[0]):
+        for piece in range(out.shape[0]):
+            source, target, down = x[row, start:], out[piece, row], piece * shift
+            for i in range(target.shape[0]):
+                target[i] = _FLOAT((source[i] >> down) & low)
+
+
+def _join(products, start, shift, q, out):  # type: ignore[no-untyped-def]
+    """Matrix products of pieces (pieces, rows, width), put together modulo q into columns of out (rows, N)."""
+    inverse = 1.0 / _FLOAT(q)
+    step = (_INT(1) << shift) % q
+    ratio = _FLOAT(step) * inverse
+    pieces = products.shape[0]
+    for row in range(out.shape[0]):
+        target = out[row, start:]
+        for piece in range(pieces - 1, -1, -1):
+            source = products[piece, row]
+            if piece == pieces - 1:
+                for i in range(source.shape[0]):
+                    target[i] = remainder(_INT(source[i]), q, inverse)
+            else:
+                for i in range(source.shape[0]):
+                    r = remainder(_INT(source[i]), q, inverse) + reduced(times(target[i], step, ratio, q), q)
+                    target[i] = r - q if r >= q else r
+
+
+def _residues(words, bits, shift, out, primes):  # type: ignore[no-untyped-def]
+    """Whole numbers in words of ``bits`` bits (rows, words, N), least first, minus ``shift`` (primes,): residues."""
+    for row in range(out.shape[0]):
+        for limb in range(out.shape[1]):
+            q, o = primes[limb], out[row, limb]
+            inverse = 1.0 / _FLOAT(q)
+            step = (_INT(1) << bits) % q
+            ratio = _FLOAT(step) * inverse
+            for i in range(o.shape[0]):
+                o[i] = 0
+            for word in range(words.shape[1] - 1, -1, -1):
+                w = words[row, word]
+                for i in range(o.shape[0]):
+                    r = reduced(times(o[i], step, ratio, q), q) + remainder(w[i], q, inverse)
+                    o[i] = r - q if r >= q else r
+            for i in range(o.shape[0]):
+                r = o[i] - shift[limb]
+                o[i] = r + q if r < 0 else r
+
+
+def _digits(x, half, products, inverses, primes):  # type: ignore[no-untyped-def]
+    """Garner's mixed-radix digits of x + ``half``, in place: x (rows, primes, N).
+
+    ``products[l, k]`` is the product of the first k primes modulo prime l, ``inverses[l]`` its inverse for k = l.
+    """
+    for row in range(x.shape[0]):
+        for limb in range(x.shape[1]):
+            q, y = primes[limb], x[row, limb]
+            inverse = 1.0 / _FLOAT(q)
+            last = _FLOAT(inverses[limb]) * inverse
+            for i in range(y.shape[0]):
+                r = y[i] + half[limb]
+                y[i] = r - q if r >= q else r
+            for k in range(limb):
+                p, ratio, d = products[limb, k], _FLOAT(products[limb, k]) * inverse, x[row, k]
+                for i in range(y.shape[0]):
+                    r = y[i] - reduced(times(remainder(d[i], q, inverse), p, ratio, q), q)
+                    y[i] = r + q if r < 0 else r
+            for i in range(y.shape[0]):
+                y[i] = reduced(times(y[i], inverses[limb], last, q), q)
+
+
+def _from_digits(digits, half, products, out, primes):  # type: ignore[no-untyped-def]
+    """The number of these digits minus ``half``, modulo other primes: out (rows, other primes, N)."""
+    for row in range(out.shape[0]):
+        for limb in range(out.shape[1]):
+            q, o = primes[limb], out[row, limb]
+            inverse = 1.0 / _FLOAT(q)
+            for i in range(o.shape[0]):
+                o[i] = q - half[limb] if half[limb] > 0 else 0
+            for k in range(digits.shape[1]):
+                p, ratio, d = products[limb, k], _FLOAT(products[limb, k]) * inverse, digits[row, k]
+                for i in range(o.shape[0]):
+                    r = o[i] + reduced(times(remainder(d[i], q, inverse), p, ratio, q), q)
+                    o[i] = r - q if r >= q else r
+
+
+def _pack(x, bits, out):  # type: ignore[no-untyped-def]
+    """Residues (primes, N) of ``bits[l]`` bits each, one after another, into words of 64 bits."""
+    at, room, word = 0, _UINT(64), _UINT(0)
+    for limb in range(x.shape[0]):
+        width = _UINT(bits[limb])
+        for i in range(x.shape[1]):
+            v = _UINT(x[limb, i])
+            word |= v << (_UINT(64) - room)
+            if room <= width:
+                out[at] = word
+                at += 1
+                word = v >> room if room < _UINT(64) else _UINT(0)
+                room += _UINT(64)
+            room -= width
+    if room < _UINT(64):
+        out[at] = word
+
+
+def _unpack(words, bits, out):  # type: ignore[no-untyped-def]
+    """The inverse of :func:`pack`."""
+    bit = _UINT(0)
+    for limb in range(out.shape[0]):
+        width = _UINT(bits[limb])
+        mask = (_UINT(1) << width) - _UINT(1)
+        for i in range(out.shape[1]):
+            at, off = bit >> _UINT(6), bit & _UINT(63)
+            v = words[at] >> off
+            if off + width > _UINT(64):
+                v |= words[at + _UINT(1)] << (_UINT(64) - off)
+            out[limb, i] = _INT(v & mask)
+            bit += width
+
+
+add, affine, dyadic, tensor = (compiled(f, _PLAIN) for f in (_add, _affine, _dyadic, _tensor))
+forward, backward = compiled(_forward, _PLAIN), compiled(_backward, _PLAIN)
+split, join, residues, digits, from_digits = (
+    compiled(f, _PLAIN) for f in (_split, _join, _residues, _digits, _from_digits)
+)
+pack, unpack = compiled(_pack, _PLAIN), compiled(_unpack, _PLAIN)

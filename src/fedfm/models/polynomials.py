@@ -1,0 +1,310 @@
+"""Polynomials in place of exp, 1/x, 1/sqrt(x) and GELU, for models that are computed on encrypted numbers.
+
+Each class has one recipe, of sums and products alone. It runs on tensors, and on any object with ``+``, ``*`` (by its
+own kind or by a number) and ``square()``, such as an array of ciphertexts. BlindFed (arXiv:2507.05223) names the
+polynomials (equations 1 to 3, Algorithm 1); scaling, squaring and the start of the square root are ours.
+
+An affine map before a polynomial is free where it is folded into the weights of the layer before. So each class gives
+the map (:attr:`~Polynomial.fold`) and the rest (:meth:`~Polynomial.folded`), whose multiplicative depth is
+:attr:`~Polynomial.depth`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+from torch import Tensor
+
+WIDEST = 64.0  # largest ratio M / m of an interval of 1/x and 1/sqrt(x)
+
+
+class Arithmetic(Protocol):
+    """What a polynomial needs of its argument."""
+
+    def __add__(self, other: Any, /) -> Self: ...
+    def __mul__(self, other: Any, /) -> Self: ...
+    def square(self) -> Self: ...
+
+
+X = TypeVar("X", bound=Arithmetic)
+
+
+class Polynomial(ABC):
+    """A polynomial with the interval for which it was made.
+
+    Attributes:
+        interval: (low, high) of the argument; outside the polynomial may be far from its function.
+    """
+
+    interval: tuple[float, float]
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Multiplications one after another in :meth:`folded`, with those by numbers."""
+
+    @property
+    def fold(self) -> tuple[float, float]:
+        """(a, b): :meth:`folded` takes a x + b."""
+        return 1.0, 0.0
+
+    @abstractmethod
+    def folded(self, u: X) -> X:
+        """The value at x of u = a x + b."""
+
+    def evaluate(self, x: X) -> X:
+        """The value at x; :attr:`fold` costs one multiplication more here."""
+        a, b = self.fold
+        u = x if a == 1.0 else x * a
+        return self.folded(u if b == 0.0 else u + b)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The value at every entry of a tensor."""
+        return self.evaluate(x)
+
+    def outside(self, x: Tensor) -> Tensor:
+        """Which entries of x lie outside the interval or are no number: a tensor of bool."""
+        low, high = self.interval
+        return ~((x >= low) & (x <= high))
+
+
+@dataclass(frozen=True)
+class Exponential(Polynomial):
+    """exp by T_d(x / 2^r)^(2^r), T_d the Taylor polynomial at 0 (equation 1: degree 6, r = 0).
+
+    Levels: one for T_2 + r, else ceil(log2(d + 1)) + r.
+
+    Raises:
+        ValueError: the degree is odd or below 2. An odd Taylor polynomial has a real root, hence negative values.
+    """
+
+    degree: int = 2
+    squarings: int = 3
+    interval: tuple[float, float] = (-8.0, 8.0)
+
+    def __post_init__(self) -> None:
+        if self.degree < 2 or self.degree % 2 or self.squarings < 0:
+            raise ValueError(f"exp of degree {self.degree}, {self.squarings} squarings: expected an even degree")
+
+    @property
+    def depth(self) -> int:
+        return (1 if self.degree == 2 else math.ceil(math.log2(self.degree + 1))) + self.squarings
+
+    @property
+    def fold(self) -> tuple[float, float]:
+        unit = 0.5**self.squarings
+        # T_2(u) = ((u + 1)^2 + 1) / 2 = ((u + 1) / sqrt 2)^2 + 1/2: one square, no other product.
+        return (unit / math.sqrt(2), 1 / math.sqrt(2)) if self.degree == 2 else (unit, 0.0)
+
+    def folded(self, u: X) -> X:
+        coefficients = [1 / math.factorial(i) for i in range(self.degree + 1)]
+        y = u.square() + 0.5 if self.degree == 2 else power_series(coefficients, u)
+        for _ in range(self.squarings):
+            y = y.square()
+        return y
+
+    def error(self) -> float:
+        """Largest relative error in the interval; it is at an end, since exp(-u) T_d(u) falls with u."""
+        return max(abs(self.evaluate(_Number(x)).value / math.exp(x) - 1) for x in self.interval)
+
+
+@dataclass(frozen=True)
+class Inverse(Polynomial):
+    """1/x for 0 < x < 2 by Goldschmidt's iteration (equation 3, Algorithm 1), ``scale`` folded into x.
+
+    a = 2 - x, b = 1 - x; ``steps`` times b <- b^2, a <- a (1 + b). The relative error is (1 - x)^(2^(steps + 1)).
+    Without a scale it is 2 / (m + M), which makes the error equal at both ends.
+    """
+
+    steps: int = 4
+    interval: tuple[float, float] = (0.4, 1.6)
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self.interval)
+
+    @property
+    def _scale(self) -> float:
+        return 2 / sum(self.interval) if self.scale is None else self.scale
+
+    @property
+    def depth(self) -> int:
+        return self.steps + 1
+
+    @property
+    def fold(self) -> tuple[float, float]:
+        return self._scale, 0.0
+
+    def folded(self, u: X) -> X:
+        """1 / u, of the scaled argument: the caller multiplies by the scale, or folds it too."""
+        minus = u * -1
+        a, b = minus + 2.0, minus + 1.0
+        for _ in range(self.steps):
+            b = b.square()
+            a = a * (b + 1.0)
+        return a
+
+    def evaluate(self, x: X) -> X:
+        c = self._scale
+        return self.folded(x) if c == 1.0 else self.folded(x * c) * c
+
+    def error(self) -> float:
+        """Largest relative error in the interval."""
+        start: float = max(abs(1 - self._scale * x) for x in self.interval)
+        return float(start ** float(2 ** (self.steps + 1)))
+
+    @classmethod
+    def within(cls, error: float, interval: tuple[float, float], least: int = 1) -> Inverse:
+        """With the fewest steps, at least ``least``, whose error is at most ``error``.
+
+        Raises:
+            ValueError: M / m is above :data:`WIDEST`.
+        """
+        return next(p for p in (cls(s, _narrow(interval)) for s in range(least, 64)) if p.error() <= error)
+
+
+@dataclass(frozen=True)
+class InverseSquareRoot(Polynomial):
+    """1/sqrt(v) by Newton's iteration from a straight line.
+
+    With z = v / m in [1, R]: y = p - q z, then ``steps`` times y <- y (3 - z y^2) / 2, then y / sqrt(m). The line makes
+    the errors of the first step equal at both ends and at the turning point between them. Levels: 1 + 2 steps.
+
+    Raises:
+        ValueError: the interval is not positive.
+    """
+
+    steps: int = 2
+    interval: tuple[float, float] = (0.5, 2.0)
+
+    def __post_init__(self) -> None:
+        _positive(self.interval)
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """(p, q) of the start."""
+        r = self.interval[1] / self.interval[0]
+        s = r + math.sqrt(r) + 1
+        rho = 2 / 3 * math.sqrt(s / 3) * s / (s - 1)
+        t = math.sqrt(3 / (1 + rho + rho**2))
+        return t * s / (s - 1), t / (s - 1)
+
+    @property
+    def depth(self) -> int:
+        return 1 + 2 * self.steps
+
+    def folded(self, u: X) -> X:
+        m, (p, q) = self.interval[0], self.line
+        last = 1 / math.sqrt(m)  # folded into the last step
+        if not self.steps:
+            return u * (-q / m * last) + p * last
+        y, half = u * (-q / m) + p, u * (-0.5 / m)
+        for step in range(self.steps):
+            c = last if step == self.steps - 1 else 1.0
+            # y (3 - z y^2) / 2 = 1.5 y - (z / 2) y y^2: two levels
+            y = y * (1.5 * c) + (half * c if c != 1.0 else half) * y * y.square()
+        return y
+
+    def error(self) -> float:
+        """Largest relative error: that of the start after each step e <- e^2 (3 - e) / 2, the worst of three places."""
+        p, q = self.line
+        r = self.interval[1] / self.interval[0]
+        turn = p / (3 * q)  # where sqrt(z) (p - q z) turns
+        worst = 0.0
+        for z in (1.0, r, *((turn,) if 1 < turn < r else ())):
+            g = math.sqrt(z) * (p - q * z)
+            for _ in range(self.steps):
+                g = g * (3 - g * g) / 2
+            worst = max(worst, abs(1 - g))
+        return worst
+
+    @classmethod
+    def within(cls, error: float, interval: tuple[float, float]) -> InverseSquareRoot:
+        """With the fewest steps whose error is at most ``error``.
+
+        Raises:
+            ValueError: M / m is above :data:`WIDEST`.
+        """
+        return next(p for p in (cls(k, _narrow(interval)) for k in range(1, 64)) if p.error() <= error)
+
+
+@dataclass(frozen=True)
+class Quadratic(Polynomial):
+    """a x^2 + b x + c with a > 0, in place of GELU (equation 2: 0.125, 0.25, 0.5). One level.
+
+    Raises:
+        ValueError: a is not positive.
+    """
+
+    a: float = 0.125
+    b: float = 0.25
+    c: float = 0.5
+    interval: tuple[float, float] = (-6.0, 6.0)
+
+    def __post_init__(self) -> None:
+        if not self.a > 0:
+            raise ValueError(f"quadratic with a = {self.a}: expected a > 0")
+
+    @property
+    def depth(self) -> int:
+        return 1
+
+    @property
+    def fold(self) -> tuple[float, float]:
+        root = math.sqrt(self.a)
+        return root, self.b / (2 * root)
+
+    def folded(self, u: X) -> X:
+        return u.square() + (self.c - self.b**2 / (4 * self.a))
+
+
+def power_series(coefficients: list[float], u: X) -> X:
+    """Sum of c_i u^i for a degree d of at least 2, in ceil(log2(d + 1)) levels, by Paterson and Stockmeyer."""
+    powers = {1: u}
+    while 2 * max(powers) < len(coefficients):
+        powers[2 * max(powers)] = powers[max(powers)].square()
+
+    def part(c: list[float]) -> Any:
+        if len(c) == 1:
+            return c[0]
+        if len(c) == 2:
+            return u * c[1] + c[0]
+        half = max(p for p in powers if p < len(c))
+        return powers[half] * part(c[half:]) + part(c[:half])
+
+    return part(coefficients)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A float with a square."""
+
+    value: float
+
+    def __add__(self, other: Any) -> _Number:
+        return _Number(self.value + _value(other))
+
+    def __mul__(self, other: Any) -> _Number:
+        return _Number(self.value * _value(other))
+
+    def square(self) -> _Number:
+        return _Number(self.value * self.value)
+
+
+def _value(x: Any) -> float:
+    return x.value if isinstance(x, _Number) else float(x)
+
+
+def _positive(interval: tuple[float, float]) -> None:
+    if not 0 < interval[0] <= interval[1] < math.inf:
+        raise ValueError(f"interval {interval}: expected 0 < low <= high")
+
+
+def _narrow(interval: tuple[float, float]) -> tuple[float, float]:
+    _positive(interval)
+    if interval[1] / interval[0] > WIDEST:
+        raise ValueError(f"values from {interval[0]:.3g} to {interval[1]:.3g}: their ratio is above {WIDEST:g}")
+    return interval
