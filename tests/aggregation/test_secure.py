@@ -1,6 +1,7 @@
 """Secure aggregation: exact sums with dropouts at every message, and what an honest server sees."""
 
 import itertools
+import math
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -55,6 +56,24 @@ def test_the_error_is_below_a_millionth_of_the_update(tmp_path):
     found, (mean, _) = step(fed, method, 1), expected(names(5), 1, method)
     off = found["a"].double().numpy() - mean["a"]
     assert np.sqrt((off**2).mean()) < 1e-6 * mean["a"].std()
+
+
+@pytest.mark.parametrize(("bound", "told"), [(1000 * 8.0, False), (2.0**28, True)])
+def test_a_coarse_sum_is_told_once_with_its_error(bound, told, tmp_path):
+    method = Vectors(size=20_000)
+    fed, _, _ = federation(tmp_path, 5, Secure(compact=True, bound=bound), method)
+    found, (mean, _) = step(fed, method, 1), expected(names(5), 1, method)
+    off = found["a"].double().numpy() - mean["a"]
+    share = math.sqrt((off**2).mean() / (mean["a"] ** 2).mean())
+    texts = [text for text in fed.notices if "compact" in text]
+    step(fed, method, 2)
+    assert not any("compact" in text for text in fed.notices)
+    if not told:
+        assert share < 1e-6
+        assert texts == []
+    else:
+        (text,) = texts
+        assert float(text.partition(" by ")[2].partition(" of it")[0]) == pytest.approx(share, rel=0.5)
 
 
 def test_from_the_second_sum_on_keys_are_not_agreed_again(tmp_path):

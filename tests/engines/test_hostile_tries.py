@@ -32,10 +32,11 @@ from fedfm.engines.flower.link import HELLO
 from fedfm.engines.flower.private_api import identity
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
+from fedfm.privacy.crypto import keys
 from small import tiny_vit
 
 ROW, PLACE = "CanaryOfTheRows", "CanaryOfThePath"
-TRAIN = "train.FedAvg_train"
+TRAIN, KEYS = "train.FedAvg_train", "aggregate.SecAgg_keys"
 GPT = {
     "model": {"name": "nano-gpt2", "weights": "random", "adaptation": {"name": "head"}},
     "data": {"path": "server.csv"},
@@ -166,6 +167,7 @@ def silo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Silo]:
 
 
 HONEST = experiment(**GPT)
+HIDDEN = experiment(privacy={"aggregator": "secagg"}, **GPT)
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +176,7 @@ def w(silo: Silo) -> Params:
     for kind in ("methods", "aggregation", "attacks"):
         for name in available(kind):
             resolve(kind, name)
+    keys.public_of(keys.entropy(32))  # the library of keys imports parts of itself at the first use
     assert silo.send(HELLO, {"classes": CLASSES}, HONEST, round=0, call=0) is None
     site, _ = silo.sites[silo.home / ".fedfm/runs/run/silo"]
     start: Params = site.silos.population.model.params()
@@ -414,6 +417,41 @@ def _rounds(silo: Silo) -> int:
     return total
 
 
+def messages_of_secure_aggregation(silo: Silo, w: Params) -> None:
+    """In a run of its own, in which the server may ask for masked updates: every message, with what no server sends."""
+    text, key = HIDDEN, "hidden"
+    silo.write(key)
+    assert silo.send(HELLO, {"classes": CLASSES}, text, key, 0, 0) is None
+    table = torch.zeros(3, 1152, dtype=torch.uint8)
+    signs, names = torch.zeros(2, 64, dtype=torch.uint8), ["north", "other", "silo"]
+    lists = {"sum": 0, "status": torch.full((3,), 2, dtype=torch.uint8), "seals": torch.zeros(3, 96, dtype=torch.uint8)}
+    honest: dict[str, dict[str, Any]] = {
+        "share": {"names": names, "published": table},
+        "hold": {"present": names, "sealed": table[:, :1052]},
+        "consent": lists,
+        "unmask": {**lists, "names": names[1:], "signatures": signs},
+    }
+    values: list[Any] = [None, -1, 16, 2**62, 0.5, "north", ["north"] * 3, [], {}, table[:0], table.double(), w]
+    before = len(silo.ledger())
+    for agreed in (False, True):
+        if agreed:
+            assert silo.send(KEYS, {"session": "s"}, text, key) is None
+        for number, (message, body) in enumerate(honest.items()):
+            handler = f"aggregate.SecAgg_{message}"
+            assert silo.send(handler, body, text, key, call=number + 2) in ("E_REFUSED", "E_SHAPE")
+            for name, value in itertools.product(body, values):
+                assert silo.send(handler, {**body, name: value}, text, key, call=number + 2) in REFUSED, (message, name)
+            for missing in body:
+                assert silo.send(handler, {k: v for k, v in body.items() if k != missing}, text, key) in REFUSED
+        for cohort in (torch.ones(3, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8), w, None):
+            for number in (0, -1, 16, "0"):
+                told = {"number": number, "cohort": cohort}
+                assert silo.send(TRAIN, {"w": w, "+told": told}, text, key, call=9) in REFUSED
+        assert silo.send(TRAIN, {"w": w}, text, key, call=9) in REFUSED
+    # An update leaves neither masked nor plain, however the server asks.
+    assert [line["handler"] for line in silo.ledger()[before:]] == [KEYS]
+
+
 # --- 4. names of runs -------------------------------------------------------------------------------------------------
 
 
@@ -453,6 +491,7 @@ FAMILIES = [
     heads_that_are_none,
     records_that_are_no_message,
     messages_that_are_sent_again,
+    messages_of_secure_aggregation,
     keys_of_runs_that_are_paths,
 ]
 
@@ -467,9 +506,14 @@ def test_a_hostile_server_gets_nothing_in_a_thousand_tries(silo, w, capfd):
     assert silo.tries > 1_000
     lines = silo.ledger()
     assert len(lines) == silo.answers
-    assert {(line["exposes"], line["handler"]) for line in lines} == {("hello", HELLO), ("mean", TRAIN)}
+    assert {(line["exposes"], line["handler"]) for line in lines} == {
+        ("hello", HELLO),
+        ("mean", TRAIN),
+        ("mean", KEYS),
+    }
     other = experiment(method={"name": "fedprox"}, **GPT)
-    assert {line["experiment"] for line in lines} <= {hashlib.sha256(t.encode()).hexdigest() for t in (HONEST, other)}
+    agreed = {hashlib.sha256(t.encode()).hexdigest() for t in (HONEST, other, HIDDEN)}
+    assert {line["experiment"] for line in lines} <= agreed
 
     assert not silo.mark.exists()
     assert {p.name for p in silo.home.parent.iterdir()} == {PLACE}

@@ -11,7 +11,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.federation import Federation
 from fedfm.core.fields import check
 from fedfm.errors import InputError
-from fedfm.privacy.composition import Releases, epsilon_of
+from fedfm.privacy.composition import Releases, epsilon_of, epsilon_of_concentrated
 from fedfm.runtime import client_memory
 from small import experiment as small
 
@@ -86,6 +86,41 @@ def test_a_killed_run_repeats_its_noise_and_spends_once(after, tmp_path, known, 
     assert again[0] == again[1]
     assert (resumed["params_sha256"], resumed["epsilon"]) == (straight["params_sha256"], straight["epsilon"])
     assert len(fedfm.load_run(tmp_path / "run").manifest["ledger"]["entries"]) == 1
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+@pytest.mark.parametrize("halting", [False, True])
+def test_rounds_that_are_begun_twice_are_spent_twice_where_clients_add_noise(kills, halting, tmp_path, monkeypatch):
+    """The server dies with the sum of round 2 in its memory; after a resume the same updates get other noise."""
+    mean, sums = Federation.mean, []
+
+    def dying(self, *args, **kwargs):
+        got = mean(self, *args, **kwargs)
+        sums.append((self.round, got.sha256()))
+        if self.round == 2 and [t for t, _ in sums].count(2) <= kills:
+            raise KeyboardInterrupt
+        return got
+
+    monkeypatch.setattr(Federation, "mean", dying)
+    cost = [epsilon_of_concentrated(n / (2 * 0.5**2), 1e-5) for n in range(8)]
+    budget = {"halt_at_epsilon": (cost[3] + cost[4]) / 2} if halting else {}
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(tables(tmp_path, DISTRIBUTED | budget), tmp_path / "run")
+    for _ in range(kills - 1):
+        with pytest.raises(KeyboardInterrupt):
+            fedfm.resume(tmp_path / "run")
+    result = fedfm.resume(tmp_path / "run")
+    repeats = [sha for t, sha in sums if t == 2]
+    assert len(set(repeats)) == len(repeats)
+    assert result["rounds"] == (3 - kills if halting else 4)
+    assert len(sums) == result["rounds"] + kills
+    assert result["epsilon"] == pytest.approx(cost[len(sums)])
+    manifest = fedfm.load_run(tmp_path / "run").manifest
+    (entry,) = manifest["ledger"]["entries"]
+    assert entry["epsilon"] == manifest["ledger"]["epsilon"] == result["epsilon"]
+    told = f"rounds begun and not completed: {kills}; each is one release more, and counted in epsilon"
+    assert told in manifest["notices"]
+    assert fedfm.resume(tmp_path / "run") == result
 
 
 def test_a_resume_without_its_secret_is_refused(tmp_path, monkeypatch):

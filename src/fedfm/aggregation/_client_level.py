@@ -288,6 +288,7 @@ class DistributedGaussian(CentralGaussian):
     threshold: float = 0.67
 
     name: ClassVar[str] = "Gaussian, by the clients"
+    fresh: ClassVar[bool] = True
 
     @property
     def secrets(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -313,7 +314,7 @@ class DistributedGaussian(CentralGaussian):
     def _note(self) -> str:
         return (
             "against a server that follows the protocol, too: it sees sums with noise only; c clients that tell it "
-            "their noise take c shares of it away, and a round that a resume repeats is one release more to it"
+            "their noise take c shares of it away; a round that a resume repeats is one release more to it, and counted"
         )
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +72,9 @@ from fedfm.privacy.crypto import keys, masks, shamir
 from fedfm.privacy.crypto.fixed_point import FixedPoint
 
 MEMORY = "SecAgg"  # key of the state at both sides
+_TOLD = "SecAgg/coarse"  # that the user knows how coarse the sums are
 _SEAL = KEY + SIGNATURE
+_MILLIONTH = 1e-6
 
 
 @dataclass(frozen=True)
@@ -230,13 +233,32 @@ class SecAgg(Transport):
         session.broken = alive < len(asked) or any(p not in revealed for p in session.askable(status))
         weight, *totals = head.decode(vectors[0]).tolist()
         fed.metrics.update({name: x / weight for name, x in zip(self.metrics, totals, strict=True) if x})
-        mean = torch.from_numpy(body.decode(vectors[1])).div_(weight)
+        total = torch.from_numpy(body.decode(vectors[1]))
+        self._judge(fed, body.step * math.sqrt(alive / 12), total)
+        mean = total.div_(weight)
         flats, at = {}, 0
         for dtype, size in like.sizes.items():
             part = mean[at : at + size]
             flats[dtype] = (part if dtype.is_floating_point else part.round()).to(dtype)
             at += size
         yield Update(Params.from_flat(like, flats), weight)
+
+    def _judge(self, fed: Federation, off: float, total: Tensor) -> None:
+        """Tell once if the rounding of a compact sum is more than a millionth of it.
+
+        Args:
+            off: root mean square of the rounding error; each of the sum's terms is off by up to half a step, uniformly.
+        """
+        if not self.compact or fed.process_memory.get(_TOLD):
+            return
+        size = float(total.norm()) / math.sqrt(max(len(total), 1))
+        if off > _MILLIONTH * size:
+            fed.process_memory[_TOLD] = True
+            share = f"{off / size:.1g} of it" if size else "all of it"
+            fed.notice(
+                f"secure aggregation: aggregation.compact rounds the sum by {share}; a lower aggregation.bound rounds "
+                "less, and without compact there is nothing to set"
+            )
 
     def _agree(self, fed: Federation) -> Session:
         """Messages 1 to 3."""

@@ -76,11 +76,13 @@ class Mechanism:
         secrets: names of the server's secrets that it draws.
         told_type: of the payload's entry ``SCALE``, which :meth:`told` may add.
         figures: names in ``fed.metrics`` that the line of a round shows.
+        fresh: a round that a resume repeats gets other noise: it is one release more to who saw it before.
     """
 
     secrets: ClassVar[tuple[str, ...]] = ()
     told_type: ClassVar[Any] = None
     figures: ClassVar[tuple[str, ...]] = ()
+    fresh: ClassVar[bool] = False
 
     @property
     def plan(self) -> DescentPlan | None:

@@ -24,8 +24,14 @@ class Secure(Mean):
     Every entry of the mean is exact up to m s / 2 / sum_k n_k with m clients in the sum. The step s of the fixed-point
     numbers is below n bound / 2^62 (compact: 2^30) with a cohort of n clients. With updates of root mean square r and
     weights w, compact's relative error is at most about n bound / (12^(1/2) 2^30 w r): for five clients below 1e-6
-    while bound is below 740 w r. A client that lies about its update is not found. A server that deviates from the
-    protocol needs the help of 2 t - h of the h clients that hold shares of one; t is more than ``threshold`` of h.
+    while bound is below 740 w r. A run tells once if a sum is rounded by more than 1e-6 of it.
+
+    ``compact`` is no default. Nobody knows r before the updates exist. A client that told it would disclose it. With a
+    bound from earlier sums clients would have to refuse an update that grows. 64 bits need no such knowledge: with the
+    default bound their step is below n 2^-34.
+
+    A client that lies about its update is not found. A server that deviates from the protocol needs the help of 2 t - h
+    of the h clients that hold shares of one; t is more than ``threshold`` of h.
     """
 
     bound: float = setting(2.0**28, "largest weight times entry of an update; more is refused", gt=0, finite=True)

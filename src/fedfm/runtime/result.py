@@ -45,7 +45,7 @@ def finish(
     """
     t, of = rounds
     method: Method[Any] = run.experiment.method
-    models, spent = evaluator.revealed(state), accounted(run)
+    models, spent = evaluator.revealed(state), accounted(run, t)
     last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
     if not last or last["round"] != of or t < method.rounds:  # round ``of`` was not evaluated as the last one
         last = evaluator.scores(state, thorough=True)
@@ -103,22 +103,25 @@ def finish(
     return result
 
 
-def accounted(run: Run) -> Accountant:
-    """The privacy that the run spends, by its method and by its aggregation's mechanism."""
+def accounted(run: Run, t: int) -> Accountant:
+    """The privacy that the run spends, by its method and by its aggregation's mechanism.
+
+    Args:
+        t: rounds that are completed.
+    """
     accountant, method = Accountant(), run.experiment.method
     if isinstance(method, Private):
         method.spend(accountant)
-    run.experiment.aggregation.mechanism.spend(accountant, method.rounds, rows_of(run))
+    run.experiment.aggregation.mechanism.spend(accountant, method.rounds + run.repeated(t), rows_of(run))
     return accountant
 
 
 def enter(run: Run, spent: Accountant) -> None:
     """Enter the privacy of all rounds into the ledger before the first one; a run that ends early has spent it too."""
     ledger = run.manifest["ledger"]
-    missing = [entry for entry in spent.entries() if entry not in ledger["entries"]]
-    if missing:
-        ledger["entries"] += missing
-        ledger["epsilon"] = spent.epsilon
+    entries = [*(entry for entry in ledger["entries"] if "mechanism" not in entry), *spent.entries()]
+    if entries != ledger["entries"]:
+        ledger |= {"entries": entries, "epsilon": spent.epsilon}
         run.write_manifest()
 
 

@@ -191,6 +191,16 @@ class Run:
             if spared is None or path != self.checkpoint(spared):
                 path.unlink(missing_ok=True)
 
+    def begin(self, t: int) -> None:
+        """Count round t in the ledger before its messages leave, if a repetition of it were one release more."""
+        if self.experiment.aggregation.mechanism.fresh:
+            self.manifest["ledger"]["begun"] = t + self.repeated(t - 1)
+            self.write_manifest()
+
+    def repeated(self, t: int) -> int:
+        """How many rounds were begun beside the t that are completed, and count as releases of their own."""
+        return max(int(self.manifest["ledger"].get("begun", 0)) - t, 0)
+
     def note_messages(self, fed: Federation) -> int:
         """Append the crossings since the last call; returns the file's length."""
         text = "".join(crossing.line() + "\n" for crossing in fed.transcript.drain())

@@ -68,14 +68,18 @@ class Server:
         else:
             run.into(fed, record)
             state, t, of = record["state"], record["round"], record["extra"].get("model_of_round")
-        last = fed.aggregator.mechanism.affordable(method.rounds)
+        again = run.repeated(t)
+        last = fed.aggregator.mechanism.affordable(method.rounds + again) - again
         self._progress.started(run, last, t)
         if t not in {line["round"] for line in run.metrics()}:
             self._evaluate(t, state, last=t == last)
         if t < last:
-            enter(run, accounted(run))
+            enter(run, accounted(run, t))
+        if again:
+            self._tell([f"rounds begun and not completed: {again}; each is one release more, and counted in epsilon"])
         while t < last and not early_stopping.patience_over(run):
             t += 1
+            run.begin(t)
             fed.begin(t)
             before, state = state, method.step(fed, state, t)
             if t == 1:
