@@ -77,5 +77,6 @@ def listed(options: Any) -> str:
 
 def close(value: str, options: Any) -> str:
     """Suffix for a message: ` (did you mean "x"?)` for the closest option, or nothing."""
-    near = difflib.get_close_matches(str(value), list(options), 1)
-    return f' (did you mean "{near[0]}"?)' if near else ""
+    known = {str(option).lower(): option for option in options}
+    near = difflib.get_close_matches(str(value).lower(), known, 1)
+    return f' (did you mean "{known[near[0]]}"?)' if near else ""

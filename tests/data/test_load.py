@@ -89,13 +89,13 @@ def test_where_refuses_what_is_not_there(tmp_path: Path) -> None:
     for spec, message in (
         (
             DataSpec(path=path, where={"sites": ("x",)}),
-            r'data\.where: .*a\.csv has no column "sites"; found "site"; did',
+            r'a\.csv: no column "sites" \(data\.where\); found "site" \(did you mean',
         ),
         (
             DataSpec(path=path, where={"site": ("x", "q")}),
             r'data\.where\.site: no row of .*a\.csv has "q"; there are "x"',
         ),
-        (DataSpec(path=only_test, where={"site": ("x",)}), r'no column "site"; found none'),
+        (DataSpec(path=only_test, where={"site": ("x",)}), r'no column "site" \(data\.where\); found none'),
         (DataSpec(path=str(tmp_path / "c.csv"), where={"site": ("x",)}), r"c\.csv has no training rows"),
     ):
         with pytest.raises(InputError, match=message):

@@ -74,7 +74,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "no label": (
         "a.csv",
         GOOD.replace("label", "lable").encode(),
-        r'a\.csv: no column "label" \(data\.label\); found "text", "lable", "split"; did you mean "lable"\?',
+        r'a\.csv: no column "label" \(data\.label\); found "text", "lable", "split" \(did you mean "lable"\?\)',
     ),
     "no text": ("a.csv", b"body,label\nx,a\n", r'no column "text" \(data\.text\); found "body", "label"'),
     "not utf8": (
@@ -145,7 +145,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
         parquet({"text": ["x", "y"], "label": [1.0, float("nan")]}),
         r'a\.parquet, row 2: column "label" is empty',
     ),
-    "no x": ("a.npz", npz(X=X, y=Y), r'a\.npz: no array "x"; found "X", "y"; did you mean "X"\?'),
+    "no x": ("a.npz", npz(X=X, y=Y), r'a\.npz: no array "x"; found "X", "y" \(did you mean "X"\?\)'),
     "no y": ("a.npz", npz(x=X), r'a\.npz: no array "y"; found "x"'),
     "x int": ("a.npz", npz(x=X.astype(int), y=Y), r"x is int64 \(4, 3\); expected uint8 \(N, H, W, C\)"),
     "no channel": ("a.npz", npz(x=np.zeros((4, 2, 2), np.uint8), y=Y), r"x\[\.\.\., None\] adds the channel"),

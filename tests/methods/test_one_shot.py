@@ -30,6 +30,7 @@ from fedfm.models.spec import ModelSpec
 from fedfm.runtime.client import Silos
 from fedfm.training import SGD
 from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
+from fedfm.training.job import mini_batches
 from small import checked, experiment, features
 from toy import LINKS, run
 
@@ -99,8 +100,8 @@ def test_an_unseen_class_counts_as_zero_where_heads_are_averaged():
     assert w["head.weight"].tolist() == [[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]
 
 
-def test_passes_visit_every_row_once_an_epoch():
-    batches = list(shared.passes(7, 3, 2, seed=1))
+def test_mini_batches_visit_every_row_once_an_epoch():
+    batches = [*map(torch.from_numpy, mini_batches(7, 3, 2, seed=1))]
     assert [len(b) for b in batches] == [3, 3, 1, 3, 3, 1]
     epochs = [torch.cat(batches[:3]), torch.cat(batches[3:])]
     assert [sorted(e.tolist()) for e in epochs] == [list(range(7))] * 2

@@ -333,6 +333,17 @@ def test_what_is_frozen_is_not_computed_again(place):
 # --- the boundary between two experts ---------------------------------------------------------------------------------
 
 
+def boundary_states(model, w, rows, k):
+    """The pictures' and the prompts' states below the top k blocks, with the LoRA tensors w."""
+    with dual.installed(model, w) as own:
+        return dual.boundary_images(own, rows, k), dual.boundary_texts(own, k)
+
+
+def top(model, states, k, *, train):
+    images, texts = states
+    return dual.top_images(model, images, k, train=train), dual.top_texts(model, texts, k, train=train)
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resuming_above_the_boundary_gives_the_bits_of_the_whole_forward(place, kind, k):
@@ -340,7 +351,7 @@ def test_resuming_above_the_boundary_gives_the_bits_of_the_whole_forward(place, 
     w_g = moved(model)
     rows = model.prepare(table(32), range(32))
     start = model.params()
-    states = dual.boundary_states(model, w_g, rows, k)
+    states = boundary_states(model, w_g, rows, k)
     v, t = dual.expert_features(model, w_g, rows), dual.expert_texts(model, w_g)
     assert model.params().sha256() == start.sha256()
 
@@ -353,7 +364,7 @@ def test_resuming_above_the_boundary_gives_the_bits_of_the_whole_forward(place, 
     for w, train in ((w_g, False), (w_i, False), (w_i, True)):
         model.load(w)
         v, t = dual.expert_features(model, w, rows), dual.expert_texts(model, w)
-        found = dual.top(model, states, k, train=train)
+        found = top(model, states, k, train=train)
         assert torch.equal(found[0], v)
         assert torch.equal(found[1], t)
         assert found[0].requires_grad == found[1].requires_grad == train
@@ -369,10 +380,10 @@ def test_only_the_top_blocks_run_and_learn_as_in_the_whole_forward(place, kind):
     blocks = [dict(encoder) for encoder in model.parts.encoders]
     maps = [[[m for n, m in b.named_modules() if n.endswith(".base_layer")] for b in e.values()] for e in blocks]
     lower, upper = (Calls(*(m for e in maps for b in e[s] for m in b)) for s in (slice(-1), slice(-1, None)))
-    states = dual.boundary_states(model, w, rows, 1)
+    states = boundary_states(model, w, rows, 1)
     assert lower.n == 2 * (2 + 1)
     assert upper.n == 0
-    v, t = dual.top(model, states, 1, train=True)
+    v, t = top(model, states, 1, train=True)
     assert lower.n == 2 * (2 + 1)
     assert upper.n == 4
     F.cross_entropy(model.dual.scale * v @ t.T, rows.labels).backward()
@@ -395,17 +406,17 @@ def test_dropout_is_on_in_the_top_blocks_alone(place):
     w = moved(model)
     model.load(w)
     rows = model.prepare(table(32), range(32))
-    states = dual.boundary_states(model, w, rows, 1)
-    assert torch.equal(dual.boundary_states(model, w, rows, 1).images, states.images)
+    states = boundary_states(model, w, rows, 1)
+    assert torch.equal(boundary_states(model, w, rows, 1)[0], states[0])
     whole = dual.expert_features(model, w, rows), dual.expert_texts(model, w)
-    again = dual.top(model, states, 1, train=False)
+    again = top(model, states, 1, train=False)
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
     torch.manual_seed(0)
-    first = dual.top(model, states, 1, train=True)
+    first = top(model, states, 1, train=True)
     assert all(not torch.equal(a, b) for a, b in zip(whole, first, strict=True))
-    assert all(not torch.equal(a, b) for a, b in zip(dual.top(model, states, 1, train=True), first, strict=True))
+    assert all(not torch.equal(a, b) for a, b in zip(top(model, states, 1, train=True), first, strict=True))
     torch.manual_seed(0)
-    assert all(torch.equal(a, b) for a, b in zip(dual.top(model, states, 1, train=True), first, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(top(model, states, 1, train=True), first, strict=True))
     model.eval_mode()
 
 
@@ -415,13 +426,13 @@ def test_with_dropout_the_bits_are_those_of_an_expert_trained_in_its_top_blocks(
     w = moved(model)
     model.load(w)
     rows = model.prepare(table(32), range(32))
-    states, active = dual.boundary_states(model, w, rows, 2), dual.active_layers(model, 2)
+    states, active = boundary_states(model, w, rows, 2), dual.active_layers(model, 2)
     with experts(model, {"local": Expert(trained=active)}):
         model.train_mode()
         torch.manual_seed(0)
         whole = model.logits(rows.batch(range(32)))
         torch.manual_seed(0)
-        v, t = dual.top(model, states, 2, train=True)
+        v, t = top(model, states, 2, train=True)
         assert torch.equal(F.linear(v, model.dual.scale * t), whole)
         assert whole.requires_grad
         model.eval_mode()
@@ -432,12 +443,11 @@ def test_states_of_some_rows(place):
     w = moved(model)
     model.load(w)
     rows = model.prepare(table(40), range(40))
-    states = dual.boundary_states(model, w, rows, 2)
-    some = states.take([33, 2])
-    v, _ = dual.top(model, some, 2, train=False)
+    states = boundary_states(model, w, rows, 2)
+    v, _ = top(model, (states[0][[33, 2]], states[1]), 2, train=False)
     torch.testing.assert_close(v, dual.expert_features(model, w, rows)[[33, 2]], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="at least 1"):
-        dual.boundary_states(model, w, rows, 0)
+        boundary_states(model, w, rows, 0)
     with pytest.raises(InputError, match="needs a model of two encoders"):
         dual.need(load("nano-vit", images(side=32), "lora"))
 

@@ -135,7 +135,7 @@ def test_values_out_of_bounds_are_refused_with_place_and_remedy(spec, where, rig
 @pytest.mark.parametrize(
     ("spec", "table", "where", "right"),
     [
-        (ModelSpec("nano-vot"), images(), "model.name", "did you mean 'nano-vit'"),
+        (ModelSpec("nano-vot"), images(), "model.name", 'did you mean "nano-vit"'),
         (ModelSpec("/no/such/folder"), images(), "model.name", "a folder, a hub id"),
         (ModelSpec("nobody/nothing-xyz"), images(), "model.name", "hub id.*HF_HUB_OFFLINE is set"),
         (ModelSpec("features"), images(), "model.name", "a model that reads them"),

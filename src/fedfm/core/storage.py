@@ -51,6 +51,15 @@ def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: i
         raise not_written(path, error) from error
 
 
+def sync_folder(folder: Path) -> None:
+    """Write a folder's entries to the disk, so that a new file in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def append(path: Path, text: str) -> None:
     """Append to a log that only its owner reads, up to :data:`LONGEST` bytes, because others cause its lines."""
     with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=private) as file:

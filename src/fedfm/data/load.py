@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.data.partition import CLIENT
-from fedfm.data.sources._files import FORMATS, close, content_of, existing, listing, str_array
+from fedfm.data.sources._files import FORMATS, content_of, existing, listing, str_array
+from fedfm.data.sources._tabular import column
 from fedfm.data.spec import DataSpec
 from fedfm.data.stratify import hold_out, thin
 from fedfm.data.table import Kind, Table
-from fedfm.errors import InputError
+from fedfm.errors import InputError, close
 from fedfm.seeds import generator
 
 _SUFFIXES = {
@@ -109,20 +110,16 @@ def chosen(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
         InputError: there is no such column, or no row has such a value.
     """
     kept = np.ones(len(table), dtype=bool)
-    for column, values in where.items():
-        if column not in table.columns:
-            found = listing(table.columns) or "none"
-            raise InputError(
-                f'data.where: {table.source} has no column "{column}"; found {found}{close(column, table.columns)}'
-            )
-        there = sorted(set(table.columns[column].tolist()))
+    for name, values in where.items():
+        of = column(table.columns, name, "data.where", table.source)
+        there = sorted(set(of.tolist()))
         for value in values:
             if value not in there:
                 raise InputError(
-                    f'data.where.{column}: no row of {table.source} has "{value}"; there are {listing(there, 8)}'
+                    f'data.where.{name}: no row of {table.source} has "{value}"; there are {listing(there, 8)}'
                     f"{close(value, there)}"
                 )
-        kept &= np.isin(table.columns[column], list(values))
+        kept &= np.isin(of, list(values))
     return table if kept.all() else table.take(np.flatnonzero(kept))
 
 

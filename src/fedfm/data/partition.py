@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from fedfm.data import flower_partitions
-from fedfm.data.sources._files import close, listing
+from fedfm.data.sources._files import listing
+from fedfm.data.sources._tabular import column as named_column
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import apportion, hold_out, quota
 from fedfm.data.table import ClientRows, FederatedData, Table
@@ -235,12 +236,7 @@ def _by_column(
 ) -> tuple[list[str], list[Owner]]:
     """Clients named by the column's values, and the owners of the rows of each split."""
     key = "data.partition"
-    if column not in table.columns:
-        found = listing(table.columns) or "none"
-        raise InputError(
-            f'{key}.column: {table.source} has no column "{column}"; found {found}{close(column, table.columns)}'
-        )
-    of = table.columns[column]
+    of = named_column(table.columns, column, f"{key}.column", table.source)
     train, val, test = splits
     values = sorted(set(of[train].tolist()))
     if "" in values:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedfm import seeds
 from fedfm.core.capabilities import Needs
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
@@ -97,15 +96,6 @@ def tensors_of(head: Params) -> tuple[Tensor, Tensor]:
 def zeros_for_unseen(head: Params) -> Params:
     """NOBODY replaced by 0, the value of a class without rows in training from zero: such heads can be averaged."""
     return Params({name: torch.where(tensor <= NOBODY / 2, 0.0, tensor) for name, tensor in head.items()})
-
-
-def passes(n: int, batch_size: int, epochs: int, seed: int) -> Iterator[Tensor]:
-    """Row numbers of each mini-batch; every epoch has its own order."""
-    rng = seeds.generator(seed, "batches")
-    for _ in range(epochs):
-        order = torch.from_numpy(rng.permutation(n))
-        for start in range(0, n, batch_size):
-            yield order[start : start + batch_size]
 
 
 def class_sums(x: Tensor, y: Tensor, classes: int) -> dict[str, Tensor]:

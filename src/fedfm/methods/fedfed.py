@@ -27,8 +27,9 @@ from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
 from fedfm.errors import E_SHAPE, ClientFault
 from fedfm.linalg.params import Params
-from fedfm.methods._one_shot import need_head, passes, rows_of
+from fedfm.methods._one_shot import need_head, rows_of
 from fedfm.methods.fedavg import FedAvg
+from fedfm.training.job import mini_batches
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class FedFed(FedAvg):
         x = x / _rms(x)
         live = {name: tensor.clone().requires_grad_() for name, tensor in theta.items()}
         optimiser = torch.optim.Adam(live.values(), lr=0.01)
-        for i in passes(len(y), 64, self.distillation_epochs, seeds.derive(client.seed, "distil", r)):
+        seed = seeds.derive(client.seed, "distil", r)
+        for i in map(torch.from_numpy, mini_batches(len(y), 64, self.distillation_epochs, seed)):
             optimiser.zero_grad()
             x_s = sensitive(live["encode"], live["decode"], x[i])
             loss = F.cross_entropy(F.linear(x_s, live["w"], live["b"]), y[i])

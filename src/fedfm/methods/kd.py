@@ -24,7 +24,8 @@ from fedfm.core.client import Client, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
-from fedfm.methods._one_shot import OneShot, head_of, passes, rows_of, tensors_of
+from fedfm.methods._one_shot import OneShot, head_of, rows_of, tensors_of
+from fedfm.training.job import mini_batches
 
 Head = tuple[Tensor, Tensor]  # (C, d), (C,)
 
@@ -83,7 +84,8 @@ class KD(OneShot):
         """Adam from ``head`` on the labels and, if given, the teacher's logits ``target`` (n, C)."""
         w, b = (t.clone().requires_grad_() for t in head)
         optimiser = torch.optim.Adam([w, b], lr=self.learning_rate)
-        for i in passes(len(x), self.batch_size, epochs, seeds.derive(seed, "batches", epochs)):
+        seed = seeds.derive(seed, "batches", epochs)
+        for i in map(torch.from_numpy, mini_batches(len(x), self.batch_size, epochs, seed)):
             optimiser.zero_grad()
             z = F.linear(x[i], w, b)
             loss = F.cross_entropy(z, y[i]) if target is None else distillation(z, y[i], target[i], T, self.alpha)

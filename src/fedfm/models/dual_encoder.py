@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,23 +105,6 @@ def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
     return (F.cross_entropy(pairs, targets) + F.cross_entropy(pairs.T, targets)) / 2
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """Hidden states that enter the lowest of the top k blocks of each encoder.
-
-    Attributes:
-        images: (n, T, h), on the CPU.
-        texts: (P, C, L, h), on the model's device: of the prompts of C classes by P templates.
-    """
-
-    images: Tensor
-    texts: Tensor
-
-    def take(self, index: Any) -> Boundary:
-        """Those of these rows; the texts are shared."""
-        return replace(self, images=self.images[index])
-
-
 def need(model: Model) -> DualModel:
     """The model, if it has two encoders.
 
@@ -152,15 +134,6 @@ def expert_texts(model: Model, w: Params) -> Tensor:
     """T (C, d), norm 1: the class names' features with the LoRA tensors w, in evaluation mode."""
     with installed(model, w) as own:
         return own.dual.texts()
-
-
-def boundary_states(model: Model, w: Params, rows: Rows, k: int) -> Boundary:
-    """The hidden states below the top k blocks, with the LoRA tensors w, in evaluation mode and without gradients.
-
-    The pictures pass 32 at a time. The upper blocks do not run.
-    """
-    with installed(model, w) as own:
-        return Boundary(boundary_images(own, rows, k), boundary_texts(own, k))
 
 
 def boundary_images(model: DualModel, rows: Rows, k: int) -> Tensor:
@@ -213,11 +186,6 @@ def top_texts(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
             with _resumed(own.dual.clip.text_model.embeddings, own.parts.text_blocks, k, state):
                 features.append(own.dual.template_features(p))
         return mean_direction(features)
-
-
-def top(model: Model, states: Boundary, k: int, *, train: bool) -> tuple[Tensor, Tensor]:
-    """(V (b, d), T (C, d)) from the states below the top k blocks: :func:`top_images` and :func:`top_texts`."""
-    return top_images(model, states.images, k, train=train), top_texts(model, states.texts, k, train=train)
 
 
 def image_trunk(model: Model) -> dict[str, Tensor]:

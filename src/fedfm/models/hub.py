@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import nn
 
 from fedfm import seeds
 from fedfm.core.fields import check
-from fedfm.errors import InputError
+from fedfm.errors import InputError, close
 from fedfm.models import families, inputs
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
@@ -156,8 +155,7 @@ def _changed(config: Any, options: Mapping[str, Any]) -> Any:
     known = sorted(k for k in table if not k.startswith("_") and k not in ("model_type", "architectures"))
     for key, value in options.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f': did you mean "{near[0]}"?' if near else f": it has {', '.join(known)}"
+            hint = close(key, known) or f": it has {', '.join(known)}"
             raise InputError(f"model.options.{key}: no key of a configuration of type {config.model_type!r}{hint}")
         old = table[key]
         number = isinstance(old, (int, float)) and isinstance(value, (int, float))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.resources
 import re
 from pathlib import Path
 
 import torch
 
-from fedfm.errors import InputError
+from fedfm.errors import InputError, close
 
 BUILT_IN = {  # folders in this package; only nano-vit and nano-clip have weights
     "nano-vit": "nano_vit",
@@ -44,9 +43,8 @@ def locate(name: str) -> Path | str:
         if path.suffix != ".safetensors":
             raise InputError(f"model.name: {path} is a file, expected a folder with config.json and model.safetensors")
         return path
-    close = difflib.get_close_matches(name, [*BUILT_IN, "features"], 1)
-    if close and "/" not in name:
-        raise InputError(f"model.name: unknown {name!r}: did you mean {close[0]!r}?")
+    if "/" not in name and (near := close(name, [*BUILT_IN, "features"])):
+        raise InputError(f"model.name: unknown {name!r}{near}")
     if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise InputError(f"model.name: no folder {name}, {_EXPECTED}")
     return name

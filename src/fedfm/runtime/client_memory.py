@@ -71,9 +71,7 @@ def first(root: Path, client: str, name: str, value: bytes) -> bytes:
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
         temporary.unlink()
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        storage.sync_folder(path.parent)
     if (found := storage.unseal(path.read_bytes())) is None:
         raise kept_files.lost(path, kept_files.DAMAGED, path)
     return found

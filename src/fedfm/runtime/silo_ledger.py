@@ -175,11 +175,7 @@ class Ledger:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             if new:
-                folder = os.open(self.path.parent, os.O_RDONLY)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
+                storage.sync_folder(self.path.parent)
             yield file
         finally:
             os.close(file)

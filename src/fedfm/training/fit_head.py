@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedfm import seeds
 from fedfm.core.fields import setting
+from fedfm.training.job import mini_batches
 from fedfm.training.newton import Blocks, Optimum, Problem, optimum
 
 Missed = Callable[[Optimum], None]
@@ -153,15 +153,11 @@ def _adam(blocks: Blocks, classes: int, dim: int, spec: HeadSpec, seed: int) -> 
     w, b = torch.zeros(classes, dim, requires_grad=True), torch.zeros(classes, requires_grad=True)
     groups: list[dict[str, Any]] = [{"params": [w], "weight_decay": spec.l2}, {"params": [b]}]
     optimiser = torch.optim.Adam(groups, lr=spec.learning_rate)
-    rng = seeds.generator(seed, "batches")
-    for _ in range(spec.epochs):
-        order = torch.from_numpy(rng.permutation(len(x)))
-        for start in range(0, len(x), spec.batch_size):
-            index = order[start : start + spec.batch_size]
-            optimiser.zero_grad()
-            loss = torch.nn.functional.cross_entropy(torch.addmm(b, x[index], w.T), y[index])
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
+    for index in map(torch.from_numpy, mini_batches(len(x), spec.batch_size, spec.epochs, seed)):
+        optimiser.zero_grad()
+        loss = torch.nn.functional.cross_entropy(torch.addmm(b, x[index], w.T), y[index])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
     return w.detach().double(), b.detach().double()
 
 

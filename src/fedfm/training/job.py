@@ -26,11 +26,21 @@ class Job:
 
     def epochs(self) -> np.ndarray:
         """(E, n): the rows in the order of each epoch, a new permutation each from the client's seed."""
-        n, rng = len(self.client.data.train), seeds.generator(self.client.seed, "batches")
-        return np.array([rng.permutation(n) for _ in range(self.local.epochs)])
+        return np.array([*permutations(len(self.client.data.train), self.local.epochs, self.client.seed)])
 
     def orders(self) -> Iterator[np.ndarray]:
         """Row indexes of each mini-batch."""
-        for order in self.epochs():
-            for start in range(0, len(order), self.local.batch_size):
-                yield order[start : start + self.local.batch_size]
+        return mini_batches(len(self.client.data.train), self.local.batch_size, self.local.epochs, self.client.seed)
+
+
+def permutations(n: int, epochs: int, seed: int) -> Iterator[np.ndarray]:
+    """The order (n,) of the rows in each epoch."""
+    rng = seeds.generator(seed, "batches")
+    return (rng.permutation(n) for _ in range(epochs))
+
+
+def mini_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator[np.ndarray]:
+    """Row indexes of each mini-batch; every epoch has its own order."""
+    for order in permutations(n, epochs, seed):
+        for start in range(0, n, batch_size):
+            yield order[start : start + batch_size]

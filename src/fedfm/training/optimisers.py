@@ -114,8 +114,8 @@ class SGD(Local):
 
 
 @dataclass(frozen=True)
-class Adam(Local):
-    """Adam; weight decay enters the gradient."""
+class Adaptive(Local):
+    """Settings of Adam and AdamW."""
 
     learning_rate: float = setting(0.001, "eta", gt=0, finite=True)
     betas: tuple[float, ...] = setting(
@@ -131,20 +131,13 @@ class Adam(Local):
 
 
 @dataclass(frozen=True)
-class AdamW(Local):
-    """Adam with decoupled weight decay."""
+class Adam(Adaptive):
+    """Adam; weight decay enters the gradient."""
 
-    learning_rate: float = setting(0.001, "eta", gt=0, finite=True)
-    betas: tuple[float, ...] = setting(
-        (0.9, 0.999),
-        "decay of the means of gradients and of squares",
-        ge=0,
-        lt=1,
-        least=2,
-        most=2,
-        words="two numbers in [0, 1)",
-    )
-    epsilon: float = setting(1e-8, "added to the denominator", gt=0, finite=True)
+
+@dataclass(frozen=True)
+class AdamW(Adaptive):
+    """Adam with decoupled weight decay."""
 
 
 @dataclass(frozen=True)

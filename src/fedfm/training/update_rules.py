@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fedfm.training.optimisers import SGD, Adam, AdamW, Local
+from fedfm.training.optimisers import SGD, AdamW, Adaptive, Local
 
 
 class Rule:
@@ -16,7 +16,7 @@ class Rule:
     def __init__(self, local: Local, like: Tensor) -> None:
         self.local, self.t = local, 0
         self.momentum = local.momentum if isinstance(local, SGD) else 0.0
-        self.adam = local if isinstance(local, (Adam, AdamW)) else None
+        self.adam = local if isinstance(local, Adaptive) else None
         self.m = torch.zeros_like(like) if self.adam or self.momentum else None
         self.v = torch.zeros_like(like) if self.adam else None
 

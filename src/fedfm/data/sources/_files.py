@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.data.spec import BUILT_IN
-from fedfm.errors import InputError
+from fedfm.errors import InputError, close
 
 At = Callable[[int], str]  # index of a data row -> "silo.csv, row 7", as a user counts
 
@@ -113,13 +112,6 @@ def listing(names: Iterable[str], most: int = 12) -> str:
     names = list(names)
     shown = ", ".join(f'"{name}"' for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def close(name: str, names: Iterable[str]) -> str:
-    """``; did you mean "label"?`` if one of the names is close, else ""."""
-    by_lower = {known.lower(): known for known in names}
-    match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f'; did you mean "{by_lower[match[0]]}"?' if match else ""
 
 
 def str_array(values: Sequence[str]) -> np.ndarray:

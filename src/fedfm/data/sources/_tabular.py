@@ -11,19 +11,20 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from fedfm.data.sources._files import At, close, listing, str_array
+from fedfm.data.sources._files import At, listing, str_array
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Kind, Table
-from fedfm.errors import InputError
+from fedfm.errors import InputError, close
 
 SPLITS = ("train", "val", "test")
 _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 
+T = TypeVar("T")
 Columns = Mapping[str, Sequence[Any]]
 Labels = tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]  # (N,) int64, class names, notices
 UNLABELLED: Labels = None, (), ()
@@ -94,14 +95,14 @@ def to_table(
     )
 
 
-def column(columns: Columns, name: str, key: str, source: str) -> Sequence[Any]:
+def column(columns: Mapping[str, T], name: str, key: str, source: str) -> T:
     """One column; an InputError with the existing ones if it is missing."""
     if name in columns:
         return columns[name]
-    found = list(columns)
-    hint = close(name, found)
-    set_it = f" Rename it, or set {key}" if hint else f"; {key} says which column to read"
-    raise InputError(f'{source}: no column "{name}" ({key}); found {listing(found)}{hint}{set_it}')
+    found = listing(columns) or "none"
+    hint = close(name, columns)
+    set_it = f": rename it, or set {key}" if hint else f"; {key} says which column to read"
+    raise InputError(f'{source}: no column "{name}" ({key}); found {found}{hint}{set_it}')
 
 
 def labels_of(

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.data.sources import csv
-from fedfm.data.sources._files import close, listing
+from fedfm.data.sources._files import listing
 from fedfm.data.sources._tabular import UNLABELLED, column, labels_of, others, split_of
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
-from fedfm.errors import InputError
+from fedfm.errors import InputError, close
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # Pillow's modes of 16- and 32-bit grey

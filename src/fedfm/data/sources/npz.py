@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fedfm.data.sources._files import close, content_of, listing, read_bytes, str_array
+from fedfm.data.sources._files import content_of, listing, read_bytes, str_array
 from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
-from fedfm.errors import InputError
+from fedfm.errors import InputError, close
 
 _EXPECTED = "uint8 (N, H, W, C) pictures with C = 1 or 3, or float (N, d) feature vectors"
 

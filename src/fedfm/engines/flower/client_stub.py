@@ -8,7 +8,6 @@ module imports no large library.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core.text import safe_name
-from fedfm.engines.flower.processes import cause
+from fedfm.engines.flower.processes import cause, held
 from fedfm.errors import E_DIED, E_EXPERIMENT, E_REFUSED, ClientFault, InputError
 
 _HEADER = struct.Struct("<III Q")  # lengths of client, handler, head and data
@@ -124,15 +123,7 @@ def address(folder: Path) -> str:
 
 def running(folder: Path) -> bool:
     """Whether the site's worker is running: it holds a lock until it ends."""
-    try:
-        with open(folder / "worker.lock") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return True
-            return False
-    except FileNotFoundError:
-        return False
+    return held(folder / "worker.lock")
 
 
 def start(folder: Path) -> None:

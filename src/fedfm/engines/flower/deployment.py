@@ -8,7 +8,6 @@ directory, and this process watches that directory.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Excluded
-from fedfm.engines.flower import app_writer, server_app
+from fedfm.engines.flower import app_writer, processes, server_app
 from fedfm.engines.flower.loopback import Fleet, loopback
 from fedfm.engines.flower.private_api import Control
 from fedfm.engines.local.engine import Interrupted
@@ -156,7 +155,7 @@ class _Watch:
         self._outcome()
         if self._fleet is not None:
             self._fleet.check(self._progress.notice)
-        held = _held(self._run.path / server_app.LOCK)
+        held = processes.held(self._run.path / server_app.LOCK)
         gone, self._served = self._served and not held, self._served or held
         if gone or time.monotonic() - self._asked > 2.0:
             status, details = self._status(run_id)
@@ -191,14 +190,3 @@ class _Watch:
         if path.exists():
             told = json.loads(path.read_text(encoding="utf-8"))
             raise InputError(told["text"]) if told["kind"] == "InputError" else RunError(told["text"])
-
-
-def _held(path: Path) -> bool:
-    try:
-        with open(path) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True

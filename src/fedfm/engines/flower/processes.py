@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -128,6 +129,18 @@ def _lives(pid: int) -> bool:
         return True
     except OSError:
         return False
+
+
+def held(path: Path) -> bool:
+    """Whether another process has this lock file locked; False if the file is absent."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def main() -> None:
