@@ -15,6 +15,7 @@ from fedfm.models.polynomials import WIDEST, Exponential, Inverse, InverseSquare
 
 KINDS = ("scaled", "paper")
 WIDER = 1.3  # factor of measured intervals
+_ROUNDING = 1e-9
 ERROR = 5e-3  # largest relative error of 1 / x and 1 / sqrt(x) in their intervals
 
 
@@ -64,10 +65,13 @@ class Measured:
         middle, half = (low + high) / 2, (high - low) / 2 * WIDER
         return middle - half, middle + half
 
-    def positive(self, name: str) -> tuple[float, float]:
-        """The extremes of positive numbers, over and times :data:`WIDER`."""
-        low, high = self.extremes[name].tolist()
-        return low / WIDER, high * WIDER
+    def positive(self, name: str) -> Tensor:
+        """The extremes (2, ...) of positive numbers, over and times :data:`WIDER`, or less: as far as the ratio that
+        1 / x and 1 / sqrt(x) allow.
+        """
+        low, high = self.extremes[name]
+        factor = (WIDEST * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(WIDER)
+        return torch.stack([low / factor, high * factor])
 
 
 def exponential_of(kind: str, degree: int, squarings: int) -> Exponential:
@@ -81,14 +85,14 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
     Raises:
         InputError: the arguments of 1 / x or 1 / sqrt(x) spread too far, or GELU's give no quadratic with a > 0.
     """
-    lows, highs = measured.extremes["sums"][0] / WIDER, measured.extremes["sums"][1] * WIDER
+    lows, highs = measured.positive("sums")
     scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
     interval = (float((lows * scales).min()), float((highs * scales).max()))
     a, b, c = (0.125, 0.25, 0.5) if kind == "paper" else measured.quadratic()
     try:
         check_ratio(interval, "row sums of exp")
         names = (("first", "variances before the attention"), ("second", "variances before the MLP"))
-        norms = [_norm(measured.positive(name), kind, words) for name, words in names]
+        norms = [_norm(measured.positive(name).tolist(), kind, words) for name, words in names]
         exponential = dataclasses.replace(exponential, interval=measured.around("scores"))
         quadratic = Quadratic(a, b, c, measured.around("hidden"))
     except ValueError as error:
@@ -108,7 +112,8 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
     }
 
 
-def _norm(interval: tuple[float, float], kind: str, what: str) -> dict[str, Any]:
+def _norm(ends: list[float], kind: str, what: str) -> dict[str, Any]:
+    interval = (ends[0], ends[1])
     check_ratio(interval, what)
     if kind == "paper":
         return {"kind": "inverse", "steps": 7, "scale": 1 / interval[1], "interval": list(interval)}

@@ -40,6 +40,7 @@ class Loaded:
             another version changes nothing.
         new: paths of the modules that were created for this task.
         tools: preprocessing of its rows.
+        missing: names of the weights that the checkpoint lacks, or has in another shape.
     """
 
     module: nn.Module
@@ -47,6 +48,7 @@ class Loaded:
     config: dict[str, Any]
     new: list[str]
     tools: Tools
+    missing: frozenset[str] = frozenset()
 
 
 def pretrained(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], kind: str, task: str, seed: int) -> Loaded:
@@ -70,7 +72,7 @@ def pretrained(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], kind
     if fhe_friendly.is_twin(module):
         fhe_friendly.install(module, module.config)
     new = _new_modules(module, config.model_type, missing) if task == "classification" else []
-    return Loaded(module, config.model_type, config.to_diff_dict(), new, tools)
+    return Loaded(module, config.model_type, config.to_diff_dict(), new, tools, frozenset(missing))
 
 
 def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed: int) -> Loaded:

@@ -104,7 +104,8 @@ class PolynomialSoftmax(Replaced):
             if self.recording:
                 self._record("log_sums", masked.logsumexp(-1, keepdim=True))
             return masked.softmax(-1).to(query.dtype)
-        powers = self.exponential(self._take(self.exponential, scores, mask))
+        taken = scores if mask is None else scores.masked_fill(~mask, 0.0)  # no polynomial of a masked score overflows
+        powers = self.exponential(self._take(self.exponential, taken, mask))
         if mask is not None:
             powers = powers * mask
         if self.inverse is None:

@@ -95,7 +95,9 @@ class _Work:
             return self._finish(distiller, rows, judged)
 
     def _model(self, table: Table) -> Model:
-        return load_model(self.what.model, classes=table.classes, kind=table.kind, seed=self.what.spec.seed)
+        return load_model(
+            self.what.model, classes=table.classes, kind=table.kind, seed=self.what.spec.seed, keep_head=True
+        )
 
     def _train(
         self,

@@ -51,7 +51,7 @@ class Recipe:
 
     epochs: tuple[int, ...] = setting((3, 15, 15), "epochs of the stages: tame, states, outputs", ge=0, least=3, most=3)
     learning_rates: tuple[float, ...] = setting(
-        (3e-4, 1e-4, 1e-5), "Adam's learning rate in each stage", gt=0, finite=True, least=3, most=3
+        (5e-4, 2e-4, 1e-5), "Adam's learning rate in each stage", gt=0, finite=True, least=3, most=3
     )
     batch_size: int = setting(16, "rows a step", ge=1)
     temperature: float = setting(5.0, "tau of the outputs stage", gt=0, finite=True)
