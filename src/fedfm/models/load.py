@@ -61,6 +61,7 @@ def load_model(
     task: str | None = None,
     seed: int = 0,
     feature_dim: int | None = None,
+    keep_head: bool = False,
 ) -> Model:
     """The model of an experiment.
 
@@ -71,6 +72,7 @@ def load_model(
         task: overrides ``spec.task``; None: implied by the data.
         seed: the new head, LoRA's A and random weights derive from it, so that they are the same everywhere.
         feature_dim: d, for kind "features".
+        keep_head: do not draw a saved head with as many outputs as classes again.
 
     Raises:
         InputError: no such model, or it does not fit the data, the task or the adaptation.
@@ -88,6 +90,8 @@ def load_model(
     spec = dataclasses.replace(spec, task=task, adaptation=adapt)
     device = _device(spec.device)
     loaded = _load(spec, tuple(classes), kind, task, seed, feature_dim)
+    if keep_head:
+        loaded.new = [p for p in loaded.new if any(name.startswith(f"{p}.") for name in loaded.missing)]
     parts = families.find(loaded.module, loaded.model_type)
     _draw_head(loaded.module, loaded.new, seed)
     print_ = fingerprint(loaded.module.state_dict(), loaded.config, loaded.new)
@@ -101,7 +105,7 @@ def load_model(
             'model.loss = "contrastive" compares pictures with texts: it needs model.task = "zero_shot" and an '
             'adaptation that keeps both encoders, such as "lora"'
         )
-    return kind_of(
+    model = kind_of(
         module.to(device),
         spec=spec,
         task=task,
@@ -111,6 +115,8 @@ def load_model(
         fingerprint=print_,
         head=head,
     )
+    model.new = tuple(loaded.new)
+    return model
 
 
 def fingerprint(state: Mapping[str, Tensor], config: Mapping[str, Any], new: Iterable[str] = ()) -> str:

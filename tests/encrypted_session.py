@@ -1,0 +1,40 @@
+"""Client and server of encrypted tokens in one process: 4 tokens of width 8, refreshes as messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fedfm.privacy.crypto import ckks
+from fedfm.privacy.crypto.ciphertext_wire import Channel
+from fedfm.privacy.crypto.encrypted_block import Packing
+from fedfm.privacy.crypto.limbs import Ciphertexts
+from fedfm.privacy.crypto.refresh import Masking, least_limbs
+from fedfm.privacy.crypto.refresh_link import RemoteRefresh, answered, sealed
+from fedfm.privacy.crypto.ring import Parameters
+
+PARAMETERS, BOUND = Parameters(), 1024.0
+
+
+class Session:
+    """Connected by bytes."""
+
+    def __init__(self) -> None:
+        self.layout, self.floor = Packing(PARAMETERS, 4), least_limbs(PARAMETERS, 10**4, BOUND)
+        self.client = ckks.ClientKeys(PARAMETERS)
+        self.here, self.there = (Channel(PARAMETERS, bytes(32), bytes(16), side) for side in ("client", "server"))
+        self.server = ckks.ServerKeys(PARAMETERS, self.client.public(self.layout.rotations), floor=self.floor)
+        self.server.refresh = RemoteRefresh(
+            Masking(BOUND), self.there, lambda message: answered(self.client, self.here, message, self.floor)
+        )
+
+    def send(self, x: Any) -> Ciphertexts:
+        """Tokens (n, 4, d), encrypted at the server."""
+        message = sealed(self.client, self.here, self.layout.pack(x))
+        residues, scale = self.there.unpack(message, limbs=PARAMETERS.limbs, count=x.shape[-1], scale=PARAMETERS.scale)
+        return Ciphertexts(residues.view(np.uint64), scale, self.server)
+
+    def decrypt(self, x: Ciphertexts) -> Any:
+        """Slots (d, N / 2)."""
+        return self.client.decrypt(x.residues, x.scale)

@@ -1,0 +1,203 @@
+"""The three stages of a distillation: losses by hand, the swap, and models of several families."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from fedfm.errors import InputError
+from fedfm.models import fhe_friendly
+from fedfm.models.load import load_model
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.training.distil import OUTPUTS, STATES, TAME, Distiller, Recipe, nearness
+from tiny_text import save_bert
+from tiny_twins import full, make_twin, tiny
+
+
+def batch(n=12, size=(8, 8)):
+    torch.manual_seed(1)
+    return {"pixel_values": torch.randn(n, 3, *size), "labels": torch.arange(n) % 3}
+
+
+def distiller_of(path, load=full, **recipe):
+    teacher, student = load(path), load(path)
+    return Distiller(teacher, student, Recipe(**recipe), new_head=bool(teacher.new))
+
+
+def swapped(distiller, rows, tamed):
+    entries = distiller.measure(lambda: [rows])
+    tamed.load(distiller.student.model.params())
+    distiller.swap(entries, tamed)
+
+
+def tamed(distiller, rows, steps=120):
+    rule = torch.optim.Adam(distiller.student.model.live().values(), 3e-3)
+    for _ in range(steps):
+        rule.zero_grad()
+        distiller.loss(TAME, rows).backward()
+        rule.step()
+
+
+def test_nearness_by_hand():
+    s, t = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.0, 2.0], [4.0, 6.0]])
+    assert float(nearness(s, t)) == pytest.approx((1 + 0 + 1 + 4) / 4 / np.var([0, 2, 4, 6]))
+    assert float(nearness(s, t, each=True)) == pytest.approx(((1 + 1) / 2 / 4 + (0 + 4) / 2 / 4) / 2)
+
+
+def test_the_tame_loss_by_hand(tmp_path):
+    """At the start the student is the teacher: cross-entropy and penalties are left."""
+    rows = batch()
+    d = distiller_of(tiny("ijepa", tmp_path, head=True), tameness=2.0)
+    assert not d.new_head
+    got = float(d.loss(TAME, rows).detach())
+    seen = []
+    with torch.no_grad():
+        module = full(tmp_path).module
+        for i, layer in enumerate(module.ijepa.layers):
+            for name in ("layernorm_before", "layernorm_after", "attention.q_proj", "attention.k_proj", "mlp.fc1"):
+                layer.get_submodule(name).register_forward_hook(
+                    lambda m, a, y, key=(i, name): seen.append((key, a[0], y))
+                )
+        logits = module(pixel_values=rows["pixel_values"]).logits
+    caught = {key: (a, y) for key, a, y in seen}
+    want = torch.nn.functional.cross_entropy(logits, rows["labels"])
+
+    def excess(x):
+        return x.clamp_min(0).square().mean()
+
+    total = 0.0
+    for i in range(2):
+        q, k = (caught[i, f"attention.{n}"][1].reshape(12, 4, 2, 4).transpose(1, 2) for n in ("q_proj", "k_proj"))
+        scores = q @ (k - k.mean(2, keepdim=True)).mT / 2
+        lse = scores.logsumexp(-1)
+        total += excess(3 * ((lse - lse.mean((0, 2), keepdim=True)).abs() - 0.8)) + excess(scores.abs() - 5)
+        total += excess(caught[i, "mlp.fc1"][1].abs() - 3.5)
+        for name in ("layernorm_before", "layernorm_after"):
+            log = (caught[i, name][0].var(-1, correction=0) + 1e-12).log()
+            total += excess(3 * ((log - log.mean()).abs() - 0.8))
+    assert float(total) > 0.01
+    assert got == pytest.approx(float(want + 2 * total), rel=1e-4)
+
+
+def test_the_outputs_loss_by_hand(tmp_path):
+    rows = batch()
+    d = distiller_of(tiny("ijepa", tmp_path, head=True), penalty=0.0)
+    tamed(d, rows, 60)
+    swapped(d, rows, full(tmp_path))
+    with torch.no_grad():
+        s, t = d.student(rows), d.teacher(rows)
+        p, q = (t / 5).softmax(-1), (s / 5).softmax(-1)
+        want = 25 * (p * (p / q).log()).sum(-1).mean() - (s.log_softmax(-1)[range(12), rows["labels"]]).mean()
+    d.student.model.train_mode()
+    assert float(d.loss(OUTPUTS, rows).detach()) == pytest.approx(float(want), rel=1e-3)
+
+
+def test_a_new_head_keeps_the_features_and_uses_no_labels(tmp_path):
+    rows = batch()
+    d = distiller_of(tiny("ijepa", tmp_path))
+    assert d.new_head
+    tamed(d, rows, 40)
+    with_labels = float(d.loss(TAME, rows).detach())
+    assert float(d.loss(TAME, {"pixel_values": rows["pixel_values"]}).detach()) == with_labels
+    head = d.student.model.head
+    before = head.weight.detach().clone()
+    tamed(d, rows, 2)
+    assert torch.equal(head.weight, before)
+
+
+def test_the_states_loss_falls_and_nothing_leaves_its_interval(tmp_path):
+    rows = batch(24)
+    d = distiller_of(tiny("ijepa", tmp_path))
+    tamed(d, rows)
+    swapped(d, rows, full(tmp_path))
+    student = d.student.model
+    rule, losses = torch.optim.Adam(student.live().values(), 1e-3), []
+    student.train_mode()
+    for _ in range(30):
+        rule.zero_grad()
+        loss = d.loss(STATES, rows)
+        loss.backward()
+        rule.step()
+        losses.append(float(loss.detach()))
+    student.eval_mode()
+    assert losses[-1] < 0.7 * losses[0]
+    fhe_friendly.forget(student.module)
+    with torch.no_grad():
+        d.student(rows)
+    counts = fhe_friendly.violations(student.module)
+    assert sum(outside for outside, _ in counts.values()) == 0
+    assert min(total for _, total in counts.values()) > 0
+
+
+def test_without_taming_a_wide_model_is_refused(tmp_path):
+    d = distiller_of(tiny("ijepa", tmp_path))
+    rows = batch()
+    rows["pixel_values"][0] = 0.0
+    rows["pixel_values"][1] *= 40
+    with pytest.raises(InputError, match=r"block 1: variances before the attention .* train longer"):
+        d.measure(lambda: [rows])
+    assert d.student.functions[0].softmax.exponential is None
+
+
+@pytest.mark.parametrize("kind", ["vit", "deit"])
+def test_class_tokens_get_the_variance_of_patches(tmp_path, kind):
+    rows = batch()
+    d = distiller_of(tiny(kind, tmp_path))
+    embedding = d.student.model.parts.embedding
+    d.scale_class_tokens(rows)
+    with torch.no_grad():
+        variance = embedding(rows["pixel_values"]).var(-1, correction=0).mean(0)
+    extra = {"vit": 1, "deit": 2}[kind]
+    assert variance[:extra].tolist() == pytest.approx([float(variance[extra:].mean())] * extra, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["vit", "deit"])
+def test_a_model_with_class_tokens_is_distilled_and_loads(tmp_path, kind):
+    x = make_twin(kind, tmp_path)
+    model = full(tmp_path)
+    assert fhe_friendly.is_twin(model.module)
+    with torch.no_grad():
+        assert model.logits({"pixel_values": x}).isfinite().all()
+        assert fhe_friendly.block_states(model.module, x).shape == (32, 2, {"vit": 5, "deit": 6}[kind], 8)
+
+
+def test_a_bert_is_distilled_and_loads(tmp_path):
+    from fedfm.training.distil import save
+
+    start = save_bert(tmp_path / "bert")
+
+    def load(path):
+        spec = ModelSpec(str(path), adaptation=AdaptationSpec("full"))
+        return load_model(spec, classes=("x", "y"), kind="text")
+
+    d = distiller_of(start, load)
+    torch.manual_seed(0)
+    ids = torch.randint(5, 20, (8, 6))
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(8) % 2}
+    rows["attention_mask"][:4, 4:] = 0
+    tamed(d, rows, 60)
+    swapped(d, rows, load(start))
+    d.student.model.train_mode()
+    d.loss(STATES, rows).backward()
+    d.student.model.eval_mode()
+    with torch.no_grad():
+        want = d.student(rows)
+    d.finish(lambda: [rows], 0.0)
+    save(d.student.model, tmp_path / "twin", new_head=True)
+    again = load(tmp_path / "twin")
+    assert fhe_friendly.is_twin(again.module)
+    with torch.no_grad():
+        got = again.module.base_model(input_ids=ids, attention_mask=rows["attention_mask"]).last_hidden_state
+    assert got.isfinite().all()
+    assert want.isfinite().all()
+    with pytest.raises(InputError, match="'bert' cannot run encrypted"):
+        fhe_friendly.folded(again.module)
+    plain = transformers.AutoModel.from_pretrained(tmp_path / "twin").eval()
+    with torch.no_grad():
+        exact = plain(input_ids=ids, attention_mask=rows["attention_mask"]).last_hidden_state
+    assert 1e-6 < float((got - exact).abs().max()) < 1
+
+
+def test_an_odd_degree_is_refused():
+    with pytest.raises(InputError, match=r"distil.degree = 3: expected an even number"):
+        Recipe(degree=3).validate()
