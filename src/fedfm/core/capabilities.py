@@ -73,10 +73,17 @@ class Sampling(Protocol):
 
 @runtime_checkable
 class Modelled(Protocol):
-    """The method says which model it is about; its experiment has no [model]. Caller: the experiment."""
+    """The method says which model it is about; its experiment has no [model]. Caller: the experiment, the population."""
 
     def model_table(self) -> dict[str, Any]:
         """Keys of [model]."""
+
+    def check_model(self) -> None:
+        """Check that the model exists and is of the kind that it needs, without loading it.
+
+        Raises:
+            InputError: with what would be right.
+        """
 
 
 @runtime_checkable
@@ -221,6 +228,15 @@ class RowsByOptimiser(Protocol):
     @property
     def rows_by_optimiser(self) -> bool:
         """Whether they do."""
+
+
+@runtime_checkable
+class Sealed(Protocol):
+    """The server cannot read some replies. Caller: the checks of secure aggregation and of noise on means."""
+
+    @property
+    def sealed(self) -> tuple[str, ...]:
+        """Names of ``asks``, whose replies are ciphertexts; neither check refuses them."""
 
 
 @runtime_checkable

@@ -50,7 +50,6 @@ class BlindFed(Method[State]):
 
     means: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = State
-    keeps_foundation: ClassVar[bool] = True
 
     rounds: int = setting(50, "T, rounds of averaging after the rows have passed; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
@@ -187,7 +186,7 @@ class BlindFed(Method[State]):
         adapt = {"name": "side_adapter", "rank": self.rank, "released": self.released, "projection": self.projection}
         return {"name": self.foundation, "task": "classification", "adaptation": adapt}
 
-    def check_foundation(self) -> None:
+    def check_model(self) -> None:
         foundation.check_place(self.foundation)
 
     def details(self, state: State, judge: Judge | None) -> dict[str, Any]:
