@@ -2,16 +2,15 @@
 
 import numpy as np
 import pytest
-from random_twin import random_model
 
-from fedfm.errors import ClientFault, InputError, RunError
-from fedfm.methods.blindfed.releases import Released, projection_matrix
+from fedfm.methods.blindfed.releases import projection_matrix
 from fedfm.privacy.crypto import keys
 from fedfm.privacy.crypto.refresh import DistanceLedger
+from random_twin import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.methods.blindfed.encrypted import Checkpoint, Holder, OutOfRange, Owner
+from fedfm.methods.blindfed.encrypted import Holder, Owner
 
 SAMPLES, TOKENS, D = 5, 4, 4
 MODEL, ROWS, STATES = random_model(SAMPLES, TOKENS, D)

@@ -1,4 +1,4 @@
-"""Encrypted inference, the half of whoever has the rows: makes all keys, encrypts, renews, decrypts what is released."""
+"""Encrypted inference, the half of whoever has the rows: makes all keys, encrypts, renews, opens what is released."""
 
 from __future__ import annotations
 
