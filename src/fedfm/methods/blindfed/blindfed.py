@@ -119,9 +119,9 @@ class BlindFed(Method[State]):
         return self.held.open(client, told)
 
     @on_client(kind="query")
-    def rows(self, client: Client, batch: int) -> Tensor:
-        """Step 2: a batch of rows, in the client's own order."""
-        return self.held.rows(client, batch)
+    def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
+        """Step 2: a batch of rows, in the client's own order; ``go_on``: the server has its states from before."""
+        return self.held.rows(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
@@ -174,8 +174,10 @@ class BlindFed(Method[State]):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Of the orders."""
-        return ("orders",) if self.protocol == "permuted" else ()
+        """Of the orders; of the agreement on keys."""
+        if self.protocol == "permuted":
+            return ("orders",)
+        return ("channel",) if self.encryption == "ckks" else ()
 
     @property
     def clients_judge(self) -> bool:

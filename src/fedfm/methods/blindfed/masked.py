@@ -24,7 +24,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.methods.blindfed.encrypted import Checkpoint, Holder, Owner
 from fedfm.methods.blindfed.foundation import check
-from fedfm.methods.blindfed.holding import Opened, pack, spans, unpack
+from fedfm.methods.blindfed.holding import Opened, of_bytes, pack, spans, to_bytes, unpack
 from fedfm.methods.blindfed.passing import Passing, rows_of
 from fedfm.models.fhe_friendly import folded
 from fedfm.models.side_adapter import STATES, SideModel
@@ -84,7 +84,7 @@ class Run:
         known = {c: fed.store[f"opened-{c}"] for c in fed.clients if f"opened-{c}" in fed.store}
         passing.opened = {client: unpack(data, Opened) for client, data in known.items()}
         if new := [client for client in fed.clients if client not in known]:
-            public = _tensor(keys.public_of(fed.secret("channel")))
+            public = of_bytes(keys.public_of(fed.secret("channel")))
             least = max(0, fed.min_clients - len(known))
             told = passing.hello(key=public)
             for client, opened in fed.ask(self.method.open, of=new, least=least, form="encrypted", told=told).items():
@@ -110,10 +110,10 @@ class Run:
 
         def exchange(message: bytes) -> bytes:
             self.figures["refreshes"] = self.figures.get("refreshes", 0) + 1
-            return _bytes(ask(method.refresh, down="encrypted", message=_tensor(message)))
+            return to_bytes(ask(method.refresh, down="encrypted", message=of_bytes(message)))
 
         def release(block: int, message: bytes) -> None:
-            ask(method.keep, down="encrypted", batch=batch, block=block + 1, states=_tensor(message))
+            ask(method.keep, down="encrypted", batch=batch, block=block + 1, states=of_bytes(message))
             tell((block + 1) / blocks)
 
         def save(checkpoint: Checkpoint) -> None:
@@ -123,15 +123,15 @@ class Run:
             self._count(seconds=time.monotonic() - begun, bytes=crossed)
             begun, crossed = time.monotonic(), 0
 
-        rows = ask(method.encrypted, batch=batch, session=_tensor(session), go_on=start is not None)
-        owner.run(_bytes(rows), exchange, release, start, save)
+        rows = ask(method.rows, batch=batch, session=of_bytes(session), go_on=start is not None)
+        owner.run(to_bytes(rows), exchange, release, start, save)
         self.passing.finished([client], batch)
         store.pop(place, None)
         self._count(rows=len_of(opened, self.passing.batch, batch))
 
     def _owner(self, opened: Opened, session: bytes, ledger: DistanceLedger) -> Owner:
-        key = keys.agree(self.fed.secret("channel"), _bytes(opened.key), session)
-        return owner_of(self.passing.model, _bytes(opened.keys), session, key, ledger)
+        key = keys.agree(self.fed.secret("channel"), to_bytes(opened.key), session)
+        return owner_of(self.passing.model, to_bytes(opened.keys), session, key, ledger)
 
     def _ledger(self, client: ClientId) -> DistanceLedger:
         """The client's, as far as it was spent."""
@@ -203,11 +203,3 @@ def in_one_place(model: SideModel, rows: Rows) -> Rows:
 def len_of(opened: Opened, size: int, batch: int) -> int:
     """Rows of a batch."""
     return min(size, rows_of(opened) - batch * size)
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
-
-
-def _bytes(tensor: Tensor | None) -> bytes:
-    return b"" if tensor is None else tensor.contiguous().numpy().tobytes()
