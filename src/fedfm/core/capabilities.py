@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
-from fedfm.core.client import Client, ClientId
+from fedfm.core.client import Client, ClientData, ClientId
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 
@@ -167,6 +167,19 @@ class Viewing(Protocol):
 
     def view(self, client: Client) -> Client:
         """Client half: the same client, with the rows and the model that its training uses."""
+
+    def fidelity(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
+        """How far a client's rows are from those of the server's model in the clear, for ``details``.
+
+        Caller: the local engine, the one place that has both.
+
+        Args:
+            seen: of :meth:`view`.
+            clear: the rows of ``train``, ``val`` or ``test`` by the server's model; not called where nothing is told.
+        """
+
+    def encoded(self, model: Model, rows: Rows) -> Rows:
+        """Rows as the server's model gives them to whoever holds them. Caller: ``fedfm predict`` and ``fedfm join``."""
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ learn side adapters and a head (equations 4 to 6) on the block outputs that the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -14,14 +15,16 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedfm.core.capabilities import Judge, Needs
-from fedfm.core.client import Client, ClientId, Update, on_client
+from fedfm.core.client import Client, ClientData, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.method import Method
+from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.blindfed import clear, foundation, permuted
 from fedfm.methods.blindfed.holding import Held, Hello, Opened
+from fedfm.models.model import Model
 from fedfm.models.spec import RELEASED
 from fedfm.training import SGD, Local
 
@@ -183,6 +186,16 @@ class BlindFed(Method[State]):
     def clients_judge(self) -> bool:
         """With encrypted rows, test rows are the clients'."""
         return self.encryption == "ckks"
+
+    def fidelity(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
+        return self.held.errors(seen, clear) if self.encryption == "ckks" else {}
+
+    def encoded(self, model: Model, rows: Rows) -> Rows:
+        if self.encryption == "clear":
+            return model.encode(rows)
+        from fedfm.methods.blindfed import masked
+
+        return masked.in_one_place(foundation.check(model, self.foundation), rows)
 
     def model_table(self) -> dict[str, Any]:
         adapt = {"name": "side_adapter", "rank": self.rank, "released": self.released, "projection": self.projection}

@@ -7,7 +7,7 @@ and block, and every round trains on what came once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -223,6 +223,15 @@ class Held:
         if key not in self._views:
             self._views[key] = self._read(client, told)
         return replace(client, model=self._model(told), data=self._views[key])
+
+    def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
+        """The largest difference of a released number from that in the clear."""
+        most = 0.0
+        for part in PARTS:
+            states = getattr(seen, part).tensors[STATES]
+            if len(states):
+                most = max(most, float((states - clear(part).tensors[STATES]).abs().max()))
+        return {"max_error": most}
 
     def _model(self, told: Hello) -> SideModel:
         shape = told.blocks, told.positions, told.width, told.rank, tuple(told.classes)
