@@ -30,7 +30,7 @@ from fedfm.training import SGD, Local
 
 
 @dataclass(frozen=True)
-class State:
+class Carried:
     """What the server carries.
 
     Attributes:
@@ -43,7 +43,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class BlindFed(Method[State]):
+class BlindFed(Method[Carried]):
     """Every row passes the server's frozen model once, encrypted; then FedAvg of adapters on the released states.
 
     "masked" is ours: the client gets the released states of its rows in the clear and keeps its labels. "permuted" is
@@ -52,7 +52,7 @@ class BlindFed(Method[State]):
     """
 
     means: ClassVar[tuple[str, ...]] = ("train",)
-    state_type: ClassVar[Any] = State
+    state_type: ClassVar[Any] = Carried
 
     rounds: int = setting(50, "T, rounds of averaging after the rows have passed; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
@@ -85,9 +85,9 @@ class BlindFed(Method[State]):
     processes: int = setting(0, "of the server's encrypted computation; 0: one per core", ge=0)
 
     # --- server half --------------------------------------------------------------------------------------------------
-    def init(self, fed: Federation) -> State:
+    def init(self, fed: Federation) -> Carried:
         foundation.check(fed.model, self.foundation)
-        return State(fed.initial, self.passed(fed))
+        return Carried(fed.initial, self.passed(fed))
 
     def passed(self, fed: Federation) -> dict[str, float]:
         """Steps 1 to 4 of the protocol, once: all rows of all clients pass the model."""
@@ -99,11 +99,11 @@ class BlindFed(Method[State]):
 
         return masked.passed(self, fed)
 
-    def step(self, fed: Federation, state: State, t: int) -> State:
+    def step(self, fed: Federation, state: Carried, t: int) -> Carried:
         cohort = fed.sample(self.fraction)
         return replace(state, w=state.w + fed.mean(self.train, of=cohort, w=state.w))  # equation 7
 
-    def params_for(self, state: State, client: ClientId) -> Params:
+    def params_for(self, state: Carried, client: ClientId) -> Params:
         return state.w
 
     # --- client half --------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class BlindFed(Method[State]):
     def check_model(self) -> None:
         foundation.check_place(self.foundation)
 
-    def details(self, state: State, judge: Judge | None) -> dict[str, Any]:
+    def details(self, state: Carried, judge: Judge | None) -> dict[str, Any]:
         return dict(state.figures) | {"accuracy_clear": None if judge is None else judge(state.w).get("accuracy")}
 
     def validate(self) -> None:

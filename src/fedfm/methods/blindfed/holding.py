@@ -83,7 +83,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Span:
+class RowSpan:
     """Rows of one batch: ``start`` to ``stop`` of all rows, or of one part's."""
 
     start: int
@@ -91,13 +91,13 @@ class Span:
     part: str = ""
 
 
-def spans(rows: Mapping[str, int], batch: int) -> list[Span]:
+def spans(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
     """The batches of a client's rows, its parts one after the other."""
     total = sum(rows[part] for part in PARTS)
-    return [Span(start, min(start + batch, total)) for start in range(0, total, batch)]
+    return [RowSpan(start, min(start + batch, total)) for start in range(0, total, batch)]
 
 
-def spans_by_part(rows: Mapping[str, int], batch: int) -> list[Span]:
+def spans_by_part(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
     """Batches of one part each, of at least two rows: with one row an order hides nothing.
 
     Raises:
@@ -110,7 +110,7 @@ def spans_by_part(rows: Mapping[str, int], batch: int) -> list[Span]:
             raise ClientFault(E_FIELD, f"1 {part} row: a batch in a secret order needs at least 2")
         count = -(-n // batch)
         ends = [round(n * i / count) for i in range(count + 1)] if count else [0]
-        found += [Span(a, b, part) for a, b in itertools.pairwise(ends)]
+        found += [RowSpan(a, b, part) for a, b in itertools.pairwise(ends)]
     return found
 
 

@@ -41,11 +41,11 @@ class Gone(Exception):
 
 def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
     """All rows pass the server's model, encrypted; figures for the result."""
-    return Run(method, fed, Passing.begin(fed, check(fed.model, method.foundation))).go()
+    return EncryptedPasses(method, fed, Passing.begin(fed, check(fed.model, method.foundation))).go()
 
 
 @dataclass
-class Run:
+class EncryptedPasses:
     """The passes of all clients.
 
     Attributes:
@@ -147,6 +147,7 @@ class Run:
         for name, value in more.items():
             self.figures[name] = self.figures.get(name, 0) + value
         self.fed.store["figures"] = json.dumps(self.figures).encode()
+        self.passing.count_bytes()
 
     def _tell(self, part: float) -> None:
         self.passing.tell(part, "encrypted rows pass the server's model")

@@ -20,7 +20,7 @@ from fedfm.models.fhe_friendly import folded
 from fedfm.models.side_adapter import SideModel
 
 SLOTS = 4096  # rows times tokens of a batch, as with the smallest ring
-_SESSION, _DONE = "session", "done"  # in the server's store
+_SESSION, _DONE, _CROSSED = "session", "done", "crossed"  # in the server's store
 _OFTEN = 5.0  # seconds between two words on how far it is
 
 
@@ -50,6 +50,10 @@ class Passing:
         if _SESSION not in fed.store:
             fed.store[_SESSION] = os.urandom(16)
         done = json.loads(fed.store[_DONE]) if _DONE in fed.store else {}
+        if _CROSSED in fed.store:  # before this process
+            up, down = json.loads(fed.store[_CROSSED])
+            fed.transcript.bytes_up += up
+            fed.transcript.bytes_down += down
         return cls(fed, model, fed.store[_SESSION], done=done)
 
     @property
@@ -87,6 +91,12 @@ class Passing:
         """The batch of these clients is kept by them."""
         self.done.update(dict.fromkeys(clients, batch + 1))
         self.fed.store[_DONE] = json.dumps(self.done).encode()
+        self.count_bytes()
+
+    def count_bytes(self) -> None:
+        """Keep the bytes that have crossed: a killed run does not forget them."""
+        crossed = self.fed.transcript.bytes_up, self.fed.transcript.bytes_down
+        self.fed.store[_CROSSED] = json.dumps(crossed).encode()
 
     def tell(self, part: float, what: str) -> None:
         """Say how far it is, now and then, with the time that is left."""
