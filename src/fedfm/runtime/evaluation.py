@@ -155,9 +155,10 @@ class Evaluator:
         hidden = has(self._method, HidingCounts) and self._method.hides_counts
         unable = self._method.needs.model == "server" and not has(self._method, Viewing)
         # Under an epsilon no client is asked: the ledger does not account for exact scores. Where sums hide updates,
-        # only a method without one model for the server's own test rows needs them.
+        # only a method without one model, or without test rows at the server, needs them.
         privacy = self._run.experiment.privacy
-        silent = privacy is not None and (privacy.states_epsilon or not personal(self._method))
+        needed = personal(self._method) or self._by_clients
+        silent = privacy is not None and (privacy.states_epsilon or not needed)
         if silent or hidden or unable:
             return {client: {} for client in self._fed.clients}
         first = next(iter(models.values()))

@@ -76,7 +76,9 @@ class Server:
             fed.begin(0)
             for name in secrets_of(method, fed.aggregator):
                 fed.secret(name)  # drawn first, so that a resume without it is noticed
-            state, t, of = self._commit(0, method.init(fed)), 0, None
+            state = method.init(fed)
+            self._tell(fed.notices)
+            state, t, of = self._commit(0, state), 0, None
         else:
             run.into(fed, record)
             state, t, of = record["state"], record["round"], record["extra"].get("model_of_round")

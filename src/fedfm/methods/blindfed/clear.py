@@ -22,7 +22,6 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
     """All rows pass the server's model: a batch of every client at a time."""
     passing = Passing.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
-    fed.tell(NOTICE)
     passing.opened = fed.ask(method.open, told=passing.hello())
     batches = {client: len(spans(o.rows, passing.batch)) for client, o in passing.opened.items()}
     for batch in range(max(batches.values(), default=0)):

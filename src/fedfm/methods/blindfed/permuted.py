@@ -30,7 +30,6 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
     """All rows pass the server's model, in secret orders."""
     passing = Passing.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
-    fed.tell(NOTICE)
     _, released, scales = passing.model.owned
     told = passing.hello(release=released.positions, scales=scales)
     passing.opened = fed.ask(method.open, told=told)
