@@ -13,13 +13,11 @@ import struct
 from typing import Literal
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-from cryptography.hazmat.primitives.ciphers.modes import CTR
 
 from fedfm.errors import E_FORMAT, E_ROUND, E_SHAPE, E_SIZE, E_VERSION, ClientFault, InputError
 from fedfm.linalg.kernels import modular
-from fedfm.privacy.crypto import keys
+from fedfm.privacy.crypto import noise
+from fedfm.privacy.crypto.keys import KEY
 from fedfm.privacy.crypto.ring import Parameters, Residues
 
 SESSION = 16  # bytes
@@ -48,8 +46,8 @@ class Channel:
     def __init__(
         self, parameters: Parameters, key: bytes, session: bytes, sender: Sender, *, most: int = 1 << 14
     ) -> None:
-        if len(key) != keys.KEY or len(session) != SESSION:
-            raise InputError(f"a session needs a key of {keys.KEY} bytes and a name of {SESSION} bytes")
+        if len(key) != KEY or len(session) != SESSION:
+            raise InputError(f"a session needs a key of {KEY} bytes and a name of {SESSION} bytes")
         self.parameters, self._key, self._session, self._most = parameters, key, session, most
         self._side = int(sender == "server")
         self.sent = self.received = 0
@@ -57,8 +55,8 @@ class Channel:
     def pack(self, residues: Residues, scale: float, seed: bytes | None = None, note: bytes = b"") -> bytes:
         """Ciphertexts (count, 2, limbs, N) as the next message; with a seed their second polynomials are left out.
 
-        The second polynomials must then be :func:`second_polynomials` of that seed. A note travels behind the
-        ciphertexts (:func:`note_of`).
+        The second polynomials must then be :func:`fedfm.privacy.crypto.noise.uniform` of that seed. A note travels
+        behind the ciphertexts (:func:`note_of`).
         """
         count, polynomials, limbs, degree = residues.shape
         if polynomials != 2 or degree != self.parameters.degree or not 1 <= count <= self._most:
@@ -121,7 +119,7 @@ class Channel:
             for polynomial in range(sent):
                 modular.unpack(words[i, polynomial], bits, out[i, polynomial])
         if kind == _SEEDED:
-            out[:, 1] = second_polynomials(seed, got_count, limbs, self.parameters)
+            out[:, 1] = noise.uniform(seed, got_count, limbs, self.parameters)
         primes = np.array(self.parameters.primes[:limbs], np.int64)[:, None]
         if not (out < primes).all():
             raise ClientFault(E_FORMAT, "a residue is not below its prime")
@@ -181,22 +179,3 @@ def session_of(data: bytes) -> bytes:
     if len(data) < _HEADER.size + _TAG:
         raise ClientFault(E_SIZE, f"a message of {len(data)} bytes is cut off")
     return bytes(data[_SESSION_AT : _SESSION_AT + SESSION])
-
-
-def second_polynomials(seed: bytes, count: int, limbs: int, parameters: Parameters) -> Residues:
-    """Uniform residues that sender and receiver make from 32 public bytes, (count, limbs, N); use a seed once.
-
-    Words of the AES-256-CTR stream with as many bits as the prime; those that are not below it are left out.
-    """
-    out = np.empty((count, limbs, parameters.degree), np.int64)
-    for i in range(count):
-        for limb in range(limbs):
-            prime, bits = parameters.primes[limb], parameters.bits[limb]
-            counter = (i * limbs + limb).to_bytes(8, "big") + bytes(8)
-            stream = Cipher(AES256(seed), CTR(counter)).encryptor()
-            found = np.empty(0, np.uint64)
-            while len(found) < parameters.degree:
-                words = np.frombuffer(stream.update(bytes(8 * parameters.degree)), "<u8") & np.uint64((1 << bits) - 1)
-                found = np.concatenate([found, words[words < prime]])
-            out[i, limb] = found[: parameters.degree]
-    return out

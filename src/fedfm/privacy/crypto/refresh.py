@@ -182,13 +182,12 @@ def renewed(client: ClientKeys, masked: Residues, second: Residues | None = None
         masked: (count, 2, limbs, N).
         second: second polynomials of the results, as for :meth:`ClientKeys.encrypted`.
     """
-    limbs, have = client.parameters.limbs, masked.shape[2]
+    limbs = client.parameters.limbs
     out = np.empty((len(masked), 2, limbs, masked.shape[3]), np.int64)
     for start in range(0, len(masked), _AT_A_TIME):
         piece = slice(start, start + _AT_A_TIME)
-        plain = client.opened(masked[piece])
-        more = client.ring.forward(client.ring.lift(client.ring.backward(plain.copy()), limbs), have)
-        whole = np.concatenate([plain, more], axis=1)
+        known = client.ring.backward(client.opened(masked[piece]))
+        whole = np.concatenate([known, client.ring.lift(known, limbs)], axis=1)
         out[piece] = client.encrypted(whole, None if second is None else second[piece])
     return out
 
