@@ -83,7 +83,11 @@ def experiment(folder, method=None, **tables):
         ({}, {"privacy": {"aggregator": "secagg"}}, "single replies"),
         ({}, {"aggregation": {"name": "secure"}}, "single replies"),
         ({}, {"attack": {"name": "label_shuffle", "fraction": 0.5}}, r"\[attack\]"),
-        ({}, {"privacy": {"unit": "client", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-5}}, "single clients"),
+        (
+            {},
+            {"privacy": {"unit": "client", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-5}},
+            "single clients",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(method, tables, reason, tmp_path):

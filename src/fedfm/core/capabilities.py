@@ -73,7 +73,7 @@ class Sampling(Protocol):
 
 @runtime_checkable
 class Modelled(Protocol):
-    """The method says which model it is about; its experiment has no [model]. Caller: the experiment, the population."""
+    """The method says which model it is about: there is no [model]. Caller: the experiment and the population."""
 
     def model_table(self) -> dict[str, Any]:
         """Keys of [model]."""

@@ -26,6 +26,7 @@ from fedfm import seeds
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
+from fedfm.models import fhe_friendly
 from fedfm.models.families import Parts
 from fedfm.models.model import Model, Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -292,11 +293,9 @@ def around(
 
 def _stored_scales(module: nn.Module) -> Tensor | None:
     """(L,) of a model with polynomials: root mean squares on the data that it was distilled with."""
-    if getattr(getattr(module, "config", None), "fedfm_polynomials", None) is None:
+    if not fhe_friendly.is_twin(module):
         return None
-    from fedfm.models.fhe_friendly import folded
-
-    return torch.from_numpy(np.array(folded(module).scales, dtype=np.float32))
+    return torch.tensor([entry["scale"] for entry in module.config.fedfm_polynomials["blocks"]])  # type: ignore[union-attr,index]
 
 
 def _probes(side: tuple[int, int]) -> Rows:

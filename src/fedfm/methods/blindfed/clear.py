@@ -25,7 +25,7 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
     passing.opened = fed.ask(method.open, told=passing.hello())
     batches = {client: len(spans(o.rows, passing.batch)) for client, o in passing.opened.items()}
     for batch in range(max(batches.values(), default=0)):
-        left = [c for c, count in batches.items() if max(batch, passing.done.get(c, 0)) == batch < count]
+        left = [c for c, count in batches.items() if batch < count and batch not in passing.done.get(c, ())]
         if not left:
             continue
         rows = fed.ask(method.rows, of=left, least=0, batch=batch)

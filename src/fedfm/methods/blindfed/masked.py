@@ -21,22 +21,19 @@ from torch import Tensor
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.rows import Rows
-from fedfm.errors import InputError
+from fedfm.errors import E_CLIENT, ClientFault, InputError
 from fedfm.methods.blindfed.encrypted import Checkpoint, Holder, Owner
 from fedfm.methods.blindfed.foundation import check
 from fedfm.methods.blindfed.holding import Opened, of_bytes, pack, spans, to_bytes, unpack
 from fedfm.methods.blindfed.passing import Passing, rows_of
+from fedfm.methods.blindfed.processes import Job, run_all
 from fedfm.models.fhe_friendly import folded
-from fedfm.models.side_adapter import STATES, SideModel
+from fedfm.models.side_adapter import STATES, Release, SideModel
 from fedfm.privacy.crypto import keys
 from fedfm.privacy.crypto.refresh import DistanceLedger
 
 if TYPE_CHECKING:
     from fedfm.methods.blindfed.blindfed import BlindFed
-
-
-class Gone(Exception):
-    """A client gave no valid reply: it takes no further part in the passes."""
 
 
 def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
@@ -46,36 +43,40 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
 
 @dataclass
 class EncryptedPasses:
-    """The passes of all clients.
+    """The passes of all clients; carries the messages of the processes that compute (:class:`.processes.Relay`).
 
     Attributes:
-        figures: seconds, bytes and rows so far, of this process and of killed ones before it.
+        figures: seconds, bytes, refreshes and rows so far, of this process and of killed ones before it.
+        gone: clients that gave no valid reply: they take no further part.
     """
 
     method: BlindFed
     fed: Federation
     passing: Passing
     figures: dict[str, float] = field(default_factory=dict)
+    gone: set[ClientId] = field(default_factory=set)
+    _begun: float = 0.0
+    _blocks: int = 0
+    _sent: int = 0
 
     def go(self) -> dict[str, float]:
         """Every batch that has not passed yet."""
         fed, passing = self.fed, self.passing
         self._open()
-        self.figures = json.loads(fed.store["figures"]) if "figures" in fed.store else {}
+        if "figures" in fed.store:
+            self.figures = json.loads(fed.store["figures"])
+        ledgers = {client: self._ledger(client) for client in passing.opened}
         jobs = [
-            (client, batch)
+            self._job(client, batch, ledgers[client])
             for client, opened in sorted(passing.opened.items())
             for batch in range(len(spans(opened.rows, passing.batch)))
+            if batch not in passing.done.get(client, ())
         ]
-        left = [(client, batch) for client, batch in jobs if batch >= passing.done.get(client, 0)]
-        gone: set[ClientId] = set()
-        for number, (client, batch) in enumerate(left):
-            if client in gone:
-                continue
-            try:
-                self._batch(client, batch, lambda part, i=number: self._tell((i + part) / len(left)))  # type: ignore[misc]
-            except Gone:
-                gone.add(client)
+        self._begun, self._blocks = time.monotonic(), len(jobs) * passing.model.net.shape[0]
+        backbone, release, _ = passing.model.owned
+        count = self.method.processes or os.cpu_count() or 1
+        kind = passing.model.adaptation_spec.released
+        run_all(jobs, self, count, folded=folded(backbone.module), released=kind, projection=_rows_of(release))
         return self._result()
 
     def _open(self) -> None:
@@ -91,47 +92,63 @@ class EncryptedPasses:
                 fed.store[f"opened-{client}"] = pack(opened)
                 passing.opened[client] = opened
 
-    def _batch(self, client: ClientId, batch: int, tell: Callable[[float], None]) -> None:
-        """One batch, from its last block on."""
-        method, store, begun = self.method, self.fed.store, time.monotonic()
-        opened, place = self.passing.opened[client], f"states-{client}-{batch}"
-        start = Checkpoint.from_bytes(store[place]) if place in store else None
-        session = os.urandom(16)
-        owner = self._owner(opened, session, self._ledger(client))
-        blocks, crossed = self.passing.model.net.shape[0], 0
-
-        def ask(handler: Callable[..., Any], **payload: Any) -> Any:
-            nonlocal crossed
-            found = self.fed.ask(handler, of=[client], least=0, form="encrypted", **payload)
-            if client not in found:
-                raise Gone
-            crossed += sum(x.numel() for x in (*payload.values(), found[client]) if isinstance(x, Tensor))
-            return found[client]
-
-        def exchange(message: bytes) -> bytes:
-            self.figures["refreshes"] = self.figures.get("refreshes", 0) + 1
-            return to_bytes(ask(method.refresh, down="encrypted", message=of_bytes(message)))
-
-        def release(block: int, message: bytes) -> None:
-            ask(method.keep, down="encrypted", batch=batch, block=block + 1, states=of_bytes(message))
-            tell((block + 1) / blocks)
-
-        def save(checkpoint: Checkpoint) -> None:
-            nonlocal begun, crossed
-            if checkpoint.blocks < blocks:
-                store[place] = checkpoint.to_bytes()
-            self._count(seconds=time.monotonic() - begun, bytes=crossed)
-            begun, crossed = time.monotonic(), 0
-
-        rows = ask(method.rows, batch=batch, session=of_bytes(session), go_on=start is not None)
-        owner.run(to_bytes(rows), exchange, release, start, save)
-        self.passing.finished([client], batch)
-        store.pop(place, None)
-        self._count(rows=len_of(opened, self.passing.batch, batch))
-
-    def _owner(self, opened: Opened, session: bytes, ledger: DistanceLedger) -> Owner:
+    def _job(self, client: ClientId, batch: int, ledger: DistanceLedger) -> Job:
+        opened, place, session = self.passing.opened[client], _place(client, batch), os.urandom(16)
         key = keys.agree(self.fed.secret("channel"), to_bytes(opened.key), session)
-        return owner_of(self.passing.model, to_bytes(opened.keys), session, key, ledger)
+        start = Checkpoint.from_bytes(self.fed.store[place]) if place in self.fed.store else None
+        return Job(client, batch, to_bytes(opened.keys), session, key, ledger, start)
+
+    # --- of the processes ---------------------------------------------------------------------------------------------
+    def rows(self, job: Job) -> bytes:
+        """Begin the session; encrypted rows, unless their states are known."""
+        session, go_on = of_bytes(job.session), job.start is not None
+        return to_bytes(self._ask(job, self.method.rows, batch=job.batch, session=session, go_on=go_on))
+
+    def refresh(self, job: Job, message: bytes) -> bytes:
+        """Carry a refresh to the client, and its answer back."""
+        self.figures["refreshes"] = self.figures.get("refreshes", 0) + 1
+        return to_bytes(self._ask(job, self.method.refresh, down="encrypted", message=of_bytes(message)))
+
+    def release(self, job: Job, block: int, message: bytes) -> None:
+        """Send a block's released states; with the last block the batch has passed."""
+        self._ask(job, self.method.keep, down="encrypted", batch=job.batch, block=block + 1, states=of_bytes(message))
+        if block + 1 == self.passing.model.net.shape[0]:
+            self.figures["rows"] = self.figures.get("rows", 0) + self._rows_in(job)
+            self.passing.finished([job.client], job.batch)
+            self.fed.store.pop(_place(job.client, job.batch), None)
+            self._note()
+
+    def save(self, job: Job, checkpoint: bytes) -> None:
+        """Keep the encrypted states, with what they have cost."""
+        if job.batch not in self.passing.done.get(job.client, ()):
+            self.fed.store[_place(job.client, job.batch)] = checkpoint
+        self._note()
+        self._sent += 1
+        self.passing.tell(self._sent / self._blocks, "encrypted rows pass the server's model")
+
+    def _ask(self, job: Job, handler: Callable[..., Any], **payload: Any) -> Any:
+        client = job.client
+        if client in self.gone:
+            raise ClientFault(E_CLIENT, "it gave no valid reply before")
+        found = self.fed.ask(handler, of=[client], least=0, form="encrypted", **payload)
+        if client not in found:
+            self.gone.add(client)
+            raise ClientFault(E_CLIENT, "it gave no valid reply")
+        crossed = sum(x.numel() for x in (*payload.values(), found[client]) if isinstance(x, Tensor))
+        self.figures["bytes"] = self.figures.get("bytes", 0) + crossed
+        return found[client]
+
+    # --- figures ------------------------------------------------------------------------------------------------------
+    def _rows_in(self, job: Job) -> int:
+        size = self.passing.batch
+        return min(size, rows_of(self.passing.opened[job.client]) - job.batch * size)
+
+    def _note(self) -> None:
+        now = time.monotonic()
+        self.figures["seconds"] = self.figures.get("seconds", 0) + now - self._begun
+        self._begun = now
+        self.fed.store["figures"] = json.dumps(self.figures).encode()
+        self.passing.count_bytes()
 
     def _ledger(self, client: ClientId) -> DistanceLedger:
         """The client's, as far as it was spent."""
@@ -142,15 +159,6 @@ class EncryptedPasses:
             store[place] = json.dumps({"spent": ledger.spent, "ciphertexts": ledger.ciphertexts}).encode()
 
         return DistanceLedger(spent=found["spent"], ciphertexts=found["ciphertexts"], keep=keep)
-
-    def _count(self, **more: float) -> None:
-        for name, value in more.items():
-            self.figures[name] = self.figures.get(name, 0) + value
-        self.fed.store["figures"] = json.dumps(self.figures).encode()
-        self.passing.count_bytes()
-
-    def _tell(self, part: float) -> None:
-        self.passing.tell(part, "encrypted rows pass the server's model")
 
     def _result(self) -> dict[str, float]:
         found, rows = self.figures, max(self.figures.get("rows", 0), 1)
@@ -164,12 +172,13 @@ class EncryptedPasses:
         }
 
 
-def owner_of(model: SideModel, public: bytes, session: bytes, key: bytes, ledger: DistanceLedger) -> Owner:
-    """The model's owner in one session."""
-    backbone, release, _ = model.owned
-    projection = None if release.projection is None else release.projection.double().numpy().T
-    kind = model.adaptation_spec.released
-    return Owner(folded(backbone.module), kind, public, session, key, ledger, projection=projection)
+def _rows_of(release: Release) -> np.ndarray | None:
+    """(p, d) of a projection."""
+    return None if release.projection is None else np.ascontiguousarray(release.projection.double().numpy().T)
+
+
+def _place(client: ClientId, batch: int) -> str:
+    return f"states-{client}-{batch}"
 
 
 def in_one_place(model: SideModel, rows: Rows) -> Rows:
@@ -180,7 +189,8 @@ def in_one_place(model: SideModel, rows: Rows) -> Rows:
     """
     if "pixel_values" not in rows.tensors:
         raise InputError("encrypted passes take pictures")
-    matrices = folded(model.owned[0].module)
+    backbone, released, _ = model.owned
+    matrices, kind, projection = folded(backbone.module), model.adaptation_spec.released, _rows_of(released)
     holder = Holder.new(len(matrices.positions))
     public, ledger, blocks = holder.public(), DistanceLedger(), model.net.shape[0]
     done = [torch.zeros(0, *model.net.shape)]
@@ -193,14 +203,10 @@ def in_one_place(model: SideModel, rows: Rows) -> Rows:
         def release(block: int, message: bytes, n: int = len(x), states: list[np.ndarray] = states) -> None:
             states.append(holder.released(message, n))
 
-        owner_of(model, public, session, key, ledger).run(holder.rows(x), holder.refresh, release)
+        owner = Owner(matrices, kind, public, session, key, ledger, projection=projection)
+        owner.run(holder.rows(x), holder.refresh, release)
         holder.end(session)
         if len(states) != blocks:
             raise InputError(f"{len(states)} of {blocks} blocks were released")
         done.append(torch.from_numpy(np.stack(states, 1)))
     return Rows({STATES: torch.cat(done)}, labels=rows.labels)
-
-
-def len_of(opened: Opened, size: int, batch: int) -> int:
-    """Rows of a batch."""
-    return min(size, rows_of(opened) - batch * size)

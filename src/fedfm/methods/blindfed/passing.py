@@ -40,7 +40,7 @@ class Passing:
     model: SideModel
     session: bytes
     opened: dict[ClientId, Opened] = field(default_factory=dict)
-    done: dict[ClientId, int] = field(default_factory=dict)
+    done: dict[ClientId, list[int]] = field(default_factory=dict)
     _begun: float = field(default_factory=time.monotonic)
     _told: float = 0.0
 
@@ -89,7 +89,8 @@ class Passing:
 
     def finished(self, clients: Iterable[ClientId], batch: int) -> None:
         """The batch of these clients is kept by them."""
-        self.done.update(dict.fromkeys(clients, batch + 1))
+        for client in clients:
+            self.done.setdefault(client, []).append(batch)
         self.fed.store[_DONE] = json.dumps(self.done).encode()
         self.count_bytes()
 
