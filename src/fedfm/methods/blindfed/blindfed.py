@@ -171,7 +171,7 @@ class BlindFed(Method[Carried]):
         return ("open", "rows", "keep", *(("refresh",) if self.encryption == "ckks" else ()))
 
     @property
-    def sealed(self) -> tuple[str, ...]:  # type: ignore[override]
+    def sealed(self) -> tuple[str, ...]:
         """Ciphertexts, keys and numbers of rows."""
         return self.asks if self.encryption == "ckks" else ()
 

@@ -27,7 +27,7 @@ from fedfm.methods.blindfed.foundation import check
 from fedfm.methods.blindfed.holding import Opened, of_bytes, pack, spans, to_bytes, unpack
 from fedfm.methods.blindfed.passing import Passing, rows_of
 from fedfm.methods.blindfed.processes import Job, run_all
-from fedfm.models.fhe_friendly import folded
+from fedfm.models.folding import folded
 from fedfm.models.side_adapter import STATES, Release, SideModel
 from fedfm.privacy.crypto import keys
 from fedfm.privacy.crypto.refresh import DistanceLedger
@@ -158,7 +158,7 @@ class EncryptedPasses:
         def keep(ledger: DistanceLedger) -> None:
             store[place] = json.dumps({"spent": ledger.spent, "ciphertexts": ledger.ciphertexts}).encode()
 
-        return DistanceLedger(spent=found["spent"], ciphertexts=found["ciphertexts"], keep=keep)
+        return DistanceLedger(spent=found["spent"], ciphertexts=int(found["ciphertexts"]), keep=keep)
 
     def _result(self) -> dict[str, float]:
         found, rows = self.figures, max(self.figures.get("rows", 0), 1)

@@ -16,7 +16,7 @@ from fedfm.core.client import ClientId, each
 from fedfm.core.federation import Federation
 from fedfm.methods.blindfed.holding import PARTS, Hello, Opened
 from fedfm.models import inputs
-from fedfm.models.fhe_friendly import folded
+from fedfm.models.folding import Patches, folded
 from fedfm.models.side_adapter import SideModel
 
 SLOTS = 4096  # rows times tokens of a batch, as with the smallest ring
@@ -68,7 +68,9 @@ class Passing:
 
     def hello(self, **more: Any) -> Hello:
         """What every client is told."""
-        model, matrices = self.model, folded(self.model.owned[0].module)
+        model, patches = self.model, folded(self.model.owned[0].module).patch
+        if not isinstance(patches, Patches):
+            raise TypeError(f"clients cannot cut pictures as {patches!r} does")
         blocks, positions, width = model.net.shape
         told: dict[str, Any] = {
             "session": self.session.hex(),
@@ -80,8 +82,8 @@ class Passing:
             "kernels": model.kernels,
             "batch": self.batch,
             "tokens": self.tokens,
-            "patch": list(matrices.patch.size),
-            "extra": matrices.patch.extra,
+            "patch": list(patches.size),
+            "extra": patches.extra,
             "picture": inputs.told(model.tools.processor),
             "digest": model.fingerprint,
         }
