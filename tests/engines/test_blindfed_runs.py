@@ -18,7 +18,7 @@ from fedfm.core.wire import payload
 from fedfm.runtime.client import Silos
 from small import pictures
 
-CLIENTS = 2
+CLIENTS = 3
 
 
 def experiment(folder, *, run=None, limit=60, **method):
@@ -72,7 +72,7 @@ def test_a_run_that_is_killed_between_batches_goes_on_there(protocol, clear, tmp
     def dying(self, requests):
         if requests[0].handler.endswith(("_keep", "_align")):
             asked.append(requests[0].payload["batch"])
-            if len(asked) == 3:
+            if len(asked) == CLIENTS + 1:
                 raise Killed
         return answer(self, requests)
 
@@ -136,7 +136,7 @@ pytest.importorskip("tenseal", reason="the extra [encrypted] is not installed")
 
 @pytest.fixture(scope="module")
 def encrypted(tmp_path_factory, clear):
-    """A run of two clients under secure aggregation."""
+    """A run of three clients under secure aggregation."""
     folder = tmp_path_factory.mktemp("encrypted")
     tables = experiment(clear[0], encryption="ckks") | {"privacy": {"aggregator": "secagg"}}
     return folder, fedfm.run(tables, folder / "run")
