@@ -66,6 +66,7 @@ def test_a_run_does_what_was_planned(parameters):
     assert made.bytes_per_sample * made.batch == pytest.approx(sum(crossed) + len(sent), rel=0.001)
     assert made.key_bytes == pytest.approx(len(public), rel=0.01)
     assert made.security_bits == 128
+    assert made.depth == 2 * (2 + 7) + 2 + 4 + (2 + 5) + 3 + (2 + 1)
     assert made.seconds == pytest.approx(sum(made.seconds_per_block))
     assert f"degree {parameters.degree}" in made.table()
     assert made.to_dict()["ring_dimension"] == parameters.degree

@@ -147,11 +147,11 @@ def plan(
 
 
 def _depth(folded: FoldedModel, number: int) -> int:
-    """Levels of a block: norms with their square, mean and product, attention, MLP (blindfed.md, Section 3)."""
+    """Levels of a block: norms with square and product, W_qkv, scores, exp, inverse with scales, products, W_o, MLP."""
     layer = folded.blocks[number]
     known = [getattr(r, "depth", 0) for r in (*layer.norms, layer.exponential, layer.inverse, layer.gelu)]
     first, second, exponential, inverse, gelu = known
-    return (3 + first) + (3 + second) + 3 + exponential + (inverse + 2) + 2 + gelu + 2
+    return (2 + first) + (2 + second) + 2 + exponential + (2 + inverse) + 3 + (2 + gelu)
 
 
 def _seconds(folded: FoldedModel, counts: Sequence[Count], layout: Packing) -> tuple[tuple[float, float], int]:
