@@ -6,7 +6,7 @@ names its one caller. :class:`Needs` is data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
@@ -83,6 +83,21 @@ class Modelled(Protocol):
 
         Raises:
             InputError: with what would be right.
+        """
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """What a run costs is known before it starts. Caller: ``fedfm check``."""
+
+    def plan(self, model: Model, rows: Sequence[int]) -> Any:
+        """The plan, with ``to_dict()`` and ``table()``, or None.
+
+        Args:
+            rows: of each client, training, validation and test rows together.
+
+        Raises:
+            InputError: such a run would be refused.
         """
 
 

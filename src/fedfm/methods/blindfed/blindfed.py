@@ -7,7 +7,7 @@ learn side adapters and a head (equations 4 to 6) on the block outputs that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.blindfed import clear, foundation, permuted
 from fedfm.methods.blindfed.holding import Held, Hello, Opened
+from fedfm.models.folding import folded
 from fedfm.models.model import Model
 from fedfm.models.spec import RELEASED
 from fedfm.training import SGD, Local
@@ -203,6 +204,18 @@ class BlindFed(Method[Carried]):
 
     def check_model(self) -> None:
         foundation.check_place(self.foundation)
+        if self.encryption == "ckks":
+            from fedfm.privacy.crypto import ckks, ring
+
+            ckks.ring_of(ring.Parameters())  # says so if the extra is missing
+
+    def plan(self, model: Model, rows: Sequence[int]) -> Any:
+        if self.encryption == "clear":
+            return None
+        from fedfm.methods.blindfed import plan
+
+        matrices = folded(foundation.check(model, self.foundation).owned[0].module)
+        return plan.plan(matrices, rows, self.released, projection=self.projection)
 
     def details(self, state: Carried, judge: Judge | None) -> dict[str, Any]:
         return dict(state.figures) | {"accuracy_clear": None if judge is None else judge(state.w).get("accuracy")}
