@@ -39,7 +39,10 @@ def experiment() -> Schema:
     defs["base"] = named(averaging, "fedavg", open=True)
     tables = {"name": _NAME, "data": table(DataSpec), "model": table(ModelSpec), "method": _ref("methods")}
     tables |= {"attack": _ref("attacks"), "aggregation": _ref("aggregation"), "privacy": table(PrivacySpec)}
-    return document("an experiment of fedfm", tables | {"run": table(RunSpec)}, ("data", "model", "method"), defs)
+    made = document("an experiment of fedfm", tables | {"run": table(RunSpec)}, ("data", "method"), defs)
+    hiding = [name for name, cls in kinds["methods"].items() if hasattr(cls, "model_table")]
+    hidden = {"properties": {"method": {"properties": {"name": {"enum": hiding}}}}}
+    return made | {"oneOf": [{"required": ["model"], "not": hidden}, {"not": {"required": ["model"]}} | hidden]}
 
 
 def pretraining(spec: type) -> Schema:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import fedfm
 import tiny_clip
 import tiny_text
+import tiny_twin
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import available, resolve
 from fedfm.core.capabilities import Sampling, secrets_of
@@ -41,7 +42,9 @@ def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
     cls = resolve("methods", name)
     needs = resolve("methods", like or name)().needs
     takes = needs.adaptations
-    if needs.task == "zero_shot":
+    if takes == ("side_adapter",):
+        tables = of_a_hidden_model(folder, name, tables)
+    elif needs.task == "zero_shot":
         tables |= of_two_encoders(folder, takes[0])
         tables["method"] |= {
             "local": {"name": "adamw", "learning_rate": 0.03, "batch_size": 8},
@@ -56,15 +59,27 @@ def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
         tables["model"] = {"name": str(tiny_vit(folder)), "adaptation": {"name": "full"}}
     known = {"name", *(f.name for f in dataclasses.fields(cls))}
     tables["method"] = {key: value for key, value in tables["method"].items() if key in known}
-    if "foundation" in known:
+    if "identical" in known:
         tables["method"] |= {"foundation": str(head(folder)), "identical": ["labels"]}
     if "rounds" not in known:
         return tables
-    others = {key: tables["method"][key] for key in ("foundation",) if key in known}
+    others = {key: tables["method"][key] for key in ("foundation", "encryption") if key in known}
     try:
         checked(cls(rounds=rounds, **others))
     except InputError:
         tables["method"]["rounds"] = cls().rounds
+    return tables
+
+
+def of_a_hidden_model(folder, name, tables):
+    """Pictures for a method whose clients have no model, in the clear; for others the same model in the open."""
+    tables = {**tables, "data": {**tables["data"], "path": str(pictures(folder, 120))}}
+    twin = str(tiny_twin.folder(folder))
+    if name == "blindfed":
+        del tables["model"]
+        tables["method"] |= {"foundation": twin, "encryption": "clear", "released": "grid"}
+    else:
+        tables["model"] = {"name": twin, "adaptation": {"name": "side_adapter", "released": "grid"}}
     return tables
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fedfm.errors import ClientFault, InputError
 from fedfm.linalg.kernels import modular
-from fedfm.privacy.crypto.ciphertext_wire import _HEADER, Channel, second_polynomials
+from fedfm.privacy.crypto import noise
+from fedfm.privacy.crypto.ciphertext_wire import _HEADER, Channel
 from fedfm.privacy.crypto.ring import SLOW_LINK, Parameters
 
 PARAMETERS = Parameters()
@@ -50,7 +51,7 @@ def test_residues_take_the_bits_of_their_primes():
 def test_a_seed_halves_a_message():
     seed = bytes(reversed(range(32)))
     residues = RESIDUES.copy()
-    residues[:, 1] = second_polynomials(seed, 2, 2, PARAMETERS)
+    residues[:, 1] = noise.uniform(seed, 2, 2, PARAMETERS)
     message = client().pack(residues, SCALE, seed)
     assert len(message) < 0.51 * len(MESSAGE)
     assert np.array_equal(received(message)[0], residues)
@@ -58,11 +59,11 @@ def test_a_seed_halves_a_message():
 
 def test_seeded_polynomials_are_uniform_and_distinct():
     primes = np.array(PARAMETERS.primes[:5])[:, None]
-    made = second_polynomials(KEY, 4, 5, PARAMETERS)
+    made = noise.uniform(KEY, 4, 5, PARAMETERS)
     assert ((made >= 0) & (made < primes)).all()
     assert np.abs((made / primes).mean(axis=-1) - 0.5).max() < 5 / np.sqrt(12 * 8192)
     assert len({made[i, limb].tobytes() for i in range(4) for limb in range(5)}) == 20
-    assert not np.array_equal(made, second_polynomials(bytes(32), 4, 5, PARAMETERS))
+    assert not np.array_equal(made, noise.uniform(bytes(32), 4, 5, PARAMETERS))
 
 
 @given(st.lists(st.integers(20, 49), min_size=1, max_size=6), st.integers(0, 2**32))

@@ -297,7 +297,7 @@ def test_the_server_gets_no_secret_key():
 
 def test_a_second_polynomial_of_ones_own_choice():
     """The receiver makes c1 from a seed: the ciphertext still opens to the same polynomial."""
-    plain = encoding.to_residues(encoding.encode(X[:1], PARAMETERS.scale, 8192), 5, RING)
+    plain = encoding.modulo(encoding.encode(X[:1], PARAMETERS.scale, 8192), 5, RING)
     second = np.random.default_rng(8).integers(0, RING.primes[:5, None], (1, 5, 8192))
     residues = CLIENT.encrypted(plain, second)
     assert np.array_equal(residues[:, 1], second)

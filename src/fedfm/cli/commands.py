@@ -316,7 +316,7 @@ def schema(args: Any) -> int:
 
 def check(args: Any) -> int:
     """``fedfm check``."""
-    from fedfm.core.capabilities import Founded
+    from fedfm.core.capabilities import Founded, Modelled, Planned
     from fedfm.data.load import check_files
 
     experiment = _experiment(args)
@@ -327,7 +327,9 @@ def check(args: Any) -> int:
     if not experiment.run.superlink:  # with one, data and model lie on its machine
         from fedfm.models.names import locate
 
-        if experiment.model.name != "features":
+        if isinstance(experiment.method, Modelled):
+            experiment.method.check_model()
+        elif experiment.model.name != "features":
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()
@@ -339,6 +341,12 @@ def check(args: Any) -> int:
         result |= {"clients": list(population.clients), "classes": classes, "trainable": trainable}
         names = ", ".join(f'"{name}"' for name in classes)
         text += f"\n\n# {len(population.clients)} clients, {trainable} trainable numbers, classes = [{names}]"
+        if isinstance(experiment.method, Planned):
+            every = population.federated.clients.values()
+            counts = [sum(map(len, (index.train, index.val, index.test))) for index in every]
+            if (plan := experiment.method.plan(population.model, counts)) is not None:
+                result["plan"] = plan.to_dict()
+                text += "\n\n" + "\n".join(f"# {line}" for line in plan.table().splitlines())
     if args.matching:
         from dataclasses import asdict
 

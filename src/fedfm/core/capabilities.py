@@ -6,12 +6,12 @@ names its one caller. :class:`Needs` is data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
-from fedfm.core.client import Client, ClientId
+from fedfm.core.client import Client, ClientData, ClientId
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 
@@ -47,6 +47,7 @@ class Needs:
         pooled: it trains on all rows in one place; only the local engine supports this.
         model: who has the experiment's model. With "server" a client gets its rows as they were read, and the server
             requests no scores.
+        local: the setting because of which all parties are in one place, on the local engine; empty: none.
         task: the only task that it supports; empty: all.
         because: the setting that causes these needs, for messages; empty: the method.
     """
@@ -56,6 +57,7 @@ class Needs:
     ranks: tuple[int, ...] = ()
     pooled: bool = False
     model: Literal["everybody", "server"] = "everybody"
+    local: str = ""
     task: str = ""
     because: str = ""
 
@@ -67,6 +69,36 @@ class Sampling(Protocol):
     @property
     def fraction(self) -> float:
         """C, in (0, 1]."""
+
+
+@runtime_checkable
+class Modelled(Protocol):
+    """The method says which model it is about: there is no [model]. Caller: the experiment and the population."""
+
+    def model_table(self) -> dict[str, Any]:
+        """Keys of [model]."""
+
+    def check_model(self) -> None:
+        """Check that the model exists and is of the kind that it needs, without loading it.
+
+        Raises:
+            InputError: with what would be right.
+        """
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """What a run costs is known before it starts. Caller: ``fedfm check``."""
+
+    def plan(self, model: Model, rows: Sequence[int]) -> Any:
+        """The plan, with ``to_dict()`` and ``table()``, or None.
+
+        Args:
+            rows: of each client, training, validation and test rows together.
+
+        Raises:
+            InputError: such a run would be refused.
+        """
 
 
 @runtime_checkable
@@ -140,6 +172,31 @@ class Joining(Protocol):
         """
 
 
+@runtime_checkable
+class Viewing(Protocol):
+    """Clients see other rows than those they hold, and have a model for these. Caller: evaluation."""
+
+    @property
+    def clients_judge(self) -> bool:
+        """Whether the accuracy of one model for all comes from the clients' rows: the server can read no test rows."""
+
+    def view(self, client: Client) -> Client:
+        """Client half: the same client, with the rows and the model that its training uses."""
+
+    def fidelity(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
+        """How far a client's rows are from those of the server's model in the clear, for ``details``.
+
+        Caller: the local engine, the one place that has both.
+
+        Args:
+            seen: of :meth:`view`.
+            clear: the rows of ``train``, ``val`` or ``test`` by the server's model; not called where nothing is told.
+        """
+
+    def encoded(self, model: Model, rows: Rows) -> Rows:
+        """Rows as the server's model gives them to whoever holds them. Caller: ``fedfm predict`` and ``fedfm join``."""
+
+
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +256,15 @@ class RowsByOptimiser(Protocol):
     @property
     def rows_by_optimiser(self) -> bool:
         """Whether they do."""
+
+
+@runtime_checkable
+class Sealed(Protocol):
+    """The server cannot read some replies. Caller: the checks of secure aggregation and of noise on means."""
+
+    @property
+    def sealed(self) -> tuple[str, ...]:
+        """Names of ``asks``, whose replies are ciphertexts; neither check refuses them."""
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from fedfm.errors import RunError
 from fedfm.linalg.out_of_core import limit
 from fedfm.models.model import Model
 from fedfm.runtime import early_stopping
-from fedfm.runtime.client_memory import of_server, secret
+from fedfm.runtime.client_memory import Store, of_server, secret
 from fedfm.runtime.evaluation import Evaluator
 from fedfm.runtime.predictions import kept
 from fedfm.runtime.result import accounted, enter, finish
@@ -35,10 +35,20 @@ class Server:
         model: the server's copy of the model.
         judge: metrics of one model on the global test rows; None if the server has no test rows.
         progress: callbacks of the run.
+        aside: entries of the result's ``details`` that only an engine with all parties in one place knows.
     """
 
-    def __init__(self, run: Run, link: Link, model: Model, *, judge: Judge | None, progress: Progress) -> None:
-        self.run, self._progress = run, progress
+    def __init__(
+        self,
+        run: Run,
+        link: Link,
+        model: Model,
+        *,
+        judge: Judge | None,
+        progress: Progress,
+        aside: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        self.run, self._progress, self._aside = run, progress, aside
         self.method: Method[Any] = run.experiment.method
         self._start = time.perf_counter()
         self.fed = Federation(
@@ -50,6 +60,8 @@ class Server:
             on_excluded=progress.excluded,
             secret=partial(secret, run.path / "private", "server"),
             memory=of_server(run.path / "private"),
+            store=Store(run.path / "private", "server"),
+            tell=progress.notice,
         )
         self._evaluator = Evaluator(run, self.fed, judge)
 
@@ -64,7 +76,9 @@ class Server:
             fed.begin(0)
             for name in secrets_of(method, fed.aggregator):
                 fed.secret(name)  # drawn first, so that a resume without it is noticed
-            state, t, of = self._commit(0, method.init(fed)), 0, None
+            state = method.init(fed)
+            self._tell(fed.notices)
+            state, t, of = self._commit(0, state), 0, None
         else:
             run.into(fed, record)
             state, t, of = record["state"], record["round"], record["extra"].get("model_of_round")
@@ -91,7 +105,8 @@ class Server:
             self._tell([f"ended after {t} of {method.rounds} rounds: one more would exceed privacy.halt_at_epsilon"])
         if of is None:
             state, of = self._best(t, state)
-        return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), self._progress.notice)
+        told, notice = self._aside(), self._progress.notice
+        return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), notice, told)
 
     def _tell(self, notices: Sequence[str]) -> None:
         """Show notices, and add new ones to the manifest."""

@@ -13,18 +13,17 @@ import struct
 from typing import Literal
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-from cryptography.hazmat.primitives.ciphers.modes import CTR
 
 from fedfm.errors import E_FORMAT, E_ROUND, E_SHAPE, E_SIZE, E_VERSION, ClientFault, InputError
 from fedfm.linalg.kernels import modular
-from fedfm.privacy.crypto import keys
+from fedfm.privacy.crypto import noise
+from fedfm.privacy.crypto.keys import KEY
 from fedfm.privacy.crypto.ring import Parameters, Residues
 
 SESSION = 16  # bytes
 _HEADER = struct.Struct("<4sBBB16sQIBBd32s32s")
 _MARK, _VERSION, _TAG = b"FFCT", 1, 32
+_SESSION_AT = 7  # bytes before it in the header
 _FULL, _SEEDED, _BYTES = range(3)
 _LARGEST_SCALE = 2.0**120
 Sender = Literal["client", "server"]
@@ -47,16 +46,17 @@ class Channel:
     def __init__(
         self, parameters: Parameters, key: bytes, session: bytes, sender: Sender, *, most: int = 1 << 14
     ) -> None:
-        if len(key) != keys.KEY or len(session) != SESSION:
-            raise InputError(f"a session needs a key of {keys.KEY} bytes and a name of {SESSION} bytes")
+        if len(key) != KEY or len(session) != SESSION:
+            raise InputError(f"a session needs a key of {KEY} bytes and a name of {SESSION} bytes")
         self.parameters, self._key, self._session, self._most = parameters, key, session, most
         self._side = int(sender == "server")
         self.sent = self.received = 0
 
-    def pack(self, residues: Residues, scale: float, seed: bytes | None = None) -> bytes:
+    def pack(self, residues: Residues, scale: float, seed: bytes | None = None, note: bytes = b"") -> bytes:
         """Ciphertexts (count, 2, limbs, N) as the next message; with a seed their second polynomials are left out.
 
-        The second polynomials must then be :func:`second_polynomials` of that seed.
+        The second polynomials must then be :func:`fedfm.privacy.crypto.noise.uniform` of that seed. A note travels
+        behind the ciphertexts (:func:`note_of`).
         """
         count, polynomials, limbs, degree = residues.shape
         if polynomials != 2 or degree != self.parameters.degree or not 1 <= count <= self._most:
@@ -68,7 +68,7 @@ class Channel:
             for polynomial in range(sent):
                 modular.pack(residues[i, polynomial], bits, words[i, polynomial])
         kind = _SEEDED if seed else _FULL
-        return self._closed(kind, count, limbs, scale, seed or bytes(32), words.astype("<u8").tobytes())
+        return self._closed(kind, count, limbs, scale, seed or bytes(32), words.astype("<u8").tobytes() + note)
 
     def pack_keys(self, data: bytes) -> bytes:
         """Public keys as the next message."""
@@ -87,9 +87,11 @@ class Channel:
         return data[_HEADER.size : -_TAG]
 
     def unpack(
-        self, data: bytes, *, limbs: int, count: int | None = None, scale: float | None = None
+        self, data: bytes, *, limbs: int, count: int | None = None, scale: float | None = None, note: int = 0
     ) -> tuple[Residues, float]:
         """Ciphertexts of the next message, (count, 2, limbs, N), and their scale. None: whatever the message says.
+
+        ``note`` is the size of the note behind them, in bytes.
 
         Raises:
             ClientFault: the message is damaged, altered, of another session, step or sender, for other parameters, of
@@ -105,9 +107,11 @@ class Channel:
         if not (math.isfinite(got_scale) and 1 <= got_scale <= _LARGEST_SCALE) or scale not in (None, got_scale):
             raise ClientFault(E_SHAPE, f"ciphertexts of scale {got_scale!r} came, {scale or 'at least 1'} was expected")
         sent = 1 if kind == _SEEDED else 2
-        if len(data) != _HEADER.size + got_count * sent * self._bytes(limbs) + _TAG:
+        if len(data) != _HEADER.size + got_count * sent * self._bytes(limbs) + note + _TAG:
             raise ClientFault(E_SIZE, f"a message of {len(data)} bytes does not hold {got_count} ciphertexts")
-        words = np.frombuffer(data, "<u8", (len(data) - _HEADER.size - _TAG) // 8, _HEADER.size).astype(np.uint64)
+        words = np.frombuffer(data, "<u8", (len(data) - _HEADER.size - note - _TAG) // 8, _HEADER.size).astype(
+            np.uint64
+        )
         words = words.reshape(got_count, sent, -1)
         bits = np.array(self.parameters.bits[:limbs], np.int64)
         out = np.empty((got_count, 2, limbs, self.parameters.degree), np.int64)
@@ -115,7 +119,7 @@ class Channel:
             for polynomial in range(sent):
                 modular.unpack(words[i, polynomial], bits, out[i, polynomial])
         if kind == _SEEDED:
-            out[:, 1] = second_polynomials(seed, got_count, limbs, self.parameters)
+            out[:, 1] = noise.uniform(seed, got_count, limbs, self.parameters)
         primes = np.array(self.parameters.primes[:limbs], np.int64)[:, None]
         if not (out < primes).all():
             raise ClientFault(E_FORMAT, "a residue is not below its prime")
@@ -161,20 +165,17 @@ class Channel:
         return kind, count, limbs, scale, seed
 
 
-def second_polynomials(seed: bytes, count: int, limbs: int, parameters: Parameters) -> Residues:
-    """Uniform residues that sender and receiver make from 32 public bytes, (count, limbs, N); use a seed once.
+def note_of(data: bytes, size: int) -> bytes:
+    """The note of a message that :meth:`Channel.unpack` has accepted with this size."""
+    return data[-_TAG - size : -_TAG]
 
-    Words of the AES-256-CTR stream with as many bits as the prime; those that are not below it are left out.
+
+def session_of(data: bytes) -> bytes:
+    """The session that a message names, unchecked: to find the channel that checks it.
+
+    Raises:
+        ClientFault: the message is too short.
     """
-    out = np.empty((count, limbs, parameters.degree), np.int64)
-    for i in range(count):
-        for limb in range(limbs):
-            prime, bits = parameters.primes[limb], parameters.bits[limb]
-            counter = (i * limbs + limb).to_bytes(8, "big") + bytes(8)
-            stream = Cipher(AES256(seed), CTR(counter)).encryptor()
-            found = np.empty(0, np.uint64)
-            while len(found) < parameters.degree:
-                words = np.frombuffer(stream.update(bytes(8 * parameters.degree)), "<u8") & np.uint64((1 << bits) - 1)
-                found = np.concatenate([found, words[words < prime]])
-            out[i, limb] = found[: parameters.degree]
-    return out
+    if len(data) < _HEADER.size + _TAG:
+        raise ClientFault(E_SIZE, f"a message of {len(data)} bytes is cut off")
+    return bytes(data[_SESSION_AT : _SESSION_AT + SESSION])

@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedfm.errors import InputError, MissingExtra, RunError
-from fedfm.privacy.crypto import encoding
+from fedfm.privacy.crypto import encoding, keys, noise
 from fedfm.privacy.crypto.limbs import Ciphertexts, Refresh
 from fedfm.privacy.crypto.ring import Parameters, Residues, Ring
 
 _SIZE_AT, _DATA_AT = 13 * 8, 14 * 8  # of a ciphertext's numbers, in SEAL 4.1's object
 _MAGIC, _HEADER = 0xA15E, "<HBBBBHQ"  # of SEAL's streams: mark, header's size, version (2), compression, 0, length
+_AT_A_TIME = 64  # ciphertexts: what makes them stays small beside them
 _KEYS = "<4sQQQ"  # mark, sizes of the public, relinearisation and Galois keys
 
 
@@ -148,16 +149,15 @@ class ServerKeys:
         except (struct.error, ValueError, RuntimeError):
             raise InputError("these bytes are no public keys for the parameters") from None
         self._rotates = bool(sizes[2])
-        self._encryptor = s.Encryptor(library.context, public)
-        library.check_access(self._encryptor)
+        library.check_access(s.Encryptor(library.context, public))
+        self._public = library.read(public.data())
 
     def zeros(self, count: int, limbs: int) -> Residues:
         """Fresh encryptions of zero under the client's public key, (count, 2, limbs, N)."""
         out = np.empty((count, 2, limbs, self.parameters.degree), np.int64)
-        ciphertext = self._library.empty()
-        for i in range(count):
-            self._encryptor.encrypt_zero(self._library.ids[limbs], ciphertext)
-            out[i] = self._library.read(ciphertext)
+        for start in range(0, count, _AT_A_TIME):
+            piece = slice(start, min(start + _AT_A_TIME, count))
+            out[piece] = noise.public_zeros(self._public, piece.stop - piece.start, limbs, self.ring)
         return out
 
     def encrypt(self, values: NDArray[np.floating[Any]], limbs: int | None = None) -> Ciphertexts:
@@ -182,6 +182,10 @@ class ServerKeys:
         scale = x.scale / self.parameters.primes[x.level]
         return self._each(x, self._library.evaluator.rescale_to_next, x.level, scale)
 
+    def can_rotate(self, steps: int) -> bool:
+        """Whether the client sent the key for this rotation."""
+        return self._rotates and bool(self._galois.has_key(galois_element(steps, self.parameters.degree)))
+
     def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
         """Slot i + steps to slot i.
 
@@ -189,8 +193,7 @@ class ServerKeys:
             InputError: the client sent no key for this rotation.
         """
         slots = self.parameters.slots
-        element = galois_element(steps, self.parameters.degree)
-        if not (self._rotates and self._galois.has_key(element)):
+        if not self.can_rotate(steps):
             raise InputError(f"there is no key for a rotation by {steps % slots} slots")
         evaluator, keys = self._library.evaluator, self._galois
 
@@ -238,9 +241,7 @@ class ClientKeys:
         public = s.PublicKey()
         self._generator.create_public_key(public)
         self._public = saved(public)
-        self._encryptor = s.Encryptor(library.context, public)
-        self._encryptor.set_secret_key(self._secret)
-        library.check_access(self._encryptor)
+        library.check_access(s.Encryptor(library.context, public))
         numbers = self._secret.data().dyn_array()
         words = np.array([numbers.at(i) for i in range(numbers.size())], np.uint64).view(np.int64)
         self._key: Residues = words.reshape(len(parameters.primes), parameters.degree)
@@ -257,35 +258,24 @@ class ClientKeys:
         parts.append(saved(self._generator.create_galois_keys(elements)) if elements else b"")
         return struct.pack(_KEYS, b"FFK1", *map(len, parts)) + b"".join(parts)
 
-    def zeros(self, count: int, limbs: int) -> Residues:
-        """Fresh encryptions of zero under the secret key, (count, 2, limbs, N)."""
-        out = np.empty((count, 2, limbs, self.parameters.degree), np.int64)
-        ciphertext = self._library.empty()
-        for i in range(count):
-            self._encryptor.encrypt_zero_symmetric(self._library.ids[limbs], ciphertext)
-            out[i] = self._library.read(ciphertext)
-        return out
-
-    def encrypted(self, plain: Residues, second: Residues | None = None) -> Residues:
-        """Ciphertexts of polynomials in evaluation form: (count, limbs, N) -> (count, 2, limbs, N).
+    def encrypted(self, coefficients: Residues, second: Residues | None = None) -> Residues:
+        """Fresh ciphertexts of whole polynomials: coefficients (count, limbs, N) -> (count, 2, limbs, N).
 
         ``second`` (count, limbs, N) becomes the second polynomial: uniform numbers that the receiver can make itself,
         never used twice.
         """
-        out = self.zeros(len(plain), plain.shape[1])
-        first = self.ring.add(np.ascontiguousarray(out[:, 0]), plain)
-        if second is not None:
-            # c0 + c1 s does not change if c1 becomes u and c0 becomes c0 + (c1 - u) s.
-            difference = self.ring.add(np.ascontiguousarray(out[:, 1]), second, -1)
-            first = self.ring.dyadic(difference, self._key_like(difference), first)
-            out[:, 1] = second
-        out[:, 0] = first
-        return out
+        count, limbs, degree = coefficients.shape
+        if second is None:
+            second = noise.uniform(keys.entropy(keys.KEY), count, limbs, self.parameters)
+        error = noise.errors(count, degree)
+        plain = self.ring.forward(noise.shifted(coefficients, error, self.ring))
+        masked = self.ring.dyadic(second, self._key_like(second), np.zeros_like(plain))
+        return np.ascontiguousarray(np.stack([self.ring.add(plain, masked, -1), second], axis=1))
 
     def encrypt(self, values: NDArray[np.floating[Any]]) -> Residues:
         """Real slots (count, N / 2) -> fresh ciphertexts (count, 2, limbs, N)."""
         plain = encoding.encode(np.asarray(values, np.float64), self.parameters.scale, self.parameters.degree)
-        return self.encrypted(encoding.to_residues(plain, self.parameters.limbs, self.ring))
+        return self.encrypted(encoding.modulo(plain, self.parameters.limbs, self.ring))
 
     def opened(self, residues: Residues) -> Residues:
         """The encrypted polynomials with their noise: (count, 2 or 3, limbs, N) -> (count, limbs, N)."""

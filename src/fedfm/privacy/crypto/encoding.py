@@ -58,7 +58,12 @@ def decode(coefficients: NDArray[np.int64], scale: float) -> NDArray[np.float64]
 
 def to_residues(coefficients: NDArray[np.int64], limbs: int, ring: Ring) -> Residues:
     """Whole coefficients (count, N) -> evaluation form (count, limbs, N)."""
-    return ring.forward(np.stack([coefficients % q for q in ring.primes[:limbs]], axis=1))
+    return ring.forward(modulo(coefficients, limbs, ring))
+
+
+def modulo(coefficients: NDArray[np.int64], limbs: int, ring: Ring) -> Residues:
+    """Whole coefficients (count, N) modulo the primes, (count, limbs, N)."""
+    return np.stack([coefficients % q for q in ring.primes[:limbs]], axis=1)
 
 
 def to_coefficients(residues: Residues, ring: Ring) -> NDArray[np.int64]:

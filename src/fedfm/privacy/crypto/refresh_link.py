@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.privacy.crypto import encoding, keys
-from fedfm.privacy.crypto.ciphertext_wire import Channel, second_polynomials
+from fedfm.privacy.crypto import encoding, keys, noise
+from fedfm.privacy.crypto.ciphertext_wire import Channel
 from fedfm.privacy.crypto.ckks import ClientKeys
 from fedfm.privacy.crypto.limbs import Ciphertexts
 from fedfm.privacy.crypto.refresh import Masking, renewed
@@ -60,15 +60,16 @@ def answered(client: ClientKeys, channel: Channel, message: bytes, limbs: int) -
     """
     residues, scale = channel.unpack(message, limbs=limbs)
     seed = keys.entropy(keys.KEY)
-    second = second_polynomials(seed, len(residues), client.parameters.limbs, client.parameters)
+    second = noise.uniform(seed, len(residues), client.parameters.limbs, client.parameters)
     return channel.pack(renewed(client, residues, second), scale, seed)
 
 
-def sealed(client: ClientKeys, channel: Channel, values: NDArray[np.floating[Any]]) -> bytes:
-    """Real slots (count, N / 2), encrypted, as the client's next message."""
+def sealed(client: ClientKeys, channel: Channel, values: NDArray[np.floating[Any]], limbs: int | None = None) -> bytes:
+    """Real slots (count, N / 2), encrypted with so many primes (None: all), as the client's next message."""
     parameters = client.parameters
+    limbs = parameters.limbs if limbs is None else limbs
     plain = encoding.encode(np.asarray(values, np.float64), parameters.scale, parameters.degree)
     seed = keys.entropy(keys.KEY)
-    second = second_polynomials(seed, len(plain), parameters.limbs, parameters)
-    residues = client.encrypted(encoding.to_residues(plain, parameters.limbs, client.ring), second)
+    second = noise.uniform(seed, len(plain), limbs, parameters)
+    residues = client.encrypted(encoding.modulo(plain, limbs, client.ring), second)
     return channel.pack(residues, parameters.scale, seed)

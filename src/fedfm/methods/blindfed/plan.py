@@ -1,0 +1,219 @@
+"""What an encrypted run costs, before it starts: counted operations, times seconds that this machine takes for each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from fedfm.errors import InputError
+from fedfm.methods.blindfed import messages
+from fedfm.methods.blindfed.folded_model import FoldedModel
+from fedfm.methods.blindfed.operations import Count, counted
+from fedfm.methods.blindfed.releases import Released
+from fedfm.privacy.crypto import ckks
+from fedfm.privacy.crypto.encrypted_block import Packing
+from fedfm.privacy.crypto.limbs import Ciphertexts, linear, products
+from fedfm.privacy.crypto.refresh import MOST, Masking, distance, renewed
+from fedfm.privacy.crypto.ring import SECURE_BITS, Parameters
+
+_AGAIN = 4  # ciphertexts and turns of a timed operation
+
+
+@dataclass(frozen=True)
+class EncryptedPlan:
+    """Costs of a run.
+
+    Attributes:
+        ring_dimension: N.
+        log_q: bits of all primes, with the special one.
+        security_bits: of the largest security of HomomorphicEncryption.org's tables that log_q reaches.
+        depth: multiplications one after another in the deepest block.
+        levels: rescalings between two refreshes.
+        batch: rows of a ciphertext.
+        batches: of all clients.
+        ciphertext_bytes: to the owner (seeded, all primes), back (primes of a refresh), and released (one prime).
+        key_bytes: of a client's evaluation keys, sent once.
+        wide, narrow: refreshes a block of at least d ciphertexts, and of fewer; the largest of all blocks.
+        refreshed: ciphertexts a batch, of all blocks.
+        messages: a batch, of all blocks, with rows and releases.
+        bytes_per_sample: of all messages, of a full batch.
+        statistical_distance: of the client with most rows; it has to be at most 2^-40.
+        seconds_per_block: of a batch, on one core of this machine: owner, and a client on the same machine.
+        seconds: of all batches one after another on one core, owner and clients.
+    """
+
+    ring_dimension: int
+    log_q: int
+    security_bits: int
+    depth: int
+    levels: int
+    batch: int
+    batches: int
+    ciphertext_bytes: tuple[int, int, int]
+    key_bytes: int
+    wide: int
+    narrow: int
+    refreshed: int
+    messages: int
+    bytes_per_sample: float
+    statistical_distance: float
+    seconds_per_block: tuple[float, float]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """By name."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """For people."""
+        up, down, out = (f"{b / 1e3:,.0f} kB" for b in self.ciphertext_bytes)
+        shown = f"2^{math.log2(self.statistical_distance):.1f}" if self.statistical_distance else "0"
+        owner, client = self.seconds_per_block
+        lines = [
+            ("ring", f"degree {self.ring_dimension}, {self.log_q} bits, {self.security_bits}-bit security"),
+            ("depth", f"{self.depth} a block, {self.levels} between refreshes"),
+            ("refreshes a block", f"{self.wide} wide, {self.narrow} narrow"),
+            ("ciphertext", f"{up} to the owner, {down} back, {out} released"),
+            ("keys", f"{self.key_bytes / 1e6:,.1f} MB a client, once"),
+            ("batches", f"{self.batches} of up to {self.batch} rows"),
+            ("messages", f"{self.messages} a batch, {self.bytes_per_sample / 1e6:,.2f} MB a row"),
+            ("statistical distance", f"at most {shown}, of the 2^{math.log2(MOST):.0f} allowed"),
+            ("seconds a block", f"{owner:,.1f} owner, {client:,.1f} client, one core"),
+            ("all batches", f"{_span(self.seconds)} on one core"),
+        ]
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def plan(
+    folded: FoldedModel,
+    rows: Sequence[int],
+    released: str,
+    *,
+    projection: int = 0,
+    parameters: Parameters = messages.SETS[0],
+) -> EncryptedPlan:
+    """Costs of passing so many rows of each client.
+
+    Args:
+        projection: p of ``tokens``.
+
+    Raises:
+        InputError: parameters of less than 128-bit security, or a run that would exceed the statistical distance.
+    """
+    tokens, d = folded.positions.shape
+    layout, floor = Packing(parameters, tokens), messages.floor_of(parameters)
+    kind = Released(released, tokens, d, np.ones((projection, d)) if released == "tokens" else None)
+    counts = [counted(layer, tokens, parameters, number == 0) for number, layer in enumerate(folded.blocks)]
+    full, low = (sum(parameters.bits[:n]) * parameters.degree // 8 for n in (parameters.limbs, floor))
+    rows_bytes = sum(parameters.bits[: messages.rows_limbs(parameters)]) * parameters.degree // 8
+    one = 2 * parameters.bits[0] * parameters.degree // 8
+    batches = [-(-n // layout.samples) for n in rows]
+    refreshed = sum(sum(c.refreshes) for c in counts)
+    spent = max(batches, default=0) * refreshed * distance(parameters, floor, parameters.scale, folded.bound)
+    if spent > MOST:
+        raise InputError(
+            f"{max(rows)} rows of one client bring the masks' statistical distance to 2^{math.log2(spent):.1f}, above "
+            f"2^{math.log2(MOST):.0f}: encrypt fewer rows"
+        )
+    sizes = refreshed * (full + 2 * low) + len(counts) * kind.ciphertexts * one + folded.embedding.shape[1] * rows_bytes
+    seconds, key_bytes = _seconds(folded, counts, layout)
+    log_q = sum(parameters.bits) + parameters.special
+    return EncryptedPlan(
+        ring_dimension=parameters.degree,
+        log_q=log_q,
+        security_bits=128 if log_q <= SECURE_BITS[parameters.degree] else 0,
+        depth=max(_depth(folded, number) for number in range(len(counts))),
+        levels=parameters.limbs - floor,
+        batch=layout.samples,
+        batches=sum(batches),
+        ciphertext_bytes=(full, 2 * low, one),
+        key_bytes=key_bytes,
+        wide=max(sum(n >= d for n in c.refreshes) for c in counts),
+        narrow=max(sum(n < d for n in c.refreshes) for c in counts),
+        refreshed=refreshed,
+        messages=1 + sum(2 * len(c.refreshes) + 1 for c in counts),
+        bytes_per_sample=sizes / layout.samples,
+        statistical_distance=spent,
+        seconds_per_block=seconds,
+        seconds=sum(batches) * len(counts) * sum(seconds),
+    )
+
+
+def _depth(folded: FoldedModel, number: int) -> int:
+    """Levels of a block: norms with square and product, W_qkv, scores, exp, inverse with scales, products, W_o, MLP."""
+    layer = folded.blocks[number]
+    known = [getattr(r, "depth", 0) for r in (*layer.norms, layer.exponential, layer.inverse, layer.gelu)]
+    first, second, exponential, inverse, gelu = known
+    return (2 + first) + (2 + second) + 2 + exponential + (2 + inverse) + 3 + (2 + gelu)
+
+
+def _seconds(folded: FoldedModel, counts: Sequence[Count], layout: Packing) -> tuple[tuple[float, float], int]:
+    """(owner, client) of a mean block, from timed operations; bytes of the evaluation keys."""
+    parameters, (tokens, d) = layout.parameters, folded.positions.shape
+    floor = messages.floor_of(parameters)
+    client = ckks.ClientKeys(parameters)
+    public = client.public(layout.rotations)
+    server = ckks.ServerKeys(parameters, public, floor=floor)
+    x = Ciphertexts(client.encrypt(np.ones((_AGAIN, parameters.slots))).view(np.uint64), parameters.scale, server)
+    each: dict[tuple[str, int], float] = {}
+    operations: Counter[tuple[str, int]] = sum((c.operations for c in counts), Counter())
+    for name, limbs in operations:
+        y = x.at(limbs)
+        if name == "relinearise":
+            wide = Ciphertexts(np.repeat(y.limbs, 2, axis=1)[:, :3].copy(), y.scale, server)
+            each[name, limbs] = _timed(lambda wide=wide: server.relinearise(wide))  # type: ignore[misc]
+        elif name == "rescale":
+            each[name, limbs] = _timed(lambda y=y: server.rescale(y))  # type: ignore[misc]
+        else:
+            step = min(layout.rotations)
+            each[name, limbs] = _timed(lambda y=y, step=step: server.rotate(y, step))  # type: ignore[misc]
+    masking = Masking(folded.bound)
+    hidden, _ = masking.hide(x.at(floor))
+    answer = Ciphertexts(renewed(client, hidden.residues).view(np.uint64), x.scale, server)
+
+    def cover() -> None:
+        _, mask = masking.hide(x.at(floor))
+        masking.reveal(answer, mask)
+
+    theirs = _timed(lambda: renewed(client, hidden.residues))
+    ours = _timed(cover)
+    term = _timed(lambda: products(x, x))
+    few = min(32, d)
+    many = Ciphertexts(np.repeat(x.limbs[:1], few, axis=0), x.scale, server)
+    matrix = _timed(lambda: linear(np.ones((few, few)), many)) * _AGAIN / few**2
+    m = np.mean([len(layer.weights["up"]) for layer in folded.blocks])
+    refreshed = sum(sum(c.refreshes) for c in counts) / len(counts)
+    fixed = sum(count * each[key] for key, count in operations.items()) / len(counts)
+    terms = 2 * d * tokens + 4 * d + m
+    return (
+        float(fixed + refreshed * ours + terms * term + (4 * d * d + 2 * d * m) * matrix),
+        float(refreshed * theirs),
+    ), len(public)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    """CPU seconds of one ciphertext: the least of some turns."""
+    work()  # compiles, and makes tables
+    best = math.inf
+    for _ in range(_AGAIN):
+        start = time.process_time()
+        work()
+        best = min(best, time.process_time() - start)
+    return best / _AGAIN
+
+
+def _span(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -1,0 +1,227 @@
+"""Whole runs of BlindFed: in the clear, and on ciphertexts with a tiny model; killed ones, and what crossed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import fedfm
+import tiny_twin
+from fedfm.api.join import join
+from fedfm.api.predict import export, predict
+from fedfm.core.wire import payload
+from fedfm.runtime.client import Silos
+from small import pictures
+
+CLIENTS = 3
+
+
+def experiment(folder, *, run=None, limit=60, **method):
+    keys = {"name": "blindfed", "foundation": str(tiny_twin.folder(folder)), "rounds": 3, "released": "grid"}
+    local = {"learning_rate": 0.1, "epochs": 5, "batch_size": 16}
+    rows = folder / "pictures.npz"
+    return {
+        "data": {
+            "path": str(rows if rows.exists() else pictures(folder, limit)),
+            "partition": {"name": "iid", "clients": CLIENTS},
+        },
+        "method": keys | {"local": local} | method,
+        "run": {"seed": 0, "workers": 1} | (run or {}),
+    }
+
+
+def crossings(folder):
+    return [json.loads(line) for line in (folder / "messages.jsonl").read_text().splitlines()]
+
+
+SAME = ("params_sha256", "accuracy", "client_accuracy", "bytes_up", "bytes_down")
+
+
+@pytest.fixture(scope="module")
+def clear(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clear")
+    tables = experiment(folder, encryption="clear")
+    return folder, tables, fedfm.run(tables, folder / "run")
+
+
+def test_in_the_clear_it_learns_and_says_that_it_is_a_simulation(clear):
+    folder, _, result = clear
+    assert result["accuracy"] > 0.9  # a quarter is guessing
+    assert result["details"]["accuracy_clear"] == result["accuracy"]
+    assert any("simulation" in text for text in fedfm.load_run(folder / "run").manifest["notices"])
+    assert {c["form"] for c in crossings(folder / "run")} == {"plain"}
+
+
+class Killed(BaseException):
+    """As by a signal: nothing of the process's memory is left."""
+
+
+@pytest.mark.parametrize("protocol", ["masked", "permuted"])
+def test_a_run_that_is_killed_between_batches_goes_on_there(protocol, clear, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedfm.runtime.client_memory.entropy", lambda n: b"k" * n)  # the same orders in both runs
+    monkeypatch.setattr("fedfm.methods.blindfed.passing.SLOTS", 64)  # 16 rows a batch
+    tables = experiment(clear[0], encryption="clear", protocol=protocol)
+    straight = fedfm.run(tables, tmp_path / "straight")
+    answer, asked = Silos.answer, []
+
+    def dying(self, requests):
+        if requests[0].handler.endswith(("_keep", "_align")):
+            asked.append(requests[0].payload["batch"])
+            if len(asked) == CLIENTS + 1:
+                raise Killed
+        return answer(self, requests)
+
+    monkeypatch.setattr(Silos, "answer", dying)
+    with pytest.raises(Killed):
+        fedfm.run(tables, tmp_path / "killed")
+    resumed = fedfm.resume(tmp_path / "killed")
+    assert {key: resumed[key] for key in ("params_sha256", "accuracy", "client_accuracy")} == {
+        key: straight[key] for key in ("params_sha256", "accuracy", "client_accuracy")
+    }
+    assert asked.count(0) == CLIENTS  # what was kept did not come again
+    assert resumed["bytes_up"] >= straight["bytes_up"]  # what had crossed is counted
+
+
+def test_no_label_reaches_the_server_and_the_paper_s_protocol_sends_them(clear, tmp_path, monkeypatch):
+    folder = clear[0]
+    sent = {}
+
+    def listening(self, requests):
+        values = answer(self, requests)
+        for request, value in zip(requests, values, strict=True):
+            name = request.handler.rpartition("_")[2]
+            sent.setdefault(name, []).append(b"".join(map(bytes, payload.encode(value)[1])))
+        return values
+
+    answer = Silos.answer
+    monkeypatch.setattr(Silos, "answer", listening)
+    rows = np.load(folder / "pictures.npz")
+    found = {}
+    for protocol in ("masked", "permuted"):
+        sent.clear()
+        fedfm.run(experiment(folder, encryption="clear", protocol=protocol), tmp_path / protocol)
+        run = fedfm.load_run(tmp_path / protocol)
+        from fedfm.runtime.population import populate
+
+        clients = populate(run.experiment).federated.clients
+        labels = [rows["y"][index.train].astype("<i8").tobytes() for index in clients.values()]
+        found[protocol] = sorted(name for name, data in sent.items() if any(y in d for y in labels for d in data))
+    assert found["masked"] == []
+    assert found["permuted"] == ["labelled"]
+
+
+def test_one_finished_run_predicts_takes_a_newcomer_and_is_exported(clear, tmp_path):
+    folder, _, _ = clear
+    run = folder / "run"
+    rows = np.load(folder / "pictures.npz")
+    found = predict(run, folder / "pictures.npz")
+    right = np.array(found["predictions"]) == rows["classes"][rows["y"]]
+    assert right.mean() > 0.9
+    late = join(run, folder / "pictures.npz")
+    assert late["accuracy"] > 0.8
+    export(run, "torch", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "fedfm.json").read_text())["adaptation"] == "side_adapter"
+    assert "released states" in (tmp_path / "out" / "README.md").read_text()
+
+
+# --- on ciphertexts ---------------------------------------------------------------------------------------------------
+
+pytest.importorskip("tenseal", reason="the extra [encrypted] is not installed")
+
+
+@pytest.fixture(scope="module")
+def encrypted(tmp_path_factory, clear):
+    """A run of three clients under secure aggregation."""
+    folder = tmp_path_factory.mktemp("encrypted")
+    tables = experiment(clear[0], encryption="ckks") | {"privacy": {"aggregator": "secagg"}}
+    return folder, fedfm.run(tables, folder / "run")
+
+
+def test_on_ciphertexts_it_learns_the_same(encrypted, clear):
+    result, details = encrypted[1], encrypted[1]["details"]
+    assert result["excluded"] == []
+    assert abs(result["accuracy"] - details["accuracy_clear"]) <= 0.05  # 12 test rows
+    assert abs(result["accuracy"] - clear[2]["accuracy"]) <= 0.05
+    assert 0 < details["max_error"] < 1e-2
+    assert details["encrypted_rows"] == 60
+    assert 0 < details["statistical_distance"] < 2.0**-40
+    assert details["ciphertext_bytes"] > 1000
+    assert details["seconds_per_sample"] > 0
+
+
+def test_nothing_large_reaches_the_server_in_the_clear(encrypted):
+    found = crossings(encrypted[0] / "run")
+    assert {c["form"] for c in found if c["to"] == "server" and c["bytes"] > 20_000} <= {"encrypted", "masked"}
+    forms = {(c["handler"], c["to"] == "server"): c["form"] for c in found}
+    assert forms["query.BlindFed_refresh", False] == forms["query.BlindFed_refresh", True] == "encrypted"
+    assert forms["query.BlindFed_keep", False] == "encrypted"
+    assert forms["train.BlindFed_train", True] == "masked"
+
+
+def test_the_secret_key_stays_with_its_client(encrypted):
+    private = encrypted[0] / "run" / "private"
+    key = (private / "memory" / "+store" / "client-00" / "ckks").read_bytes()[-4096:]
+    holders = [p for p in private.rglob("*") if p.is_file() and key in p.read_bytes()]
+    assert [p.relative_to(private).parts[:3] for p in holders] == [("memory", "+store", "client-00")]
+    assert all(p.stat().st_mode & 0o077 == 0 for p in private.rglob("*") if p.is_file() and p.name != "lock")
+
+
+def test_predictions_of_an_encrypted_run_go_by_ciphertexts(encrypted, clear, tmp_path):
+    rows = np.load(clear[0] / "pictures.npz")
+    few = {name: rows[name][:5] if name != "classes" else rows[name] for name in rows.files}
+    np.savez(tmp_path / "few.npz", **few)
+    found = predict(encrypted[0] / "run", tmp_path / "few.npz")
+    assert len(found["predictions"]) == 5
+    assert np.mean(np.array(found["predictions"]) == rows["classes"][rows["y"][:5]]) >= 0.8
+
+
+START = """
+import sys, tomllib, fedfm, pathlib
+fedfm.run(pathlib.Path(sys.argv[1]), sys.argv[2])
+"""
+
+
+def test_a_killed_encrypted_run_goes_on_at_its_block(encrypted, clear, tmp_path):
+    from fedfm.config.experiment import Experiment
+
+    tables = experiment(clear[0], encryption="ckks")
+    (tmp_path / "exp.toml").write_text(Experiment.from_dict(tables).to_toml())
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, str(tmp_path / "exp.toml"), str(tmp_path / "run")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    store, deadline = tmp_path / "run" / "private" / "+store" / "server", time.monotonic() + 300
+    while not list(store.glob("states-*")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list(store.glob("states-*"))
+    kept = tmp_path / "run" / "private" / "memory" / "+store" / "client-00" / "states-0-1"
+    before = kept.read_bytes()
+    result = fedfm.resume(tmp_path / "run")
+    assert result["rounds"] == 3
+    assert result["excluded"] == []
+    assert abs(result["accuracy"] - encrypted[1]["accuracy"]) <= 0.05
+    assert kept.read_bytes() == before  # the first block did not come again
+    assert not list(store.glob("states-*"))
+    assert result["details"]["encrypted_rows"] == 60
+
+
+@pytest.mark.deployment
+def test_deployed_it_is_as_accurate_and_sites_are_told_no_model(encrypted, clear, tmp_path):
+    tables = experiment(clear[0], encryption="ckks", run={"engine": "deployment", "workers": 0})
+    result = fedfm.run(tables, tmp_path / "run")
+    assert abs(result["accuracy"] - encrypted[1]["accuracy"]) <= 0.05
+    assert result["excluded"] == []
+    told = [p.read_text() for p in (tmp_path / "run" / "private" / "deployment").rglob("site.json")]
+    assert len(told) == CLIENTS
+    assert all("tiny-twin" not in text and "[model]" not in text for text in told)

@@ -1,0 +1,80 @@
+"""The plan of an encrypted run against a run."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from fedfm.errors import InputError
+from fedfm.privacy.crypto import keys
+from fedfm.privacy.crypto.refresh import DistanceLedger
+from fedfm.privacy.crypto.ring import SLOW_LINK, Parameters
+from random_twin import random_model
+
+pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
+
+from fedfm.methods.blindfed.encrypted import Holder, Owner
+from fedfm.methods.blindfed.operations import counted
+from fedfm.methods.blindfed.plan import plan
+
+TOKENS, D = 4, 4
+
+
+@pytest.mark.parametrize("parameters", [Parameters(), SLOW_LINK], ids=["8192", "16384"])
+def test_a_run_does_what_was_planned(parameters):
+    """Operations, refreshes, messages, bytes, distance, and states within 1e-3 of the clear, at both rings."""
+    model, rows, states = random_model(3, TOKENS, D, blocks=1)
+    holder = Holder.new(TOKENS, parameters)
+    public, session, key, ledger = holder.public(), keys.entropy(16), keys.entropy(32), DistanceLedger()
+    owner, found, done = Owner(model, "class", public, session, key, ledger), Counter(), []
+    for name in ("relinearise", "rescale", "rotate"):
+        call = getattr(owner.keys, name)
+
+        def count(x, *more, name=name, call=call):
+            if not done and not (name == "relinearise" and x.limbs.shape[1] == 2):
+                found[name, x.level + 1] += len(x)
+            return call(x, *more)
+
+        setattr(owner.keys, name, count)
+    holder.begin(session, key)
+    crossed, messages = [], []
+
+    def exchange(message):
+        answer = holder.refresh(message)
+        messages.extend((message, answer))
+        crossed.append(len(message) + len(answer))
+        return answer
+
+    def release(block, message):
+        done.append(message)
+        crossed.append(len(message))
+        got = holder.released(message, 3)
+        np.testing.assert_allclose(got, owner.kind.clear(states)[:, block], atol=1e-3)
+
+    sent = holder.rows(rows)
+    choose = owner._chosen
+    owner._chosen = lambda *a: done.append(0) or choose(*a)  # what follows is the release, not the block
+    owner.run(sent, exchange, release)
+    made = plan(model, [3], "class", parameters=parameters)
+    want = counted(model.blocks[0], TOKENS, parameters, first=True)
+    found["rescale", max(n for n in range(1, parameters.limbs + 1) if not parameters.wide(n))] -= D  # the embedding's
+    assert found == want.operations
+    assert ledger.ciphertexts == sum(want.refreshes) == made.refreshed
+    assert ledger.spent == pytest.approx(made.statistical_distance, rel=0.02)
+    assert made.messages == len(messages) + 2
+    assert made.wide + made.narrow == len(messages) // 2
+    assert made.bytes_per_sample * made.batch == pytest.approx(sum(crossed) + len(sent), rel=0.001)
+    assert made.key_bytes == pytest.approx(len(public), rel=0.01)
+    assert made.security_bits == 128
+    assert made.depth == 2 * (2 + 7) + 2 + 4 + (2 + 5) + 3 + (2 + 1)
+    assert made.seconds == pytest.approx(sum(made.seconds_per_block))
+    assert f"degree {parameters.degree}" in made.table()
+    assert made.to_dict()["ring_dimension"] == parameters.degree
+
+
+def test_insecure_parameters_and_too_many_rows_are_refused():
+    with pytest.raises(InputError, match="less than 128-bit security"):
+        Parameters(8192, (43, 36, 36, 36, 36), 43)
+    model, *_ = random_model(3, TOKENS, D, blocks=1)
+    with pytest.raises(InputError, match="encrypt fewer rows"):
+        plan(model, [10**12], "class")
