@@ -189,7 +189,7 @@ def test_the_papers_polynomials(place, tmp_path):
         ({"distil": {"epochs": [1, -1, 1]}}, "distil.epochs"),
         ({"distil": {"learning_rates": [0.0, 1.0, 1.0]}}, "distil.learning_rates"),
         ({"distil": {"polynomials": "chebyshev"}}, 'distil.polynomials = "?chebyshev'),
-        ({"distil": {"temperatur": 3.0}}, "distil.temperatur: unknown key"),
+        ({"distil": {"tau": 3.0}}, "distil.tau: unknown key"),
         ({"model": {"adaptation": {"name": "lora"}}}, "distillation trains all parameters"),
         ({"model": {"weights": "random"}}, "nothing to distil"),
         ({"model": {"name": "nano-gpt2"}}, "model.name: .*reads text"),
