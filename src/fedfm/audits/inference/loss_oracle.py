@@ -1,7 +1,7 @@
 """Labels from a mean loss of predictions that the asker chooses.
 
-The mean cross-entropy -1/n sum_i log p_i[y_i] is linear in log p. With -log p_i[c] = c C^i the sum is a number in base C
-whose digits are the labels. A loss of b bits gives b / log2(C) labels a query.
+The mean cross-entropy -1/n sum_i log p_i[y_i] is linear in log p. With -log p_i[c] = c C^i the sum is a number in base
+C whose digits are the labels. A loss of b bits gives b / log2(C) labels a query.
 """
 
 from __future__ import annotations
