@@ -138,9 +138,10 @@ def run(net: Network, pixels: np.ndarray, clear: np.ndarray, truth: np.ndarray) 
         common.goal("largest error of a logit", error, most=1e-2),
     ]
     notes = [
-        f"Largest error of a logit {error:.1e}. Accuracy {(logits.argmax(1) == truth).mean():.2f}, in the clear {(clear.argmax(1) == truth).mean():.2f}. "
-        f"{(len(message) + refresh.bytes_up + refresh.bytes_down) / 1e6:.0f} MB crossed, {refresh.messages} refreshes "
-        f"({ledger}). A ciphertext has room for {PARAMETERS.slots} pictures: as many take the same time.",
+        f"Largest error of a logit {error:.1e}. Accuracy {(logits.argmax(1) == truth).mean():.2f}, in the clear "
+        f"{(clear.argmax(1) == truth).mean():.2f}. {(len(message) + refresh.bytes_up + refresh.bytes_down) / 1e6:.0f} "
+        f"MB crossed, {refresh.messages} refreshes ({ledger}). A ciphertext has room for {PARAMETERS.slots} pictures: "
+        "as many take the same time.",
         f"The suite's reference takes {REFERENCE:.0f} s as reported, without interaction, on another machine.",
     ]
     return rows, goals, notes
