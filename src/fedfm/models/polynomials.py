@@ -1,7 +1,7 @@
 """Polynomials in place of exp, 1/x, 1/sqrt(x) and GELU, for models that are computed on encrypted numbers.
 
 Each class has one recipe, of sums and products alone. It runs on tensors, and on any object with ``+``, ``*`` (by its
-own kind or by a number) and ``square()``, such as an array of ciphertexts. BlindFed (arXiv:2507.05223) names the
+own kind or by a number) and ``square()``, such as an array of ciphertexts. BlindFed (arXiv:2502.01289) names the
 polynomials (equations 1 to 3, Algorithm 1); scaling, squaring and the start of the square root are ours.
 
 An affine map before a polynomial is free where it is folded into the weights of the layer before. So each class gives

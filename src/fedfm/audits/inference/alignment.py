@@ -1,6 +1,6 @@
 """Undoing the permutation of a batch: which state after a block belongs to which state before it?
 
-BlindFed (arXiv:2507.05223) permutes the samples of a batch anew for each block. A residual block changes its input
+BlindFed (arXiv:2502.01289) permutes the samples of a batch anew for each block. A residual block changes its input
 little, so that a state after the block is like its own state before it.
 """
 
