@@ -70,14 +70,19 @@ def guaranteed(method: Any, aggregation: Any, privacy: Any) -> tuple[Any, Any]:
 
 def _check_method(method: Any) -> None:
     where = 'privacy.unit = "client":'
-    if method.asks:
+    if asks := _readable(method):
         raise InputError(
-            f"{where} the server looks at replies of single clients ({listed(method.asks)}), and the noise is on means"
+            f"{where} the server looks at replies of single clients ({listed(asks)}), and the noise is on means"
         )
     if not method.means:
         raise InputError(f"{where} this method sends no update that noise could hide; drop [privacy]")
     if isinstance(method, Keeping | Personal) or (isinstance(method, TrainsLocally) and method.local.personal):
         raise InputError(f"{where} every client ends with a model of its own, and the noise is on means")
+
+
+def _readable(method: Any) -> list[str]:
+    """Its client halves whose single replies the server can read."""
+    return [name for name in method.asks if name not in method.sealed]
 
 
 def _rule(e: Any) -> str:
@@ -120,6 +125,8 @@ def check_as_asked(e: Any) -> None:
         raise InputError(f'run.wire: engine = "{run.engine}" always serialises; drop it')
     if needs.pooled and run.engine != "local":
         raise InputError(f'{method} pools all rows in one place: expected run.engine = "local"')
+    if needs.local and run.engine != "local":
+        raise InputError(f'{needs.local}: all parties are in one place: expected run.engine = "local"')
     if run.local_scores and e.privacy is not None:
         raise InputError("run.local_scores: accuracies of single clients are covered by no [privacy]; drop one")
     if run.patience and not e.data.val_fraction:
@@ -154,9 +161,9 @@ def _check_secagg(e: Any, method: str) -> None:
     if isinstance(bare, Private) and e.privacy and None not in (e.privacy.target_epsilon, e.privacy.delta):
         with contextlib.suppress(InputError):  # under [privacy] a method may use a mean where it else asks
             bare = protected(e.method, e.privacy)
-    if bare.asks:
+    if asks := _readable(bare):
         raise InputError(
-            f'{where} the server of {method} looks at single replies ({" and ".join(bare.asks)}); expected "plain"'
+            f'{where} the server of {method} looks at single replies ({" and ".join(asks)}); expected "plain"'
         )
     if not bare.means:
         raise InputError(f"{where} {method} sends no update that could be hidden; drop it")

@@ -14,7 +14,7 @@ from fedfm.config import compatibility
 from fedfm.config.registry import admit_named, name_of
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import build, build_named, named, plain, read, refuse_unknown, to_toml
-from fedfm.core.capabilities import Private
+from fedfm.core.capabilities import Modelled, Private
 from fedfm.core.fields import check
 from fedfm.core.method import Method
 from fedfm.data.spec import IN_MEMORY, WITHHELD, DataSpec
@@ -26,6 +26,7 @@ from fedfm.privacy.spec import PrivacySpec
 
 T = TypeVar("T")
 _MODEL = "model.name"  # the one server-only value that is not a field of the method
+_MISSING = "[{}] is missing; an experiment has [data], [model] and [method]"
 
 
 @dataclass(frozen=True, init=False)
@@ -55,7 +56,7 @@ class Experiment:
     def __init__(
         self,
         data: DataSpec | Mapping[str, Any],
-        model: ModelSpec | Mapping[str, Any],
+        model: ModelSpec | Mapping[str, Any] | None,
         method: Any,
         *,
         name: str | None = None,
@@ -72,11 +73,20 @@ class Experiment:
             InputError: with the key, what it is, and what would be right.
         """
         changed = method_name is not None
-        data, model = _built(DataSpec, data, "data"), _built(ModelSpec, model, "model")
+        data = _built(DataSpec, data, "data")
         if isinstance(method, Mapping):
             method_name, method = build_named("methods", method, "method")
         elif not isinstance(method, Method):
             raise InputError(f'method = {method!r:.80}: expected a table, e.g. {{"name": "fedavg"}}, or a Method')
+        if isinstance(method, Modelled):
+            if model is not None and not changed:
+                raise InputError(
+                    "[model]: clients of this method have no model, and method.foundation is the server's; drop it"
+                )
+            model = method.model_table()
+        elif model is None:
+            raise InputError(_MISSING.format("model"))
+        model = _built(ModelSpec, model, "model")
         privacy = None if privacy is None else _built(PrivacySpec, privacy, "privacy")
         method = method.settled(privacy) if isinstance(method, Private) else method
         if attack is not None and not isinstance(attack, Attack):
@@ -142,15 +152,15 @@ class Experiment:
         """
         known = {"name", "data", "model", "method", "privacy", "attack", "aggregation", "run"}
         refuse_unknown(table, known, "")
-        for section in ("data", "model", "method"):
+        for section in ("data", "method"):
             if section not in table:
-                raise InputError(f"[{section}] is missing; an experiment has [data], [model] and [method]")
+                raise InputError(_MISSING.format(section))
         for section in known - {"name"}:
             if section in table and not isinstance(table[section], Mapping):
                 raise InputError(f"{section} = {table[section]!r}: expected a table [{section}]")
         if imports:
             admit_named(table)
-        return cls(**table)
+        return cls(**{"model": None, **table})
 
     def server_only(self) -> dict[str, Any]:
         """Values that only the server may know, by key."""
@@ -189,7 +199,8 @@ class Experiment:
     def to_dict(self) -> dict[str, Any]:
         """Nested tables with every default filled in; ``from_dict`` is the inverse."""
         method = {"name": self.method_name} | plain(self.method)
-        tables = {"name": self.name, "data": plain(self.data), "model": plain(self.model), "method": method}
+        model = {} if isinstance(self.method, Modelled) else {"model": plain(self.model)}
+        tables = {"name": self.name, "data": plain(self.data), **model, "method": method}
         others = {"privacy": self.privacy, "attack": self.attack, "aggregation": self.aggregation, "run": self.run}
         return tables | {key: named(value) for key, value in others.items() if value is not None}
 

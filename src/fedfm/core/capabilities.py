@@ -47,6 +47,7 @@ class Needs:
         pooled: it trains on all rows in one place; only the local engine supports this.
         model: who has the experiment's model. With "server" a client gets its rows as they were read, and the server
             requests no scores.
+        local: the setting because of which all parties are in one place, on the local engine; empty: none.
         task: the only task that it supports; empty: all.
         because: the setting that causes these needs, for messages; empty: the method.
     """
@@ -56,6 +57,7 @@ class Needs:
     ranks: tuple[int, ...] = ()
     pooled: bool = False
     model: Literal["everybody", "server"] = "everybody"
+    local: str = ""
     task: str = ""
     because: str = ""
 
@@ -67,6 +69,14 @@ class Sampling(Protocol):
     @property
     def fraction(self) -> float:
         """C, in (0, 1]."""
+
+
+@runtime_checkable
+class Modelled(Protocol):
+    """The method says which model it is about; its experiment has no [model]. Caller: the experiment."""
+
+    def model_table(self) -> dict[str, Any]:
+        """Keys of [model]."""
 
 
 @runtime_checkable
@@ -138,6 +148,18 @@ class Joining(Protocol):
         Raises:
             InputError: the method has no start for it.
         """
+
+
+@runtime_checkable
+class Viewing(Protocol):
+    """Clients see other rows than those they hold, and have a model for these. Caller: evaluation."""
+
+    @property
+    def clients_judge(self) -> bool:
+        """Whether the accuracy of one model for all comes from the clients' rows: the server can read no test rows."""
+
+    def view(self, client: Client) -> Client:
+        """Client half: the same client, with the rows and the model that its training uses."""
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------

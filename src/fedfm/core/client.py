@@ -72,6 +72,8 @@ class Client:
         secret: 32 bytes by name, from the operating system's entropy, the same for the whole run; never sent.
         first: the first value that was given under a name in this run. A resume, or a repeated message, undoes neither
             the name nor the value, unlike :attr:`memory`.
+        store: bytes by name, on the disk when an assignment returns; neither a resume nor a repeated message undoes
+            them. Never sent.
         private: what the client optimiser trains by under DP-SGD, whose ``data`` can be counted only; None: as usual.
         trained: last result of the client optimiser: the client's model before aggregation.
         shown: what the server sends to all clients alike in this message: handler, round and payload.
@@ -91,6 +93,7 @@ class Client:
     metrics: dict[str, float] = field(default_factory=dict)
     secret: Callable[[str], bytes] = no_secret
     first: Callable[[str, bytes], bytes] = no_firsts
+    store: MutableMapping[str, bytes] = field(default_factory=dict)
     private: Any = None
     trained: Params | None = None
     shown: tuple[Any, ...] = ()

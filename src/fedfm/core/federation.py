@@ -37,12 +37,14 @@ class Federation:
         initial: w_0, the trainable parameters before the first round.
         round: 1, 2, ... during a round; 0 before the first.
         call: number of the round's last call, from 1; a client reads the memory that earlier calls left.
+        tell: shows a text to the user now, e.g. how far a long step is; the run does not keep it.
         excluded: clients left out so far, each with the reason.
         notices: messages of this round for the user.
         heard: number of clients with a valid reply to the method's last call; after :meth:`mean`, those in the mean.
         metrics: means of the metrics in this round's updates, weighted like the updates.
         secret: the server's 32 bytes by name, from the operating system's entropy, the same for the whole run.
         memory: the server's private memory, as of the last committed round.
+        store: bytes by name, on the disk when an assignment returns, so that a resume finds them within a round.
         process_memory: what an aggregation keeps while this process runs; a resumed run starts without it.
     """
 
@@ -57,12 +59,16 @@ class Federation:
         on_excluded: Callable[[Excluded], None] = lambda excluded: None,
         secret: Callable[[str], bytes] = no_secret,
         memory: Callable[[int], MutableMapping[str, Any]] | None = None,
+        store: MutableMapping[str, bytes] | None = None,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._link = link
         self.secret = secret
         kept: dict[str, Any] = {}
         self._memory = memory or (lambda t: kept)
         self.memory = self._memory(0)
+        self.store: MutableMapping[str, bytes] = {} if store is None else store
+        self.tell = tell
         self.process_memory: dict[str, Any] = {}
         self.model = model
         self.initial: Params = model.params()
@@ -120,6 +126,7 @@ class Federation:
         check: Callable[[Any], None] = lambda value: None,
         least: int | None = None,
         form: str = "plain",
+        down: str = "plain",
         **payload: Any,
     ) -> dict[ClientId, Any]:
         """Run a client handler in each silo. The server SEES each client's reply.
@@ -134,6 +141,7 @@ class Federation:
             check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
             least: number of valid replies that the call needs; by default ``min_clients``.
             form: form in which the server sees a reply, for the transcript: plain, masked or encrypted.
+            down: form of what the server sends.
 
         Raises:
             RunError: too few clients gave a valid reply.
@@ -147,7 +155,8 @@ class Federation:
                 match(value.delta if isinstance(value, Update) else value, layout, "delta")
             check(value)
 
-        came = self.exchange(kind, handler, of, payload, hint, form=form, counted=counted, check=checked, least=least)
+        forms = {"form": form, "down": down}
+        came = self.exchange(kind, handler, of, payload, hint, **forms, counted=counted, check=checked, least=least)
         shelf, means, replies = Shelf(), update_metrics.Means(), dict[ClientId, Any]()
         for client, value in came:
             if isinstance(value, Update):
@@ -192,6 +201,7 @@ class Federation:
         hint: Any,
         *,
         form: str = "plain",
+        down: str = "plain",
         counted: bool = True,
         check: Callable[[ClientId, Any], None] = lambda client, value: None,
         least: int | None = None,
@@ -221,7 +231,7 @@ class Federation:
                 self._exclude(reply.client, fault)
                 continue
             pending.remove(reply.client)
-            self._record(name, reply, form, counted)
+            self._record(name, reply, form, down, counted)
             try:
                 if reply.fault is not None:
                     raise reply.fault
@@ -262,9 +272,9 @@ class Federation:
         self.excluded.append(excluded)
         self._on_excluded(excluded)
 
-    def _record(self, name: str, reply: Reply, form: str, counted: bool) -> None:
-        down = Crossing(self.round, "server", reply.client, name, reply.nbytes_down, "plain", counted, self.call)
-        self.transcript.add(down)
+    def _record(self, name: str, reply: Reply, form: str, down: str, counted: bool) -> None:
+        sent = Crossing(self.round, "server", reply.client, name, reply.nbytes_down, down, counted, self.call)
+        self.transcript.add(sent)
         if reply.nbytes_up:
             up = Crossing(self.round, reply.client, "server", name, reply.nbytes_up, form, counted, self.call)
             self.transcript.add(up)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fedfm.core.rows import Batch, Rows
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
+from fedfm.models.side_adapter import STATES
 
 _LOOK = 64  # rows whose median length represents all rows
 
@@ -58,7 +59,8 @@ def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
     names = _names(model)
     shared = names - math.ceil(names / batch_size)
     encoded = model.encode(row)
-    if encoded is row or "features" not in encoded.tensors or "features" in row.tensors:
+    cached = {"features", STATES} & encoded.tensors.keys()
+    if encoded is row or not cached or "features" in row.tensors:
         return Macs(total - shared, 0)
     training = _count(model, encoded.batch([0]))
     return Macs(training - shared, total - training)

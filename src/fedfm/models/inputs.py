@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,34 @@ def processor_call(processor: Any) -> Preprocess:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))  # (n, 3, H, W)
 
     return call
+
+
+_TOLD = (
+    *("do_convert_rgb", "do_resize", "size", "resample", "do_rescale", "rescale_factor"),
+    *("do_normalize", "image_mean", "image_std"),
+)
+
+
+def told(processor: Any) -> dict[str, Any]:
+    """What a party without the model needs to prepare pictures as ``processor`` does.
+
+    Raises:
+        InputError: it does more than to resize, rescale and normalise.
+    """
+    kind = type(processor).__name__
+    if not kind.startswith("ViTImageProcessor"):
+        raise InputError(
+            f"a party without the model cannot prepare pictures as a {kind} does: expected a ViT's processor"
+        )
+    found = {key: value for key, value in processor.to_dict().items() if key in _TOLD and value is not None}
+    return {key: dict(value) if key == "size" else value for key, value in found.items()}
+
+
+def from_told(how: Mapping[str, Any]) -> Preprocess:
+    """The preparation that :func:`told` describes."""
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+    return processor_call(ViTImageProcessorPil(**{key: value for key, value in how.items() if key in _TOLD}))
 
 
 def plain_call(size: int, mean: Sequence[float], std: Sequence[float]) -> Preprocess:

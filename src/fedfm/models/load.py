@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
-from fedfm.models import families, hub, inputs
+from fedfm.models import families, hub, inputs, side_adapter
 from fedfm.models.adapters import adaptation
 from fedfm.models.architectures import resnet
 from fedfm.models.architectures.dual_encoder import DualEncoder
@@ -92,6 +92,13 @@ def load_model(
     _draw_head(loaded.module, loaded.new, seed)
     print_ = fingerprint(loaded.module.state_dict(), loaded.config, loaded.new)
     loaded.module.eval()
+    if adapt.name == "side_adapter":
+        if task != "classification":
+            raise InputError(
+                f'model.adaptation.name = "side_adapter": it has a classification head, task {task!r} none'
+            )
+        module, tools = loaded.module.to(device), loaded.tools
+        return side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
     head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
     _keep_head_exact(head, spec)

@@ -7,7 +7,8 @@ from typing import Any
 
 from fedfm.core.fields import setting
 
-ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt")
+ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt", "side_adapter")
+RELEASED = ("class", "grid", "tokens")
 TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
 _NUMBERS = ("float32", "bfloat16", "float16")
 
@@ -16,8 +17,8 @@ _NUMBERS = ("float32", "bfloat16", "float16")
 class AdaptationSpec:
     """The trainable part of the model."""
 
-    name: str = setting("lora", "full, head, top_layers, lora, ffa_lora or prompt", choices=ADAPTATIONS)
-    rank: int = setting(8, "lora: rank r", ge=1, le=65_536)  # wider than any layer
+    name: str = setting("lora", "full, head, top_layers, lora, ffa_lora, prompt or side_adapter", choices=ADAPTATIONS)
+    rank: int = setting(8, "lora, side_adapter: rank r", ge=1, le=65_536)  # wider than any layer
     alpha: float | None = setting(
         None, "lora: scale is alpha / rank [2 rank; rank for task zero_shot]", gt=0, finite=True
     )
@@ -27,6 +28,13 @@ class AdaptationSpec:
     )
     layers: int | None = setting(None, "top_layers: how many; lora: only in so many last layers", ge=1)
     tokens: int = setting(16, "prompt: learned vectors before the class name, task zero_shot", ge=1)
+    released: str = setting(
+        "class",
+        "side_adapter: what it reads of each block: class (the class token, or the mean over tokens), grid (also the "
+        "means of the four quadrants), tokens (all, projected)",
+        choices=RELEASED,
+    )
+    projection: int = setting(32, 'side_adapter, released = "tokens": numbers a token', ge=1, le=65_536)
 
 
 @dataclass(frozen=True)

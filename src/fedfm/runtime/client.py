@@ -24,9 +24,9 @@ from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_LOST, E_READONLY, E_REFUSED, ClientFault, Lost, first_line
 from fedfm.linalg.params import Params
 from fedfm.privacy.policy import EXPOSES, WORDS
-from fedfm.runtime.client_memory import DiskMemory, first, secret
+from fedfm.runtime.client_memory import DiskMemory, Store, first, secret
 from fedfm.runtime.evaluation import Evaluation
-from fedfm.runtime.predictions import scores
+from fedfm.runtime.predictions import scores, seen_by
 from fedfm.training import private, scheduler
 
 
@@ -168,7 +168,8 @@ class Silos:
         """Accuracy and loss of the client's trained model, and 1, whose mean is the share of clients with test rows."""
         if client.trained is None or not len(client.data.test):
             return {}
-        found = scores(self._method, client.model, client.trained, client.data.test)
+        seen = seen_by(self._method, client)
+        found = scores(self._method, seen.model, client.trained, seen.data.test)
         metrics = {BEFORE: found.get("accuracy"), LOSS_BEFORE: found.get("loss")}
         known = {key: value for key, value in metrics.items() if value is not None}
         return known | {JUDGED: 1.0} if known else {}
@@ -184,6 +185,7 @@ class Silos:
             seed=seeds.derive(self._seed, "client", request.round, request.client),
             secret=partial(secret, self._memory, request.client),
             first=partial(first, self._memory, request.client),
+            store=Store(self._memory, request.client),
             **self._own,
             private=None if plan is None else private.Descent(plan, data),
         )

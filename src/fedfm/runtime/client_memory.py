@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from fedfm.core import storage
 from fedfm.core.text import safe_name
@@ -21,7 +22,7 @@ from fedfm.runtime.kept_files import SECRET, version_name, version_of
 ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # the largest of each that fits into a version's name
 BACK = 2  # rounds that a resume may go back: to the newest checkpoint, or to the one before if it is damaged
 
-FIRSTS = "+first"  # never a party's folder, as kept_files.LISTS
+FIRSTS, STORES = "+first", "+store"  # never a party's folder, as kept_files.LISTS
 
 entropy = os.urandom  # tests replace it
 
@@ -77,6 +78,50 @@ def first(root: Path, client: str, name: str, value: bytes) -> bytes:
     if (found := storage.unseal(path.read_bytes())) is None:
         raise kept_files.lost(path, kept_files.DAMAGED, path)
     return found
+
+
+class Store(MutableMapping[str, bytes]):
+    """Values that are on the disk when an assignment returns, without versions: no resume undoes them.
+
+    Args:
+        root: folder of all stores; each party has a subfolder, made on the first write.
+    """
+
+    def __init__(self, root: Path, party: str) -> None:
+        self._folder = root / STORES / safe_name(party)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / safe_name(key)
+
+    def __getitem__(self, key: str) -> bytes:
+        path = self._path(key)
+        try:
+            found = storage.unseal(path.read_bytes())
+        except FileNotFoundError:
+            raise KeyError(key) from None
+        if found is None:
+            raise kept_files.lost(path, kept_files.DAMAGED, path)
+        return found
+
+    def __setitem__(self, key: str, value: bytes) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        storage.write_atomic(self._path(key), storage.seal(value), 0o600)
+
+    def __delitem__(self, key: str) -> None:
+        try:
+            self._path(key).unlink()
+        except FileNotFoundError:
+            raise KeyError(key) from None
+
+    def __iter__(self) -> Iterator[str]:
+        names = os.listdir(self._folder) if self._folder.is_dir() else ()
+        return iter(sorted(unquote(name) for name in names if not name.startswith(".")))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._path(key).exists()
 
 
 def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.capabilities import Applying, HidingCounts, Judge, Keeping, Predicting, Starting, has
+from fedfm.core.capabilities import Applying, HidingCounts, Judge, Keeping, Predicting, Starting, Viewing, has
 from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.method import Method
@@ -19,7 +19,7 @@ from fedfm.errors import RunError
 from fedfm.linalg.params import Params
 from fedfm.models import metrics
 from fedfm.runtime.population import Partitioned
-from fedfm.runtime.predictions import check_own, kept, logits, own, personal, scores
+from fedfm.runtime.predictions import check_own, kept, logits, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run
 from fedfm.training import packed
 
@@ -35,6 +35,7 @@ class Evaluation:
     @on_client(kind="scores")
     def evaluate(self, client: Client, w: Params, part: str) -> dict[str, Any]:
         """The client's own model on its own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
+        client = seen_by(self.method, client)
         return scores(self.method, client.model, own(self.method, client, w), _rows(client, part))
 
     @on_client(kind="scores")
@@ -109,7 +110,9 @@ class Evaluator:
             validated = [m for m in self._own(by_client, "val").values() if m.get("loss") is not None]
             rows = sum(m["n"] for m in validated)
             line["val_loss"] = sum(m["n"] * m["loss"] for m in validated) / rows if rows else None
-        if self.judge is not None and (thorough or not personal(self._method)):
+        if self._by_clients:
+            line |= {"global_accuracy": _pooled("accuracy", tested.values()), "loss": _pooled("loss", tested.values())}
+        elif self.judge is not None and (thorough or not personal(self._method)):
             by_model = {client: self.judge(w) for client, w in self.revealed(state).items()}
             judged = list(by_model.values())
             line["global_accuracy"] = _mean("accuracy", judged)
@@ -131,6 +134,11 @@ class Evaluator:
         return line
 
     @property
+    def _by_clients(self) -> bool:
+        """Whether the clients' rows judge the one model for all, because the server can read none."""
+        return has(self._method, Viewing) and self._method.clients_judge
+
+    @property
     def _validates(self) -> bool:
         """Whether clients have validation rows and may be asked for scores."""
         if self._run.experiment.privacy is not None:
@@ -145,7 +153,7 @@ class Evaluator:
     ) -> dict[ClientId, dict[str, Any]]:
         """Metrics of each client's model on its own rows; {} for a client that was not asked or did not answer."""
         hidden = has(self._method, HidingCounts) and self._method.hides_counts
-        unable = self._method.needs.model == "server"
+        unable = self._method.needs.model == "server" and not has(self._method, Viewing)
         # Under an epsilon no client is asked: the ledger does not account for exact scores. Where sums hide updates,
         # only a method without one model for the server's own test rows needs them.
         privacy = self._run.experiment.privacy
@@ -171,6 +179,13 @@ class Evaluator:
 def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:
     known = [m[key] for m in scores if m.get(key) is not None]
     return sum(known) / len(known) if known else None
+
+
+def _pooled(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:
+    """Mean weighted by rows: of an accuracy that over the union of these rows."""
+    known = [m for m in scores if m.get(key) is not None]
+    rows = sum(m["n"] for m in known)
+    return sum(m["n"] * m[key] for m in known) / rows if rows else None
 
 
 def judge(

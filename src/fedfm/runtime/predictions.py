@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedfm.core.capabilities import Applying, Composed, Keeping, Personal, Predicting, Transforming, has
+from fedfm.core.capabilities import Applying, Composed, Keeping, Personal, Predicting, Transforming, Viewing, has
 from fedfm.core.checks import match
 from fedfm.core.client import Client
 from fedfm.core.method import Method
@@ -32,6 +32,11 @@ def kept(method: Method[Any]) -> bool:
 
 def _optimiser_keeps(method: Method[Any]) -> bool:
     return has(method, TrainsLocally) and method.local.personal
+
+
+def seen_by(method: Method[Any], client: Client) -> Client:
+    """Client half: the client with the rows and the model that its training uses."""
+    return method.view(client) if has(method, Viewing) else client
 
 
 def own(method: Method[Any], client: Client, w: Params) -> Params:

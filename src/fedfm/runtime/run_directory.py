@@ -40,7 +40,7 @@ _NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices"
 # Temporary files that a killed process may leave.
 _PARTS = [".manifest.json.*", ".metrics.jsonl.*", ".messages.jsonl.*", ".*.npz.*", "arrays/.*", "checkpoint/.*"]
 _PARTS += ["private/checkpoint/.*", "private/server/.*", "private/memory/*/.*", "private/+kept/*/.*"]
-_PARTS += ["private/memory/+kept/*/.*"]
+_PARTS += ["private/memory/+kept/*/.*", "private/+store/*/.*", "private/memory/+store/*/.*"]
 KEEP = 2  # checkpoints: the newest, and a fallback
 
 

@@ -18,7 +18,7 @@ from fedfm.errors import RunError
 from fedfm.linalg.out_of_core import limit
 from fedfm.models.model import Model
 from fedfm.runtime import early_stopping
-from fedfm.runtime.client_memory import of_server, secret
+from fedfm.runtime.client_memory import Store, of_server, secret
 from fedfm.runtime.evaluation import Evaluator
 from fedfm.runtime.predictions import kept
 from fedfm.runtime.result import accounted, enter, finish
@@ -50,6 +50,8 @@ class Server:
             on_excluded=progress.excluded,
             secret=partial(secret, run.path / "private", "server"),
             memory=of_server(run.path / "private"),
+            store=Store(run.path / "private", "server"),
+            tell=progress.notice,
         )
         self._evaluator = Evaluator(run, self.fed, judge)
 

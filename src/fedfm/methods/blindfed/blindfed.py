@@ -1,0 +1,215 @@
+"""BlindFed: A Framework for Double-Blind Federated Adaptation of Foundation Models.
+
+Tastan, Nandakumar. 2025. arXiv:2502.01289, Section 3; the paper numbers equations and has no Algorithm. Clients see
+neither the foundation model nor each other's rows, the server sees no rows: it computes on ciphertexts. The clients
+learn side adapters and a head (equations 4 to 6) on the block outputs that the server releases to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedfm.core.capabilities import Judge, Needs
+from fedfm.core.client import Client, ClientId, Update, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.fields import setting
+from fedfm.core.method import Method
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.methods.blindfed import clear, foundation, permuted
+from fedfm.methods.blindfed.holding import Held, Hello, Opened
+from fedfm.models.spec import RELEASED
+from fedfm.training import SGD, Local
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server carries.
+
+    Attributes:
+        w: (theta, eta), adapters and head.
+        figures: of the encrypted passes, for the result.
+    """
+
+    w: Params
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BlindFed(Method[State]):
+    """Every row passes the server's frozen model once, encrypted; then FedAvg of adapters on the released states.
+
+    "masked" is ours: the client gets the released states of its rows in the clear and keeps its labels. "permuted" is
+    the paper's: it gets the states of all tokens in secret orders, and labels leave; these orders leak
+    (``fedfm audit``).
+    """
+
+    means: ClassVar[tuple[str, ...]] = ("train",)
+    state_type: ClassVar[Any] = State
+    keeps_foundation: ClassVar[bool] = True
+
+    rounds: int = setting(50, "T, rounds of averaging after the rows have passed; 0 evaluates the start", ge=0)
+    fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
+    local: Local = setting(SGD(learning_rate=0.05, batch_size=16), "client optimiser: E, B, eta")
+    protocol: str = setting("masked", "masked (ours) or permuted (the paper's)", choices=("masked", "permuted"))
+    encryption: str = setting(
+        "ckks", "ckks, or clear: a simulation in which the server sees the rows", choices=("ckks", "clear")
+    )
+    foundation: str = setting(
+        "",
+        'the distilled model ("nano-vit-fhe", or a folder of `fedfm distil`); only the server reads it',
+        required=True,
+        words='"nano-vit-fhe" or a folder that `fedfm distil` made',
+        metadata={"server_only": True},
+    )
+    rank: int = setting(8, "r, of the side adapters", ge=1, le=65_536)
+    released: str = setting(
+        "class",
+        "what clients see of each block: class (class token or mean), grid (also the means of four quadrants), tokens "
+        "(all, by a secret projection)",
+        choices=RELEASED,
+    )
+    projection: int = setting(32, 'released = "tokens": numbers a token', ge=1, le=65_536)
+    labels: str = setting(
+        "permuted",
+        "permuted protocol: the server returns the labels in its order (permuted) or the loss alone (loss_only, as "
+        "printed: nothing can be trained with it)",
+        choices=("permuted", "loss_only"),
+    )
+    processes: int = setting(0, "of the server's encrypted computation; 0: one per core", ge=0)
+
+    # --- server half --------------------------------------------------------------------------------------------------
+    def init(self, fed: Federation) -> State:
+        foundation.check(fed.model, self.foundation)
+        return State(fed.initial, self.passed(fed))
+
+    def passed(self, fed: Federation) -> dict[str, float]:
+        """Steps 1 to 4 of the protocol, once: all rows of all clients pass the model."""
+        if self.protocol == "permuted":
+            return permuted.passed(self, fed)
+        if self.encryption == "clear":
+            return clear.passed(self, fed)
+        from fedfm.methods.blindfed import masked  # needs TenSEAL
+
+        return masked.passed(self, fed)
+
+    def step(self, fed: Federation, state: State, t: int) -> State:
+        cohort = fed.sample(self.fraction)
+        return replace(state, w=state.w + fed.mean(self.train, of=cohort, w=state.w))  # equation 7
+
+    def params_for(self, state: State, client: ClientId) -> Params:
+        return state.w
+
+    # --- client half --------------------------------------------------------------------------------------------------
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        mine = self.view(client)
+        w_k = client.trained = self.local(mine, w)
+        return Update(w_k - w, len(mine.data.train), mine.metrics)
+
+    def view(self, client: Client) -> Client:
+        return self.held.view(client)
+
+    @on_client(kind="query")
+    def open(self, client: Client, told: Hello) -> Opened:
+        """Step 1: what the rows have to look like; the client's numbers of rows, and its keys."""
+        return self.held.open(client, told)
+
+    @on_client(kind="query")
+    def rows(self, client: Client, batch: int) -> Tensor:
+        """Step 2: a batch of rows, in the client's own order."""
+        return self.held.rows(client, batch)
+
+    @on_client(kind="query", varying=("states",))
+    def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
+        """Step 4: released states, which the client keeps for all rounds; it says how many rows they are of."""
+        return self.held.keep(client, batch, block, states)
+
+    @on_client(kind="query", varying=("message",))
+    def refresh(self, client: Client, message: Tensor) -> Tensor:
+        """Step 3: decrypt masked numbers, and encrypt them again."""
+        return self.held.refresh(client, message)
+
+    @on_client(kind="query")
+    def labelled(self, client: Client, batch: int) -> dict[str, Tensor]:
+        """Permuted, step 1: a batch of rows with its labels."""
+        return self.held.labelled(client, batch)
+
+    @on_client(kind="query", varying=("states",))
+    def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
+        """Permuted, step 3: the states of all tokens in a secret order, which the client keeps and returns."""
+        return self.held.turn(client, batch, block, states)
+
+    @on_client(kind="query", varying=("orders", "labels"))
+    def align(self, client: Client, batch: int, orders: Tensor, labels: Tensor) -> int:
+        """Permuted, steps 4 and 6: the orders from each block to the next, and the labels in the last one."""
+        return self.held.align(client, batch, orders, labels)
+
+    @cached_property
+    def held(self) -> Held:
+        """What this process knows of its clients' released states."""
+        return Held(self.protocol, self.encryption)
+
+    # --- what it needs and promises -----------------------------------------------------------------------------------
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """The model is the server's; in the clear all parties are in one place."""
+        local = 'method.encryption = "clear"' if self.encryption == "clear" else ""
+        return Needs("side_adapter", ("side_adapter",), model="server", local=local)
+
+    @property
+    def asks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The messages of the protocol."""
+        if self.protocol == "permuted":
+            return ("open", "labelled", "turn", "align")
+        return ("open", "rows", "keep", *(("refresh",) if self.encryption == "ckks" else ()))
+
+    @property
+    def sealed(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Ciphertexts, keys and numbers of rows."""
+        return self.asks if self.encryption == "ckks" else ()
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Of the orders."""
+        return ("orders",) if self.protocol == "permuted" else ()
+
+    @property
+    def clients_judge(self) -> bool:
+        """With encrypted rows, test rows are the clients'."""
+        return self.encryption == "ckks"
+
+    def model_table(self) -> dict[str, Any]:
+        adapt = {"name": "side_adapter", "rank": self.rank, "released": self.released, "projection": self.projection}
+        return {"name": self.foundation, "task": "classification", "adaptation": adapt}
+
+    def check_foundation(self) -> None:
+        foundation.check_place(self.foundation)
+
+    def details(self, state: State, judge: Judge | None) -> dict[str, Any]:
+        return dict(state.figures) | {"accuracy_clear": None if judge is None else judge(state.w).get("accuracy")}
+
+    def validate(self) -> None:
+        if self.protocol != "permuted":
+            if self.labels != "permuted":
+                raise InputError(f'method.labels = "{self.labels}" belongs to protocol = "permuted"; drop it')
+            return
+        if self.encryption != "clear":
+            raise InputError(
+                'method.protocol = "permuted" leaks what it should hide, and is there for its audit in the clear: '
+                'expected encryption = "clear", or protocol = "masked"'
+            )
+        if self.released == "tokens":
+            raise InputError(
+                'method.released = "tokens" hides tokens by a projection, and protocol = "permuted" sends them whole: '
+                'expected "class" or "grid"'
+            )
+        if self.labels == "loss_only" and self.rounds:
+            raise InputError(
+                f'method.labels = "loss_only": a client that gets the loss alone has no gradient, so that nothing can '
+                f'be trained in {self.rounds} rounds; expected rounds = 0, or labels = "permuted"'
+            )

@@ -1,0 +1,39 @@
+"""The "masked" protocol of BlindFed without encryption: the same messages, in which the server sees the rows.
+
+A simulation, of what the clients learn with and of how well: only the encrypted protocol hides rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedfm.core.federation import Federation
+from fedfm.methods.blindfed.foundation import check
+from fedfm.methods.blindfed.holding import spans
+from fedfm.methods.blindfed.passing import Passing, clear_states
+
+if TYPE_CHECKING:
+    from fedfm.methods.blindfed.blindfed import BlindFed
+
+NOTICE = 'encryption = "clear" is a simulation: the server saw all rows; only "ckks" hides them'
+
+
+def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
+    """All rows pass the server's model: a batch of every client at a time."""
+    passing = Passing.begin(fed, check(fed.model, method.foundation))
+    fed.notice(NOTICE)
+    fed.tell(NOTICE)
+    passing.opened = fed.ask(method.open, told=passing.hello())
+    batches = {client: len(spans(o.rows, passing.batch)) for client, o in passing.opened.items()}
+    for batch in range(max(batches.values(), default=0)):
+        left = [c for c, count in batches.items() if max(batch, passing.done.get(c, 0)) == batch < count]
+        if not left:
+            continue
+        rows = fed.ask(method.rows, of=left, least=0, batch=batch)
+        if not rows:
+            continue
+        states = clear_states(passing.model, rows)
+        kept = fed.ask(method.keep, of=rows, least=0, batch=batch, block=1, states=states)
+        passing.finished(kept, batch)
+        passing.tell((batch + 1) / max(batches.values()), "rows pass the server's model")
+    return {}

@@ -1,0 +1,293 @@
+"""Client half of BlindFed's passes: rows as the server's model takes them, and the states that it released, on disk.
+
+What is kept is written when it comes, in the client's own store: a run that was killed goes on after the last batch
+and block, and every round trains on what came once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.core.client import Client, ClientData
+from fedfm.core.rows import Rows
+from fedfm.core.wire import payload
+from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, E_SHAPE, ClientFault
+from fedfm.methods.blindfed import orders
+from fedfm.models import inputs
+from fedfm.models.side_adapter import STATES, Release, SideModel, of_states
+
+PARTS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What the server tells a client before its rows pass.
+
+    Attributes:
+        session: names the run at the client, hexadecimal.
+        blocks, positions, width: L, P, d of the released states.
+        rank: r of the side adapters.
+        classes: in the order of the logits.
+        kernels: of local training (see ``run.kernels``).
+        batch: rows that pass together.
+        tokens, patch, extra: T of a row, (height, width) of a patch, tokens before the patches.
+        picture: how pictures become the model's input (see :func:`fedfm.models.inputs.told`).
+        digest: sha256 of the model.
+        release, scales: permuted: from the tokens of a block to what the adapters read, (P, T), and what they are
+            divided by, (L,).
+    """
+
+    session: str
+    blocks: int
+    positions: int
+    width: int
+    rank: int
+    classes: list[str]
+    kernels: str
+    batch: int
+    tokens: int
+    patch: list[int]
+    extra: int
+    picture: dict[str, Any]
+    digest: str
+    release: Tensor | None = None
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A client's answer.
+
+    Attributes:
+        rows: its numbers of rows, of each of :data:`PARTS`.
+        keys: evaluation keys, with encryption.
+    """
+
+    rows: dict[str, int]
+    keys: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows of one batch: ``start`` to ``stop`` of all rows, or of one part's."""
+
+    start: int
+    stop: int
+    part: str = ""
+
+
+def spans(rows: Mapping[str, int], batch: int) -> list[Span]:
+    """The batches of a client's rows, its parts one after the other."""
+    total = sum(rows[part] for part in PARTS)
+    return [Span(start, min(start + batch, total)) for start in range(0, total, batch)]
+
+
+def spans_by_part(rows: Mapping[str, int], batch: int) -> list[Span]:
+    """Batches of one part each, of at least two rows: with one row an order hides nothing.
+
+    Raises:
+        ClientFault: a part has one row.
+    """
+    found = []
+    for part in PARTS:
+        n = rows[part]
+        if n == 1:
+            raise ClientFault(E_FIELD, f"1 {part} row: a batch in a secret order needs at least 2")
+        count = -(-n // batch)
+        ends = [round(n * i / count) for i in range(count + 1)] if count else [0]
+        found += [Span(a, b, part) for a, b in itertools.pairwise(ends)]
+    return found
+
+
+@dataclass
+class Held:
+    """The client half, for all clients of this process.
+
+    Attributes:
+        protocol, encryption: of the method.
+    """
+
+    protocol: str
+    encryption: str
+    _models: dict[tuple[Any, ...], SideModel] = field(default_factory=dict)
+    _views: dict[tuple[str, str], ClientData] = field(default_factory=dict)
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+    def open(self, client: Client, told: Hello) -> Opened:
+        """Keep what was told; the numbers of rows."""
+        if self.encryption == "ckks":
+            raise NotImplementedError
+        client.store["told"] = pack(told)
+        return Opened(counts(client))
+
+    def rows(self, client: Client, batch: int) -> Tensor:
+        """Pixel values (n, 3, H, W) of a batch."""
+        told = told_to(client)
+        pictures, _ = self._batch(client, told, batch)
+        return prepared(pictures, told)
+
+    def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
+        """Keep released states (n, k, P, d) of the blocks from ``block`` on."""
+        told = told_to(client)
+        n = len(self._batch(client, told, batch)[0])
+        shape = (n, states.shape[1] if states.dim() == 4 else 0, told.positions, told.width)
+        if tuple(states.shape) != shape or not 1 <= block <= block + shape[1] - 1 <= told.blocks:
+            raise ClientFault(E_SHAPE, f"states {tuple(states.shape)} of block {block}: expected {shape}")
+        if not bool(torch.isfinite(states).all()):
+            raise ClientFault(E_NONFINITE, f"released states of block {block} are not finite")
+        client.store[f"states-{batch}-{block}"] = pack(states)
+        self._views.pop((client.id, told.session), None)
+        return n
+
+    def refresh(self, client: Client, message: Tensor) -> Tensor:
+        """Masked numbers, encrypted again."""
+        raise NotImplementedError
+
+    def labelled(self, client: Client, batch: int) -> dict[str, Tensor]:
+        """Permuted: pixel values of a batch, and its labels."""
+        told = told_to(client)
+        pictures, labels = self._batch(client, told, batch)
+        return {"rows": prepared(pictures, told), "labels": labels}
+
+    def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
+        """Permuted: keep the states (n, T, d) of a block, in the order in which they came; return them."""
+        told = told_to(client)
+        n = len(self._batch(client, told, batch)[0])
+        if tuple(states.shape) != (n, told.tokens, told.width) or not 1 <= block <= told.blocks:
+            raise ClientFault(E_SHAPE, f"states {tuple(states.shape)}: expected {(n, told.tokens, told.width)}")
+        client.store[f"turned-{batch}-{block}"] = pack(states)
+        return states
+
+    def align(self, client: Client, batch: int, relative: Tensor, labels: Tensor) -> int:
+        """Permuted: keep the relative orders (L + 1, n) and the labels (n,) in the last order."""
+        told = told_to(client)
+        n = len(self._batch(client, told, batch)[0])
+        if tuple(relative.shape) != (told.blocks + 1, n) or tuple(labels.shape) not in ((n,), (0,)):
+            raise ClientFault(E_SHAPE, f"orders {tuple(relative.shape)}: expected {(told.blocks + 1, n)}")
+        for order in relative:
+            orders.check(order)
+        client.store[f"orders-{batch}"] = pack({"relative": relative, "labels": labels})
+        self._views.pop((client.id, told.session), None)
+        return n
+
+    # --- training -----------------------------------------------------------------------------------------------------
+    def view(self, client: Client) -> Client:
+        """The client with its released states as rows, and with side adapters as its model.
+
+        Raises:
+            ClientFault: its rows have not passed the server's model.
+        """
+        told = told_to(client)
+        key = client.id, told.session
+        if key not in self._views:
+            self._views[key] = self._read(client, told)
+        return replace(client, model=self._model(told), data=self._views[key])
+
+    def _model(self, told: Hello) -> SideModel:
+        shape = told.blocks, told.positions, told.width, told.rank, tuple(told.classes)
+        if shape not in self._models:
+            self._models[shape] = of_states(*shape)
+        model = self._models[shape]
+        model.kernels = told.kernels
+        return model
+
+    def _read(self, client: Client, told: Hello) -> ClientData:
+        have = counts(client)
+        try:
+            read = _aligned if self.protocol == "permuted" else _released
+            parts = read(client, told, have)
+        except KeyError as error:
+            raise ClientFault(E_LOST, f"the rows have not passed the server's model: {error} is missing") from None
+        train, val, test = (parts[part] for part in PARTS)
+        return ClientData(lambda: train, lambda: val, lambda: test)
+
+    def _batch(self, client: Client, told: Hello, batch: int) -> tuple[Any, Tensor]:
+        """Pictures and labels of a batch."""
+        of = (spans_by_part if self.protocol == "permuted" else spans)(counts(client), told.batch)
+        if not 0 <= batch < len(of):
+            raise ClientFault(E_FIELD, f"batch {batch}: there are {len(of)}")
+        span = of[batch]
+        parts = [getattr(client.data, part) for part in ([span.part] if span.part else PARTS)]
+        parts = [rows for rows in parts if len(rows)]
+        pictures = torch.cat([rows.tensors["pixels"] for rows in parts])
+        labels = torch.cat([rows.labels for rows in parts])
+        return pictures[span.start : span.stop].numpy(), labels[span.start : span.stop]
+
+
+def counts(client: Client) -> dict[str, int]:
+    """Its numbers of rows."""
+    return {part: len(getattr(client.data, part)) for part in PARTS}
+
+
+def told_to(client: Client) -> Hello:
+    """What the server told this client.
+
+    Raises:
+        ClientFault: nothing.
+    """
+    if "told" not in client.store:
+        raise ClientFault(E_LOST, "the server has not opened this run")
+    found: Hello = unpack(client.store["told"], Hello)
+    return found
+
+
+def prepared(pictures: np.ndarray, told: Hello) -> Tensor:
+    """Pictures uint8 (n, H, W, C) as pixel values (n, 3, H', W')."""
+    return inputs.pixels(pictures, inputs.from_told(told.picture))
+
+
+def _released(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
+    """Masked: rows of released states, by part."""
+    done = [torch.zeros(0, told.blocks, told.positions, told.width)]
+    for batch in range(len(spans(have, told.batch))):
+        levels: list[Tensor] = []
+        while (block := sum(x.shape[1] for x in levels) + 1) <= told.blocks:
+            levels.append(unpack(client.store[f"states-{batch}-{block}"], Tensor))
+        done.append(torch.cat(levels, 1))
+    states, found, at = torch.cat(done), {}, 0
+    for part in PARTS:
+        labels = getattr(client.data, part).labels
+        found[part] = Rows({STATES: states[at : at + have[part]]}, labels=labels)
+        at += have[part]
+    return found
+
+
+def _aligned(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
+    """Permuted: every block's states in the last order, by the relative orders, and the labels in that order."""
+    if told.release is None or told.scales is None:
+        raise ClientFault(E_FIELD, "release and scales are missing")
+    release = Release(told.release)
+    states: dict[str, list[Tensor]] = {part: [torch.zeros(0, told.blocks, *_shape(told))] for part in PARTS}
+    labels: dict[str, list[Tensor]] = {part: [torch.zeros(0, dtype=torch.int64)] for part in PARTS}
+    for batch, span in enumerate(spans_by_part(have, told.batch)):
+        came = unpack(client.store[f"orders-{batch}"], dict[str, Tensor])
+        turned = [unpack(client.store[f"turned-{batch}-{b}"], Tensor) for b in range(1, told.blocks + 1)]
+        levels = torch.stack(orders.to_last(turned, came["relative"]), 1)  # (n, L, T, d)
+        states[span.part].append(release(levels / told.scales[:, None, None]))
+        labels[span.part].append(came["labels"])
+    return {part: Rows({STATES: torch.cat(states[part])}, labels=torch.cat(labels[part])) for part in PARTS}
+
+
+def _shape(told: Hello) -> Sequence[int]:
+    return told.positions, told.width
+
+
+def pack(value: Any) -> bytes:
+    """A value of the wire format as bytes; :func:`unpack` is the inverse."""
+    head, pieces = payload.encode(value)
+    text = head.encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(pieces)
+
+
+def unpack(data: bytes, hint: Any) -> Any:
+    """The value, checked against ``hint``."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    body = np.frombuffer(bytearray(data[end:]), np.uint8)
+    return payload.decode(data[8:end].decode(), body, hint, trusted=True)

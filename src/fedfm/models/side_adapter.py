@@ -1,0 +1,313 @@
+"""Low-rank side adapters: a chain of small maps beside a frozen transformer, which reads its block outputs only.
+
+BlindFed, Section 3.3, equations 4 to 6 (after LoSA: Time-, Memory-, and Parameter-Efficient Visual Adaptation, Mercea,
+Gritsenko, Schmid, Arnab. arXiv:2402.02887): with b_1 ... b_L the block outputs,
+
+    h_0 = b_L,   h_l = g_l(b_l + h_{l-1}) + h_{l-1},   g_l(z) = alpha W_u GELU(W_d z),
+
+and a linear head on the first position of h_L, here after a LayerNorm without parameters. Nothing is propagated back
+through the transformer, so that a row's block outputs are computed once. With P > 1 released positions LoSA's token
+mixer follows: with Z = B_l + H_{l-1} and G = g_l(Z), H_l = G + alpha V_u GELU(V_d (Z + G)) + H_{l-1}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedfm import seeds
+from fedfm.core.rows import Batch, Rows
+from fedfm.errors import InputError
+from fedfm.linalg.params import to_bytes
+from fedfm.models.families import Parts
+from fedfm.models.model import Model, Tools
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+
+CHUNK = 256  # rows whose block outputs are in memory at the same time
+STATES = "states"  # tensor of encoded rows, (n, L, P, d)
+_PROBES = 32  # pictures of noise that set the scales of a model without stored ones
+
+
+class SideAdapter(nn.Module):
+    """Adapters of L blocks and a linear head; the weights of all blocks are stacked.
+
+    Args:
+        blocks: L.
+        positions: P, released positions; the token mixer exists for P > 1.
+        width: d.
+        rank: r.
+        classes: C.
+    """
+
+    def __init__(self, blocks: int, positions: int, width: int, rank: int, classes: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.zeros(blocks, rank, width))  # W_d
+        self.up = nn.Parameter(torch.zeros(blocks, width, rank))  # W_u
+        self.alpha = nn.Parameter(torch.ones(blocks))
+        if positions > 1:
+            self.mix_down = nn.Parameter(torch.zeros(blocks, rank, positions))  # V_d
+            self.mix_up = nn.Parameter(torch.zeros(blocks, positions, rank))  # V_u
+        self.head = nn.Linear(width, classes)
+        self.shape = (blocks, positions, width)
+
+    def draw(self, seed: int) -> SideAdapter:
+        """Initialise: W_d ~ N(0, 1/d), V_d ~ N(0, 1/P), W_u = V_u = 0, alpha = 1, the head N(0, 0.02^2), bias 0.
+
+        Every tensor has a stream of its own, so that the values are the same everywhere.
+        """
+        _, positions, width = self.shape
+        spread = {"down": width**-0.5, "mix_down": positions**-0.5, "head.weight": 0.02}
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for name, parameter in self.named_parameters():
+                torch.manual_seed(seeds.derive(seed, "adaptation", f"side_adapter.{name}"))
+                if name in spread:
+                    parameter.normal_(0.0, spread[name])
+                else:
+                    parameter.fill_(1.0 if name == "alpha" else 0.0)
+        return self
+
+    def hidden(self, states: Tensor) -> Tensor:
+        """(b, L, P, d) -> h_L (b, P, d)."""
+        h = states[:, -1]
+        for level in range(states.shape[1]):
+            z, alpha = states[:, level] + h, self.alpha[level]
+            g = alpha * F.linear(F.gelu(F.linear(z, self.down[level])), self.up[level])
+            if states.shape[2] > 1:
+                mixed = torch.matmul(self.mix_up[level], F.gelu(torch.matmul(self.mix_down[level], z + g)))
+                g = g + alpha * mixed
+            h = g + h
+        return h
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(b, L, P, d) -> logits (b, C)."""
+        first = self.hidden(states)[:, 0]
+        return self.head(F.layer_norm(first, first.shape[-1:]))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Release:
+    """The linear map from a block's tokens to what is released of them.
+
+    Attributes:
+        positions: (P, T) over the tokens.
+        projection: (d, p) over the features; None: all of them.
+    """
+
+    positions: Tensor
+    projection: Tensor | None = None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """(..., T, d) -> (..., P, d), or (..., P, p)."""
+        out = torch.matmul(self.positions, states)
+        return out if self.projection is None else torch.matmul(out, self.projection)
+
+
+def release(kind: str, tokens: int, grid: tuple[int, int], projection: Tensor | None = None) -> Release:
+    """What ``kind`` releases of a block's ``tokens``, the last ones of which are a grid of patches.
+
+    ``class``: the first token, or the mean over all tokens if there are patches only. ``grid``: this, and the means
+    over the four quadrants of the grid. ``tokens``: all, projected.
+
+    Raises:
+        InputError: the grid has no quadrants.
+
+    Example:
+        >>> release("class", 4, (2, 2)).positions.tolist()
+        [[0.25, 0.25, 0.25, 0.25]]
+    """
+    if kind == "tokens":
+        return Release(torch.eye(tokens), projection)
+    height, width = grid
+    others = tokens - height * width
+    first = torch.zeros(1, tokens)
+    first[0, : 1 if others else tokens] = 1.0 if others else 1 / tokens
+    if kind == "class":
+        return Release(first)
+    if min(grid) < 2:
+        raise InputError(f'released = "grid": a grid of {height} x {width} patches has no quadrants; expected "class"')
+    place = torch.arange(height * width).view(height, width)
+    top, left = height // 2, width // 2
+    rows = [first[0]]
+    for part in (place[:top, :left], place[:top, left:], place[top:, :left], place[top:, left:]):
+        row = torch.zeros(tokens)
+        row[others + part.reshape(-1)] = 1 / part.numel()
+        rows.append(row)
+    return Release(torch.stack(rows))
+
+
+def projection_of(module: nn.Module, width: int, to: int) -> Tensor:
+    """The model's projection (d, p), entries N(0, 1/p): fixed by its weights, which only its owner has."""
+    digest = hashlib.sha256(b"fedfm side adapter: projection\n")
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode() + to_bytes(tensor.detach().cpu().contiguous()))
+    rng = np.random.Generator(np.random.PCG64(int.from_bytes(digest.digest(), "little")))
+    return torch.from_numpy((rng.standard_normal((width, to)) / to**0.5).astype(np.float32))
+
+
+class SideModel(Model):
+    """Side adapters and a head on released states; only these are trained and sent.
+
+    Attributes:
+        backbone: the frozen transformer; None at a party that has none and gets released states only.
+        released: what the adapters read of a block's tokens.
+        scales: (L,), what the block outputs are divided by.
+    """
+
+    def __init__(
+        self,
+        net: SideAdapter,
+        *,
+        spec: ModelSpec,
+        classes: Sequence[str],
+        tools: Tools | None = None,
+        fingerprint: str = "",
+        backbone: Model | None = None,
+        released: Release | None = None,
+        scales: Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            net,
+            spec=spec,
+            task="classification",
+            classes=classes,
+            parts=Parts(None, (), None, None, "head"),
+            tools=tools or Tools(),
+            fingerprint=fingerprint,
+            head=net.head,
+        )
+        self.net, self.backbone, self.released, self.scales = net, backbone, released, scales
+
+    @property
+    def owned(self) -> tuple[Model, Release, Tensor]:
+        """Backbone, release and scales.
+
+        Raises:
+            ValueError: this party has none.
+        """
+        if self.backbone is None or self.released is None or self.scales is None:
+            raise ValueError("only the model's owner can compute its states")
+        return self.backbone, self.released, self.scales
+
+    def encode(self, rows: Rows) -> Rows:
+        """The released states of the rows, computed once."""
+        if STATES in rows.tensors:
+            return rows
+        return Rows({STATES: self.states(rows)}, labels=rows.labels)
+
+    def states(self, rows: Rows) -> Tensor:
+        """Released block outputs (n, L, P, d) over their scales, on the CPU.
+
+        Raises:
+            ValueError: this party has no backbone.
+        """
+        backbone, released, scales = self.owned
+        done = [torch.zeros(0, *self.net.shape)]
+        for start in range(0, len(rows), CHUNK):
+            part = rows.take(range(start, min(start + CHUNK, len(rows))))
+            levels = torch.stack(backbone.blocks(part)[1:], 1)  # (n, L, T, d)
+            done.append(released(levels / scales[:, None, None]))
+        return torch.cat(done)
+
+    def blocks(self, rows: Rows) -> list[Tensor]:
+        """The backbone's block outputs (see :meth:`Model.blocks`)."""
+        return self.owned[0].blocks(rows)
+
+    def _outputs(self, batch: Batch) -> Tensor:
+        if STATES not in batch:
+            inputs = {name: x for name, x in batch.items() if name != "labels"}
+            batch = {STATES: self.states(Rows(inputs))}
+        return super()._outputs(batch)
+
+
+def of_states(blocks: int, positions: int, width: int, rank: int, classes: Sequence[str]) -> SideModel:
+    """The model of a party that gets released states only; its weights come from the server."""
+    net = SideAdapter(blocks, positions, width, rank, len(classes))
+    spec = ModelSpec("released-states", task="classification", adaptation=AdaptationSpec("side_adapter", rank=rank))
+    return SideModel(net, spec=spec, classes=classes)
+
+
+def around(
+    module: nn.Module,
+    spec: ModelSpec,
+    parts: Parts,
+    *,
+    classes: Sequence[str],
+    tools: Tools,
+    fingerprint: str,
+    seed: int,
+) -> SideModel:
+    """Side adapters around a vision transformer, which is frozen.
+
+    Raises:
+        InputError: the model is no transformer of pictures.
+    """
+    adapt = spec.adaptation or AdaptationSpec("side_adapter")
+    where = f'model.adaptation.name = "side_adapter": {spec.name!r}'
+    side, patch = (_pair(getattr(getattr(module, "config", None), key, None)) for key in ("image_size", "patch_size"))
+    if side is None or patch is None or not parts.blocks:
+        raise InputError(f"{where} is no transformer of pictures cut into patches; use lora or head")
+    module.requires_grad_(False)
+    frozen = dataclasses.replace(spec, adaptation=AdaptationSpec("head"))
+    backbone = Model(
+        module,
+        spec=frozen,
+        task="classification",
+        classes=classes,
+        parts=parts,
+        tools=tools,
+        fingerprint=fingerprint,
+        head=None,
+    )
+    grid = side[0] // patch[0], side[1] // patch[1]
+    levels = backbone.blocks(_probes(side))[1:]
+    tokens, width = levels[0].shape[1:]
+    if tokens < grid[0] * grid[1] or any(b.shape[1:] != (tokens, width) for b in levels):
+        raise InputError(f"{where} has blocks of unequal shapes; use lora or head")
+    projection = projection_of(module, width, adapt.projection) if adapt.released == "tokens" else None
+    released = release(adapt.released, tokens, grid, projection)
+    scales = _stored_scales(module)
+    if scales is None:
+        scales = torch.stack([b.square().mean().sqrt() for b in levels])
+    shape = len(levels), len(released.positions), width if projection is None else projection.shape[1]
+    net = SideAdapter(*shape, adapt.rank, len(classes)).draw(seed)
+    device = next(module.parameters()).device
+    return SideModel(
+        net.to(device),
+        spec=spec,
+        classes=classes,
+        tools=tools,
+        fingerprint=fingerprint,
+        backbone=backbone,
+        released=released,
+        scales=scales,
+    )
+
+
+def _stored_scales(module: nn.Module) -> Tensor | None:
+    """(L,) of a model with polynomials: root mean squares on the data that it was distilled with."""
+    if getattr(getattr(module, "config", None), "fedfm_polynomials", None) is None:
+        return None
+    from fedfm.models.fhe_friendly import folded
+
+    return torch.from_numpy(np.array(folded(module).scales, dtype=np.float32))
+
+
+def _probes(side: tuple[int, int]) -> Rows:
+    """Pictures of white noise, the same everywhere."""
+    rng = seeds.generator(0, "side_adapter", "probes")
+    return Rows({"pixel_values": torch.from_numpy(rng.standard_normal((_PROBES, 3, *side)).astype(np.float32))})
+
+
+def _pair(value: object) -> tuple[int, int] | None:
+    if isinstance(value, int):
+        return value, value
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        return int(value[0]), int(value[1])
+    return None
