@@ -6,10 +6,12 @@ hidden; pairs need none.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.block_states import largest_client, of_client
@@ -17,6 +19,7 @@ from fedfm.audits.finding import Finding, above, nothing
 from fedfm.audits.inference.alignment import found, shuffled
 from fedfm.audits.inference.rates import clopper_pearson
 from fedfm.audits.replay import Replay
+from fedfm.methods.blindfed.orders import relative, to_last
 from fedfm.runtime.run_directory import Run
 
 SENT = "Can a client pair the states of a block with those of the next one from what it is sent?"
@@ -32,7 +35,7 @@ class BlockOrder(Audit):
     replays: ClassVar[bool] = False
 
     def unfit(self, run: Run) -> str | None:
-        if run.experiment.method.protocol != "permuted":  # type: ignore[attr-defined]
+        if run.experiment.method.protocol != "permuted":
             return 'protocol = "masked" sends no permuted states'
         return None
 
@@ -44,7 +47,7 @@ class BlockOrder(Audit):
             return [nothing("order.sent", SENT, "There is no client with two rows, or no second block.")]
         blocks = states.blocks[:n].double().numpy()
         mixed, orders = shuffled(blocks, seed)
-        return [_sent(orders), self._seen(mixed, orders, n), self._tokens(blocks, seed, n)]
+        return [_sent(blocks, orders), self._seen(mixed, orders, n), self._tokens(blocks, seed, n)]
 
     def _seen(self, mixed: np.ndarray, orders: np.ndarray, n: int) -> Finding:
         return _share("order.from_states", SEEN, found(mixed, orders), n, "all tokens")
@@ -55,14 +58,16 @@ class BlockOrder(Audit):
         return _share("order.from_means", question, found(mixed, orders), n, "the mean over the tokens")
 
 
-def _sent(orders: np.ndarray) -> Finding:
-    """Step 4 of the protocol sends the order from each block to the next: composing them pairs all samples."""
-    paired = []
-    for before, after in zip(orders[:-1], orders[1:], strict=True):
-        relative = np.argsort(after)[before]  # where the sample at each place stands after the block
-        paired.append((after[relative] == before).mean())
-    share = float(np.mean(paired))
-    says = f"The relative orders that the protocol sends pair {share:.0%} of the states of all tokens, from block 1 on."
+def _sent(blocks: np.ndarray, orders: np.ndarray) -> Finding:
+    """Step 4 of the protocol: the client takes all lists of states to the last order, as it has to."""
+    pi = [torch.from_numpy(order) for order in orders]
+    lists = [torch.from_numpy(blocks[order, level]) for level, order in enumerate(orders)]
+    steps = [relative(before, after) for before, after in itertools.pairwise([*pi, pi[-1]])]
+    paired = to_last(lists, steps)
+    exact = [bool(torch.equal(x, torch.from_numpy(blocks[:, level])[pi[-1]])) for level, x in enumerate(paired)]
+    share = sum(exact) / len(exact)
+    says = f"The relative orders that the protocol sends pair the states of all tokens of {sum(exact)} of {len(exact)} "
+    says += "blocks."
     return Finding("order.sent", SENT, share, share, share, LINE, above(share, share, LINE), says)
 
 

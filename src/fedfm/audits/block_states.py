@@ -49,7 +49,7 @@ class States:
 def side_model(population: Partitioned) -> SideModel:
     """The server's model of a double-blind run."""
     model = population.model
-    if not isinstance(model, SideModel) or model.backbone is None:
+    if not isinstance(model, SideModel):
         raise RunError("the population has no model with released states")
     return model
 
@@ -85,12 +85,11 @@ def of_photographs(population: Partitioned, seed: int, count: int = OTHERS) -> S
 
 def _states(population: Partitioned, table: Table, index: np.ndarray) -> States:
     model = side_model(population)
-    backbone = model.backbone
-    assert backbone is not None  # noqa: S101 - side_model() checks it
+    backbone, _, _ = model.owned
     rows = model.prepare(table, index)
     patch, done = folded(backbone.module).patch, []
     with torch.no_grad():
-        for pixels in rows.tensors["pixel_values"].split(_AT_ONCE):
+        for pixels in torch.split(rows.tensors["pixel_values"], _AT_ONCE):
             done.append((patch(pixels), block_states(backbone.module, pixels)))
     patches, blocks = (torch.cat(parts) for parts in zip(*done, strict=True))
     return States(patches, blocks, model.states(rows), rows.labels)

@@ -16,7 +16,9 @@ from fedfm.audits.inference.rates import clopper_pearson
 from fedfm.audits.replay import Replay
 from fedfm.runtime.run_directory import Run
 
-QUESTION = "Does a loss of predictions that the client chooses say which label stands at which place of the server's order?"
+QUESTION = (
+    "Does a loss of predictions that the client chooses say which label stands at which place of the server's order?"
+)
 BATCH, BITS = 16, 20  # the paper's batch; bits of an encrypted answer
 LINE = 0.5
 
@@ -28,7 +30,7 @@ class LossLabels(Audit):
     replays: ClassVar[bool] = False
 
     def unfit(self, run: Run) -> str | None:
-        if run.experiment.method.protocol != "permuted":  # type: ignore[attr-defined]
+        if run.experiment.method.protocol != "permuted":
             return 'with protocol = "masked" labels never leave the client'
         return None
 

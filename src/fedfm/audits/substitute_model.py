@@ -19,6 +19,7 @@ from fedfm.audits.finding import Finding, Verdict, nothing
 from fedfm.audits.inference import substitute
 from fedfm.audits.replay import Replay
 from fedfm.linalg.threads import torch_threads
+from fedfm.models.side_adapter import SideModel
 
 BLOCKS = "Can a client compute the blocks of the server's model from pairs of states?"
 STUDENT = "Can a client train a substitute of the server's model from the states that are released to it?"
@@ -27,7 +28,9 @@ STEPS = 300  # of a block, and of the student
 CLOSE, ALIKE = 0.1, 0.8  # relative squared error of a copied block; cosine of a copied model's features
 UNLIKE = 0.5
 SHARES = (0.25, 1.0)  # of the client's rows, for the student
-NOT_PROMISED = "The protocol does not promise otherwise: it hides weights, not what the model does to a client's own rows."
+NOT_PROMISED = (
+    "The protocol does not promise otherwise: it hides weights, not what the model does to a client's own rows."
+)
 
 
 class SubstituteModel(Audit):
@@ -40,12 +43,16 @@ class SubstituteModel(Audit):
         seed, population = replay.run.experiment.run.seed, replay.population
         client = largest_client(population)
         everything = of_client(population, client, "train", seed)
-        permuted = replay.run.experiment.method.protocol == "permuted"  # type: ignore[attr-defined]
+        permuted = replay.run.experiment.method.protocol == "permuted"
         if len(everything) < FEW:
             name, question = ("substitute.blocks", BLOCKS) if permuted else ("substitute.student", STUDENT)
             return [nothing(name, question, f"The largest client has {len(everything)} rows, fewer than {FEW}.")]
         cut = max(len(everything) // 5, 8)
-        own, held, others = everything.take(slice(cut, None)), everything.take(slice(cut)), of_photographs(population, seed)
+        own, held, others = (
+            everything.take(slice(cut, None)),
+            everything.take(slice(cut)),
+            of_photographs(population, seed),
+        )
         with torch_threads(1):
             if permuted:
                 return self._blocks(replay, own, held, others, seed, notice)
@@ -59,7 +66,9 @@ class SubstituteModel(Audit):
             own.patches, own.blocks[:, :1].flatten(2, 3)[:, :, None], _Flat(), heads=heads, hidden=hidden,
             dim=own.blocks.shape[-1], seed=seed, steps=STEPS,
         )  # fmt: skip
-        inside, outside, fits = [], [], []
+        inside: list[float] = []
+        outside: list[float] = []
+        fits = []
         for level in range(1, own.blocks.shape[1]):
             notice(f"block {level + 1} of {own.blocks.shape[1]}")
             fit = substitute.fit_block(own.blocks[:, level - 1], own.blocks[:, level], heads, hidden, seed, STEPS)
@@ -68,8 +77,8 @@ class SubstituteModel(Audit):
                 errors.append(substitute.update_error(fit, states.blocks[:, level - 1], states.blocks[:, level]))
         error, far = sum(inside) / len(inside), sum(outside) / len(outside)
         says = (
-            f"Blocks fitted from the pairs of one client's {len(own)} rows have a relative squared error of {error:.3f} "
-            f"on its other rows and of {far:.2f} on photographs (0 is a copy, 1 is no knowledge)."
+            f"Blocks fitted from the pairs of one client's {len(own)} rows have a relative squared error of "
+            f"{error:.3f} on its other rows and of {far:.2f} on photographs (0 is a copy, 1 is no knowledge)."
         )
         verdict: Verdict = "leaks" if error < CLOSE else "holds" if error > UNLIKE else "inconclusive"
         detail = {"rows": len(own), "by_block": _rounded(inside), "by_block_outside": _rounded(outside)}
@@ -140,11 +149,11 @@ class SubstituteModel(Audit):
 class _Read(nn.Module):
     """A student's states as the released ones are: positions, over the scales. A secret projection is learned anew."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: SideModel) -> None:
         super().__init__()
-        self.positions = model.released.positions
-        projection = model.released.projection
-        self.map = None if projection is None else nn.Linear(*projection.shape, bias=False)
+        _, release, _ = model.owned
+        self.positions, projection = release.positions, release.projection
+        self.map = None if projection is None else nn.Linear(projection.shape[0], projection.shape[1], bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
         """(n, L, T, d) -> (n, L, P, d')."""
@@ -162,8 +171,8 @@ class _Flat(nn.Module):
 
 def _shape(replay: Replay) -> tuple[int, int]:
     """Heads and width of the MLP, which an attacker can try out."""
-    backbone: Any = side_model(replay.population).backbone
-    config = backbone.module.config
+    backbone, _, _ = side_model(replay.population).owned
+    config: Any = backbone.module.config
     return int(config.num_attention_heads), int(config.intermediate_size)
 
 
