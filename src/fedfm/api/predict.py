@@ -112,7 +112,7 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
 def _classes(method: Method[Any], model: Model, w: Params, table: Table) -> dict[str, Any]:
     import torch
 
-    rows = model.encode(model.prepare(table, range(len(table))))
+    rows = predictions.encoded(method, model, model.prepare(table, range(len(table))))
     probabilities = torch.softmax(predictions.logits(method, model, w, rows), 1)
     return {
         "classes": list(model.classes),

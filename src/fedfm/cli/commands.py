@@ -298,7 +298,7 @@ def schema(args: Any) -> int:
 
 def check(args: Any) -> int:
     """``fedfm check``."""
-    from fedfm.core.capabilities import Founded
+    from fedfm.core.capabilities import Founded, Modelled
     from fedfm.data.load import check_files
 
     experiment = _experiment(args)
@@ -309,7 +309,9 @@ def check(args: Any) -> int:
     if not experiment.run.superlink:  # with one, data and model lie on its machine
         from fedfm.models.names import locate
 
-        if experiment.model.name != "features":
+        if isinstance(experiment.method, Modelled):
+            experiment.method.check_model()
+        elif experiment.model.name != "features":
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()

@@ -16,7 +16,7 @@ from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config import dp_sgd
 from fedfm.config.registry import name_of
-from fedfm.core.capabilities import Keeping, Personal, Private, Sampling
+from fedfm.core.capabilities import Keeping, Personal, Private, Sampling, Sealed
 from fedfm.core.client import Update
 from fedfm.data.spec import IN_MEMORY
 from fedfm.errors import InputError, listed
@@ -82,7 +82,8 @@ def _check_method(method: Any) -> None:
 
 def _readable(method: Any) -> list[str]:
     """Its client halves whose single replies the server can read."""
-    return [name for name in method.asks if name not in method.sealed]
+    sealed = method.sealed if isinstance(method, Sealed) else ()
+    return [name for name in method.asks if name not in sealed]
 
 
 def _rule(e: Any) -> str:

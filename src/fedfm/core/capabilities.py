@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
-from fedfm.core.client import Client, ClientId
+from fedfm.core.client import Client, ClientData, ClientId
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 
@@ -73,10 +73,17 @@ class Sampling(Protocol):
 
 @runtime_checkable
 class Modelled(Protocol):
-    """The method says which model it is about; its experiment has no [model]. Caller: the experiment."""
+    """The method says which model it is about; its experiment has no [model]. Caller: the experiment, the population."""
 
     def model_table(self) -> dict[str, Any]:
         """Keys of [model]."""
+
+    def check_model(self) -> None:
+        """Check that the model exists and is of the kind that it needs, without loading it.
+
+        Raises:
+            InputError: with what would be right.
+        """
 
 
 @runtime_checkable
@@ -161,6 +168,19 @@ class Viewing(Protocol):
     def view(self, client: Client) -> Client:
         """Client half: the same client, with the rows and the model that its training uses."""
 
+    def fidelity(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
+        """How far a client's rows are from those of the server's model in the clear, for ``details``.
+
+        Caller: the local engine, the one place that has both.
+
+        Args:
+            seen: of :meth:`view`.
+            clear: the rows of ``train``, ``val`` or ``test`` by the server's model; not called where nothing is told.
+        """
+
+    def encoded(self, model: Model, rows: Rows) -> Rows:
+        """Rows as the server's model gives them to whoever holds them. Caller: ``fedfm predict`` and ``fedfm join``."""
+
 
 # --- predictions ------------------------------------------------------------------------------------------------------
 
@@ -221,6 +241,15 @@ class RowsByOptimiser(Protocol):
     @property
     def rows_by_optimiser(self) -> bool:
         """Whether they do."""
+
+
+@runtime_checkable
+class Sealed(Protocol):
+    """The server cannot read some replies. Caller: the checks of secure aggregation and of noise on means."""
+
+    @property
+    def sealed(self) -> tuple[str, ...]:
+        """Names of ``asks``, whose replies are ciphertexts; neither check refuses them."""
 
 
 @runtime_checkable

@@ -29,8 +29,6 @@ class Method(ABC, Generic[S]):
         means, asks: names of the client halves that its rounds call by ``fed.mean`` and by ``fed.ask``. Robust
             aggregation requires a mean, an [attack] requires any call, secure aggregation forbids ``fed.ask``. A
             contract test compares the names with the messages.
-        sealed: those of ``asks`` whose replies the server cannot read. Secure aggregation and noise on means, which
-            forbid other asks, allow them.
         state_type: the class of S, by which a checkpoint is decoded.
     """
 
@@ -38,7 +36,6 @@ class Method(ABC, Generic[S]):
     needs: ClassVar[Needs] = Needs()
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ()
-    sealed: ClassVar[tuple[str, ...]] = ()
     state_type: ClassVar[Any] = Params
 
     @abstractmethod

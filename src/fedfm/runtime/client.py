@@ -78,7 +78,7 @@ class Silos:
     ) -> None:
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
-        self._method, self._reveal, self._local_scores = method, reveal, local_scores
+        self.method, self._reveal, self._local_scores = method, reveal, local_scores
         self._own = dict(own or {})
         parts = (method, Evaluation(method), *aggregator.parts)
         self._handlers = {f"{kind}.{action(fn)}": fn for fn in handlers(*parts) for kind in _kinds(fn)}
@@ -168,8 +168,8 @@ class Silos:
         """Accuracy and loss of the client's trained model, and 1, whose mean is the share of clients with test rows."""
         if client.trained is None or not len(client.data.test):
             return {}
-        seen = seen_by(self._method, client)
-        found = scores(self._method, seen.model, client.trained, seen.data.test)
+        seen = seen_by(self.method, client)
+        found = scores(self.method, seen.model, client.trained, seen.data.test)
         metrics = {BEFORE: found.get("accuracy"), LOSS_BEFORE: found.get("loss")}
         known = {key: value for key, value in metrics.items() if value is not None}
         return known | {JUDGED: 1.0} if known else {}

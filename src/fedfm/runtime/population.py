@@ -17,7 +17,7 @@ from torch import Tensor
 from fedfm.attacks.attack import Attackers
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.capabilities import Costing
+from fedfm.core.capabilities import Costing, Modelled, Viewing
 from fedfm.core.client import POOLED, ClientData, ClientId
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
@@ -173,6 +173,8 @@ def populate(experiment: Experiment) -> Partitioned:
         raise InputError(
             "data and model of this run were given from Python: call fedfm.federate(...) again with the same out"
         )
+    if isinstance(experiment.method, Modelled) and experiment.model.name != WITHHELD:
+        experiment.method.check_model()
     seed = experiment.run.seed
     table = load_table(experiment.data, seed=seed, task=experiment.model.task)
     federated = deal(table, experiment.data, seed=seed)
@@ -211,7 +213,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     for name, value in prints.items():
         if name in before and before[name] != value:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
-    notices = [*population.federated.notices, *_no_task(population)]
+    notices = [*population.federated.notices, *_no_task(population), *_unjudged(run.experiment.method, population)]
     for notice in notices:
         progress.notice(notice)
     run.manifest |= {
@@ -245,6 +247,14 @@ def _no_task(population: Partitioned) -> list[str]:
         return []
     name = table.classes[found[0]] if found[0] < len(table.classes) else found[0]
     return [f'all training rows are of one class, "{name}": there is nothing to tell apart, accuracies say nothing']
+
+
+def _unjudged(method: Method[Any], population: Partitioned) -> list[str]:
+    """A notice if the clients' rows judge the model, and no client has some of the global test rows."""
+    if not (isinstance(method, Viewing) and method.clients_judge) or REST not in population.pieces:
+        return []
+    rest, total = len(population.pieces[REST]), len(population.federated.test)
+    return [f"{rest} of {total} global test rows are with no client: the accuracy is over the others"]
 
 
 def _check_optimiser(method: Method[Any], model: Model) -> None:

@@ -39,6 +39,11 @@ def seen_by(method: Method[Any], client: Client) -> Client:
     return method.view(client) if has(method, Viewing) else client
 
 
+def encoded(method: Method[Any], model: Model, rows: Rows) -> Rows:
+    """Prepared rows as the model gives them to whoever holds them."""
+    return method.encoded(model, rows) if has(method, Viewing) else model.encode(rows)
+
+
 def own(method: Method[Any], client: Client, w: Params) -> Params:
     """Client half: the client's own model; ``w`` is the value of ``params_for`` for this client."""
     if has(method, Keeping):

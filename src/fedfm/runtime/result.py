@@ -37,10 +37,12 @@ def finish(
     rounds: tuple[int, int],
     seconds: float,
     notice: Callable[[str], None],
+    aside: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write the result, the ledger and the models; returns the result line.
 
     Args:
+        aside: further entries of ``details``, from the engine.
         rounds: (t, of): the number of rounds, and the round whose model this is.
     """
     t, of = rounds
@@ -67,6 +69,7 @@ def finish(
         "details": method.details(state, evaluator.judge) if isinstance(method, Detailed) else {},
         **({"lost": run.manifest["lost"]} if run.manifest.get("lost") else {}),
     }
+    result["details"] |= aside
     if kept(method):
         result["server_sha256"] = sha256_of(evaluator.models(state))
     more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]

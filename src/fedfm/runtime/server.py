@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +35,20 @@ class Server:
         model: the server's copy of the model.
         judge: metrics of one model on the global test rows; None if the server has no test rows.
         progress: callbacks of the run.
+        aside: entries of the result's ``details`` that only an engine with all parties in one place knows.
     """
 
-    def __init__(self, run: Run, link: Link, model: Model, *, judge: Judge | None, progress: Progress) -> None:
-        self.run, self._progress = run, progress
+    def __init__(
+        self,
+        run: Run,
+        link: Link,
+        model: Model,
+        *,
+        judge: Judge | None,
+        progress: Progress,
+        aside: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        self.run, self._progress, self._aside = run, progress, aside
         self.method: Method[Any] = run.experiment.method
         self._start = time.perf_counter()
         self.fed = Federation(
@@ -93,7 +103,8 @@ class Server:
             self._tell([f"ended after {t} of {method.rounds} rounds: one more would exceed privacy.halt_at_epsilon"])
         if of is None:
             state, of = self._best(t, state)
-        return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), self._progress.notice)
+        told, notice = self._aside(), self._progress.notice
+        return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), notice, told)
 
     def _tell(self, notices: Sequence[str]) -> None:
         """Show notices, and add new ones to the manifest."""

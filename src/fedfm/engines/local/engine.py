@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedfm.config.compatibility import enough
+from fedfm.core.capabilities import Viewing, has
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec
@@ -24,6 +25,7 @@ from fedfm.errors import E_EXCEPTION, E_TIMEOUT, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.client import Silos
+from fedfm.runtime.client_memory import ROUNDS
 from fedfm.runtime.evaluation import judge
 from fedfm.runtime.population import Partitioned, describe, populate, record_error
 from fedfm.runtime.server import Server
@@ -148,6 +150,22 @@ def _reply(request: Request, value: object, down: int) -> Reply:
     return Reply(request.client, None, request.round, request.call, down, 0, value)
 
 
+def fidelity(silos: Silos, population: Partitioned) -> dict[str, float]:
+    """Largest figures, over the clients, of how their rows differ from those of the server's model in the clear."""
+    method, found = silos.method, dict[str, float]()
+    if not has(method, Viewing):
+        return found
+    for client in population.clients:
+        try:
+            seen = method.view(silos.client(Request(client, "", {}, ROUNDS, 0))).data
+        except ClientFault:  # it was left out
+            continue
+        index = population.federated.clients[client]
+        figures = method.fidelity(seen, lambda part, index=index: population.rows(getattr(index, part)))  # type: ignore[misc]
+        found |= {name: max(value, found.get(name, value)) for name, value in figures.items()}
+    return found
+
+
 def processes(workers: int, device: torch.device) -> int:
     """Number of processes for ``run.workers``: 0 is one per core on a CPU.
 
@@ -202,6 +220,7 @@ def start(
         )
         try:
             scores = judge(population, experiment.method, link.judge, experiment.data.base_classes)
-            return Server(run, link, population.model, judge=scores, progress=progress).go()
+            aside = partial(fidelity, silos, population)
+            return Server(run, link, population.model, judge=scores, progress=progress, aside=aside).go()
         finally:
             link.close()

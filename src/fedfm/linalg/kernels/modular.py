@@ -99,6 +99,25 @@ def _tensor(a, b, out, primes):  # type: ignore[no-untyped-def]
                 o2[i] = remainder(s2[i], q, inverse)
 
 
+def _weave(a, b, out, primes):  # type: ignore[no-untyped-def]
+    """Sum of products with plaintexts: a (terms, 2, primes, N), b (terms, primes, N) -> out (2, primes, N)."""
+    width = min(1024, a.shape[3])
+    s = np.empty(width, _INT)
+    for limb in range(a.shape[2]):
+        q = primes[limb]
+        inverse = 1.0 / _FLOAT(q)
+        for polynomial in range(a.shape[1]):
+            for start in range(0, a.shape[3], width):
+                s[:] = 0
+                for k in range(a.shape[0]):
+                    x, y = a[k, polynomial, limb, start : start + width], b[k, limb, start : start + width]
+                    for i in range(width):
+                        s[i] += times(x[i], y[i], _FLOAT(y[i]) * inverse, q)
+                o = out[polynomial, limb, start:]
+                for i in range(width):
+                    o[i] = remainder(s[i], q, inverse)
+
+
 def _forward(x, roots, ratios, primes):  # type: ignore[no-untyped-def]
     """Negacyclic transform in place, decimation in time; the order of the output is bit-reversed."""
     size = x.shape[2]
@@ -262,7 +281,8 @@ def _unpack(words, bits, out):  # type: ignore[no-untyped-def]
             bit += width
 
 
-add, affine, dyadic, tensor = (compiled(f, _PLAIN) for f in (_add, _affine, _dyadic, _tensor))
+add, affine, dyadic = (compiled(f, _PLAIN) for f in (_add, _affine, _dyadic))
+tensor, weave = compiled(_tensor, _PLAIN), compiled(_weave, _PLAIN)
 forward, backward = compiled(_forward, _PLAIN), compiled(_backward, _PLAIN)
 split, join, residues, digits, from_digits = (
     compiled(f, _PLAIN) for f in (_split, _join, _residues, _digits, _from_digits)

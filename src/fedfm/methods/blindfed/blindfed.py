@@ -7,6 +7,7 @@ learn side adapters and a head (equations 4 to 6) on the block outputs that the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -14,14 +15,16 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedfm.core.capabilities import Judge, Needs
-from fedfm.core.client import Client, ClientId, Update, on_client
+from fedfm.core.client import Client, ClientData, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.method import Method
+from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.blindfed import clear, foundation, permuted
 from fedfm.methods.blindfed.holding import Held, Hello, Opened
+from fedfm.models.model import Model
 from fedfm.models.spec import RELEASED
 from fedfm.training import SGD, Local
 
@@ -50,7 +53,6 @@ class BlindFed(Method[State]):
 
     means: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = State
-    keeps_foundation: ClassVar[bool] = True
 
     rounds: int = setting(50, "T, rounds of averaging after the rows have passed; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
@@ -120,9 +122,9 @@ class BlindFed(Method[State]):
         return self.held.open(client, told)
 
     @on_client(kind="query")
-    def rows(self, client: Client, batch: int) -> Tensor:
-        """Step 2: a batch of rows, in the client's own order."""
-        return self.held.rows(client, batch)
+    def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
+        """Step 2: a batch of rows, in the client's own order; ``go_on``: the server has its states from before."""
+        return self.held.rows(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
@@ -175,19 +177,31 @@ class BlindFed(Method[State]):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Of the orders."""
-        return ("orders",) if self.protocol == "permuted" else ()
+        """Of the orders; of the agreement on keys."""
+        if self.protocol == "permuted":
+            return ("orders",)
+        return ("channel",) if self.encryption == "ckks" else ()
 
     @property
     def clients_judge(self) -> bool:
         """With encrypted rows, test rows are the clients'."""
         return self.encryption == "ckks"
 
+    def fidelity(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
+        return self.held.errors(seen, clear) if self.encryption == "ckks" else {}
+
+    def encoded(self, model: Model, rows: Rows) -> Rows:
+        if self.encryption == "clear":
+            return model.encode(rows)
+        from fedfm.methods.blindfed import masked
+
+        return masked.in_one_place(foundation.check(model, self.foundation), rows)
+
     def model_table(self) -> dict[str, Any]:
         adapt = {"name": "side_adapter", "rank": self.rank, "released": self.released, "projection": self.projection}
         return {"name": self.foundation, "task": "classification", "adaptation": adapt}
 
-    def check_foundation(self) -> None:
+    def check_model(self) -> None:
         foundation.check_place(self.foundation)
 
     def details(self, state: State, judge: Judge | None) -> dict[str, Any]:

@@ -7,9 +7,9 @@ and block, and every round trains on what came once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,11 @@ from fedfm.core.wire import payload
 from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, E_SHAPE, ClientFault
 from fedfm.methods.blindfed import orders
 from fedfm.models import inputs
+from fedfm.models.folding import Patches
 from fedfm.models.side_adapter import STATES, Release, SideModel, of_states
+
+if TYPE_CHECKING:
+    from fedfm.methods.blindfed.sessions import Sessions
 
 PARTS = ("train", "val", "test")
 
@@ -40,6 +44,7 @@ class Hello:
         tokens, patch, extra: T of a row, (height, width) of a patch, tokens before the patches.
         picture: how pictures become the model's input (see :func:`fedfm.models.inputs.told`).
         digest: sha256 of the model.
+        key: the server's public key, with encryption.
         release, scales: permuted: from the tokens of a block to what the adapters read, (P, T), and what they are
             divided by, (L,).
     """
@@ -57,6 +62,7 @@ class Hello:
     extra: int
     picture: dict[str, Any]
     digest: str
+    key: Tensor | None = None
     release: Tensor | None = None
     scales: Tensor | None = None
 
@@ -67,10 +73,12 @@ class Opened:
 
     Attributes:
         rows: its numbers of rows, of each of :data:`PARTS`.
-        keys: evaluation keys, with encryption.
+        key: its public key, with encryption.
+        keys: its evaluation keys.
     """
 
     rows: dict[str, int]
+    key: Tensor | None = None
     keys: Tensor | None = None
 
 
@@ -116,27 +124,41 @@ class Held:
 
     protocol: str
     encryption: str
+    _sessions: list[Any] = field(default_factory=list)
     _models: dict[tuple[Any, ...], SideModel] = field(default_factory=dict)
     _views: dict[tuple[str, str], ClientData] = field(default_factory=dict)
 
     # --- messages -----------------------------------------------------------------------------------------------------
     def open(self, client: Client, told: Hello) -> Opened:
         """Keep what was told; the numbers of rows."""
-        if self.encryption == "ckks":
-            raise NotImplementedError
         client.store["told"] = pack(told)
-        return Opened(counts(client))
+        key, evaluation = (None, None) if told.key is None else self.sessions.open(client, told.session, told.tokens)
+        return Opened(counts(client), key, evaluation)
 
-    def rows(self, client: Client, batch: int) -> Tensor:
-        """Pixel values (n, 3, H, W) of a batch."""
+    def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:
+        """Pixel values (n, 3, H, W) of a batch; in a session ciphertexts, or nothing if its states are known."""
         told = told_to(client)
+        if session is not None and go_on:
+            self.sessions.begin(client, session)
+            return of_bytes(b"")
         pictures, _ = self._batch(client, told, batch)
-        return prepared(pictures, told)
+        pixels = prepared(pictures, told)
+        if session is None and told.key is None:
+            return pixels
+        if session is None or told.key is None:
+            raise ClientFault(E_FIELD, "rows leave encrypted, or not at all: a session and a key belong together")
+        patches = Patches((told.patch[0], told.patch[1]), told.extra)
+        return self.sessions.rows(client, told.session, told.key, session, pixels, patches)
 
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
         """Keep released states (n, k, P, d) of the blocks from ``block`` on."""
         told = told_to(client)
         n = len(self._batch(client, told, batch)[0])
+        if told.key is not None:
+            message = states
+            states = self.sessions.released(client, told.session, told.key, message, n)[:, None]
+            if block == told.blocks:
+                self.sessions.end(client, message)
         shape = (n, states.shape[1] if states.dim() == 4 else 0, told.positions, told.width)
         if tuple(states.shape) != shape or not 1 <= block <= block + shape[1] - 1 <= told.blocks:
             raise ClientFault(E_SHAPE, f"states {tuple(states.shape)} of block {block}: expected {shape}")
@@ -148,7 +170,10 @@ class Held:
 
     def refresh(self, client: Client, message: Tensor) -> Tensor:
         """Masked numbers, encrypted again."""
-        raise NotImplementedError
+        told = told_to(client)
+        if told.key is None:
+            raise ClientFault(E_FIELD, "there is no encryption in this run")
+        return self.sessions.refresh(client, told.session, told.key, message)
 
     def labelled(self, client: Client, batch: int) -> dict[str, Tensor]:
         """Permuted: pixel values of a batch, and its labels."""
@@ -177,6 +202,15 @@ class Held:
         self._views.pop((client.id, told.session), None)
         return n
 
+    @property
+    def sessions(self) -> Sessions:
+        """Of the encryption; needs TenSEAL."""
+        from fedfm.methods.blindfed.sessions import Sessions
+
+        if not self._sessions:
+            self._sessions.append(Sessions())
+        return self._sessions[0]  # type: ignore[no-any-return]
+
     # --- training -----------------------------------------------------------------------------------------------------
     def view(self, client: Client) -> Client:
         """The client with its released states as rows, and with side adapters as its model.
@@ -189,6 +223,15 @@ class Held:
         if key not in self._views:
             self._views[key] = self._read(client, told)
         return replace(client, model=self._model(told), data=self._views[key])
+
+    def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
+        """The largest difference of a released number from that in the clear."""
+        most = 0.0
+        for part in PARTS:
+            states = getattr(seen, part).tensors[STATES]
+            if len(states):
+                most = max(most, float((states - clear(part).tensors[STATES]).abs().max()))
+        return {"max_error": most}
 
     def _model(self, told: Hello) -> SideModel:
         shape = told.blocks, told.positions, told.width, told.rank, tuple(told.classes)
@@ -277,6 +320,16 @@ def _aligned(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, 
 
 def _shape(told: Hello) -> Sequence[int]:
     return told.positions, told.width
+
+
+def of_bytes(data: bytes) -> Tensor:
+    """Bytes as a message carries them, uint8 (n,)."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+
+
+def to_bytes(tensor: Tensor | None) -> bytes:
+    """The inverse of :func:`of_bytes`; nothing for None."""
+    return b"" if tensor is None else tensor.contiguous().numpy().tobytes()
 
 
 def pack(value: Any) -> bytes:

@@ -25,6 +25,7 @@ from fedfm.privacy.crypto.ring import Parameters, Residues
 SESSION = 16  # bytes
 _HEADER = struct.Struct("<4sBBB16sQIBBd32s32s")
 _MARK, _VERSION, _TAG = b"FFCT", 1, 32
+_SESSION_AT = 7  # bytes before it in the header
 _FULL, _SEEDED, _BYTES = range(3)
 _LARGEST_SCALE = 2.0**120
 Sender = Literal["client", "server"]
@@ -53,10 +54,11 @@ class Channel:
         self._side = int(sender == "server")
         self.sent = self.received = 0
 
-    def pack(self, residues: Residues, scale: float, seed: bytes | None = None) -> bytes:
+    def pack(self, residues: Residues, scale: float, seed: bytes | None = None, note: bytes = b"") -> bytes:
         """Ciphertexts (count, 2, limbs, N) as the next message; with a seed their second polynomials are left out.
 
-        The second polynomials must then be :func:`second_polynomials` of that seed.
+        The second polynomials must then be :func:`second_polynomials` of that seed. A note travels behind the
+        ciphertexts (:func:`note_of`).
         """
         count, polynomials, limbs, degree = residues.shape
         if polynomials != 2 or degree != self.parameters.degree or not 1 <= count <= self._most:
@@ -68,7 +70,7 @@ class Channel:
             for polynomial in range(sent):
                 modular.pack(residues[i, polynomial], bits, words[i, polynomial])
         kind = _SEEDED if seed else _FULL
-        return self._closed(kind, count, limbs, scale, seed or bytes(32), words.astype("<u8").tobytes())
+        return self._closed(kind, count, limbs, scale, seed or bytes(32), words.astype("<u8").tobytes() + note)
 
     def pack_keys(self, data: bytes) -> bytes:
         """Public keys as the next message."""
@@ -87,9 +89,11 @@ class Channel:
         return data[_HEADER.size : -_TAG]
 
     def unpack(
-        self, data: bytes, *, limbs: int, count: int | None = None, scale: float | None = None
+        self, data: bytes, *, limbs: int, count: int | None = None, scale: float | None = None, note: int = 0
     ) -> tuple[Residues, float]:
         """Ciphertexts of the next message, (count, 2, limbs, N), and their scale. None: whatever the message says.
+
+        ``note`` is the size of the note behind them, in bytes.
 
         Raises:
             ClientFault: the message is damaged, altered, of another session, step or sender, for other parameters, of
@@ -105,9 +109,11 @@ class Channel:
         if not (math.isfinite(got_scale) and 1 <= got_scale <= _LARGEST_SCALE) or scale not in (None, got_scale):
             raise ClientFault(E_SHAPE, f"ciphertexts of scale {got_scale!r} came, {scale or 'at least 1'} was expected")
         sent = 1 if kind == _SEEDED else 2
-        if len(data) != _HEADER.size + got_count * sent * self._bytes(limbs) + _TAG:
+        if len(data) != _HEADER.size + got_count * sent * self._bytes(limbs) + note + _TAG:
             raise ClientFault(E_SIZE, f"a message of {len(data)} bytes does not hold {got_count} ciphertexts")
-        words = np.frombuffer(data, "<u8", (len(data) - _HEADER.size - _TAG) // 8, _HEADER.size).astype(np.uint64)
+        words = np.frombuffer(data, "<u8", (len(data) - _HEADER.size - note - _TAG) // 8, _HEADER.size).astype(
+            np.uint64
+        )
         words = words.reshape(got_count, sent, -1)
         bits = np.array(self.parameters.bits[:limbs], np.int64)
         out = np.empty((got_count, 2, limbs, self.parameters.degree), np.int64)
@@ -159,6 +165,22 @@ class Channel:
         if kind not in (_FULL, _SEEDED, _BYTES) or polynomials != 2:
             raise ClientFault(E_FORMAT, "a message of unknown kind")
         return kind, count, limbs, scale, seed
+
+
+def note_of(data: bytes, size: int) -> bytes:
+    """The note of a message that :meth:`Channel.unpack` has accepted with this size."""
+    return data[-_TAG - size : -_TAG]
+
+
+def session_of(data: bytes) -> bytes:
+    """The session that a message names, unchecked: to find the channel that checks it.
+
+    Raises:
+        ClientFault: the message is too short.
+    """
+    if len(data) < _HEADER.size + _TAG:
+        raise ClientFault(E_SIZE, f"a message of {len(data)} bytes is cut off")
+    return bytes(data[_SESSION_AT : _SESSION_AT + SESSION])
 
 
 def second_polynomials(seed: bytes, count: int, limbs: int, parameters: Parameters) -> Residues:

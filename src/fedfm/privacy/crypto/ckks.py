@@ -182,6 +182,10 @@ class ServerKeys:
         scale = x.scale / self.parameters.primes[x.level]
         return self._each(x, self._library.evaluator.rescale_to_next, x.level, scale)
 
+    def can_rotate(self, steps: int) -> bool:
+        """Whether the client sent the key for this rotation."""
+        return self._rotates and bool(self._galois.has_key(galois_element(steps, self.parameters.degree)))
+
     def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
         """Slot i + steps to slot i.
 
@@ -189,8 +193,7 @@ class ServerKeys:
             InputError: the client sent no key for this rotation.
         """
         slots = self.parameters.slots
-        element = galois_element(steps, self.parameters.degree)
-        if not (self._rotates and self._galois.has_key(element)):
+        if not self.can_rotate(steps):
             raise InputError(f"there is no key for a rotation by {steps % slots} slots")
         evaluator, keys = self._library.evaluator, self._galois
 

@@ -16,7 +16,9 @@ encryption of zero under the client's public key hides what the server's weights
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -66,6 +68,13 @@ def least_limbs(parameters: Parameters, ciphertexts: int, bound: float, most: fl
     )
 
 
+class Spending(Protocol):
+    """Where statistical distance is entered."""
+
+    def spend(self, count: int, each: float) -> None:
+        """Enter so many ciphertexts, ``each`` of this distance, before they are sent."""
+
+
 @dataclass
 class DistanceLedger:
     """What the masks of one client's run have spent.
@@ -74,11 +83,14 @@ class DistanceLedger:
         most: the distance that the run may not exceed.
         spent: upper bound of the statistical distance so far.
         ciphertexts: refreshed so far.
+        keep: writes the ledger where it outlives the process; called after every entry, before anything is sent, so
+            that a resumed run has forgotten nothing.
     """
 
     most: float = MOST
     spent: float = 0.0
     ciphertexts: int = 0
+    keep: Callable[[DistanceLedger], None] | None = field(default=None, repr=False, compare=False)
 
     def spend(self, count: int, each: float) -> None:
         """Enter so many ciphertexts before they are sent.
@@ -93,6 +105,8 @@ class DistanceLedger:
             )
         self.spent += count * each
         self.ciphertexts += count
+        if self.keep is not None:
+            self.keep(self)
 
     def __str__(self) -> str:
         shown = f"2^{math.log2(self.spent):.1f}" if self.spent else "0"
@@ -128,10 +142,11 @@ class Masking:
         bound: of the magnitude of every slot; the ranges stored with the model give it.
     """
 
-    def __init__(self, bound: float, ledger: DistanceLedger | None = None) -> None:
+    def __init__(self, bound: float, ledger: Spending | None = None) -> None:
         if not 0 < bound < math.inf:
             raise InputError(f"bound {bound}: expected a positive number")
-        self.bound, self.ledger = bound, DistanceLedger() if ledger is None else ledger
+        self.bound = bound
+        self.ledger: Spending = DistanceLedger() if ledger is None else ledger
 
     def hide(self, x: Ciphertexts) -> tuple[Ciphertexts, Mask]:
         """Masked ciphertexts for the client, and the mask to keep.

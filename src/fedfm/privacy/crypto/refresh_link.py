@@ -64,11 +64,12 @@ def answered(client: ClientKeys, channel: Channel, message: bytes, limbs: int) -
     return channel.pack(renewed(client, residues, second), scale, seed)
 
 
-def sealed(client: ClientKeys, channel: Channel, values: NDArray[np.floating[Any]]) -> bytes:
-    """Real slots (count, N / 2), encrypted, as the client's next message."""
+def sealed(client: ClientKeys, channel: Channel, values: NDArray[np.floating[Any]], limbs: int | None = None) -> bytes:
+    """Real slots (count, N / 2), encrypted with so many primes (None: all), as the client's next message."""
     parameters = client.parameters
+    limbs = parameters.limbs if limbs is None else limbs
     plain = encoding.encode(np.asarray(values, np.float64), parameters.scale, parameters.degree)
     seed = keys.entropy(keys.KEY)
-    second = second_polynomials(seed, len(plain), parameters.limbs, parameters)
-    residues = client.encrypted(encoding.to_residues(plain, parameters.limbs, client.ring), second)
+    second = second_polynomials(seed, len(plain), limbs, parameters)
+    residues = client.encrypted(encoding.to_residues(plain, limbs, client.ring), second)
     return channel.pack(residues, parameters.scale, seed)

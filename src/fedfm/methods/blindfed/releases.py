@@ -1,0 +1,145 @@
+"""Released states: which numbers of a block's output a holder of rows may see, in the clear and as ciphertexts.
+
+Of every block's states (tokens, d): ``class`` is the mean over the tokens, or the class token; ``grid`` is that mean
+and those of the four quadrants of a square grid of patches; ``tokens`` is every token, projected by a secret matrix.
+
+Encrypted, features share a ciphertext: slot t B + s (token t, sample s) of its inputs becomes the slot of another
+token, by products with encoded 0/1 slots and rotations. Slots that belong to no released number are multiplied by
+zero. The mean over all tokens is not sent with ``grid``: it is the mean of the four others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedfm.errors import InputError
+
+Numbers = NDArray[np.floating[Any]]
+KINDS = ("class", "grid", "tokens")
+
+
+def projection_matrix(secret: bytes, rows: int, features: int) -> NDArray[np.float64]:
+    """Orthonormal rows, (rows, d), that whoever does not know the secret cannot make again.
+
+    Raises:
+        InputError: more rows than features.
+    """
+    if not 1 <= rows <= features:
+        raise InputError(f"a projection to {rows} of {features} features: expected 1 to {features}")
+    seed = int.from_bytes(hashlib.sha256(b"projection of released tokens" + secret).digest(), "big")
+    q, r = np.linalg.qr(np.random.default_rng(seed).normal(size=(features, rows)))
+    return np.ascontiguousarray((q * np.sign(np.diag(r))).T)
+
+
+@dataclass(frozen=True)
+class Released:
+    """What is released of a block.
+
+    Attributes:
+        kind: ``class``, ``grid`` or ``tokens``.
+        tokens: T, a power of two.
+        features: d of the model.
+        projection: (p, d) for ``tokens``; else None.
+        class_token: whether token 0 is one; then ``class`` is that token.
+
+    Raises:
+        InputError: a kind that the tokens do not allow.
+    """
+
+    kind: str
+    tokens: int
+    features: int
+    projection: Numbers | None = None
+    class_token: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError(f'released = "{self.kind}": expected one of {", ".join(KINDS)}')
+        if self.kind == "grid" and (self.class_token or self.tokens < 4 or math.isqrt(self.tokens) ** 2 != self.tokens):
+            raise InputError(f'released = "grid" needs a square grid of patches; the model has {self.tokens} tokens')
+        if (self.projection is not None) != (self.kind == "tokens"):
+            raise InputError('a projection belongs to released = "tokens"')
+        if self.projection is not None and self.projection.shape[1] != self.features:
+            raise InputError(f"a projection {self.projection.shape} for {self.features} features")
+
+    @classmethod
+    def received(cls, kind: str, tokens: int, width: int) -> Released:
+        """As its receiver knows it: without the projection, whose results are features like others."""
+        return cls(kind, tokens, width, np.eye(width) if kind == "tokens" else None)
+
+    @property
+    def positions(self) -> int:
+        """P of the released states (samples, P, width)."""
+        return {"class": 1, "grid": 5, "tokens": self.tokens}[self.kind]
+
+    @property
+    def width(self) -> int:
+        """Features of a released state."""
+        return self.features if self.projection is None else len(self.projection)
+
+    @property
+    def together(self) -> int:
+        """Features of one ciphertext."""
+        return {"class": self.tokens, "grid": self.tokens // 4, "tokens": 1}[self.kind]
+
+    @property
+    def ciphertexts(self) -> int:
+        """Of one block and batch."""
+        return -(-self.width // self.together)
+
+    def gain(self) -> float:
+        """Largest magnitude of a released number, of states of at most 1 in magnitude."""
+        return 1.0 if self.projection is None else float(np.abs(self.projection).sum(axis=1).max())
+
+    def clear(self, states: Numbers) -> NDArray[np.float64]:
+        """By the definition: (..., T, d) -> (..., P, width)."""
+        x = np.asarray(states, np.float64)
+        if self.projection is not None:
+            return np.asarray(x @ self.projection.T, np.float64)
+        first = x[..., :1, :] if self.class_token else x.mean(-2, keepdims=True)
+        if self.kind == "class":
+            return first
+        parts = [x[..., group, :].mean(-2, keepdims=True) for group in self._groups()]
+        return np.concatenate([first, *parts], axis=-2)
+
+    def weights(self) -> dict[int, NDArray[np.float64]]:
+        """For rotation j: the factors (together, T) of each feature's tokens, before the rotation by j tokens.
+
+        The ciphertext is the sum over j of the rotated sum over the features.
+        """
+        out: dict[int, NDArray[np.float64]] = {}
+        for group, slots in zip(self._groups(), self._targets(), strict=True):
+            for feature, slot in enumerate(slots):
+                for token in group:
+                    j = (token - slot) % self.tokens
+                    out.setdefault(j, np.zeros((self.together, self.tokens)))[feature, token] = 1 / len(group)
+        return out
+
+    def opened(self, slots: NDArray[np.float64], samples: int) -> NDArray[np.float64]:
+        """Slots (ciphertexts, N / 2) -> states (samples, P, width)."""
+        x = slots.reshape(len(slots), self.tokens, -1)[..., :samples]
+        if self.kind == "tokens":
+            return np.ascontiguousarray(x.transpose(2, 1, 0))
+        parts = [x[:, targets].reshape(-1, samples)[: self.width] for targets in self._targets()]
+        if self.kind == "grid":
+            parts = [np.mean(parts, axis=0), *parts]
+        return np.ascontiguousarray(np.stack(parts).transpose(2, 0, 1))
+
+    def _groups(self) -> list[list[int]]:
+        """Tokens of each sent mean."""
+        if self.kind == "class":
+            return [[0]] if self.class_token else [list(range(self.tokens))]
+        side = math.isqrt(self.tokens)
+        half = side // 2
+        corners = [(r, c) for r in (0, half) for c in (0, half)]
+        return [[(r + i) * side + c + k for i in range(half) for k in range(half)] for r, c in corners]
+
+    def _targets(self) -> list[list[int]]:
+        """Of each sent mean: the token whose slots take it, by feature of the ciphertext."""
+        return [list(range(self.tokens))] if self.kind == "class" else self._groups()

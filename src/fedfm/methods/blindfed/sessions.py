@@ -1,0 +1,94 @@
+"""Client half of BlindFed under CKKS: the key that never leaves, and the sessions of the batches.
+
+A message may reach another process of the client than the one before: the numbers of a session's messages are in the
+client's store, so that any process goes on with it and none accepts a message twice.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedfm.core.client import Client
+from fedfm.errors import E_ROUND, ClientFault
+from fedfm.methods.blindfed.holder import Holder
+from fedfm.methods.blindfed.holding import of_bytes, to_bytes
+from fedfm.models.folding import Patches
+from fedfm.privacy.crypto import keys
+from fedfm.privacy.crypto.ciphertext_wire import session_of
+
+_KEY = "ckks"  # in the client's store; "channel" is its secret for key agreements
+
+
+@dataclass
+class Sessions:
+    """The clients' keys in this process."""
+
+    _holders: dict[tuple[str, str], Holder] = field(default_factory=dict)
+
+    def open(self, client: Client, run: str, tokens: int) -> tuple[Tensor, Tensor]:
+        """The public key for agreements, and the evaluation keys; the secret key is made once and kept."""
+        if _KEY not in client.store:
+            client.store[_KEY] = Holder.new(tokens).to_bytes()
+        holder = self._holder(client, run)
+        return of_bytes(keys.public_of(client.secret("channel"))), of_bytes(holder.public())
+
+    def rows(
+        self, client: Client, run: str, server: Tensor, session: Tensor, pixels: Tensor, patches: Patches
+    ) -> Tensor:
+        """Encrypted rows of pixel values, in a new session."""
+        self.begin(client, session)
+        holder, name = self._resumed(client, run, server, to_bytes(session))
+        message = holder.rows(patches(pixels).double().numpy())
+        self._keep(client, holder, name)
+        return of_bytes(message)
+
+    def begin(self, client: Client, session: Tensor) -> None:
+        """A new session."""
+        client.store[_place(to_bytes(session))] = json.dumps([0, 0]).encode()
+
+    def end(self, client: Client, message: Tensor) -> None:
+        """The session of this message is over."""
+        client.store.pop(_place(session_of(to_bytes(message))), None)
+
+    def refresh(self, client: Client, run: str, server: Tensor, message: Tensor) -> Tensor:
+        """The same masked numbers, encrypted again."""
+        asked = to_bytes(message)
+        holder, name = self._resumed(client, run, server, session_of(asked))
+        answer = holder.refresh(asked)
+        self._keep(client, holder, name)
+        return of_bytes(answer)
+
+    def released(self, client: Client, run: str, server: Tensor, message: Tensor, samples: int) -> Tensor:
+        """Released states (n, P, d)."""
+        came = to_bytes(message)
+        holder, name = self._resumed(client, run, server, session_of(came))
+        states = holder.released(came, samples)
+        self._keep(client, holder, name)
+        return torch.from_numpy(states)
+
+    def _holder(self, client: Client, run: str) -> Holder:
+        key = client.id, run
+        if key not in self._holders:
+            self._holders[key] = Holder.from_bytes(client.store[_KEY])
+        return self._holders[key]
+
+    def _resumed(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[Holder, bytes]:
+        """The holder with this session open, as far as its messages have come."""
+        if _place(name) not in client.store:
+            raise ClientFault(E_ROUND, "a message of a session that is not open")
+        holder, (sent, received) = self._holder(client, run), json.loads(client.store[_place(name)])
+        key = keys.agree(client.secret("channel"), to_bytes(server), name)
+        holder.begin(name, key, (sent, received))
+        return holder, name
+
+    def _keep(self, client: Client, holder: Holder, name: bytes) -> None:
+        client.store[_place(name)] = json.dumps(list(holder.counts(name))).encode()
+        holder.end(name)
+
+
+def _place(session: bytes) -> str:
+    return f"session-{session.hex()}"
