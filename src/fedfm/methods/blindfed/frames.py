@@ -1,0 +1,43 @@
+"""Frames between the owner's process and those that compute for it: a kind, a length, bytes."""
+
+from __future__ import annotations
+
+import struct
+from typing import BinaryIO
+
+from fedfm.errors import RunError
+
+MODEL, JOB, ANSWER, FAULT, SPEND, REFRESH, RELEASE, SAVE, DONE, FAILED, BROKEN = range(11)
+_HEAD = struct.Struct("<BQ")
+SPENT = struct.Struct("<Id")  # ciphertexts, distance of each
+_SIZE = struct.Struct("<Q")
+
+
+def write(pipe: BinaryIO, kind: int, *parts: bytes) -> None:
+    """Send one frame; several parts are told apart by their sizes."""
+    sizes = b"".join(_SIZE.pack(len(p)) for p in parts)
+    pipe.write(_HEAD.pack(kind, len(parts)) + sizes)
+    for part in parts:
+        pipe.write(part)
+    pipe.flush()
+
+
+def read(pipe: BinaryIO) -> tuple[int, list[bytes]]:
+    """The next frame.
+
+    Raises:
+        EOFError: the other side is gone.
+        RunError: what came is no frame.
+    """
+    kind, count = _HEAD.unpack(_exactly(pipe, _HEAD.size))
+    if kind > BROKEN or count > 16:
+        raise RunError("something else than a frame came from a process of the encrypted computation")
+    sizes = [_SIZE.unpack(_exactly(pipe, _SIZE.size))[0] for _ in range(count)]
+    return kind, [_exactly(pipe, size) for size in sizes]
+
+
+def _exactly(pipe: BinaryIO, size: int) -> bytes:
+    data = pipe.read(size)
+    if len(data) != size:
+        raise EOFError
+    return data

@@ -1,0 +1,204 @@
+"""The owner's encrypted computation in several processes: SEAL's binding holds the GIL, so threads do not help.
+
+Each job, one batch of one client, runs in a process of its own kind (:mod:`~fedfm.methods.blindfed.worker`). Processes
+are started afresh, never forked, and exchange bytes over pipes. Only this process talks to clients, keeps checkpoints,
+and enters distances into ledgers.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Protocol, cast
+
+import numpy as np
+
+from fedfm.errors import ClientFault, RunError
+from fedfm.methods.blindfed import frames
+from fedfm.methods.blindfed.encrypted import Checkpoint
+from fedfm.methods.blindfed.folded_model import FoldedModel
+from fedfm.methods.blindfed.model_bytes import model_bytes
+from fedfm.methods.blindfed.releases import Numbers
+from fedfm.privacy.crypto.refresh import Spending
+
+_WAIT = 10.0  # seconds for a process to end
+
+
+@dataclass(frozen=True)
+class Job:
+    """One batch of one client, in a session of its own.
+
+    Attributes:
+        client, batch: which.
+        public: the client's evaluation keys.
+        session: 16 bytes.
+        key: 32 bytes, agreed on with the client.
+        ledger: the client's; it is used in this process only.
+        start: where an earlier session of the batch ended.
+    """
+
+    client: Any
+    batch: int
+    public: bytes = field(repr=False)
+    session: bytes
+    key: bytes = field(repr=False)
+    ledger: Spending
+    start: Checkpoint | None = field(default=None, repr=False)
+
+
+class Relay(Protocol):
+    """The owner's talk with clients. A ``ClientFault`` ends the job, any other exception all of them."""
+
+    def rows(self, job: Job) -> bytes:
+        """Encrypted rows; asked for if the job has no checkpoint, else only to begin the session: it may be b""."""
+
+    def refresh(self, job: Job, message: bytes) -> bytes:
+        """Carry a refresh to the client, and its answer back."""
+
+    def release(self, job: Job, block: int, message: bytes) -> None:
+        """Send the released states of block 0, 1, ..."""
+
+    def save(self, job: Job, checkpoint: bytes) -> None:
+        """Keep a :class:`Checkpoint` as bytes, after its states were sent."""
+
+
+class _Worker:
+    """A process, and the job that it has."""
+
+    def __init__(self) -> None:
+        # A session of its own: Ctrl-C reaches the process that talks to clients, and it ends the others.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fedfm.methods.blindfed.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        self.target, self.source = cast(BinaryIO, self.process.stdin), cast(BinaryIO, self.process.stdout)
+        self.job: Job | None = None
+
+    def write(self, kind: int, *parts: bytes) -> None:
+        try:
+            frames.write(self.target, kind, *parts)
+        except BrokenPipeError:
+            raise self.dead() from None
+
+    def read(self) -> tuple[int, list[bytes]]:
+        try:
+            return frames.read(self.source)
+        except EOFError:
+            raise self.dead() from None
+
+    def dead(self) -> RunError:
+        """What to say of it."""
+        try:
+            code: int | None = self.process.wait(_WAIT)
+        except subprocess.TimeoutExpired:
+            code = None
+        at = "" if self.job is None else f" at batch {self.job.batch} of client {self.job.client}"
+        return RunError(
+            f"a process of the encrypted computation ended{at} (exit code {code}; -9 is mostly too little memory): "
+            "resume the run, with fewer processes if memory is short"
+        )
+
+    def end(self) -> None:
+        """Now."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.target, self.source):
+            try:
+                pipe.close()
+            except OSError:
+                continue  # what was left in the buffer has no reader
+
+
+def run_all(
+    jobs: Sequence[Job],
+    relay: Relay,
+    processes: int,
+    *,
+    folded: FoldedModel,
+    released: str,
+    projection: Numbers | None = None,
+) -> dict[tuple[Any, int], ClientFault]:
+    """All jobs; what failed, by (client, batch).
+
+    Args:
+        processes: at most so many at once.
+        folded, released, projection: as for :class:`~fedfm.methods.blindfed.encrypted.Owner`.
+
+    Raises:
+        RunError: a process died, or cannot go on.
+    """
+    left = list(jobs)
+    failed: dict[tuple[Any, int], ClientFault] = {}
+    matrix = b"" if projection is None else np.ascontiguousarray(projection, "<f8").tobytes()
+    model, workers = model_bytes(folded), []
+    with selectors.DefaultSelector() as ready:
+        try:
+            for _ in range(min(max(processes, 1), len(left))):
+                worker = _Worker()
+                workers.append(worker)
+                worker.write(frames.MODEL, model, released.encode(), matrix)
+                ready.register(worker.source, selectors.EVENT_READ, worker)
+            for worker in workers:
+                failed |= _next(worker, left, relay)
+            while any(worker.job for worker in workers):
+                for found, _ in ready.select():
+                    worker = found.data
+                    if not _answered(worker, relay, failed):
+                        failed |= _next(worker, left, relay)
+        finally:
+            for worker in workers:
+                worker.end()
+    return failed
+
+
+def _next(worker: _Worker, left: list[Job], relay: Relay) -> dict[tuple[Any, int], ClientFault]:
+    """Give a process the next job whose client answers; those whose client does not."""
+    failed: dict[tuple[Any, int], ClientFault] = {}
+    worker.job = None
+    while left and worker.job is None:
+        job = left.pop(0)
+        try:
+            rows = relay.rows(job)
+        except ClientFault as fault:
+            failed[job.client, job.batch] = fault
+            continue
+        start = b"" if job.start is None else job.start.to_bytes()
+        worker.job = job
+        worker.write(frames.JOB, job.public, job.session, job.key, b"" if start else rows, start)
+    return failed
+
+
+def _answered(worker: _Worker, relay: Relay, failed: dict[tuple[Any, int], ClientFault]) -> bool:
+    """Answer one question of a process; False if its job has ended."""
+    kind, parts = worker.read()
+    job = worker.job
+    if job is None or kind == frames.BROKEN:
+        raise RunError(parts[0].decode() if parts else "a process of the encrypted computation spoke unasked")
+    if kind in (frames.DONE, frames.FAILED):
+        if kind == frames.FAILED:
+            failed.setdefault((job.client, job.batch), ClientFault(parts[0].decode(), parts[1].decode()))
+        return False
+    try:
+        answer = b""
+        if kind == frames.SPEND:
+            job.ledger.spend(*frames.SPENT.unpack(parts[0]))
+        elif kind == frames.REFRESH:
+            answer = relay.refresh(job, parts[0])
+        elif kind == frames.RELEASE:
+            relay.release(job, int(parts[0]), parts[1])
+        elif kind == frames.SAVE:
+            relay.save(job, parts[0])
+    except ClientFault as fault:
+        failed[job.client, job.batch] = fault  # itself: it may know more than its code and reason
+        worker.write(frames.FAULT, fault.code.encode(), fault.reason.encode())
+        return True
+    worker.write(frames.ANSWER, answer)
+    return True
