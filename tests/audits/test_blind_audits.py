@@ -12,13 +12,13 @@ from fedfm.runtime.run_directory import Run
 from tiny_twin import folder as twin
 
 
-def run(folder, protocol):
+def run(folder, protocol, encryption="clear", limit=160):
     tables = {
-        "data": {"name": "digits", "limit": 160, "partition": {"name": "iid", "clients": 2}},
+        "data": {"name": "digits", "limit": limit, "partition": {"name": "iid", "clients": 2}},
         "method": {
             "name": "blindfed",
             "foundation": str(twin(folder)),
-            "encryption": "clear",
+            "encryption": encryption,
             "protocol": protocol,
             "released": "grid",
             "rounds": 1,
@@ -92,3 +92,18 @@ def test_rows_in_the_clear_refute_an_encrypted_run(masked):
     method = dataclasses.replace(claimed.experiment.method, encryption="ckks")
     object.__setattr__(claimed.experiment, "method", method)
     assert found(claimed).contradicts
+
+
+def test_encryption_is_close_to_the_clear_and_bad_messages_are_refused(tmp_path):
+    pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
+    findings = by_name(run(tmp_path, "masked", encryption="ckks", limit=24), "encrypted_error", "server_view")
+    assert 0 < findings["encryption.error"].estimate < 1e-2
+    assert len(findings["encryption.error"].detail["largest_by_block"]) == 2
+    assert findings["encryption.refusals"].estimate == 1.0
+    assert not findings["server.view"].contradicts
+    assert "query.BlindFed" not in findings["server.view"].says  # rows crossed as ciphertexts alone
+
+
+def test_a_simulation_encrypts_nothing(masked):
+    with pytest.raises(InputError, match="encrypts nothing"):
+        choose(Run.open(masked), ["encrypted_error"])
