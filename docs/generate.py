@@ -27,6 +27,7 @@ from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.policy import Budget, Requirements
 from fedfm.privacy.spec import PrivacySpec
+from fedfm.runtime.distil_spec import DistilSpec
 from fedfm.runtime.pretrain_spec import PretrainSpec
 from fedfm.runtime.silo_file import Silo
 from fedfm.training import BY_NAME, Local
@@ -71,7 +72,7 @@ def main() -> int:
     old = 0
     pages = {"experiment.md": page(), "methods.md": methods(), "commands.md": commands()}
     written = {REFERENCE / name: text for name, text in pages.items()} | {figure.FILE: figure.draw()}
-    made = (json_schema.experiment(), json_schema.pretraining(PretrainSpec), silo())
+    made = (json_schema.experiment(), json_schema.pretraining(PretrainSpec), distillation(), silo())
     for name, found in zip(SCHEMAS, made, strict=True):
         written[FOLDER / f"{name}.json"] = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
     for path, text in written.items():
@@ -84,6 +85,11 @@ def main() -> int:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
     return old
+
+
+def distillation() -> dict[str, Any]:
+    """The schema of a distillation's file."""
+    return json_schema.distillation(DistilSpec)
 
 
 def silo() -> dict[str, Any]:
@@ -177,6 +183,11 @@ def page() -> str:
             PretrainSpec,
             "Not part of an experiment: `fedfm pretrain` takes a file with `[data]`, `[model]` and this table. The "
             "keys of `local` are those of `[method.local]`.",
+        ),
+        section(
+            "[distil]",
+            DistilSpec,
+            "Not part of an experiment: `fedfm distil` takes a file with `[data]`, `[model]` and this table.",
         ),
         section(
             "A silo's file",

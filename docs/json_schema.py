@@ -44,10 +44,19 @@ def experiment() -> Schema:
 
 def pretraining(spec: type) -> Schema:
     """Of a pretraining, whose [pretrain] table is ``spec``."""
-    whole = experiment()
-    tables = {key: whole["properties"][key] for key in ("data", "model")} | {"pretrain": table(spec)}
-    defs = {"optimisers": whole["$defs"]["optimisers"]}
-    return document("a pretraining of fedfm", tables, ("data", "model"), defs)
+    return _central("pretraining", "pretrain", spec, {"optimisers": experiment()["$defs"]["optimisers"]})
+
+
+def distillation(spec: type) -> Schema:
+    """Of a distillation, whose [distil] table is ``spec``."""
+    return _central("distillation", "distil", spec, {})
+
+
+def _central(noun: str, key: str, spec: type, defs: Schema) -> Schema:
+    """Of a training in one place: [data], [model] and a table of its own."""
+    whole = experiment()["properties"]
+    tables = {name: whole[name] for name in ("data", "model")} | {key: table(spec)}
+    return document(f"a {noun} of fedfm", tables, ("data", "model"), defs)
 
 
 def document(title: str, properties: Schema, required: Iterable[str], defs: Schema) -> Schema:

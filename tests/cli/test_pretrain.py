@@ -273,7 +273,7 @@ def test_a_loss_that_explodes_is_said(tmp_path, capsys):
 
 
 def test_many_pictures_are_prepared_batch_by_batch(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedfm.runtime.pretrain.IN_ADVANCE", 1000)
+    monkeypatch.setattr("fedfm.runtime.model_folder.IN_ADVANCE", 1000)
     assert pretrain(tables(), tmp_path / "net")["params_sha256"] == whole[1]["params_sha256"]
 
 

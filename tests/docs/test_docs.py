@@ -17,6 +17,7 @@ import pytest
 
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
+from fedfm.runtime.distil_spec import Distillation
 from fedfm.runtime.pretrain_spec import Pretraining
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,8 @@ def blocks(page):
 
 def checked(text):
     tables = tomllib.loads(text)
+    if "distil" in tables:
+        return Distillation.from_dict(tables)
     if "pretrain" in tables:
         return Pretraining.from_dict(tables)
     return Experiment.from_dict(tables, imports=True)  # a page may bring a method of its own

@@ -26,6 +26,7 @@ from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
+from fedfm.runtime.distil_spec import DistilSpec
 from fedfm.runtime.pretrain_spec import PretrainSpec
 from fedfm.runtime.silo_file import Silo
 from fedfm.training import BY_NAME
@@ -141,6 +142,7 @@ def known_keys():
         "aggregation": {"name"}.union(*(keys(resolve("aggregation", n)) for n in available("aggregation"))),
         "run": keys(RunSpec),
         "pretrain": keys(PretrainSpec),
+        "distil": keys(DistilSpec),
     }
     return tables, {k.rpartition(".")[2] for t in tables.values() for k in t} | keys(Silo)
 

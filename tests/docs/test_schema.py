@@ -46,7 +46,8 @@ def complaint(tables, which="experiment"):
 
 def of(tables):
     """Which file the tables are of."""
-    return "pretrain" if "pretrain" in tables else "experiment" if "method" in tables else "silo"
+    own = next((name for name in ("pretrain", "distil") if name in tables), "")
+    return own or ("experiment" if "method" in tables else "silo")
 
 
 def written():

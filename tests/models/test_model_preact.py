@@ -112,7 +112,7 @@ def test_lora_takes_the_convolutions():
     assert {n.rpartition(".")[2] for n in names} == {"conv1", "conv2", "shortcut"}
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"nano-vit", "nano-clip"}))
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"nano-vit", "nano-vit-fhe", "nano-clip"}))
 def test_built_in_architectures_have_no_weights(name):
     table = prose() if name == "nano-gpt2" else images(side=8)
     with pytest.raises(InputError, match=r"architecture without weights: set model.weights = .random."):

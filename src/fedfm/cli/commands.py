@@ -62,17 +62,35 @@ def pretrain(args: Any) -> int:
     from fedfm.runtime.pretrain_spec import Pretraining
 
     what = Pretraining.load(args.experiment, dict(parse_override(text) for text in args.set))
-    try:
-        result = pretrain(what, args.out, watcher=Epochs())
-    except InputError:
-        raise
-    except (KeyboardInterrupt, Exception):
-        if (args.out / ABOUT).exists():
-            print("fedfm: finished epochs are kept; the same command continues", file=sys.stderr)
-        raise
+    result = _epochs(args, ABOUT, lambda: pretrain(what, args.out, watcher=Epochs()))
     names = ("epochs", "parameters", "accuracy", "perplexity", "train_loss", "seconds")
     figures = [f"{name} {result[name]:.6g}" for name in names if result[name] is not None]
     return _say(args, result, f"{result['folder']}: {', '.join(figures)}")
+
+
+def distil(args: Any) -> int:
+    """``fedfm distil``."""
+    from fedfm.cli.distil_table import table
+    from fedfm.cli.progress_bar import Epochs
+    from fedfm.config.toml import parse_override
+    from fedfm.runtime.distil import ABOUT, distil
+    from fedfm.runtime.distil_spec import Distillation
+
+    what = Distillation.load(args.experiment, dict(parse_override(text) for text in args.set))
+    result = _epochs(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))
+    return _say(args, result, table(result))
+
+
+def _epochs(args: Any, about: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run it; if it stops, print how to continue."""
+    try:
+        return call()
+    except InputError:
+        raise
+    except (KeyboardInterrupt, Exception):
+        if (args.out / about).exists():
+            print("fedfm: finished epochs are kept; the same command continues", file=sys.stderr)
+        raise
 
 
 def resume(args: Any) -> int:

@@ -52,6 +52,25 @@ for text: data.path = "wiki.txt", model.name = "nano-gpt2", and a vocabulary mad
 The folder holds config.json, model.safetensors, the image processor or tokenizer, the names of the classes, and
 pretrain.json, which says how it was made. Data of other classes get a new head.
 """,
+    "distil": """examples:
+  fedfm distil twin.toml --out twin                    teacher and twin on held-out rows, intervals, depth of each block
+  fedfm distil twin.toml --out twin                    the same command again continues after a kill, with the same bits
+  fedfm run exp.toml --set model.name=twin             the twin is a model as any other, with every adaptation
+  fedfm run exp.toml --set method.foundation=twin      blindfed computes it on encrypted rows
+
+a distillation:
+  [data]
+  path = "auxiliary.npz"                               # of any domain; all rows in one place
+  [model]
+  name = "nano-vit"                                    # a ViT, DeiT, I-JEPA or BERT: built in, a folder, a hub id
+  [distil]
+  epochs = [3, 15, 15]                                 # exact functions but tame; then polynomials: states, outputs
+
+A twin has polynomials in place of softmax, LayerNorm and GELU. Scores, variances and row sums have to stay in intervals
+where a polynomial of low degree is near enough: the first stage sees to it, and too wide an interval is refused. The
+folder holds config.json with the polynomials and their intervals, model.safetensors, the image processor or tokenizer,
+and distil.json, which says how it was made. A head that is new for these classes is not kept.
+""",
     "resume": """examples:
   fedfm resume runs/mine                               after a kill, a full disk or Ctrl-C: from the last round
   fedfm resume runs/mine --format json | tail -1       of a finished run: its result again

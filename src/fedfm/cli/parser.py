@@ -65,9 +65,11 @@ def build() -> argparse.ArgumentParser:
     run.add_argument("--tune", help="comma-separated learning rates; the best on validation rows is used")
 
     pretrain = command("pretrain", commands.pretrain, "train a foundation model centrally, as a folder", json=True)
-    pretrain.add_argument("experiment", type=Path, help="TOML file with [data], [model] and [pretrain]")
-    pretrain.add_argument("--out", type=Path, required=True, help="the model's folder")
-    pretrain.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
+    distil = command("distil", commands.distil, "make a model's twin for encrypted rows, as a folder", json=True)
+    for sub, name in ((pretrain, "pretrain"), (distil, "distil")):
+        sub.add_argument("experiment", type=Path, help=f"TOML file with [data], [model] and [{name}]")
+        sub.add_argument("--out", type=Path, required=True, help="the model's folder")
+        sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
 
     resume = command("resume", commands.resume, "continue a run that was stopped or killed", json=True, run=True)
     resume.add_argument(
@@ -140,7 +142,7 @@ def build() -> argparse.ArgumentParser:
     show.add_argument("method", help="its name")
 
     schema = command("schema", commands.schema, "the JSON Schema by which editors complete and check a TOML file")
-    files = ("experiment", "pretrain", "silo")  # fedfm.config.catalogue.SCHEMAS, whose import costs time
+    files = ("experiment", "pretrain", "distil", "silo")  # fedfm.config.catalogue.SCHEMAS, whose import costs time
     schema.add_argument("of", nargs="?", choices=files, default=files[0], help="which file [experiment]")
     schema.add_argument("--out", type=Path, metavar="FILE", help="write it there")
 

@@ -80,7 +80,7 @@ def _drawn() -> bool:
 
 
 class Epochs(EpochProgress):
-    """Bar of a pretraining: its steps, and one line an epoch."""
+    """Bar of a pretraining or a distillation: its steps, and one line an epoch."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -109,8 +109,10 @@ class Epochs(EpochProgress):
         from tqdm import tqdm
 
         figures = [f"epoch {line['epoch']}/{self._epochs}", f"lr {line['learning_rate']:g}"]
+        figures[1:1] = [line["stage"]] if "stage" in line else []
         figures += [f"train loss {line['train_loss']:.4f}"]
-        figures += [f"{key} {line[key]:.4f}" for key in ("accuracy", "perplexity") if line[key] is not None]
+        shown = ("accuracy", "perplexity", "distance", "outside")
+        figures += [f"{key} {line[key]:.4f}" for key in shown if line.get(key) is not None]
         tqdm.write("  ".join([*figures, f"{line['seconds']:.1f} s"]), file=sys.stderr)
         self._bar.set_description(f"epoch {line['epoch'] + 1}/{self._epochs}", refresh=False)
 

@@ -11,7 +11,7 @@ from fedfm.config.registry import admit, admit_any, available, ours, resolve
 from fedfm.core.fields import described, settings_of
 from fedfm.errors import InputError, close
 
-SCHEMAS = ("experiment", "pretrain", "silo")  # files that have a JSON Schema
+SCHEMAS = ("experiment", "pretrain", "distil", "silo")  # files that have a JSON Schema
 _PARTITIONS = {
     "iid": "rows assigned evenly at random",
     "dirichlet": "each class's shares over clients drawn from Dir(alpha); small alpha = skewed",
@@ -21,6 +21,7 @@ _PARTITIONS = {
 }
 _MODELS = {
     "nano-vit": "built in: 32 x 32 ViT, 1.1 M parameters, pretrained on CIFAR-10 and Fashion-MNIST",
+    "nano-vit-fhe": "built in: nano-vit's twin with polynomials, for encrypted rows (method blindfed)",
     "nano-clip": "built in: 80 x 80 CLIP for task zero_shot, 3.6 M parameters, distilled from a small CLIP",
     "preact-resnet": "built in, no weights: pre-activation ResNet 64-128-256-512, 32 x 32, 11.2 M parameters",
     "preact-resnet-small": "built in, no weights: the same, 16-32-64 with one block a section, 78 k parameters",

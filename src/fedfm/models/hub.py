@@ -16,7 +16,7 @@ from torch import nn
 from fedfm import seeds
 from fedfm.core.fields import check
 from fedfm.errors import InputError
-from fedfm.models import families, inputs
+from fedfm.models import families, fhe_friendly, inputs
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
 from fedfm.models.model import Tools
@@ -67,6 +67,8 @@ def pretrained(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], kind
             config.pad_token_id = tools.tokenizer.pad_token_id
         auto_class = getattr(transformers, f"AutoModelFor{auto}")
         module, missing = _weights(auto_class, path, spec, config, seed, DTYPES[spec.dtype])
+    if fhe_friendly.is_twin(module):
+        fhe_friendly.install(module, module.config)
     new = _new_modules(module, config.model_type, missing) if task == "classification" else []
     return Loaded(module, config.model_type, config.to_diff_dict(), new, tools)
 
@@ -178,6 +180,8 @@ def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, se
         config = _config(path, spec)
         families.check_alike(name, config.model_type, families.type_of(like))
         module, drawn = _weights(_class_for(like, config), path, spec, config, 0, torch.float32)
+    if fhe_friendly.is_twin(module):
+        fhe_friendly.install(module, module.config)
     return module, str(config.model_type), drawn
 
 

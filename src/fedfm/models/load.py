@@ -108,7 +108,7 @@ def load_model(
             'model.loss = "contrastive" compares pictures with texts: it needs model.task = "zero_shot" and an '
             'adaptation that keeps both encoders, such as "lora"'
         )
-    return kind_of(
+    model = kind_of(
         module.to(device),
         spec=spec,
         task=task,
@@ -118,6 +118,8 @@ def load_model(
         fingerprint=print_,
         head=head,
     )
+    model.new = tuple(loaded.new)
+    return model
 
 
 def fingerprint(state: Mapping[str, Tensor], config: Mapping[str, Any], new: Iterable[str] = ()) -> str:

@@ -19,6 +19,7 @@ from fedfm.models import inputs, metrics
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
+from fedfm.models.polynomial_modules import Replaced
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Model:
     kernels: str = "exact"
     weights_overridden: int = 0  # above 0: its modules do not compute what its weights define
     share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
+    new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
     softmax: bool = True  # the loss is the cross-entropy of the logits, as the fast trainers require
 
     def __init__(
@@ -96,7 +98,9 @@ class Model:
         self.train_too = [
             m
             for name, m in module.named_modules()
-            if "lora_dropout" in name or (self.adaptation == "full" and isinstance(m, BATCH_NORMS))
+            if "lora_dropout" in name
+            or isinstance(m, Replaced)
+            or (self.adaptation == "full" and isinstance(m, BATCH_NORMS))
         ]
         self.eval_mode()
 

@@ -11,8 +11,9 @@ import torch
 
 from fedfm.errors import InputError
 
-BUILT_IN = {  # folders in this package; only nano-vit and nano-clip have weights
+BUILT_IN = {  # folders in this package; those below architectures have no weights
     "nano-vit": "nano_vit",
+    "nano-vit-fhe": "nano_vit_fhe",
     "nano-clip": "nano_clip",
     "nano-gpt2": "architectures/nano_gpt2",
     "preact-resnet": "architectures/preact_resnet",
@@ -36,8 +37,9 @@ def locate(name: str) -> Path | str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():
-            if (path / "pretrain.json").exists():
-                raise InputError(f"model.name: {path} is not finished: the `fedfm pretrain` that began it goes on")
+            for command in ("pretrain", "distil"):
+                if (path / f"{command}.json").exists():
+                    raise InputError(f"model.name: {path} is not finished: the `fedfm {command}` that began it goes on")
             raise InputError(f"model.name: {path} has no config.json, expected a folder as save_pretrained writes it")
         return path
     if path.is_file():

@@ -76,18 +76,8 @@ class Pretraining:
         data = build(DataSpec, table["data"], "data")
         model = build(ModelSpec, table["model"], "model")
         spec = build(PretrainSpec, table.get("pretrain", {}), "pretrain")
-        check_data(data)
-        check(model, "model")
+        check_central(data, model, "pretraining")
         check(spec, "pretrain")
-        for key, default in (("partition", PartitionSpec()), ("val_fraction", 0.0)):
-            if getattr(data, key) != default:
-                raise InputError(f"data.{key}: pretraining has all rows in one place and chooses nothing; drop it")
-        if IN_MEMORY in (model.name, data.name):
-            raise InputError(f'"{IN_MEMORY}": pretraining reads its rows and makes its model; expected names or paths')
-        if model.adaptation is not None and model.adaptation.name != "full":
-            raise InputError(
-                f'model.adaptation.name = "{model.adaptation.name}": pretraining trains all parameters; drop it'
-            )
         if model.task == "zero_shot":
             raise InputError('model.task = "zero_shot": expected classification, language_modelling or instruction')
         if isinstance(spec.local, Proximal) or spec.local.absent != "keep":
@@ -109,3 +99,20 @@ class Pretraining:
     def to_dict(self) -> dict[str, Any]:
         """Nested tables; ``from_dict`` is the inverse."""
         return {"data": plain(self.data), "model": plain(self.model), "pretrain": plain(self.spec)}
+
+
+def check_central(data: DataSpec, model: ModelSpec, noun: str) -> None:
+    """Check the tables of a training in one place, which the messages call ``noun``.
+
+    Raises:
+        InputError: a value is out of bounds, or only experiments with clients know the key.
+    """
+    check_data(data)
+    check(model, "model")
+    for key, default in (("partition", PartitionSpec()), ("val_fraction", 0.0)):
+        if getattr(data, key) != default:
+            raise InputError(f"data.{key}: {noun} has all rows in one place and chooses nothing; drop it")
+    if IN_MEMORY in (model.name, data.name):
+        raise InputError(f'"{IN_MEMORY}": {noun} reads its rows and makes its model; expected names or paths')
+    if model.adaptation is not None and model.adaptation.name != "full":
+        raise InputError(f'model.adaptation.name = "{model.adaptation.name}": {noun} trains all parameters; drop it')

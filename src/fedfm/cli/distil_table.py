@@ -1,0 +1,38 @@
+"""The table that `fedfm distil` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedfm.models.fhe_friendly import MOST_OUTSIDE
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Teacher and twin on held-out rows, and the polynomials of each block with their measured intervals."""
+    lines = [
+        f"{result['folder']}: {result['epochs']} epochs, {result['parameters']} parameters, {result['seconds']:.0f} s",
+        "",
+        f"{'held-out rows':<34}{'teacher':>10}{'twin':>10}",
+        f"{'accuracy':<34}{result['teacher_accuracy']:>10.4f}{result['accuracy']:>10.4f}",
+        f"{'same class as the teacher':<34}{'':>10}{result['agreement']:>10.4f}",
+        f"{'squared distance of the features':<34}{'':>10}{result['distance']:>10.4f}",
+        f"{'arguments outside their interval':<34}{'':>10}{result['outside']:>10.2%}",
+        "",
+        f"{'block':<6}{'depth':>5}{'outside':>9}  {'scores':<16}{'row sums':<20}{'variances':<38}{'before GELU':<16}",
+    ]
+    for i, block in enumerate(result["blocks"], 1):
+        norms = "  ".join(f"{_ends(n)} k={n['steps']}" for n in block["norms"])
+        sums = f"{_ends(block['inverse'])} d={block['inverse']['steps']}"
+        lines.append(
+            f"{i:<6}{block['depth']:>5}{block['outside']:>9.2%}  {_ends(block['exp']):<16}{sums:<20}{norms:<38}"
+            f"{_ends(block['gelu']):<16}"
+        )
+    if not result["outside"] <= MOST_OUTSIDE:
+        lines += ["", f"over {MOST_OUTSIDE:.1%} are outside: this twin is refused on encrypted rows; train it longer"]
+    return "\n".join(lines)
+
+
+def _ends(entry: Mapping[str, Any]) -> str:
+    low, high = entry["interval"]
+    return f"{low:.3g}..{high:.3g}"

@@ -1,0 +1,187 @@
+"""Distillation of a model into its twin with polynomials, into a folder that experiments can name.
+
+As a pretraining (:mod:`fedfm.runtime.pretrain`) it resumes with the same bits, and its folder loads only once it is
+finished. ``distil.json`` records how the twin was made.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedfm import seeds
+from fedfm.core import storage
+from fedfm.core.rows import Batch, Rows
+from fedfm.data.load import load_table
+from fedfm.data.table import Table, fingerprint
+from fedfm.errors import InputError, RunError
+from fedfm.linalg.params import sha256_of
+from fedfm.linalg.threads import torch_threads
+from fedfm.models import fhe_friendly
+from fedfm.models.load import load_model
+from fedfm.models.model import Model
+from fedfm.runtime.distil_spec import Distillation
+from fedfm.runtime.model_folder import LazyRows, ModelFolder, claim, held_out, prepared
+from fedfm.runtime.progress import EpochProgress
+from fedfm.training import Adam
+from fedfm.training.distil import STAGES, TAME, Distiller, save
+from fedfm.training.distil_scores import compare, outputs, quick
+from fedfm.training.loop import flat_of
+from fedfm.training.update_rules import Rule
+
+ABOUT = "distil.json"
+MEASURED = 8192  # rows of which the intervals are measured
+_TAMED = "tamed.safetensors"
+_OURS = (ABOUT, "checkpoint", "export")
+_AT_ONCE = 64  # rows of a batch that is not trained on
+
+
+def distil(
+    what: str | Path | Mapping[str, Any] | Distillation, out: str | Path, *, watcher: EpochProgress | None = None
+) -> dict[str, Any]:
+    """Make the twin of a model and write its folder; resume if a killed distillation with the same tables began it.
+
+    Args:
+        what: a TOML file, nested tables, or a :class:`Distillation`.
+        out: the folder: absent, empty, or begun by this distillation.
+
+    Returns:
+        ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``; on held-out rows (the source's val rows
+        if it has some, else test rows) ``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside``;
+        ``blocks`` with depth, polynomials and violations. A head that is new for these classes is fitted on the frozen
+        features of teacher and twin.
+
+    Raises:
+        InputError: tables, data or model are wrong, the folder holds something else, or the arguments of some function
+            spread too far for a polynomial.
+        RunError: the loss is NaN or infinite.
+    """
+    if not isinstance(what, Distillation):
+        what = Distillation.from_dict(what) if isinstance(what, Mapping) else Distillation.load(what)
+    watcher = watcher or EpochProgress()
+    with claim(Path(out), ABOUT, "distillation", what.to_dict(), what.spec.threads, _OURS) as place:
+        try:
+            return _Work(place, what).go(watcher)
+        finally:
+            watcher.finished()
+
+
+class _Work:
+    """One distillation in its folder."""
+
+    def __init__(self, place: ModelFolder, what: Distillation) -> None:
+        self.place, self.what, self.state = place, what, place.state
+
+    def go(self, watcher: EpochProgress) -> dict[str, Any]:
+        """Train from the newest undamaged checkpoint to the end."""
+        if self.state["result"] is not None:
+            return dict(self.state["result"])
+        began = time.perf_counter()
+        with torch_threads(self.state["threads"]):
+            table = load_table(self.what.data, seed=self.what.spec.seed, task="classification")
+            teacher, student = self._model(table), self._model(table)
+            self.place.same("data", fingerprint(table))
+            self.place.same("model", teacher.fingerprint)
+            rows, judged = prepared(teacher, table, table.rows("train")), teacher.prepare(table, held_out(table))
+            if not len(rows) or not len(judged):
+                raise InputError(f"{table.source}: distillation needs rows to train on and rows to judge by")
+            distiller = Distiller(teacher, student, self.what.spec, new_head=bool(teacher.new))
+            self._train(table, distiller, rows, judged, watcher, began)
+            return self._finish(distiller, rows, judged)
+
+    def _model(self, table: Table) -> Model:
+        return load_model(self.what.model, classes=table.classes, kind=table.kind, seed=self.what.spec.seed)
+
+    def _train(
+        self,
+        table: Table,
+        distiller: Distiller,
+        rows: Rows | LazyRows,
+        judged: Rows,
+        watcher: EpochProgress,
+        began: float,
+    ) -> None:
+        spec, n, student = self.what.spec, len(rows), distiller.student.model
+        distiller.scale_class_tokens(rows.batch(np.arange(min(n, _AT_ONCE))))
+        ends, flat = np.cumsum(spec.epochs), flat_of(student)
+        rule, theirs = Rule(Adam(), flat.p), outputs(distiller.teacher, judged, len(judged))
+        done = self.place.restore(student, rule)
+        watcher.started(int(ends[-1]), done, -(-n // spec.batch_size))
+        spent = self.state["history"][-1]["seconds"] if done else 0.0
+        if done > ends[TAME]:
+            self._swap(table, distiller, rows)
+        for epoch in range(done + 1, int(ends[-1]) + 1):
+            stage = int(np.searchsorted(ends, epoch))
+            if epoch == ends[TAME] + 1:
+                self._swap(table, distiller, rows)
+            if epoch - 1 in ends:
+                rule = Rule(Adam(), flat.p)
+            rule.local = Adam(learning_rate=spec.learning_rates[stage])
+            order = seeds.generator(spec.seed, "distil", epoch).permutation(n)
+            total = 0.0
+            student.train_mode()
+            for start in range(0, n, spec.batch_size):
+                index = order[start : start + spec.batch_size]
+                loss: Any = distiller.loss(stage, rows.batch(index))
+                loss.backward()
+                rule.step(flat.p, flat.g)
+                flat.g.zero_()
+                total += float(loss.detach()) * len(index)
+                watcher.step()
+            student.eval_mode()
+            if not math.isfinite(total):
+                raise RunError(
+                    f"epoch {epoch}: the loss is no longer a number; lower distil.learning_rates, train longer in the "
+                    "tame stage, and give another --out"
+                )
+            line = {"epoch": epoch, "stage": STAGES[stage], "learning_rate": spec.learning_rates[stage]}
+            line |= {"train_loss": total / n, **quick(distiller, theirs, judged)}
+            line["seconds"] = round(spent + time.perf_counter() - began, 3)
+            self.state["history"].append(line)
+            self.place.commit(epoch, student, rule)
+            watcher.epoch(line)
+        if not distiller.entries:
+            self._swap(table, distiller, rows)
+
+    def _swap(self, table: Table, distiller: Distiller, rows: Rows | LazyRows) -> None:
+        """The polynomials take over, those of the killed process if it had chosen them."""
+        path, student = self.place.folder / "checkpoint" / _TAMED, distiller.student.model
+        if "polynomials" not in self.state:
+            entries = distiller.measure(lambda: _batches(rows))
+            storage.save(path, student.params())
+            self.state["polynomials"] = entries
+            self.place.write()
+        w = storage.load(path)
+        if w is None:
+            raise RunError(f"{path} is damaged: this distillation cannot go on; give another --out")
+        tamed = self._model(table)
+        tamed.load(w)
+        distiller.swap(self.state["polynomials"], tamed)
+
+    def _finish(self, distiller: Distiller, rows: Rows | LazyRows, judged: Rows) -> dict[str, Any]:
+        """Write the model's files and the result."""
+        student = distiller.student.model
+        fhe_friendly.centre(student.module)
+        figures = compare(distiller, rows, judged)
+        distiller.finish(lambda: _batches(rows), figures["outside"])
+        save(student, self.place.half(), new_head=distiller.new_head)
+        result = {
+            "folder": str(self.place.folder),
+            "epochs": sum(self.what.spec.epochs),
+            "parameters": sum(p.numel() for p in student.module.parameters()),
+            **figures,
+            "seconds": round((self.state["history"] or [{"seconds": 0.0}])[-1]["seconds"], 3),
+            "params_sha256": sha256_of({"": student.params()}),
+        }
+        return self.place.close(result, ("checkpoint", "export"))
+
+
+def _batches(rows: Rows | LazyRows) -> Iterator[Batch]:
+    """The first rows, to measure."""
+    n = min(len(rows), MEASURED)
+    return (rows.batch(np.arange(start, min(start + _AT_ONCE, n))) for start in range(0, n, _AT_ONCE))

@@ -1,0 +1,192 @@
+"""A folder that central training fills with a model: `fedfm pretrain` and `fedfm distil`.
+
+Until the end it holds checkpoints of epochs and no ``config.json``: a killed training resumes with the same bits, and
+no program can load an unfinished model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedfm.core import storage
+from fedfm.core.rows import Batch, Rows
+from fedfm.core.text import to_json
+from fedfm.data.table import Table
+from fedfm.errors import InputError
+from fedfm.models.model import Model
+from fedfm.training.update_rules import Rule
+from fedfm.version import __version__
+
+KEEP = 2  # checkpoints: the newest, and a fallback
+IN_ADVANCE = 4 << 30  # largest number of bytes of rows that are prepared once; else each epoch prepares its batches
+
+
+class ModelFolder:
+    """The folder of one training.
+
+    Attributes:
+        about: the JSON file that says how the model was made.
+        state: its content: ``history``, a line an epoch; ``result`` once the training is finished.
+    """
+
+    def __init__(self, folder: Path, about: str, noun: str, state: dict[str, Any]) -> None:
+        self.folder, self.about, self.noun, self.state = folder, folder / about, noun, state
+
+    def write(self) -> None:
+        """Write the state."""
+        storage.write_atomic(self.about, to_json(self.state, indent=1).encode() + b"\n")
+
+    def same(self, name: str, value: str) -> None:
+        """Refuse to resume on other data or with another model."""
+        if self.state["fingerprints"].setdefault(name, value) != value:
+            raise InputError(f"{self.folder}: the {name} changed since this {self.noun} began")
+        self.write()
+
+    def checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return sorted((self.folder / "checkpoint").glob("epoch-*.safetensors"))
+
+    def commit(self, epoch: int, model: Model, rule: Rule) -> None:
+        """Keep the state after an epoch, whose line is the last of the history."""
+        m, v = (None if x is None else x.cpu() for x in (rule.m, rule.v))
+        buffers = {name: buffer.cpu() for name, buffer in _buffers(model)}
+        record = {"epoch": epoch, "w": model.params(), "buffers": buffers, "m": m, "v": v, "t": rule.t}
+        storage.save(self.folder / "checkpoint" / f"epoch-{epoch:06d}.safetensors", record)
+        self.write()
+        for path in self.checkpoints()[:-KEEP]:
+            path.unlink(missing_ok=True)
+
+    def restore(self, model: Model, rule: Rule) -> int:
+        """The number of finished epochs, after whose last the model and the optimiser are."""
+        for path in reversed(self.checkpoints()):
+            record = storage.load(path)
+            if record is None or record["epoch"] > len(self.state["history"]):
+                path.unlink(missing_ok=True)  # damaged, or its line was not written: the epoch is repeated
+                continue
+            model.load(record["w"])
+            for name, buffer in _buffers(model):
+                buffer.copy_(record["buffers"][name])
+            rule.t = record["t"]
+            for mine, saved in ((rule.m, record["m"]), (rule.v, record["v"])):
+                if mine is not None:
+                    mine.copy_(saved)
+            self.state["history"] = self.state["history"][: record["epoch"]]
+            return int(record["epoch"])
+        self.state["history"] = []
+        return 0
+
+    def half(self) -> Path:
+        """An empty folder for the model's files, until :meth:`close`."""
+        path = self.folder / "export"
+        shutil.rmtree(path, ignore_errors=True)
+        return path
+
+    def close(self, result: dict[str, Any], temporary: tuple[str, ...]) -> dict[str, Any]:
+        """Move the model's files to their place, ``config.json`` last; write the result, remove temporary files."""
+        for path in sorted((self.folder / "export").iterdir(), key=lambda p: p.name == "config.json"):
+            os.replace(path, self.folder / path.name)
+        self.state["result"] = result
+        self.write()
+        for name in temporary:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        return result
+
+
+@contextlib.contextmanager
+def claim(
+    folder: Path, about: str, noun: str, tables: dict[str, Any], threads: int, own: tuple[str, ...]
+) -> Iterator[ModelFolder]:
+    """Context manager: the folder is locked for this process, and its state is read or begun.
+
+    Args:
+        noun: the key of the tables in the state, and what the messages call it.
+        threads: 0: one per core.
+        own: files and folders that a training makes, to remove if an input is wrong before the first checkpoint.
+
+    Raises:
+        InputError: the folder holds something else, or another process trains here.
+    """
+    path = folder / about
+    fresh = not path.exists()
+    if not fresh:
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            same = state[noun] == tables
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path} cannot be read: {error}; give another --out") from None
+        if not same:
+            raise InputError(f"{folder} holds another {noun} (see {about}); give another --out")
+    else:
+        if not storage.free(folder, about):
+            raise InputError(f"{folder} is there and is not an empty folder; give another --out")
+        state = {"fedfm": __version__, noun: tables, "threads": threads or os.cpu_count() or 1, "fingerprints": {}}
+        state |= {"history": [], "result": None}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+    work = ModelFolder(folder, about, noun, state)
+    if fresh:
+        work.write()
+    if state["result"] is not None:
+        yield work
+        return
+    (folder / "checkpoint").mkdir(exist_ok=True)
+    with open(folder / "checkpoint" / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{folder}: another process works here") from None
+        storage.sweep(folder, about)
+        try:
+            yield work
+        except InputError:
+            if fresh and not work.checkpoints():
+                storage.discard(folder, own)
+            raise
+
+
+def _buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that are no parameters, e.g. batch norm's counters of batches."""
+    return ((name, b) for name, b in model.module.named_buffers() if name not in model.layout.slots)
+
+
+def held_out(table: Table) -> np.ndarray:
+    """Indices of val rows if the table has some, else of its test rows."""
+    return table.rows("val") if len(table.rows("val")) else table.rows("test")
+
+
+@dataclass(frozen=True)
+class LazyRows:
+    """Rows that are prepared batch by batch."""
+
+    model: Model
+    table: Table
+    index: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def batch(self, index: np.ndarray) -> Batch:
+        """The rows ``index`` of these."""
+        return self.model.prepare(self.table, self.index[index]).batch(range(len(index)))
+
+
+def prepared(model: Model, table: Table, index: np.ndarray) -> Rows | LazyRows:
+    """All rows at once if they fit, else batch by batch."""
+    if table.kind == "image" and len(index):
+        row = sum(x.numel() * x.element_size() for x in model.prepare(table, index[:1]).tensors.values())
+        if row * len(index) > IN_ADVANCE:
+            return LazyRows(model, table, index)
+    return model.prepare(table, index)
