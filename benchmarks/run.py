@@ -39,6 +39,7 @@ SCRIPTS: dict[str, list[str]] = {
     "mixtures": ["mixtures.py", "--dims", "192", "384"],
     "secagg": ["secagg.py"],
     "encrypted_block": ["encrypted_block.py"],
+    "encrypted_mlp": ["encrypted_mlp.py"],
 }
 FAST, BF16 = ("fedfm, fast", "float32"), ("fedfm, fast_bf16", "bf16")
 LORA_GOALS: dict[tuple[str, int | None], tuple[float, ...]] = {  # (model, layers) -> float32, bf16

@@ -1,0 +1,62 @@
+"""The model's weights from the ciphertexts that a client decrypts: why each answer carries an encryption of zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedfm.audits.audit import Audit
+from fedfm.audits.block_states import side_model
+from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.inference.second_polynomials import weights_of
+from fedfm.audits.replay import Replay
+from fedfm.errors import MissingExtra
+from fedfm.models.fhe_friendly import folded
+from fedfm.privacy.crypto.limbs import matrix_product
+from fedfm.privacy.crypto.ring import Parameters
+
+QUESTION = "Does an encrypted answer of the server show the weights of a linear layer to the owner of the key?"
+INPUTS, OUTPUTS = 32, 8  # of the embedding: enough to show it, and solved in a second
+BITS = 20  # of the weights as whole numbers
+LINE = 0.5
+
+
+class CiphertextWeights(Audit):
+    """Share of the embedding's weights that are solved from second polynomials."""
+
+    methods: ClassVar[tuple[str, ...]] = ("blindfed",)
+    replays: ClassVar[bool] = False
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        try:
+            from fedfm.privacy.crypto import ckks
+
+            parameters = Parameters()
+            client = ckks.ClientKeys(parameters)
+        except MissingExtra as missing:
+            return [nothing("weights.by_ciphertext", QUESTION, f"{missing}.")]
+        server = ckks.ServerKeys(parameters, client.public())
+        backbone, _, _ = side_model(replay.population).owned
+        weight = folded(backbone.module).embedding[:OUTPUTS, :INPUTS]
+        whole = np.rint(weight / np.abs(weight).max() * 2**BITS)
+        x = client.encrypt(np.random.default_rng(0).normal(size=(whole.shape[1], parameters.slots)))
+        bare = matrix_product(whole, x, client.ring)
+        hidden = server.ring.add(bare, server.zeros(len(bare), parameters.limbs))
+        with_zero, without = (_found(out, x, whole, parameters) for out in (hidden, bare))
+        says = f"{with_zero:.0%} of {whole.size} weights of the embedding are found exactly. Without the encryption of "
+        says += f"zero that the server adds to what it sends they would be {without:.0%}."
+        verdict: Verdict = "leaks" if with_zero > LINE else "holds"
+        detail = {"without_encryption_of_zero": without}
+        return [
+            Finding(
+                "weights.by_ciphertext", QUESTION, with_zero, None, None, LINE, verdict, says, with_zero > LINE, detail
+            )
+        ]
+
+
+def _found(out: np.ndarray, x: np.ndarray, whole: np.ndarray, parameters: Parameters) -> float:
+    """Share of the weights that are solved for modulo one prime; the transform of a polynomial changes nothing."""
+    guess = weights_of(x[:, 1, 0], out[:, 1, 0], parameters.primes[0])
+    return float((guess == whole).mean())

@@ -1,0 +1,63 @@
+"""Undoing the permutation of a batch: which state after a block belongs to which state before it?
+
+BlindFed (arXiv:2502.01289) permutes the samples of a batch anew for each block. A residual block changes its input
+little, so that a state after the block is like its own state before it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from fedfm.audits.inference.rates import Array
+
+
+def aligned(before: Array, after: Array) -> Array:
+    """For each sample before the block, the place of its state after it: centred cosines, then the best assignment.
+
+    Args:
+        before, after: (n, T, d), or (n, d); each is centred over the samples.
+
+    Returns:
+        (n,) of int, a permutation.
+
+    Raises:
+        ValueError: the shapes differ, or there are fewer than two samples.
+
+    Example:
+        >>> x = np.random.default_rng(0).normal(size=(5, 2, 8))
+        >>> order = np.array([3, 1, 4, 0, 2])
+        >>> aligned(x, (x + 0.1)[order]).tolist() == np.argsort(order).tolist()
+        True
+    """
+    if before.shape != after.shape or len(before) < 2:
+        raise ValueError(f"states of shapes {before.shape} and {after.shape}: expected two of one shape, n >= 2")
+    a, b = (_directions(x) for x in (before, after))
+    return np.asarray(linear_sum_assignment(a @ b.T, maximize=True)[1])
+
+
+def shuffled(states: Array, seed: int) -> tuple[Array, Array]:
+    """Each block's states in an order of its own: (n, L, ...) -> (n, L, ...), and the orders (L, n)."""
+    rng = np.random.default_rng(seed)
+    orders = np.stack([rng.permutation(len(states)) for _ in range(states.shape[1])])
+    return np.stack([states[order, level] for level, order in enumerate(orders)], axis=1), orders
+
+
+def found(mixed: Array, orders: Array) -> list[float]:
+    """Share of the samples that :func:`aligned` finds again, for each pair of blocks that follow each other: (L - 1,).
+
+    Args:
+        mixed, orders: from :func:`shuffled`.
+    """
+    shares = []
+    for level in range(1, mixed.shape[1]):
+        guess = aligned(mixed[:, level - 1], mixed[:, level])
+        shares.append(float((orders[level][guess] == orders[level - 1]).mean()))
+    return shares
+
+
+def _directions(x: Array) -> Array:
+    """(n, ...) -> (n, D) of length one, centred."""
+    flat = x.reshape(len(x), -1).astype(np.float64)
+    flat = flat - flat.mean(0)
+    return np.asarray(flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12))

@@ -1,0 +1,51 @@
+"""What the server of a double-blind run got: a search through the messages that crossed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.replay import Replay
+from fedfm.runtime import logs
+from fedfm.runtime.run_directory import Run
+
+QUESTION = "Did the server get anything of the clients' rows but ciphertexts and hidden sums?"
+SMALL = 10_000  # bytes: numbers of rows, figures of scores; a picture of 32 x 32 has 3,072
+HIDDEN = ("encrypted", "masked")
+
+
+class ServerView(Audit):
+    """Bytes that reached the server in the clear in messages that could carry rows or updates."""
+
+    methods: ClassVar[tuple[str, ...]] = ("blindfed",)
+    replays: ClassVar[bool] = False
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        return [found(replay.run)]
+
+
+def found(run: Run) -> Finding:
+    """The finding of a run's messages.jsonl."""
+    forms, clear, largest = Counter[str](), Counter[str](), 0
+    for _, line, _ in logs.lines(run.path / "messages.jsonl"):
+        if line is None or line["to"] != "server":
+            continue
+        forms[line["form"]] += line["bytes"]
+        if line["form"] not in HIDDEN:
+            clear[line["handler"]] += line["bytes"]
+            largest = max(largest, line["bytes"])
+    method: Any = run.experiment.method
+    rows = [name for name in clear if name.startswith("query.BlindFed")]
+    verdict: Verdict = "leaks" if largest > SMALL or rows else "holds"
+    shown = "; ".join(f"{name}: {count} B" for name, count in sorted(clear.items())) or "none"
+    says = f"Bytes to the server by form: {dict(sorted(forms.items()))}. In the clear: {shown}."
+    if method.encryption == "clear":
+        says += ' encryption = "clear" is a simulation: the server saw the rows.'
+    elif verdict == "leaks":
+        says += " Updates travel in the clear without secure aggregation."
+    promised = method.encryption == "ckks" and bool(rows)
+    return Finding("server.view", QUESTION, float(largest), None, None, float(SMALL), verdict, says, promised,
+                   {"forms": dict(forms)})  # fmt: skip

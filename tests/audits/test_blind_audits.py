@@ -1,0 +1,109 @@
+"""Audits of double-blind runs: "permuted" leaks what it should hide, "masked" what it says."""
+
+import dataclasses
+
+import pytest
+
+import fedfm
+from fedfm.audits.audit import choose, perform
+from fedfm.audits.server_view import found
+from fedfm.errors import InputError
+from fedfm.runtime.run_directory import Run
+from tiny_twin import folder as twin
+
+
+def run(folder, protocol, encryption="clear", limit=160):
+    tables = {
+        "data": {"name": "digits", "limit": limit, "partition": {"name": "iid", "clients": 2}},
+        "method": {
+            "name": "blindfed",
+            "foundation": str(twin(folder)),
+            "encryption": encryption,
+            "protocol": protocol,
+            "released": "grid",
+            "rounds": 1,
+        },
+    }
+    fedfm.run(tables, folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def permuted(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("permuted"), "permuted")
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("masked"), "masked")
+
+
+def by_name(path, *names):
+    return {f.name: f for f in perform(path, names)}
+
+
+def test_the_orders_of_the_permuted_protocol_are_undone(permuted):
+    findings = by_name(permuted, "block_order", "loss_labels")
+    assert findings["order.sent"].estimate == 1.0
+    assert findings["order.from_states"].estimate > 0.9
+    assert findings["order.from_states"].verdict == "leaks"
+    assert findings["labels.by_loss"].estimate == 1.0
+    assert findings["labels.by_loss"].detail["queries"] == 3  # sixteen labels of ten classes, 20 bits a loss
+    assert not any(f.contradicts for f in findings.values())
+
+
+def test_orders_and_losses_are_no_question_of_the_masked_protocol(masked):
+    for name in ("block_order", "loss_labels"):
+        with pytest.raises(InputError, match="masked"):
+            choose(Run.open(masked), [name])
+
+
+def test_blocks_are_fitted_from_pairs_and_get_better_with_rows(permuted):
+    finding = by_name(permuted, "substitute_model")["substitute.blocks"]
+    assert 0 < finding.estimate < 1
+    assert len(finding.detail["by_block"]) == 1  # two blocks: one pair
+    assert finding.detail["rows"] == 64
+
+
+def test_a_student_is_measured_in_and_out_of_the_clients_rows(masked):
+    finding = by_name(masked, "substitute_model")["substitute.student"]
+    assert -1 <= finding.detail["cosine_outside"] <= 1
+    assert finding.estimate == pytest.approx(finding.detail["cosine"], abs=1e-4)
+    assert "does not promise otherwise" in finding.says
+
+
+def test_the_encryption_of_zero_hides_the_weights(masked):
+    pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
+    finding = by_name(masked, "ciphertext_weights")["weights.by_ciphertext"]
+    assert finding.estimate == 0.0
+    assert finding.verdict == "holds"
+    assert finding.detail["without_encryption_of_zero"] == 1.0
+
+
+def test_a_simulation_says_that_the_server_saw_the_rows(masked):
+    finding = by_name(masked, "server_view")["server.view"]
+    assert finding.verdict == "leaks"
+    assert "simulation" in finding.says
+    assert not finding.contradicts  # nothing else was claimed
+
+
+def test_rows_in_the_clear_refute_an_encrypted_run(masked):
+    claimed = Run.open(masked)
+    method = dataclasses.replace(claimed.experiment.method, encryption="ckks")
+    object.__setattr__(claimed.experiment, "method", method)
+    assert found(claimed).contradicts
+
+
+def test_encryption_is_close_to_the_clear_and_bad_messages_are_refused(tmp_path):
+    pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
+    findings = by_name(run(tmp_path, "masked", encryption="ckks", limit=24), "encrypted_error", "server_view")
+    assert 0 < findings["encryption.error"].estimate < 1e-2
+    assert len(findings["encryption.error"].detail["largest_by_block"]) == 2
+    assert findings["encryption.refusals"].estimate == 1.0
+    assert not findings["server.view"].contradicts
+    assert "query.BlindFed" not in findings["server.view"].says  # rows crossed as ciphertexts alone
+
+
+def test_a_simulation_encrypts_nothing(masked):
+    with pytest.raises(InputError, match="encrypts nothing"):
+        choose(Run.open(masked), ["encrypted_error"])
