@@ -27,7 +27,7 @@ class Secure(Mean):
 
     Every entry of the mean is exact up to m s / 2 / sum_k n_k with m clients in the sum, and rounded once to its dtype.
     The step s of the fixed-point numbers is below n bound / 2^62 (compact: 2^30) with a cohort of n clients. With
-    updates of root mean square r and weights w, compact's relative error is about n bound / (12^(1/2) 2^30 w r) or less:
+    updates of root mean square r and weights w, compact's relative error is about n bound / (12^(1/2) 2^30 w r):
     for five clients below 1e-6 while bound is below 740 w r. A run tells once if a sum is rounded by more than 1e-6.
 
     ``compact`` is no default. Nobody knows r before the updates exist. A client that told it would disclose it. With a
