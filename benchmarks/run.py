@@ -38,6 +38,7 @@ SCRIPTS: dict[str, list[str]] = {
     "fedms": ["fedms.py"],
     "mixtures": ["mixtures.py", "--dims", "192", "384"],
     "secagg": ["secagg.py"],
+    "secagg_compact": ["secagg_compact.py"],
     "encrypted_block": ["encrypted_block.py"],
     "encrypted_mlp": ["encrypted_mlp.py"],
 }

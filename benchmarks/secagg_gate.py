@@ -117,7 +117,7 @@ class Case:
         weights = np.array([u.weight for u in of])
         right = np.average([u.delta["w"].double().numpy() for u in of], axis=0, weights=weights)
         step = len(self.names) * 2.0**28 / 2**62
-        most = len(of) * step / 2 / weights.sum() + 2.0**-23 * np.abs(right).max()  # and float32's rounding
+        most = len(of) * step / 2 / weights.sum() + 1.001 * 2.0**-24 * np.abs(right).max()  # and float32's rounding
         return self.fed.heard == len(of) and bool(np.abs(found - right).max() <= most)
 
 

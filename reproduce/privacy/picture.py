@@ -13,13 +13,18 @@ from statistics import mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SETS = {"cifar10": "CIFAR-10 features, linear head", "banking77": "banking77 features, linear head"}
+SETS = {
+    "cifar10": "CIFAR-10 features, linear head",
+    "banking77": "banking77 features, linear head",
+    "lora": "CIFAR-10 pictures, LoRA of nano-vit, one seed",
+}
 LINES = {  # row -> what it is, colour, and the row without privacy
     "fedpft_10": ("FedPFT, 10 clients, one release of rows", "#0072b2", "fedpft_10"),
     "dp_sgd_10": ("DP-SGD, 10 clients, rows", "#009e73", "fedavg_10"),
     "client_500": ("FedAvg, 500 clients, noise at the server, clients", "#d55e00", "fedavg_500"),
     "client_100": ("FedAvg, 100 clients, noise at the server, clients", "#cc79a7", "fedavg_100"),
     "hidden_100": ("FedAvg, 100 clients, hidden sums and noise, clients", "#7a5c00", "fedavg_100"),
+    "dp_sgd_5": ("DP-SGD, 5 clients of 300 pictures, rows", "#009e73", "fedavg_5"),
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 430, 56, 390, 40, 50
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -54,7 +59,9 @@ def picture(kept: dict[str, Any], name: str) -> str:
         text = "none" if epsilon == OPEN else f"{epsilon:g}"
         out.append(f'<text x="{x(epsilon):.1f}" y="{HEIGHT - 30}" text-anchor="middle">{text}</text>')
     out.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">epsilon</text>')
-    for place, (row, (text, colour, bare)) in enumerate(LINES.items()):
+    there = [row for row in LINES if accuracies(kept, name, f"{row}.{EPSILONS[0]:g}")]
+    for place, row in enumerate(there):
+        text, colour, bare = LINES[row]
         points = [(e, found) for e in EPSILONS if (found := accuracies(kept, name, f"{row}.{e:g}"))]
         if found := accuracies(kept, f"{name}_open", bare):
             points.append((OPEN, found))

@@ -1,4 +1,4 @@
-"""Client-level privacy on Flower's engines: the noise has the bits of the local engine with the same secret."""
+"""Privacy on Flower's engines: the noise has the bits of the local engine with the same secrets."""
 
 import pytest
 from processes import experiment, fedfm
@@ -13,14 +13,13 @@ clip_norm = 0.05
 delta = 1e-5
 """
 
+ENGINES = [
+    pytest.param("simulation", marks=pytest.mark.simulation),
+    pytest.param("deployment", marks=pytest.mark.deployment),
+]
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param("simulation", marks=pytest.mark.simulation),
-        pytest.param("deployment", marks=pytest.mark.deployment),
-    ],
-)
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_an_audit_repeats_the_run_on_the_local_engine(engine, tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
     result = fedfm("run", exp, "--out", tmp_path / "run", "--engine", engine)
@@ -43,3 +42,25 @@ def test_cohorts_clips_and_correlated_noise_have_the_bits_of_the_local_engine(ch
     cohorts = [tuple(line["cohort"]) for line in run.metrics() if line["round"]]
     assert len(set(cohorts)) > 1
     replay(run)  # it refuses other bits
+
+
+RECORDS = """[privacy]
+mechanism = "dp_sgd"
+unit = "record"
+target_epsilon = 8.0
+delta = 1e-5
+clip_norm = 1.0
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dp_sgd_has_the_bits_and_the_epsilon_of_the_local_engine(engine, tmp_path):
+    method = 'name = "fedavg"\nrounds = 2\nlocal = { batch_size = 32 }'
+    exp = experiment(tmp_path, method=method, adaptation='{ name = "lora", rank = 2 }', run=RECORDS)
+    result = fedfm("run", exp, "--out", tmp_path / "run", "--engine", engine)
+    local = fedfm("run", exp, "--out", tmp_path / "local")
+    assert result["engine"] == engine
+    assert 0 < result["epsilon"] <= 8
+    assert result["epsilon"] == local["epsilon"]
+    assert result["params_sha256"] != local["params_sha256"]  # each run draws secrets of its own
+    replay(Run.open(tmp_path / "run"))  # with the run's secrets; it refuses other bits

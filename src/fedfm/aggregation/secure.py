@@ -8,27 +8,32 @@ Single-Server Aggregation with (Poly)Logarithmic Overhead. CCS 2020, ePrint 2020
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fedfm.aggregation._secagg import SecAgg
 from fedfm.aggregation._secagg_keys import LEAST
 from fedfm.aggregation.mean import Mean
+from fedfm.core.client import Update
+from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE, PASSES
+from fedfm.linalg.params import Params
 
 
 @dataclass(frozen=True)
 class Secure(Mean):
     """sum_k n_k x_k / sum_k n_k: updates, weights and metrics are hidden; the sum and who takes part are not.
 
-    Every entry of the mean is exact up to m s / 2 / sum_k n_k with m clients in the sum. The step s of the fixed-point
-    numbers is below n bound / 2^62 (compact: 2^30) with a cohort of n clients. With updates of root mean square r and
-    weights w, compact's relative error is at most about n bound / (12^(1/2) 2^30 w r): for five clients below 1e-6
-    while bound is below 740 w r. A run tells once if a sum is rounded by more than 1e-6 of it.
+    Every entry of the mean is exact up to m s / 2 / sum_k n_k with m clients in the sum, and rounded once to its dtype.
+    The step s of the fixed-point numbers is below n bound / 2^62 (compact: 2^30) with a cohort of n clients. With
+    updates of root mean square r and weights w, compact's relative error is about n bound / (12^(1/2) 2^30 w r):
+    for five clients below 1e-6 while bound is below 740 w r. A run tells once if a sum is rounded by more than 1e-6.
 
     ``compact`` is no default. Nobody knows r before the updates exist. A client that told it would disclose it. With a
     bound from earlier sums clients would have to refuse an update that grows. 64 bits need no such knowledge: with the
-    default bound their step is below n 2^-34.
+    default bound their step is below n 2^-34. ``benchmarks/secagg_compact.py`` measures how far the bounds of several
+    runs lie apart.
 
     A client that lies about its update is not found. A server that deviates from the protocol needs the help of 2 t - h
     of the h clients that hold shares of one; t is more than ``threshold`` of h.
@@ -49,3 +54,7 @@ class Secure(Mean):
 
     def least(self) -> int:
         return LEAST
+
+    def combined(self, fed: Federation, updates: Iterator[Update]) -> Params:
+        (mean,) = updates  # a running sum would round it twice more
+        return mean.delta
