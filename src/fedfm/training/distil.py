@@ -1,4 +1,4 @@
-"""Distillation of a model into its twin with polynomials (BlindFed, arXiv:2507.05223, Section 3.1 and Appendix E).
+"""Distillation of a model into its twin with polynomials (BlindFed, arXiv:2502.01289, Section 3.1 and Appendix E).
 
 Three stages train one student, which starts as a copy of the teacher with centred weights:
 
