@@ -34,6 +34,16 @@ def pixels(processor: Callable, x: np.ndarray) -> Tensor:
     return processor(images, return_tensors="pt")["pixel_values"]
 
 
+def load(folder: Path) -> PreTrainedModel:
+    """The backbone; a twin with polynomials needs fedfm to compute them."""
+    model = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    if hasattr(model.config, "fedfm_polynomials"):
+        from fedfm.models import fhe_friendly
+
+        fhe_friendly.install(model, model.config)
+    return model
+
+
 def digits(processor: Callable) -> tuple[Rows, Rows]:
     """1,297 training and 500 test digits, stratified."""
     d = load_digits()
@@ -109,7 +119,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
 
     processor = AutoImageProcessor.from_pretrained(a.model)
-    trained = AutoModel.from_pretrained(a.model, attn_implementation="eager").eval()
+    trained = load(a.model)
     fresh = []
     for seed in range(a.seeds):
         torch.manual_seed(seed)

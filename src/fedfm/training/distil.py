@@ -51,7 +51,12 @@ class Recipe:
 
     epochs: tuple[int, ...] = setting((3, 15, 15), "epochs of the stages: tame, states, outputs", ge=0, least=3, most=3)
     learning_rates: tuple[float, ...] = setting(
-        (5e-4, 2e-4, 1e-5), "Adam's learning rate in each stage", gt=0, finite=True, least=3, most=3
+        (2e-3, 1e-3, 1e-5),
+        "Adam's learning rate in each stage; less for large models",
+        gt=0,
+        finite=True,
+        least=3,
+        most=3,
     )
     batch_size: int = setting(16, "rows a step", ge=1)
     temperature: float = setting(5.0, "tau of the outputs stage", gt=0, finite=True)
@@ -63,7 +68,7 @@ class Recipe:
     )
     degree: int = setting(2, "scaled: even degree of the polynomial of exp", ge=2, le=16)
     squarings: int = setting(3, "scaled: how often the polynomial of exp is squared", ge=0, le=8)
-    tameness: float = setting(1.0, "weight of the penalties of the tame stage", ge=0, finite=True)
+    tameness: float = setting(5.0, "weight of the penalties of the tame stage", ge=0, finite=True)
     penalty: float = setting(10.0, "weight of the penalty from 80 % of an interval", ge=0, finite=True)
 
     def validate(self) -> None:
