@@ -17,7 +17,7 @@ pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "f
 from fedfm.methods.blindfed import processes
 from fedfm.methods.blindfed.encrypted import Checkpoint, Holder
 from fedfm.methods.blindfed.model_bytes import model_bytes, model_of
-from fedfm.methods.blindfed.processes import Job, run_all
+from fedfm.methods.blindfed.processes import EncryptedBatch, run_all
 from fedfm.methods.blindfed.releases import Released
 
 SAMPLES, TOKENS, D = 5, 4, 4
@@ -49,7 +49,7 @@ class Talk:
 
 
 def jobs(ledger, batches=2):
-    return [Job("a", b, PUBLIC, keys.entropy(16), keys.entropy(32), ledger) for b in range(batches)]
+    return [EncryptedBatch("a", b, PUBLIC, keys.entropy(16), keys.entropy(32), ledger) for b in range(batches)]
 
 
 def test_two_processes_give_the_states_in_the_clear():

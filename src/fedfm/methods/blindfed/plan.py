@@ -17,12 +17,16 @@ from fedfm.methods.blindfed.folded_model import FoldedModel
 from fedfm.methods.blindfed.operations import Count, counted
 from fedfm.methods.blindfed.releases import Released
 from fedfm.privacy.crypto import ckks
+from fedfm.privacy.crypto.ciphertext_wire import Channel, Sender
 from fedfm.privacy.crypto.encrypted_block import Packing
 from fedfm.privacy.crypto.limbs import Ciphertexts, linear, products
-from fedfm.privacy.crypto.refresh import MOST, Masking, distance, renewed
+from fedfm.privacy.crypto.refresh import MOST, Masking, distance
+from fedfm.privacy.crypto.refresh_link import answered
 from fedfm.privacy.crypto.ring import SECURE_BITS, Parameters
 
 _AGAIN = 4  # ciphertexts and turns of a timed operation
+_WIDE = 32  # ciphertexts of a timed refresh: as in a run, they do not fit the cache
+_SIDES: tuple[Sender, Sender] = ("client", "server")
 
 
 @dataclass(frozen=True)
@@ -175,19 +179,27 @@ def _seconds(folded: FoldedModel, counts: Sequence[Count], layout: Packing) -> t
             step = min(layout.rotations)
             each[name, limbs] = _timed(lambda y=y, step=step: server.rotate(y, step))  # type: ignore[misc]
     masking = Masking(folded.bound)
-    hidden, _ = masking.hide(x.at(floor))
-    answer = Ciphertexts(renewed(client, hidden.residues).view(np.uint64), x.scale, server)
+    here, there = (Channel(parameters, bytes(32), bytes(16), side) for side in _SIDES)
+    many = Ciphertexts(np.repeat(x.limbs, _WIDE // _AGAIN, axis=0), x.scale, server)
+    hidden, _ = masking.hide(many.at(floor))
+    message = there.pack(hidden.residues, x.scale)
 
-    def cover() -> None:
-        _, mask = masking.hide(x.at(floor))
-        masking.reveal(answer, mask)
+    def answer() -> bytes:
+        here.received = here.sent = 0
+        return answered(client, here, message, floor)
 
-    theirs = _timed(lambda: renewed(client, hidden.residues))
-    ours = _timed(cover)
+    reply = answer()
+
+    def ask() -> None:
+        there.received = there.sent = 0
+        covered, mask = masking.hide(many.at(floor))
+        there.pack(covered.residues, x.scale)
+        fresh, scale = there.unpack(reply, limbs=parameters.limbs)
+        masking.reveal(Ciphertexts(fresh.view(np.uint64), scale, server), mask)
+
+    theirs, ours = _timed(answer, _WIDE), _timed(ask, _WIDE)
     term = _timed(lambda: products(x, x))
-    few = min(32, d)
-    many = Ciphertexts(np.repeat(x.limbs[:1], few, axis=0), x.scale, server)
-    matrix = _timed(lambda: linear(np.ones((few, few)), many)) * _AGAIN / few**2
+    matrix = _timed(lambda: linear(np.ones((_WIDE, _WIDE)), many), _WIDE**2)
     m = np.mean([len(layer.weights["up"]) for layer in folded.blocks])
     refreshed = sum(sum(c.refreshes) for c in counts) / len(counts)
     fixed = sum(count * each[key] for key, count in operations.items()) / len(counts)
@@ -198,15 +210,15 @@ def _seconds(folded: FoldedModel, counts: Sequence[Count], layout: Packing) -> t
     ), len(public)
 
 
-def _timed(work: Callable[[], object]) -> float:
-    """CPU seconds of one ciphertext: the least of some turns."""
+def _timed(work: Callable[[], object], count: int = _AGAIN) -> float:
+    """CPU seconds of one of ``count`` ciphertexts: the least of some turns."""
     work()  # compiles, and makes tables
     best = math.inf
     for _ in range(_AGAIN):
         start = time.process_time()
         work()
         best = min(best, time.process_time() - start)
-    return best / _AGAIN
+    return best / count
 
 
 def _span(seconds: float) -> str:

@@ -29,7 +29,7 @@ _WAIT = 10.0  # seconds for a process to end
 
 
 @dataclass(frozen=True)
-class Job:
+class EncryptedBatch:
     """One batch of one client, in a session of its own.
 
     Attributes:
@@ -53,20 +53,20 @@ class Job:
 class Relay(Protocol):
     """The owner's talk with clients. A ``ClientFault`` ends the job, any other exception all of them."""
 
-    def rows(self, job: Job) -> bytes:
+    def rows(self, job: EncryptedBatch) -> bytes:
         """Encrypted rows; asked for if the job has no checkpoint, else only to begin the session: it may be b""."""
 
-    def refresh(self, job: Job, message: bytes) -> bytes:
+    def refresh(self, job: EncryptedBatch, message: bytes) -> bytes:
         """Carry a refresh to the client, and its answer back."""
 
-    def release(self, job: Job, block: int, message: bytes) -> None:
+    def release(self, job: EncryptedBatch, block: int, message: bytes) -> None:
         """Send the released states of block 0, 1, ..."""
 
-    def save(self, job: Job, checkpoint: bytes) -> None:
+    def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
         """Keep a :class:`Checkpoint` as bytes, after its states were sent."""
 
 
-class _Worker:
+class _BlockProcess:
     """A process, and the job that it has."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class _Worker:
             start_new_session=True,
         )
         self.target, self.source = cast(BinaryIO, self.process.stdin), cast(BinaryIO, self.process.stdout)
-        self.job: Job | None = None
+        self.job: EncryptedBatch | None = None
 
     def write(self, kind: int, *parts: bytes) -> None:
         try:
@@ -118,7 +118,7 @@ class _Worker:
 
 
 def run_all(
-    jobs: Sequence[Job],
+    jobs: Sequence[EncryptedBatch],
     relay: Relay,
     processes: int,
     *,
@@ -142,7 +142,7 @@ def run_all(
     with selectors.DefaultSelector() as ready:
         try:
             for _ in range(min(max(processes, 1), len(left))):
-                worker = _Worker()
+                worker = _BlockProcess()
                 workers.append(worker)
                 worker.write(frames.MODEL, model, released.encode(), matrix)
                 ready.register(worker.source, selectors.EVENT_READ, worker)
@@ -159,7 +159,7 @@ def run_all(
     return failed
 
 
-def _next(worker: _Worker, left: list[Job], relay: Relay) -> dict[tuple[Any, int], ClientFault]:
+def _next(worker: _BlockProcess, left: list[EncryptedBatch], relay: Relay) -> dict[tuple[Any, int], ClientFault]:
     """Give a process the next job whose client answers; those whose client does not."""
     failed: dict[tuple[Any, int], ClientFault] = {}
     worker.job = None
@@ -176,7 +176,7 @@ def _next(worker: _Worker, left: list[Job], relay: Relay) -> dict[tuple[Any, int
     return failed
 
 
-def _answered(worker: _Worker, relay: Relay, failed: dict[tuple[Any, int], ClientFault]) -> bool:
+def _answered(worker: _BlockProcess, relay: Relay, failed: dict[tuple[Any, int], ClientFault]) -> bool:
     """Answer one question of a process; False if its job has ended."""
     kind, parts = worker.read()
     job = worker.job

@@ -18,7 +18,7 @@ from fedfm.methods.blindfed.model_bytes import CarriedModel, model_of
 from fedfm.methods.blindfed.releases import Numbers
 
 
-class Link:
+class Questions:
     """Questions to the process that talks to clients, each answered before the next.
 
     Also the ledger of a job: distance is entered there, where it is kept.
@@ -46,7 +46,7 @@ class Link:
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
     """Work until the source ends."""
-    link = Link(source, target)
+    link = Questions(source, target)
     model: CarriedModel | None = None
     projection: Numbers | None = None
     released = ""
