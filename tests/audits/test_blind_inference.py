@@ -76,7 +76,7 @@ def test_a_singular_system_is_refused():
 
 def test_a_block_is_fitted_from_its_pairs_and_not_from_others():
     torch.manual_seed(0)
-    true = substitute.Block(8, 2, 16).eval()
+    true = substitute.SurrogateBlock(8, 2, 16).eval()
     for p in true.parameters():
         p.data += 0.3 * torch.randn_like(p)
     x = torch.randn(300, 4, 8)

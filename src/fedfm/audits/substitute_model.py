@@ -86,7 +86,7 @@ class SubstituteModel(Audit):
             "substitute.blocks", BLOCKS, error, min(inside), max(inside), CLOSE, verdict, says, False, detail
         )
 
-        read = _Read(side_model(replay.population))
+        read = _Released(side_model(replay.population))
 
         def chained(states: States) -> Tensor:
             with torch.no_grad():
@@ -103,7 +103,7 @@ class SubstituteModel(Audit):
         self, replay: Replay, own: States, held: States, others: States, seed: int, notice: Callable[[str], None]
     ) -> Finding:
         heads, hidden = _shape(replay)
-        read = _Read(side_model(replay.population))
+        read = _Released(side_model(replay.population))
         made: dict[float, nn.Module] = {}
         for share in SHARES:
             rows = own.take(slice(max(int(share * len(own)), FEW // 2)))
@@ -146,7 +146,7 @@ class SubstituteModel(Audit):
         return Finding(name, question, near, far, near, ALIKE, verdict, says, False, detail)
 
 
-class _Read(nn.Module):
+class _Released(nn.Module):
     """A student's states as the released ones are: positions, over the scales. A secret projection is learned anew."""
 
     def __init__(self, model: SideModel) -> None:

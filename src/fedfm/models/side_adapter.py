@@ -5,7 +5,7 @@ Gritsenko, Schmid, Arnab. arXiv:2402.02887): with b_1 ... b_L the block outputs,
 
     h_0 = b_L,   h_l = g_l(b_l + h_{l-1}) + h_{l-1},   g_l(z) = alpha W_u GELU(W_d z),
 
-and a linear head on the first position of h_L, here after a LayerNorm without parameters. Nothing is propagated back
+and a linear head on the first position of h_L, here after a LayerNorm without parameters, over d^(1/4). Nothing goes back
 through the transformer, so that a row's block outputs are computed once. With P > 1 released positions LoSA's token
 mixer follows: with Z = B_l + H_{l-1} and G = g_l(Z), H_l = G + alpha V_u GELU(V_d (Z + G)) + H_{l-1}.
 """
@@ -59,11 +59,14 @@ class SideAdapter(nn.Module):
         self.shape = (blocks, positions, width)
 
     def draw(self, seed: int) -> SideAdapter:
-        """Initialise: W_d ~ N(0, 1/d), V_d ~ N(0, 1/P), W_u = V_u = 0, alpha = 1, the head N(0, 0.02^2), bias 0.
+        """Initialise: W_d ~ N(0, 1/d), V_d ~ N(0, 1/P), W_u = V_u = 0, alpha = min(1, 2/r), the head N(0, 0.02^2),
+        bias 0.
 
-        Every tensor has a stream of its own, so that the values are the same everywhere.
+        Alpha, like LoRA's scale, says how fast the adapters learn beside the head: with 1 and r = 8 they overfit some
+        thousand rows. Every tensor has a stream of its own, so that the values are the same everywhere.
         """
         _, positions, width = self.shape
+        alpha = min(1.0, 2 / self.down.shape[1])
         spread = {"down": width**-0.5, "mix_down": positions**-0.5, "head.weight": 0.02}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -71,7 +74,7 @@ class SideAdapter(nn.Module):
                 if name in spread:
                     parameter.normal_(0.0, spread[name])
                 else:
-                    parameter.fill_(1.0 if name == "alpha" else 0.0)
+                    parameter.fill_(alpha if name == "alpha" else 0.0)
         return self
 
     def hidden(self, states: Tensor) -> Tensor:
@@ -89,7 +92,9 @@ class SideAdapter(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """(b, L, P, d) -> logits (b, C)."""
         first = self.hidden(states)[:, 0]
-        return self.head(F.layer_norm(first, first.shape[-1:]))  # type: ignore[no-any-return]
+        width = first.shape[-1]
+        # Of norm d^(1/4) instead of d^(1/2): the head's gradient grows with the square of its input.
+        return self.head(F.layer_norm(first, (width,)) * width**-0.25)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,12 @@ def distil(
     watcher = watcher or EpochProgress()
     with claim(Path(out), ABOUT, "distillation", what.to_dict(), what.spec.threads, _OURS) as place:
         try:
-            return _Work(place, what).go(watcher)
+            return _DistilWork(place, what).go(watcher)
         finally:
             watcher.finished()
 
 
-class _Work:
+class _DistilWork:
     """One distillation in its folder."""
 
     def __init__(self, place: ModelFolder, what: Distillation) -> None:

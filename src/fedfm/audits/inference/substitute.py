@@ -16,7 +16,7 @@ from torch import Tensor, nn
 STEPS, BATCH, RATE = 400, 64, 2e-3
 
 
-class Block(nn.Module):
+class SurrogateBlock(nn.Module):
     """A pre-norm transformer block with exact functions, of the shape that the attacker supposes: (n, T, d)."""
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
@@ -43,7 +43,7 @@ class Student(nn.Module):
         super().__init__()
         self.embed = nn.Linear(patch, dim)
         self.place = nn.Parameter(0.02 * torch.randn(tokens, dim))
-        self.blocks = nn.ModuleList([Block(dim, heads, hidden) for _ in range(levels)])
+        self.blocks = nn.ModuleList([SurrogateBlock(dim, heads, hidden) for _ in range(levels)])
 
     def forward(self, patches: Tensor) -> Tensor:
         """(n, T, F) -> (n, L, T, d)."""
@@ -58,7 +58,7 @@ def fit_block(before: Tensor, after: Tensor, heads: int, hidden: int, seed: int,
     """A block that maps states before (n, T, d) to those after, by least squares of the update, in float32."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = Block(before.shape[-1], heads, hidden)
+        net = SurrogateBlock(before.shape[-1], heads, hidden)
         scale = (after - before).std()
         return _fitted(net, before, lambda out, x, i: ((out - after[i]) / scale).square().mean(), steps)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from fedfm.methods.blindfed.releases import Numbers
-from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Packing, Recipe
+from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Packing, Folding
 
 
 class FoldedLayer(Protocol):
@@ -21,15 +21,15 @@ class FoldedLayer(Protocol):
         """Of the attention."""
 
     @property
-    def norms(self) -> tuple[Recipe, Recipe]:
+    def norms(self) -> tuple[Folding, Folding]:
         """1 / sqrt, before the attention and before the MLP."""
 
     @property
-    def exponential(self) -> Recipe:
+    def exponential(self) -> Folding:
         """In place of exp."""
 
     @property
-    def inverse(self) -> Recipe:
+    def inverse(self) -> Folding:
         """In place of 1 / x."""
 
     @property
@@ -37,7 +37,7 @@ class FoldedLayer(Protocol):
         """(heads,)."""
 
     @property
-    def gelu(self) -> Recipe:
+    def gelu(self) -> Folding:
         """In place of GELU."""
 
     @property

@@ -26,7 +26,7 @@ from fedfm.methods.blindfed.encrypted import Checkpoint, Holder, Owner
 from fedfm.methods.blindfed.foundation import check
 from fedfm.methods.blindfed.holding import Opened, of_bytes, pack, spans, to_bytes, unpack
 from fedfm.methods.blindfed.passing import Passing, rows_of
-from fedfm.methods.blindfed.processes import Job, run_all
+from fedfm.methods.blindfed.processes import EncryptedBatch, run_all
 from fedfm.models.folding import folded
 from fedfm.models.side_adapter import STATES, Release, SideModel
 from fedfm.privacy.crypto import keys
@@ -92,24 +92,24 @@ class EncryptedPasses:
                 fed.store[f"opened-{client}"] = pack(opened)
                 passing.opened[client] = opened
 
-    def _job(self, client: ClientId, batch: int, ledger: DistanceLedger) -> Job:
+    def _job(self, client: ClientId, batch: int, ledger: DistanceLedger) -> EncryptedBatch:
         opened, place, session = self.passing.opened[client], _place(client, batch), os.urandom(16)
         key = keys.agree(self.fed.secret("channel"), to_bytes(opened.key), session)
         start = Checkpoint.from_bytes(self.fed.store[place]) if place in self.fed.store else None
-        return Job(client, batch, to_bytes(opened.keys), session, key, ledger, start)
+        return EncryptedBatch(client, batch, to_bytes(opened.keys), session, key, ledger, start)
 
     # --- of the processes ---------------------------------------------------------------------------------------------
-    def rows(self, job: Job) -> bytes:
+    def rows(self, job: EncryptedBatch) -> bytes:
         """Begin the session; encrypted rows, unless their states are known."""
         session, go_on = of_bytes(job.session), job.start is not None
         return to_bytes(self._ask(job, self.method.rows, batch=job.batch, session=session, go_on=go_on))
 
-    def refresh(self, job: Job, message: bytes) -> bytes:
+    def refresh(self, job: EncryptedBatch, message: bytes) -> bytes:
         """Carry a refresh to the client, and its answer back."""
         self.figures["refreshes"] = self.figures.get("refreshes", 0) + 1
         return to_bytes(self._ask(job, self.method.refresh, down="encrypted", message=of_bytes(message)))
 
-    def release(self, job: Job, block: int, message: bytes) -> None:
+    def release(self, job: EncryptedBatch, block: int, message: bytes) -> None:
         """Send a block's released states; with the last block the batch has passed."""
         self._ask(job, self.method.keep, down="encrypted", batch=job.batch, block=block + 1, states=of_bytes(message))
         if block + 1 == self.passing.model.net.shape[0]:
@@ -118,7 +118,7 @@ class EncryptedPasses:
             self.fed.store.pop(_place(job.client, job.batch), None)
             self._note()
 
-    def save(self, job: Job, checkpoint: bytes) -> None:
+    def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
         """Keep the encrypted states, with what they have cost."""
         if job.batch not in self.passing.done.get(job.client, ()):
             self.fed.store[_place(job.client, job.batch)] = checkpoint
@@ -126,7 +126,7 @@ class EncryptedPasses:
         self._sent += 1
         self.passing.tell(self._sent / self._blocks, "encrypted rows pass the server's model")
 
-    def _ask(self, job: Job, handler: Callable[..., Any], **payload: Any) -> Any:
+    def _ask(self, job: EncryptedBatch, handler: Callable[..., Any], **payload: Any) -> Any:
         client = job.client
         if client in self.gone:
             raise ClientFault(E_CLIENT, "it gave no valid reply before")
@@ -139,8 +139,8 @@ class EncryptedPasses:
         return found[client]
 
     # --- figures ------------------------------------------------------------------------------------------------------
-    def _rows_in(self, job: Job) -> int:
-        size = self.passing.batch
+    def _rows_in(self, job: EncryptedBatch) -> int:
+        size: int = self.passing.batch
         return min(size, rows_of(self.passing.opened[job.client]) - job.batch * size)
 
     def _note(self) -> None:

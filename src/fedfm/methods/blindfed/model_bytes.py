@@ -15,7 +15,7 @@ from fedfm.errors import InputError
 from fedfm.methods.blindfed.folded_model import FoldedLayer, FoldedModel
 from fedfm.methods.blindfed.releases import Numbers
 from fedfm.models.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
-from fedfm.privacy.crypto.encrypted_block import Recipe
+from fedfm.privacy.crypto.encrypted_block import Folding
 
 _KINDS: dict[str, Any] = {c.__name__: c for c in (Exponential, Inverse, InverseSquareRoot, Quadratic)}
 _ARRAYS = ("embedding", "bias", "positions", "scales", "ranges")
@@ -27,11 +27,11 @@ class CarriedLayer:
 
     weights: Mapping[str, Numbers]
     heads: int
-    norms: tuple[Recipe, Recipe]
-    exponential: Recipe
-    inverse: Recipe
+    norms: tuple[Folding, Folding]
+    exponential: Folding
+    inverse: Folding
     inverse_scales: Numbers
-    gelu: Recipe
+    gelu: Folding
     centred_keys: bool
 
 
@@ -90,7 +90,7 @@ def model_of(data: bytes) -> CarriedModel:
     return CarriedModel(**whole, blocks=blocks, bound=about["bound"], class_token=about["class_token"])
 
 
-def _told(recipe: Recipe) -> dict[str, Any]:
+def _told(recipe: Folding) -> dict[str, Any]:
     kind = type(recipe).__name__
     if _KINDS.get(kind) is not type(recipe):
         raise InputError(f"a polynomial {kind}: processes take {', '.join(_KINDS)}")
@@ -98,7 +98,7 @@ def _told(recipe: Recipe) -> dict[str, Any]:
     return {"kind": kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
 
-def _recipe(told: dict[str, Any]) -> Recipe:
+def _recipe(told: dict[str, Any]) -> Folding:
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items() if k != "kind"}
-    made: Recipe = _KINDS[told["kind"]](**fields)
+    made: Folding = _KINDS[told["kind"]](**fields)
     return made

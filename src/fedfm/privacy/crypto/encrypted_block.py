@@ -25,7 +25,7 @@ from fedfm.privacy.crypto.ring import Parameters
 Matrix = NDArray[np.floating[Any]]
 
 
-class Recipe(Protocol):
+class Folding(Protocol):
     """A polynomial: ``folded(a x + b)`` for (a, b) = ``fold``, of sums, products, products with numbers and squares."""
 
     @property
@@ -105,11 +105,11 @@ class EncryptedBlock:
     layout: Packing
     heads: int
     weights: Mapping[str, Matrix]
-    norms: tuple[Recipe, Recipe]
-    exponential: Recipe
-    inverse: Recipe
+    norms: tuple[Folding, Folding]
+    exponential: Folding
+    inverse: Folding
     inverse_scales: Matrix
-    gelu: Recipe
+    gelu: Folding
     centred_keys: bool = True
 
     def __post_init__(self) -> None:
