@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from fedfm.methods.blindfed.releases import Numbers
-from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Packing, Folding
+from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Folding, Packing
 
 
 class FoldedLayer(Protocol):
