@@ -38,7 +38,7 @@ def experiment() -> Schema:
     averaging = {name: cls for name, cls in kinds["methods"].items() if issubclass(cls, FedAvg)}
     defs["base"] = named(averaging, "fedavg", open=True)
     tables = {"name": _NAME, "data": table(DataSpec), "model": table(ModelSpec), "method": _ref("methods")}
-    tables |= {"attack": _ref("attacks"), "aggregation": _ref("aggregation"), "privacy": table(PrivacySpec)}
+    tables |= {"attack": _ref("attacks"), "aggregation": _ref("aggregation"), "privacy": _privacy()}
     made = document("an experiment of fedfm", tables | {"run": table(RunSpec)}, ("data", "method"), defs)
     hiding = [name for name, cls in kinds["methods"].items() if hasattr(cls, "model_table")]
     hidden = {"properties": {"method": {"properties": {"name": {"enum": hiding}}}}}
@@ -66,6 +66,13 @@ def document(title: str, properties: Schema, required: Iterable[str], defs: Sche
     """A whole file."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
     return head | _table(properties, required) | {"additionalProperties": False} | ({"$defs": defs} if defs else {})
+
+
+def _privacy() -> Schema:
+    """Of [privacy]: all that an epsilon needs, or hidden sums alone."""
+    made = table(PrivacySpec)
+    alone = {"required": ["aggregator"], "properties": {"aggregator": {"const": "secagg"}}, "maxProperties": 1}
+    return made | {"required": [], "anyOf": [{"required": made["required"]}, alone]}
 
 
 def table(cls: type) -> Schema:

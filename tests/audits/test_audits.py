@@ -277,7 +277,10 @@ def test_other_methods_are_refused_with_those_that_are_not(tmp_path, capsys):
     tables = {"data": {"path": str(tmp_path / "rows.npz")}, "model": {"name": "features"}}
     execute.run(tables | {"method": {"name": "fedavg", "rounds": 1}, "run": {"workers": 1}}, tmp_path / "avg")
     assert main(["audit", str(tmp_path / "avg")]) == 2
-    assert 'there are audits of "fedamp", "fedawa", "fedbaf", "fedbip", "fedms", "fedpft"' in capsys.readouterr().err
+    assert (
+        'there are audits of "blindfed", "fedamp", "fedawa", "fedbaf", "fedbip", "fedms", "fedpft"'
+        in capsys.readouterr().err
+    )
 
 
 def test_lost_noise_is_refused(quiet, tmp_path):
@@ -294,8 +297,13 @@ def test_another_result_is_an_error_not_a_finding(copy):
 
 
 def test_every_audit_is_found_by_its_file():
+    blindfed = {"block_order", "ciphertext_weights", "encrypted_error"} | {
+        "loss_labels",
+        "server_view",
+        "substitute_model",
+    }
     fedpft = {"membership", "epsilon", "reconstruction", "single_holder", "inversion"}
-    assert set(audits()) == fedpft | {
+    assert set(audits()) == blindfed | fedpft | {
         "extraction",
         "task_vector",
         "expert_membership",

@@ -23,7 +23,7 @@ CLIENTS = 3
 
 def experiment(folder, *, run=None, limit=60, **method):
     keys = {"name": "blindfed", "foundation": str(tiny_twin.folder(folder)), "rounds": 3, "released": "grid"}
-    local = {"learning_rate": 0.1, "epochs": 5, "batch_size": 16}
+    local = {"learning_rate": 0.2, "epochs": 5, "batch_size": 16}
     rows = folder / "pictures.npz"
     return {
         "data": {

@@ -84,7 +84,7 @@ def test_it_starts_as_a_linear_probe_of_the_last_block_and_is_the_same_everywher
         assert not torch.equal(p, r) or name in ("up", "alpha", "mix_up", "head.bias")
     assert not net.up.any()
     assert not net.mix_up.any()
-    assert torch.equal(net.alpha, torch.ones(4))
+    assert torch.equal(net.alpha, torch.full((4,), 2 / 8))
     assert float(net.down.detach().var()) == pytest.approx(1 / 64, rel=0.1)
     assert float(net.mix_down.detach().var()) == pytest.approx(1 / 5, rel=0.3)
     states = torch.randn(2, 4, 5, 64)
@@ -131,7 +131,7 @@ def test_a_party_without_the_transformer():
 
 
 def tables(folder, **adaptation):
-    found = experiment(folder, method={"name": "fedavg", "rounds": 3, "local": {"learning_rate": 0.2, "epochs": 3}})
+    found = experiment(folder, method={"name": "fedavg", "rounds": 3, "local": {"learning_rate": 0.3, "epochs": 5}})
     found["data"]["path"] = str(pictures(folder, 120))
     found["model"] = {"name": str(tiny_vit(folder)), "adaptation": {"name": "side_adapter", "rank": 4, **adaptation}}
     return found
