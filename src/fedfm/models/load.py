@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
-from fedfm.models import families, hub, inputs, side_adapter
+from fedfm.models import families, hub, inputs, precision, side_adapter
 from fedfm.models.adapters import adaptation
 from fedfm.models.architectures import resnet
 from fedfm.models.architectures.dual_encoder import DualEncoder
@@ -105,7 +105,7 @@ def load_model(
         return side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
     head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
-    _keep_head_exact(head, spec)
+    precision.train_in_single(module)
     kind_of = DualModel if isinstance(loaded.module, DualEncoder) else Model
     if spec.loss == "contrastive" and kind_of is Model:
         raise InputError(
@@ -242,12 +242,3 @@ def _draw_head(module: nn.Module, new: list[str], seed: int) -> None:
                     parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02))
                 else:
                     parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-
-
-def _keep_head_exact(head: nn.Linear | None, spec: ModelSpec) -> None:
-    """With half precision keep the trained head in float32, and convert its inputs."""
-    if head is None or spec.dtype == "float32" or (spec.adaptation and spec.adaptation.name == "full"):
-        return
-    if any(p.requires_grad for p in head.parameters()):
-        head.float()
-        head.register_forward_pre_hook(lambda _, args: (args[0].float(),))

@@ -20,6 +20,7 @@ from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
 from fedfm.models.polynomial_modules import Replaced
+from fedfm.models.precision import rounded
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -318,9 +319,9 @@ class Model:
     def _outputs(self, batch: Batch) -> Tensor:
         device, self.share = self.device, batch.get(LOCAL_SHARE)
         fixed = {"use_cache": False} if "use_cache" in self._arguments else {}
-        out = self.module(
-            **{k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}, **fixed
-        )
+        given = {k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}
+        with rounded(self.spec.dtype, device):
+            out = self.module(**given, **fixed)
         return out if isinstance(out, Tensor) else out.logits
 
     def _pool(self, x: Tensor, batch: Batch) -> Tensor:

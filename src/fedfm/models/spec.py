@@ -79,4 +79,8 @@ class ModelSpec:
     device: str = setting(
         "auto", "auto, cpu, cuda, mps", pattern="(auto|cpu|cuda|mps)(:.*)?", words='"auto", "cpu", "cuda" or "mps"'
     )
-    dtype: str = setting("float32", "float32, bfloat16, float16: of the frozen weights", choices=_NUMBERS)
+    dtype: str = setting(
+        "float32",
+        "of the frozen weights and of the products; what is trained is float32. float16 trains heads alone",
+        choices=_NUMBERS,
+    )

@@ -17,6 +17,7 @@ from fedfm.core.client import Client
 from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
+from fedfm.models import precision
 from fedfm.models.model import Model
 
 ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # replaces the logit of an absent class
@@ -88,6 +89,7 @@ class Local:
 
     def fits(self, model: Model) -> None:
         """Raise an InputError for a model that it cannot train."""
+        precision.check_trainable(model.spec)
 
     def check_own(self, w: Params, model: Model) -> None:
         """Raise a ClientFault, with the first tensor that differs, if w is not a client's own model of this kind."""
