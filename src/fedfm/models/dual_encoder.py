@@ -69,6 +69,10 @@ class DualModel(Model):
                 return self.dual.logits(batch["features"].to(self.device))
         return super().logits(batch)
 
+    @property
+    def mixes_rows(self) -> str:
+        return "" if self.softmax else "a contrastive loss compares the rows of a batch with each other"
+
     def written_texts(self) -> Tensor:
         """T (C, d), norm 1: of the prompts that ``model.templates`` writes, also where words are learned.
 

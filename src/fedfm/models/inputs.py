@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.rows import Rows
+from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
 from fedfm.models.quiet import quiet
 
@@ -229,3 +229,14 @@ def _prompt(instruction: str, tokenizer: Any, length: int) -> list[int]:
     with quiet():
         ids: list[int] = tokenizer(PROMPT.format(instruction=instruction))["input_ids"]
     return ids[-length:]
+
+
+def next_tokens(batch: Batch) -> Tensor:
+    """The targets (b, L - 1) of a language model at each place but the last; ``IGNORE`` where none counts."""
+    targets = batch["input_ids"]
+    if "attention_mask" in batch:
+        targets = targets.masked_fill(batch["attention_mask"].to(targets.device) == 0, IGNORE)
+    if "answer_start" in batch:
+        place = torch.arange(targets.shape[1], device=targets.device)
+        targets = targets.masked_fill(place < batch["answer_start"].to(targets.device)[:, None], IGNORE)
+    return targets[:, 1:]

@@ -272,13 +272,22 @@ class Model:
         """
         if not self.is_language_model:
             return logits.float(), batch["labels"].to(logits.device)
-        targets = batch["input_ids"].to(logits.device)
-        if "attention_mask" in batch:
-            targets = targets.masked_fill(batch["attention_mask"].to(logits.device) == 0, IGNORE)
-        if "answer_start" in batch:
-            place = torch.arange(targets.shape[1], device=logits.device)
-            targets = targets.masked_fill(place < batch["answer_start"].to(logits.device)[:, None], IGNORE)
-        return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets[:, 1:].reshape(-1)
+        return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), inputs.next_tokens(batch).to(
+            logits.device
+        ).reshape(-1)
+
+    def counted(self, batch: Batch) -> int:
+        """Over how many targets the loss of this batch is a mean."""
+        if not self.is_language_model:
+            return len(next(iter(batch.values())))
+        return int((inputs.next_tokens(batch) != IGNORE).sum())
+
+    @property
+    def mixes_rows(self) -> str:
+        """Why the loss of a batch is no mean over its rows; empty if it is one."""
+        if any(isinstance(m, BATCH_NORMS) for m in self.train_too):
+            return "the model's batch norm takes its statistics from a whole batch"
+        return ""
 
     @property
     def is_language_model(self) -> bool:

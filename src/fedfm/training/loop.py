@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfm.core.rows import Batch
+from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
@@ -76,27 +77,59 @@ def _train(job: Job) -> Params:
     frozen = {} if job.only is None else {n: p for n, p in live.items() if n not in job.only}
     values = [p.detach().clone() for p in frozen.values()]
     seen, total = 0, 0.0
-    loss_of = _loss(job)
+    backward, rates = _backward(job), _rates(job)
     model.train_mode()
     # LoRA's dropout draws from torch's global generator: give it this client's own stream.
     with torch.random.fork_rng(devices=[]), _without_gradients(frozen.values()):
         torch.manual_seed(job.client.seed)
         for index in job.orders():
-            loss: Any = loss_of(rows.batch(index))
-            loss.backward()
+            loss = backward(rows, index)
+            if job.local.max_grad_norm is not None:
+                flat.g.mul_((job.local.max_grad_norm / flat.g.norm()).clamp(max=1))
             if start is not None:
                 flat.g.add_(flat.p - start, alpha=job.mu)
             if correction is not None:
                 flat.g.add_(correction)
+            rule.eta = next(rates)
             rule.step(flat.p, flat.g)
             for p, value in zip(frozen.values(), values, strict=True):  # weight decay and corrections moved them
                 p.data.copy_(value)
             flat.g.zero_()
-            seen, total = seen + len(index), total + float(loss.detach()) * len(index)
+            seen, total = seen + len(index), total + loss * len(index)
     model.eval_mode()
     job.client.metrics["loss"] = total / max(seen, 1)
     trained: Params = model.params()
     return trained if job.only is None else job.w.replace(trained.only(job.only))  # running statistics, too
+
+
+def _rates(job: Job) -> Iterator[float]:
+    """Eta of every step of this round."""
+    local, (begin, end) = job.local, job.client.span
+    steps = max(local.steps(len(job.client.data.train)), 1)
+    return (local.rate(*(begin + (end - begin) * (step + k) / steps for k in (0, 1))) for step in range(steps))
+
+
+def _backward(job: Job) -> Callable[[Rows, np.ndarray], float]:
+    """Adds the gradient of a batch's mean loss to the parameters', in parts if the optimiser says so; the loss."""
+    model, loss_of, most = job.client.model, _loss(job), job.local.micro_batch
+
+    def whole(rows: Rows, index: np.ndarray) -> float:
+        loss: Any = loss_of(rows.batch(index))
+        loss.backward()
+        return float(loss.detach())
+
+    def in_parts(rows: Rows, index: np.ndarray) -> float:
+        parts = [rows.batch(index[at : at + most]) for at in range(0, len(index), most)]
+        counts = [model.counted(part) for part in parts]
+        total = 0.0
+        for part, count in zip(parts, counts, strict=True):
+            if count:  # the mean over no token is NaN
+                loss: Any = loss_of(part) * (count / sum(counts))
+                loss.backward()
+                total += float(loss.detach())
+        return total
+
+    return in_parts if most else whole
 
 
 @contextmanager
