@@ -272,9 +272,8 @@ class Model:
         """
         if not self.is_language_model:
             return logits.float(), batch["labels"].to(logits.device)
-        return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), inputs.next_tokens(batch).to(
-            logits.device
-        ).reshape(-1)
+        targets = inputs.next_tokens(batch).to(logits.device)
+        return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
 
     def counted(self, batch: Batch) -> int:
         """Over how many targets the loss of this batch is a mean."""
