@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fedfm.core.rows import Rows
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
+from fedfm.models.next_token import rows_at_once, scored
+from fedfm.models.precision import rounded
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -91,12 +93,12 @@ def base_and_new(logits: Tensor, labels: Tensor, base: int) -> Scores:
 
 def likelihood(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
     """Loss of a language model for each predicted token, with perplexity and accuracy; for instructions over the
-    answers' tokens. Sums are in float64; only the logits of one batch are in memory.
+    answers' tokens. Sums are in float64; a batch has as many rows as their logits allow.
     """
     total, hits, tokens = 0.0, 0, 0
     with torch.no_grad(), model.evaluating():
-        for batch in rows.batches(batch_size):
-            logits, targets = model.flat(model.logits(batch), batch)
+        for batch in rows.batches(rows_at_once(model, rows, batch_size)):
+            logits, targets = scored(model, batch)
             counts = targets != IGNORE
             total += float(F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").double().sum())
             hits += int((logits.argmax(-1) == targets)[counts].sum())
@@ -159,7 +161,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
     ends = _ends(model)
-    with torch.no_grad(), model.evaluating():
+    with torch.no_grad(), model.evaluating(), rounded(model.spec.dtype, model.device):
         for at in range(0, len(order), batch_size):
             some = order[at : at + batch_size]
             longest = len(asked[some[-1]])
