@@ -12,6 +12,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.wrap import wrap
 from fedfm.training import SGD, Adam, loop
 from fedfm.training.job import Job
 
@@ -157,3 +158,46 @@ def test_micro_batches_need_a_loss_over_rows():
     model = load_model(spec, classes=("a", "b"), kind="image")
     with pytest.raises(InputError, match="batch norm"):
         Adam(micro_batch=4).fits(model)
+
+
+class Small(Tiny):
+    """It runs out of memory with more than so many rows."""
+
+    fits, seen = 3, 0
+
+    def loss(self, batch):
+        if len(batch["labels"]) > self.fits:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
+        self.seen = max(self.seen, len(batch["labels"]))
+        return super().loss(batch)
+
+
+def test_out_of_memory_halves_the_batch_and_says_so():
+    model, said = Small(), []
+    c = client(model)
+    c.note = said.append
+    local = SGD(learning_rate=0.3, batch_size=8, epochs=2)
+    (w,) = loop.train([Job(c, model.params(), local)])
+    (expected,) = loop.train([Job(client(Tiny()), Tiny().params(), local)])
+    same(w, dict(expected.items()))
+    assert said == ["out of memory: from here on 4 rows at once", "out of memory: from here on 2 rows at once"]
+    assert model.seen == 2
+    model.fits = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        loop.train([Job(client(model), model.params(), local)])
+
+
+def test_out_of_memory_in_evaluation_too():
+    def loss(module, batch):
+        raise AssertionError("not called")
+
+    class Net(torch.nn.Module):
+        def forward(self, features):
+            if len(features) > 5:
+                raise torch.OutOfMemoryError("out of memory")
+            return features
+
+    model = wrap(Net(), loss, classes=("a", "b"))
+    x = torch.eye(2).repeat(4, 1)
+    with pytest.warns(RuntimeWarning, match="4 rows at once"):
+        assert model.predict(Rows({"features": x})).equal(x)

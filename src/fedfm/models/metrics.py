@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedfm.core.rows import Rows
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
+from fedfm.models.memory import in_halves, warned
 from fedfm.models.next_token import rows_at_once, scored
 from fedfm.models.precision import rounded
 
@@ -95,14 +96,19 @@ def likelihood(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
     """Loss of a language model for each predicted token, with perplexity and accuracy; for instructions over the
     answers' tokens. Sums are in float64; a batch has as many rows as their logits allow.
     """
-    total, hits, tokens = 0.0, 0, 0
-    with torch.no_grad(), model.evaluating():
-        for batch in rows.batches(rows_at_once(model, rows, batch_size)):
-            logits, targets = scored(model, batch)
-            counts = targets != IGNORE
-            total += float(F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").double().sum())
-            hits += int((logits.argmax(-1) == targets)[counts].sum())
-            tokens += int(counts.sum())
+
+    def sums(size: int) -> tuple[float, int, int]:
+        total, hits, tokens = 0.0, 0, 0
+        with torch.no_grad(), model.evaluating():
+            for batch in rows.batches(size):
+                logits, targets = scored(model, batch)
+                counts = targets != IGNORE
+                total += float(F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").double().sum())
+                hits += int((logits.argmax(-1) == targets)[counts].sum())
+                tokens += int(counts.sum())
+        return total, hits, tokens
+
+    (total, hits, tokens), _ = in_halves(rows_at_once(model, rows, batch_size), sums, warned)
     if not tokens:
         return nothing(n=len(rows))
     loss = total / tokens

@@ -20,6 +20,7 @@ from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
+from fedfm.models.memory import in_halves, warned
 from fedfm.models.next_token import scored
 from fedfm.models.polynomial_modules import Replaced
 from fedfm.models.precision import rounded
@@ -273,8 +274,12 @@ class Model:
         if self.is_language_model and rows.tokens is not None:
             rows = rows.padded()
         rows, back = _by_length(rows)
-        with self.evaluating():
-            done = [self.logits(batch).float().cpu() for batch in rows.batches(batch_size)]
+
+        def by(size: int) -> list[Tensor]:
+            with self.evaluating():
+                return [self.logits(batch).float().cpu() for batch in rows.batches(size)]
+
+        done, _ = in_halves(min(batch_size, max(len(rows), 1)), by, warned)
         return torch.cat(done)[back] if done else torch.zeros(0, len(self.classes))
 
     def evaluate(self, rows: Rows, logits: Tensor | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
+from fedfm.models.memory import in_halves
 from fedfm.models.model import Model
 from fedfm.training.job import Job
 from fedfm.training.optimisers import ABSENT, Local
@@ -77,7 +78,7 @@ def _train(job: Job) -> Params:
     frozen = {} if job.only is None else {n: p for n, p in live.items() if n not in job.only}
     values = [p.detach().clone() for p in frozen.values()]
     seen, total = 0, 0.0
-    backward, rates = _backward(job), _rates(job)
+    backward, rates = _Backward(job, flat.g), _rates(job)
     model.train_mode()
     # LoRA's dropout draws from torch's global generator: give it this client's own stream.
     with torch.random.fork_rng(devices=[]), _without_gradients(frozen.values()):
@@ -109,27 +110,39 @@ def _rates(job: Job) -> Iterator[float]:
     return (local.rate(*(begin + (end - begin) * (step + k) / steps for k in (0, 1))) for step in range(steps))
 
 
-def _backward(job: Job) -> Callable[[Rows, np.ndarray], float]:
-    """Adds the gradient of a batch's mean loss to the parameters', in parts if the optimiser says so; the loss."""
-    model, loss_of, most = job.client.model, _loss(job), job.local.micro_batch
+class _Backward:
+    """Adds the gradient of a batch's mean loss to the parameters', in parts if the optimiser or the memory says so."""
 
-    def whole(rows: Rows, index: np.ndarray) -> float:
-        loss: Any = loss_of(rows.batch(index))
+    def __init__(self, job: Job, gradient: Tensor) -> None:
+        self.model, self.loss, self.note = job.client.model, _loss(job), job.client.note
+        self.gradient, self.most = gradient, job.local.micro_batch
+
+    def __call__(self, rows: Rows, index: np.ndarray) -> float:
+        """The mean loss over these rows."""
+        size = min(self.most or len(index), len(index))
+        if getattr(self.model, "mixes_rows", ""):
+            return self._add(rows, index, size)
+
+        def afresh(size: int) -> float:
+            self.gradient.zero_()
+            return self._add(rows, index, size)
+
+        loss, fit = in_halves(size, afresh, self.note)
+        self.most = fit if fit < size else self.most
+        return loss
+
+    def _add(self, rows: Rows, index: np.ndarray, size: int) -> float:
+        if size == len(index):
+            return self._one(rows.batch(index), 1.0)
+        parts = [rows.batch(index[at : at + size]) for at in range(0, len(index), size)]
+        counts = [self.model.counted(part) for part in parts]
+        shares = ((part, count / sum(counts)) for part, count in zip(parts, counts, strict=True) if count)
+        return sum(self._one(part, share) for part, share in shares)  # the mean over no token would be NaN
+
+    def _one(self, batch: Batch, share: float) -> float:
+        loss: Any = self.loss(batch) * share
         loss.backward()
         return float(loss.detach())
-
-    def in_parts(rows: Rows, index: np.ndarray) -> float:
-        parts = [rows.batch(index[at : at + most]) for at in range(0, len(index), most)]
-        counts = [model.counted(part) for part in parts]
-        total = 0.0
-        for part, count in zip(parts, counts, strict=True):
-            if count:  # the mean over no token is NaN
-                loss: Any = loss_of(part) * (count / sum(counts))
-                loss.backward()
-                total += float(loss.detach())
-        return total
-
-    return in_parts if most else whole
 
 
 @contextmanager
