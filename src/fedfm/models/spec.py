@@ -23,9 +23,16 @@ class AdaptationSpec:
         None, "lora: scale is alpha / rank [2 rank; rank for task zero_shot]", gt=0, finite=True
     )
     dropout: float = setting(0.0, "lora: on the adapter's input; the model's own dropout is off", ge=0, lt=1)
-    targets: tuple[str, ...] | None = setting(
-        None, "lora: module names [queries and values; both maps of every MLP for task zero_shot]"
+    targets: tuple[str, ...] | str | None = setting(
+        None,
+        'lora: module names, or "all-linear": all linear maps of the blocks [queries and values; both maps of every '
+        "MLP for task zero_shot]",
     )
+    dora: bool = setting(False, "lora: also learn the norm of each output's weights (DoRA, arXiv 2402.09353)")
+    rank_pattern: dict[str, int] | None = setting(
+        None, "lora: other ranks, by the end of a module's name, e.g. { fc2 = 16 }", ge=1, le=65_536
+    )
+    rslora: bool = setting(False, "lora: scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)")
     layers: int | None = setting(None, "top_layers: how many; lora: only in so many last layers", ge=1)
     tokens: int = setting(16, "prompt: learned vectors before the class name, task zero_shot", ge=1)
     released: str = setting(
