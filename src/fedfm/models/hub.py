@@ -242,6 +242,10 @@ def _refusal(path: Path | str, name: str, error: Exception) -> InputError:
     )
 
 
+def _attention(spec: ModelSpec) -> dict[str, str]:
+    return {"attn_implementation": spec.attention} if spec.attention else {}
+
+
 def _weights(
     auto: Any, path: Path | str, spec: ModelSpec, config: Any, seed: int, dtype: torch.dtype
 ) -> tuple[nn.Module, set[str]]:
@@ -250,7 +254,7 @@ def _weights(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.derive(seed, "weights"))
             try:
-                module: nn.Module = auto.from_config(config).to(dtype)
+                module: nn.Module = auto.from_config(config, **_attention(spec)).to(dtype)
             except Exception as error:  # incompatible options fail anywhere
                 if spec.options:
                     raise InputError(f"model.options: {_first(error)}") from None
@@ -281,7 +285,10 @@ def _weights(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 trust_remote_code=False,
+                **_attention(spec),
             )
+    except ImportError as error:
+        raise InputError(f"model.attention: {_first(error)}") from None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _refusal(path, spec.name, error) from None
     mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}

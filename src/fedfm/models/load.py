@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
-from fedfm.models import families, hub, inputs, precision, side_adapter
+from fedfm.models import checkpointing, families, hub, inputs, precision, side_adapter
 from fedfm.models.adapters import adaptation
 from fedfm.models.architectures import resnet
 from fedfm.models.architectures.dual_encoder import DualEncoder
@@ -93,6 +93,8 @@ def load_model(
     if keep_head:
         loaded.new = [p for p in loaded.new if any(name.startswith(f"{p}.") for name in loaded.missing)]
     parts = families.find(loaded.module, loaded.model_type)
+    if spec.gradient_checkpointing:
+        checkpointing.check(parts, adapt.name)
     _draw_head(loaded.module, loaded.new, seed)
     print_ = fingerprint(loaded.module.state_dict(), loaded.config, loaded.new)
     loaded.module.eval()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.linalg.params import Layout, Params, layout_of
-from fedfm.models import inputs, metrics
+from fedfm.models import checkpointing, inputs, metrics
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
 from fedfm.models.families import Parts, unwrapped
@@ -293,10 +293,14 @@ class Model:
         self.module.eval()
         for module in self.train_too:
             module.train()
+        if self.spec.gradient_checkpointing:
+            checkpointing.begin(self.parts)
 
     def eval_mode(self) -> None:
         """Switch all modules to evaluation mode."""
         self.module.eval()
+        if self.spec.gradient_checkpointing:
+            checkpointing.end(self.parts)
 
     # --- inside -------------------------------------------------------------------------------------------------------
     def _outputs(self, batch: Batch) -> Tensor:

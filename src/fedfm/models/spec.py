@@ -10,6 +10,7 @@ from fedfm.core.fields import setting
 ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt", "side_adapter")
 RELEASED = ("class", "grid", "tokens")
 TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 _NUMBERS = ("float32", "bfloat16", "float16")
 
 
@@ -77,6 +78,14 @@ class ModelSpec:
         choices=("cross_entropy", "contrastive"),
     )
     max_length: int = setting(128, "tokens", ge=2)
+    attention: str | None = setting(
+        None,
+        "how attention is computed: eager, sdpa, flash_attention_2, flex_attention [transformers' choice]",
+        choices=ATTENTION,
+    )
+    gradient_checkpointing: bool = setting(
+        False, "training keeps the inputs of blocks alone and computes the blocks twice: less memory, a third slower"
+    )
     answer_tokens: int | None = setting(
         None,
         "instruction: most tokens of an answer [max_length, at most half of the model's positions]; "
