@@ -15,7 +15,7 @@ from torch import nn
 from fedfm import seeds
 from fedfm.core.fields import check
 from fedfm.errors import InputError, close
-from fedfm.models import families, fhe_friendly, inputs
+from fedfm.models import families, fhe_friendly, inputs, templates
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
 from fedfm.models.model import Tools
@@ -332,7 +332,13 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
             f"model.answer_tokens = {spec.answer_tokens}: {spec.name!r} has {positions} positions for a prompt and its "
             f"answer; expected at most {positions - 1}"
         )
-    return Tools(tokenizer=tokenizer, max_length=length, positions=positions)
+    template = None
+    if kind == "instruction":
+        with quiet():
+            template = templates.text_of(spec.template, tokenizer)
+            if template is not None:
+                tokenizer.chat_template = templates.as_chat_template(template, tokenizer)
+    return Tools(tokenizer=tokenizer, max_length=length, positions=positions, template=template)
 
 
 def _image_processor(path: Path | str, config: Any) -> Any:

@@ -83,6 +83,8 @@ def load_model(
         ('head.weight', 'head.bias')
     """
     task = _task(task or spec.task, kind, classes)
+    if spec.template is not None and task != "instruction":
+        raise InputError(f'model.template: it writes instructions, and the task is "{task}"; drop it')
     if spec.options and spec.weights != "random":
         raise InputError('model.options: they change the architecture, so that no weights fit: set weights = "random"')
     adapt = spec.adaptation or AdaptationSpec("head" if spec.name == "features" else "lora")

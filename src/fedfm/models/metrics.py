@@ -161,7 +161,8 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     a tie of two tokens that the last bit decides.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
-    asked = prompts(rows.pairs or (), model.tools.tokenizer, min(window, places - limit) if places else window)
+    room = min(window, places - limit) if places else window
+    asked = prompts(rows.pairs or (), model.tools.tokenizer, room, model.tools.template)
     share = rows.tensors.get(LOCAL_SHARE)
     order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
     out = [Answer((), "", False)] * len(asked)

@@ -44,6 +44,7 @@ class Tools:
         tokenizer: or None.
         max_length: tokens.
         positions: most positions of the model, or None without a limit.
+        template: how instructions are written, a text with {instruction}; None: by the tokenizer's chat template.
     """
 
     image: inputs.Preprocess | None = None
@@ -51,6 +52,7 @@ class Tools:
     tokenizer: Any = None
     max_length: int = 128
     positions: int | None = None
+    template: str | None = None
 
 
 class Model:
@@ -166,6 +168,7 @@ class Model:
             image=self.tools.image,
             tokenizer=self.tools.tokenizer,
             max_length=self.tools.max_length,
+            template=self.tools.template,
             language_model=self.task == "language_modelling",
         )
 

@@ -72,6 +72,11 @@ class ModelSpec:
         least=1,
         words="texts with one {} for the class name",
     )
+    template: str | None = setting(
+        None,
+        "instruction: plain, alpaca, chat (the tokenizer's own), or a text with {instruction} before the answer [chat, "
+        "without a chat template plain]",
+    )
     loss: str = setting(
         "cross_entropy",
         "zero_shot: cross_entropy over the class names, or contrastive: CLIP's symmetric loss of a batch",
