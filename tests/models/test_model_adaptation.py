@@ -5,6 +5,7 @@ import torch
 from tiny_models import images, load, prose, real, sentences
 
 from fedfm.errors import InputError
+from fedfm.models.adapters.lora import need
 from fedfm.models.spec import AdaptationSpec
 
 L, D, C, R, F = 3, 16, 3, 2, 24  # blocks, width, classes, rank, width of the feed-forward layers
@@ -101,6 +102,53 @@ def test_targets_that_cannot_be_adapted_are_refused(folder, name, family, target
     spec = AdaptationSpec(name, rank=R, targets=targets, layers=layers)
     with pytest.raises(InputError, match=rf"model\.adaptation\.targets: .*{says}"):
         load(folder(family), images() if family == "vit" else sentences(), spec)
+
+
+def adapted_map(model, end):
+    """(input, output) of an adapted map with B drawn anew, and the module."""
+    module = next(m for n, m in model.module.named_modules() if n.endswith(end) and hasattr(m, "lora_A"))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        module.lora_B["default"].weight.normal_()
+        x = torch.randn(4, D)
+        return x, module(x), module
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"), [({"dora": True}, 4.0 / R), ({"rslora": True}, 4.0 / R**0.5), ({}, 4.0 / R)]
+)
+def test_dora_and_rslora_compute_what_their_papers_say(folder, options, scale):
+    """DoRA, equation 5: m (W_0 + s B A) / ||W_0 + s B A||, norms by row; rsLoRA, equation 1: s = alpha / sqrt(r)."""
+    model = load(folder("vit"), images(), AdaptationSpec("lora", rank=R, alpha=4.0, **options))
+    x, y, module = adapted_map(model, "layers.1.attention.q_proj")
+    W, bias = module.base_layer.weight, module.base_layer.bias
+    V = W + scale * module.lora_B["default"].weight @ module.lora_A["default"].weight
+    if "dora" in options:
+        V = W.norm(dim=1, keepdim=True) * V / V.norm(dim=1, keepdim=True)  # m starts at the norms of W_0
+        assert sum("magnitude" in name for name in model.names) == 2 * L
+    torch.testing.assert_close(y, x @ V.T + bias, rtol=1e-4, atol=1e-5)
+
+
+def test_all_linear_maps_but_the_head(folder):
+    for family, maps in (("vit", 6 * L), ("roberta", 6 * L), ("gpt2", 4 * L)):
+        table = images() if family == "vit" else sentences()
+        model = load(folder(family), table, AdaptationSpec("lora", rank=R, targets="all-linear"))
+        assert len([n for n in model.names if "lora_A" in n]) == maps
+    with pytest.raises(InputError, match=r'targets = "all": expected "all-linear"'):
+        load(folder("vit"), images(), AdaptationSpec("lora", rank=R, targets="all"))
+
+
+def test_a_rank_for_each_kind_of_map(folder):
+    spec = AdaptationSpec("lora", rank=R, targets=("q_proj", "fc2"), rank_pattern={"fc2": 5})
+    model = load(folder("vit"), images(), spec)
+    ranks = {n.split(".lora_A")[0].split(".")[-1]: model.layout.slots[n][3][0] for n in model.names if "lora_A" in n}
+    assert ranks == {"q_proj": R, "fc2": 5}
+
+
+@pytest.mark.parametrize("options", [{"dora": True}, {"rslora": True}, {"rank_pattern": {"q_proj": 3}}])
+def test_methods_that_multiply_factors_refuse_variants(folder, options):
+    with pytest.raises(InputError, match="drop dora, rslora and rank_pattern"):
+        need(load(folder("vit"), images(), AdaptationSpec("lora", rank=R, **options)))
 
 
 def test_what_is_new_is_left_out_of_targets(folder):

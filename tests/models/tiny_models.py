@@ -16,7 +16,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 CLASSES = ("north", "south", "west")
 IMAGE = ("vit", "deit", "dinov2", "ijepa", "siglip", "clip", "resnet", "mobilenet_v2")
-OTHER_IMAGE = ("swin",)  # not in the table of families
+OTHER_IMAGE = ("swin", "convnext")  # not in the table of families
 OTHER_TEXT = ("electra", "albert", "gpt_neox")
 TEXT = ("bert", "roberta", "distilbert", "gpt2", "llama")
 WEIGHTS = Path(__file__).resolve().parents[3] / "shared" / "data" / "weights"
@@ -132,6 +132,8 @@ def _build(family: str):
         case "swin":
             shape = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1]}
             return t.SwinModel(t.SwinConfig(**shape, window_size=2))
+        case "convnext":
+            return t.ConvNextModel(t.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=16))
         case "llama":
             return t.LlamaForCausalLM(t.LlamaConfig(**text, **special))
     raise AssertionError(family)

@@ -41,6 +41,9 @@ class Tiny:
     def loss(self, batch):
         return functional.cross_entropy(self.module(batch["features"]), batch["labels"])
 
+    def counted(self, batch):
+        return len(batch["labels"])
+
     def train_mode(self):
         self.module.train()
 

@@ -41,6 +41,11 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggrega
         raise InputError(f"{_WHERE} a client that trains a second model would need a budget for it; drop method.local")
     if local.absent != "keep":
         raise InputError(f'method.local.absent = "{local.absent}": it tells which classes a client has; drop it')
+    if local.stepwise:
+        raise InputError(
+            f"method.local: {_WHERE} it clips each row's gradient and takes its own parts of a batch, at one rate; "
+            "drop micro_batch, max_grad_norm, schedule and warmup"
+        )
     plan = DescentPlan(
         privacy.clip_norm, privacy.delta, method.rounds, privacy.target_epsilon, privacy.noise_multiplier
     )

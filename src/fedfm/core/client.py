@@ -83,6 +83,7 @@ class Client:
         roster: the other silos' public keys by name, from an agreement without the server; None: there is none.
         note: writes a line into the silo's log.
         smallest_cohort: the silo's own policy: its update goes into no sum of fewer clients; 0: as the protocol has it.
+        span: the part of the run that this round is, from (t - 1) / T to t / T; schedules of eta follow it.
     """
 
     id: ClientId
@@ -103,6 +104,7 @@ class Client:
     roster: Mapping[ClientId, bytes] | None = None
     note: Callable[[str], None] = lambda text: None
     smallest_cohort: int = 0
+    span: tuple[float, float] = (0.0, 1.0)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,14 @@ class Rows:
             batch["labels"] = part.labels
         return batch
 
+    def padded(self) -> Rows:
+        """The same rows as tensors of one length."""
+        if self.tokens is None or not len(self):
+            return self
+        batch = self.batch(range(len(self)))
+        labels = batch.pop("labels", None)
+        return replace(self, tensors=batch, tokens=None, labels=labels)
+
     def batches(self, size: int) -> Iterator[Batch]:
         """All rows in order, ``size`` at a time."""
         for start in range(0, len(self), size):

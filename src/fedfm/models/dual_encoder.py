@@ -22,6 +22,7 @@ from fedfm.models.adapters import lora
 from fedfm.models.architectures.dual_encoder import DualEncoder, mean_direction, tokenised
 from fedfm.models.families import unwrapped
 from fedfm.models.model import Model
+from fedfm.models.precision import rounded
 
 Blocks = Sequence[tuple[str, nn.Module]]
 
@@ -64,8 +65,13 @@ class DualModel(Model):
     def logits(self, batch: Batch) -> Tensor:
         """(b, C); takes batches of rows and of encoded rows."""
         if "features" in batch:
-            return self.dual.logits(batch["features"].to(self.device))
+            with rounded(self.spec.dtype, self.device):
+                return self.dual.logits(batch["features"].to(self.device))
         return super().logits(batch)
+
+    @property
+    def mixes_rows(self) -> str:
+        return "" if self.softmax else "a contrastive loss compares the rows of a batch with each other"
 
     def written_texts(self) -> Tensor:
         """T (C, d), norm 1: of the prompts that ``model.templates`` writes, also where words are learned.
@@ -82,7 +88,7 @@ class DualModel(Model):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """As of any model; the texts are encoded once."""
-        with super().evaluating(), self.dual.keeping_texts():
+        with super().evaluating(), rounded(self.spec.dtype, self.device), self.dual.keeping_texts():
             yield
 
     def by_batches(self, rows: Rows, function: Callable[[Tensor], Tensor]) -> Tensor:

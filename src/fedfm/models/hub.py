@@ -15,7 +15,7 @@ from torch import nn
 from fedfm import seeds
 from fedfm.core.fields import check
 from fedfm.errors import InputError, close
-from fedfm.models import families, fhe_friendly, inputs
+from fedfm.models import families, fhe_friendly, inputs, templates
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
 from fedfm.models.model import Tools
@@ -242,6 +242,10 @@ def _refusal(path: Path | str, name: str, error: Exception) -> InputError:
     )
 
 
+def _attention(spec: ModelSpec) -> dict[str, str]:
+    return {"attn_implementation": spec.attention} if spec.attention else {}
+
+
 def _weights(
     auto: Any, path: Path | str, spec: ModelSpec, config: Any, seed: int, dtype: torch.dtype
 ) -> tuple[nn.Module, set[str]]:
@@ -250,7 +254,7 @@ def _weights(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.derive(seed, "weights"))
             try:
-                module: nn.Module = auto.from_config(config).to(dtype)
+                module: nn.Module = auto.from_config(config, **_attention(spec)).to(dtype)
             except Exception as error:  # incompatible options fail anywhere
                 if spec.options:
                     raise InputError(f"model.options: {_first(error)}") from None
@@ -281,7 +285,10 @@ def _weights(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 trust_remote_code=False,
+                **_attention(spec),
             )
+    except ImportError as error:
+        raise InputError(f"model.attention: {_first(error)}") from None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _refusal(path, spec.name, error) from None
     mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
@@ -325,7 +332,13 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
             f"model.answer_tokens = {spec.answer_tokens}: {spec.name!r} has {positions} positions for a prompt and its "
             f"answer; expected at most {positions - 1}"
         )
-    return Tools(tokenizer=tokenizer, max_length=length, positions=positions)
+    template = None
+    if kind == "instruction":
+        with quiet():
+            template = templates.text_of(spec.template, tokenizer)
+            if template is not None:
+                tokenizer.chat_template = templates.as_chat_template(template, tokenizer)
+    return Tools(tokenizer=tokenizer, max_length=length, positions=positions, template=template)
 
 
 def _image_processor(path: Path | str, config: Any) -> Any:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.rows import Rows
+from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
+from fedfm.models import templates
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 CHUNK = 256  # pictures decoded at a time
 IGNORE = -100  # the target that F.cross_entropy ignores
 LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the model's own adapter in a row's output
-PROMPT = "{instruction}\n"  # of an instruction model
 
 Preprocess = Callable[[list[Any]], Tensor]  # PIL pictures -> (n, 3, H, W)
 
@@ -49,6 +49,7 @@ def prepare(
     image: Preprocess | None = None,
     tokenizer: Any = None,
     max_length: int = 128,
+    template: str | None = None,
     language_model: bool = False,
 ) -> Rows:
     """Rows ``index`` of ``table`` as a model takes them.
@@ -73,7 +74,7 @@ def prepare(
         return Rows(tokens=passages(list(part.inputs), tokenizer, max_length), pad=pad)
     if table.kind == "instruction":
         pairs = [(instruction, output) for instruction, output in part.inputs]
-        tokens, starts = instructions(pairs, tokenizer, max_length)
+        tokens, starts = instructions(pairs, tokenizer, max_length, template)
         return Rows({"answer_start": starts}, tokens=tokens, pad=pad, pairs=tuple(pairs))
     return Rows(tokens=texts(list(part.inputs), tokenizer, max_length), labels=_labels(part, classes), pad=pad)
 
@@ -203,29 +204,36 @@ def passages(pieces: list[str], tokenizer: Any, max_length: int) -> tuple[Tensor
     return tuple(torch.tensor(b, dtype=torch.int64) for b in blocks if len(b) > 1)
 
 
-def instructions(pairs: list[tuple[str, str]], tokenizer: Any, max_length: int) -> tuple[tuple[Tensor, ...], Tensor]:
+def instructions(
+    pairs: list[tuple[str, str]], tokenizer: Any, max_length: int, template: str | None
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """Training rows: (token vectors of prompt and answer, start (n,) of the answers).
 
     Answers are cut at half of ``max_length``; too long prompts lose their beginning.
     """
     rows, starts = [], []
-    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for instruction, output in pairs:
         with quiet():
-            answer = tokenizer(output, add_special_tokens=False)["input_ids"] + eos
-        answer = answer[: max_length // 2]
-        prompt = _prompt(instruction, tokenizer, max_length - len(answer))
+            answer = templates.answered(instruction, output, template, tokenizer)[: max_length // 2]
+            prompt = templates.asked(instruction, template, tokenizer)[len(answer) - max_length :]
         rows.append(torch.tensor(prompt + answer, dtype=torch.int64))
         starts.append(len(prompt))
     return tuple(rows), torch.tensor(starts, dtype=torch.int64)
 
 
-def prompts(pairs: Sequence[tuple[str, str]], tokenizer: Any, length: int) -> list[Tensor]:
+def prompts(pairs: Sequence[tuple[str, str]], tokenizer: Any, length: int, template: str | None) -> list[Tensor]:
     """The last ``length`` tokens of each instruction's prompt."""
-    return [torch.tensor(_prompt(instruction, tokenizer, length), dtype=torch.int64) for instruction, _ in pairs]
-
-
-def _prompt(instruction: str, tokenizer: Any, length: int) -> list[int]:
     with quiet():
-        ids: list[int] = tokenizer(PROMPT.format(instruction=instruction))["input_ids"]
-    return ids[-length:]
+        asked = [templates.asked(instruction, template, tokenizer) for instruction, _ in pairs]
+    return [torch.tensor(ids[-length:], dtype=torch.int64) for ids in asked]
+
+
+def next_tokens(batch: Batch) -> Tensor:
+    """The targets (b, L - 1) of a language model at each place but the last; ``IGNORE`` where none counts."""
+    targets = batch["input_ids"]
+    if "attention_mask" in batch:
+        targets = targets.masked_fill(batch["attention_mask"].to(targets.device) == 0, IGNORE)
+    if "answer_start" in batch:
+        place = torch.arange(targets.shape[1], device=targets.device)
+        targets = targets.masked_fill(place < batch["answer_start"].to(targets.device)[:, None], IGNORE)
+    return targets[:, 1:]

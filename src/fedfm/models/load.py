@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
-from fedfm.models import families, hub, inputs, side_adapter
+from fedfm.models import checkpointing, families, hub, inputs, precision, side_adapter
 from fedfm.models.adapters import adaptation
 from fedfm.models.architectures import resnet
 from fedfm.models.architectures.dual_encoder import DualEncoder
@@ -83,6 +83,8 @@ def load_model(
         ('head.weight', 'head.bias')
     """
     task = _task(task or spec.task, kind, classes)
+    if spec.template is not None and task != "instruction":
+        raise InputError(f'model.template: it writes instructions, and the task is "{task}"; drop it')
     if spec.options and spec.weights != "random":
         raise InputError('model.options: they change the architecture, so that no weights fit: set weights = "random"')
     adapt = spec.adaptation or AdaptationSpec("head" if spec.name == "features" else "lora")
@@ -93,6 +95,8 @@ def load_model(
     if keep_head:
         loaded.new = [p for p in loaded.new if any(name.startswith(f"{p}.") for name in loaded.missing)]
     parts = families.find(loaded.module, loaded.model_type)
+    if spec.gradient_checkpointing:
+        checkpointing.check(parts, adapt.name)
     _draw_head(loaded.module, loaded.new, seed)
     print_ = fingerprint(loaded.module.state_dict(), loaded.config, loaded.new)
     loaded.module.eval()
@@ -105,7 +109,7 @@ def load_model(
         return side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
     head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
-    _keep_head_exact(head, spec)
+    precision.train_in_single(module)
     kind_of = DualModel if isinstance(loaded.module, DualEncoder) else Model
     if spec.loss == "contrastive" and kind_of is Model:
         raise InputError(
@@ -242,12 +246,3 @@ def _draw_head(module: nn.Module, new: list[str], seed: int) -> None:
                     parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02))
                 else:
                     parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-
-
-def _keep_head_exact(head: nn.Linear | None, spec: ModelSpec) -> None:
-    """With half precision keep the trained head in float32, and convert its inputs."""
-    if head is None or spec.dtype == "float32" or (spec.adaptation and spec.adaptation.name == "full"):
-        return
-    if any(p.requires_grad for p in head.parameters()):
-        head.float()
-        head.register_forward_pre_hook(lambda _, args: (args[0].float(),))

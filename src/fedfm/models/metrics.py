@@ -14,6 +14,9 @@ from torch import Tensor
 
 from fedfm.core.rows import Rows
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
+from fedfm.models.memory import in_halves, warned
+from fedfm.models.next_token import rows_at_once, scored
+from fedfm.models.precision import rounded
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -91,16 +94,21 @@ def base_and_new(logits: Tensor, labels: Tensor, base: int) -> Scores:
 
 def likelihood(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
     """Loss of a language model for each predicted token, with perplexity and accuracy; for instructions over the
-    answers' tokens. Sums are in float64; only the logits of one batch are in memory.
+    answers' tokens. Sums are in float64; a batch has as many rows as their logits allow.
     """
-    total, hits, tokens = 0.0, 0, 0
-    with torch.no_grad(), model.evaluating():
-        for batch in rows.batches(batch_size):
-            logits, targets = model.flat(model.logits(batch), batch)
-            counts = targets != IGNORE
-            total += float(F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").double().sum())
-            hits += int((logits.argmax(-1) == targets)[counts].sum())
-            tokens += int(counts.sum())
+
+    def sums(size: int) -> tuple[float, int, int]:
+        total, hits, tokens = 0.0, 0, 0
+        with torch.no_grad(), model.evaluating():
+            for batch in rows.batches(size):
+                logits, targets = scored(model, batch)
+                counts = targets != IGNORE
+                total += float(F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").double().sum())
+                hits += int((logits.argmax(-1) == targets)[counts].sum())
+                tokens += int(counts.sum())
+        return total, hits, tokens
+
+    (total, hits, tokens), _ = in_halves(rows_at_once(model, rows, batch_size), sums, warned)
     if not tokens:
         return nothing(n=len(rows))
     loss = total / tokens
@@ -153,13 +161,14 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     a tie of two tokens that the last bit decides.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
-    asked = prompts(rows.pairs or (), model.tools.tokenizer, min(window, places - limit) if places else window)
+    room = min(window, places - limit) if places else window
+    asked = prompts(rows.pairs or (), model.tools.tokenizer, room, model.tools.template)
     share = rows.tensors.get(LOCAL_SHARE)
     order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
     out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
     ends = _ends(model)
-    with torch.no_grad(), model.evaluating():
+    with torch.no_grad(), model.evaluating(), rounded(model.spec.dtype, model.device):
         for at in range(0, len(order), batch_size):
             some = order[at : at + batch_size]
             longest = len(asked[some[-1]])

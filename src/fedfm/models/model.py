@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.linalg.params import Layout, Params, layout_of
-from fedfm.models import inputs, metrics
+from fedfm.models import checkpointing, inputs, metrics
 from fedfm.models.adapters.adaptation import live_head
+from fedfm.models.block_outputs import blocks
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
+from fedfm.models.memory import in_halves, warned
+from fedfm.models.next_token import scored
 from fedfm.models.polynomial_modules import Replaced
+from fedfm.models.precision import rounded
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ class Tools:
         tokenizer: or None.
         max_length: tokens.
         positions: most positions of the model, or None without a limit.
+        template: how instructions are written, a text with {instruction}; None: by the tokenizer's chat template.
     """
 
     image: inputs.Preprocess | None = None
@@ -47,6 +52,7 @@ class Tools:
     tokenizer: Any = None
     max_length: int = 128
     positions: int | None = None
+    template: str | None = None
 
 
 class Model:
@@ -162,6 +168,7 @@ class Model:
             image=self.tools.image,
             tokenizer=self.tools.tokenizer,
             max_length=self.tools.max_length,
+            template=self.tools.template,
             language_model=self.task == "language_modelling",
         )
 
@@ -216,40 +223,8 @@ class Model:
         return torch.cat(done)[back] if done else torch.zeros(0, head.in_features)
 
     def blocks(self, rows: Rows) -> list[Tensor]:
-        """The first block's input b_0 and the block outputs b_1 ... b_L, each (n, T, d), on the CPU.
-
-        Rows of unequal length are padded to the longest; outputs of convolutions (n, d, H, W) have T = H W.
-
-        Raises:
-            ValueError: the blocks of this architecture are unknown, or share their weights.
-        """
-        if not self.parts.blocks:
-            raise ValueError("no blocks are known of this architecture")
-        caught: list[list[Tensor]] = [[] for _ in range(len(self.parts.blocks) + 1)]
-
-        def keep(level: int, x: Any) -> None:
-            x = x[0] if isinstance(x, tuple) else x
-            x = x.flatten(2).transpose(1, 2) if x.dim() == 4 else x
-            caught[level].append(x.float().cpu())
-
-        modules = [block for _, block in self.parts.blocks]
-        hooks = [
-            modules[0].register_forward_pre_hook(lambda _, a, k: keep(0, a or next(iter(k.values()))), with_kwargs=True)
-        ]
-        hooks += [m.register_forward_hook(lambda _, a, y, i=i: keep(i, y)) for i, m in enumerate(modules, 1)]
-        try:
-            with self.evaluating():
-                whole = rows if rows.tokens is None else _padded(rows)
-                for done, (batch, n) in enumerate(self._fixed(whole), 1):
-                    self._outputs(batch)
-                    if any(len(level) != done for level in caught):
-                        raise ValueError("a block of this architecture runs more than once: its outputs have no order")
-                    for level in caught:
-                        level[-1] = level[-1][:n]
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return [torch.cat(level) if level else torch.zeros(0, 0, 0) for level in caught]
+        """As :func:`fedfm.models.block_outputs.blocks`."""
+        return blocks(self, rows)
 
     # --- forward ------------------------------------------------------------------------------------------------------
     def logits(self, batch: Batch) -> Tensor:
@@ -261,8 +236,8 @@ class Model:
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean cross-entropy, a scalar: over the rows, for language models over the next tokens that are no padding."""
-        logits = self.logits(batch)
-        return F.cross_entropy(*self.flat(logits, batch), ignore_index=IGNORE)
+        found = scored(self, batch) if self.is_language_model else self.flat(self.logits(batch), batch)
+        return F.cross_entropy(*found, ignore_index=IGNORE)
 
     def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits (m, C) and targets (m,) of the cross-entropy; the target ``IGNORE`` does not count.
@@ -271,13 +246,21 @@ class Model:
         """
         if not self.is_language_model:
             return logits.float(), batch["labels"].to(logits.device)
-        targets = batch["input_ids"].to(logits.device)
-        if "attention_mask" in batch:
-            targets = targets.masked_fill(batch["attention_mask"].to(logits.device) == 0, IGNORE)
-        if "answer_start" in batch:
-            place = torch.arange(targets.shape[1], device=logits.device)
-            targets = targets.masked_fill(place < batch["answer_start"].to(logits.device)[:, None], IGNORE)
-        return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets[:, 1:].reshape(-1)
+        targets = inputs.next_tokens(batch).to(logits.device)
+        return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
+
+    def counted(self, batch: Batch) -> int:
+        """Over how many targets the loss of this batch is a mean."""
+        if not self.is_language_model:
+            return len(next(iter(batch.values())))
+        return int((inputs.next_tokens(batch) != IGNORE).sum())
+
+    @property
+    def mixes_rows(self) -> str:
+        """Why the loss of a batch is no mean over its rows; empty if it is one."""
+        if any(isinstance(m, BATCH_NORMS) for m in self.train_too):
+            return "the model's batch norm takes its statistics from a whole batch"
+        return ""
 
     @property
     def is_language_model(self) -> bool:
@@ -292,10 +275,14 @@ class Model:
             if (found := predictor(self, rows)) is not None:
                 return found
         if self.is_language_model and rows.tokens is not None:
-            rows = _padded(rows)
+            rows = rows.padded()
         rows, back = _by_length(rows)
-        with self.evaluating():
-            done = [self.logits(batch).float().cpu() for batch in rows.batches(batch_size)]
+
+        def by(size: int) -> list[Tensor]:
+            with self.evaluating():
+                return [self.logits(batch).float().cpu() for batch in rows.batches(size)]
+
+        done, _ = in_halves(min(batch_size, max(len(rows), 1)), by, warned)
         return torch.cat(done)[back] if done else torch.zeros(0, len(self.classes))
 
     def evaluate(self, rows: Rows, logits: Tensor | None = None) -> dict[str, Any]:
@@ -309,18 +296,22 @@ class Model:
         self.module.eval()
         for module in self.train_too:
             module.train()
+        if self.spec.gradient_checkpointing:
+            checkpointing.begin(self.parts)
 
     def eval_mode(self) -> None:
         """Switch all modules to evaluation mode."""
         self.module.eval()
+        if self.spec.gradient_checkpointing:
+            checkpointing.end(self.parts)
 
     # --- inside -------------------------------------------------------------------------------------------------------
     def _outputs(self, batch: Batch) -> Tensor:
         device, self.share = self.device, batch.get(LOCAL_SHARE)
         fixed = {"use_cache": False} if "use_cache" in self._arguments else {}
-        out = self.module(
-            **{k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}, **fixed
-        )
+        given = {k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}
+        with rounded(self.spec.dtype, device):
+            out = self.module(**given, **fixed)
         return out if isinstance(out, Tensor) else out.logits
 
     def _pool(self, x: Tensor, batch: Batch) -> Tensor:
@@ -366,15 +357,6 @@ def _prompts(rows: Rows) -> Rows:
         return rows
     starts = rows.tensors["answer_start"].tolist()
     return Rows(tokens=tuple(t[:s] for t, s in zip(rows.tokens, starts, strict=True)), pad=rows.pad)
-
-
-def _padded(rows: Rows) -> Rows:
-    """The same rows as tensors of one length."""
-    if not len(rows):
-        return rows
-    batch = rows.batch(range(len(rows)))
-    labels = batch.pop("labels", None)
-    return replace(rows, tensors=batch, tokens=None, labels=labels)
 
 
 def _travelling(module: nn.Module, *, running_statistics: bool) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ from fedfm.core.fields import setting
 ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt", "side_adapter")
 RELEASED = ("class", "grid", "tokens")
 TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 _NUMBERS = ("float32", "bfloat16", "float16")
 
 
@@ -23,9 +24,16 @@ class AdaptationSpec:
         None, "lora: scale is alpha / rank [2 rank; rank for task zero_shot]", gt=0, finite=True
     )
     dropout: float = setting(0.0, "lora: on the adapter's input; the model's own dropout is off", ge=0, lt=1)
-    targets: tuple[str, ...] | None = setting(
-        None, "lora: module names [queries and values; both maps of every MLP for task zero_shot]"
+    targets: tuple[str, ...] | str | None = setting(
+        None,
+        'lora: module names, or "all-linear": all linear maps of the blocks [queries and values; both maps of every '
+        "MLP for task zero_shot]",
     )
+    dora: bool = setting(False, "lora: also learn the norm of each output's weights (DoRA, arXiv 2402.09353)")
+    rank_pattern: dict[str, int] | None = setting(
+        None, "lora: other ranks, by the end of a module's name, e.g. { fc2 = 16 }", ge=1, le=65_536
+    )
+    rslora: bool = setting(False, "lora: scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)")
     layers: int | None = setting(None, "top_layers: how many; lora: only in so many last layers", ge=1)
     tokens: int = setting(16, "prompt: learned vectors before the class name, task zero_shot", ge=1)
     released: str = setting(
@@ -64,12 +72,25 @@ class ModelSpec:
         least=1,
         words="texts with one {} for the class name",
     )
+    template: str | None = setting(
+        None,
+        "instruction: plain, alpaca, chat (the tokenizer's own), or a text with {instruction} before the answer [chat, "
+        "without a chat template plain]",
+    )
     loss: str = setting(
         "cross_entropy",
         "zero_shot: cross_entropy over the class names, or contrastive: CLIP's symmetric loss of a batch",
         choices=("cross_entropy", "contrastive"),
     )
     max_length: int = setting(128, "tokens", ge=2)
+    attention: str | None = setting(
+        None,
+        "how attention is computed: eager, sdpa, flash_attention_2, flex_attention [transformers' choice]",
+        choices=ATTENTION,
+    )
+    gradient_checkpointing: bool = setting(
+        False, "training keeps the inputs of blocks alone and computes the blocks twice: less memory, a third slower"
+    )
     answer_tokens: int | None = setting(
         None,
         "instruction: most tokens of an answer [max_length, at most half of the model's positions]; "
@@ -79,4 +100,8 @@ class ModelSpec:
     device: str = setting(
         "auto", "auto, cpu, cuda, mps", pattern="(auto|cpu|cuda|mps)(:.*)?", words='"auto", "cpu", "cuda" or "mps"'
     )
-    dtype: str = setting("float32", "float32, bfloat16, float16: of the frozen weights", choices=_NUMBERS)
+    dtype: str = setting(
+        "float32",
+        "of the frozen weights and of the products; what is trained is float32. float16 trains heads alone",
+        choices=_NUMBERS,
+    )

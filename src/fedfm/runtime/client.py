@@ -188,7 +188,13 @@ class Silos:
             store=Store(self._memory, request.client),
             **self._own,
             private=None if plan is None else private.Descent(plan, data),
+            span=self._span(request.round),
         )
+
+    def _span(self, t: int) -> tuple[float, float]:
+        """The part of the run that round t is; what a method asks before or after its rounds is at the ends."""
+        total = max(self.method.rounds, 1)
+        return min(max(t - 1, 0), total) / total, min(t, total) / total
 
 
 def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfm.core.rows import Batch
+from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
+from fedfm.models.memory import in_halves
 from fedfm.models.model import Model
 from fedfm.training.job import Job
 from fedfm.training.optimisers import ABSENT, Local
@@ -76,27 +78,71 @@ def _train(job: Job) -> Params:
     frozen = {} if job.only is None else {n: p for n, p in live.items() if n not in job.only}
     values = [p.detach().clone() for p in frozen.values()]
     seen, total = 0, 0.0
-    loss_of = _loss(job)
+    backward, rates = _Backward(job, flat.g), _rates(job)
     model.train_mode()
     # LoRA's dropout draws from torch's global generator: give it this client's own stream.
     with torch.random.fork_rng(devices=[]), _without_gradients(frozen.values()):
         torch.manual_seed(job.client.seed)
         for index in job.orders():
-            loss: Any = loss_of(rows.batch(index))
-            loss.backward()
+            loss = backward(rows, index)
+            if job.local.max_grad_norm is not None:
+                flat.g.mul_((job.local.max_grad_norm / flat.g.norm()).clamp(max=1))
             if start is not None:
                 flat.g.add_(flat.p - start, alpha=job.mu)
             if correction is not None:
                 flat.g.add_(correction)
+            rule.eta = next(rates)
             rule.step(flat.p, flat.g)
             for p, value in zip(frozen.values(), values, strict=True):  # weight decay and corrections moved them
                 p.data.copy_(value)
             flat.g.zero_()
-            seen, total = seen + len(index), total + float(loss.detach()) * len(index)
+            seen, total = seen + len(index), total + loss * len(index)
     model.eval_mode()
     job.client.metrics["loss"] = total / max(seen, 1)
     trained: Params = model.params()
     return trained if job.only is None else job.w.replace(trained.only(job.only))  # running statistics, too
+
+
+def _rates(job: Job) -> Iterator[float]:
+    """Eta of every step of this round."""
+    local, (begin, end) = job.local, job.client.span
+    steps = max(local.steps(len(job.client.data.train)), 1)
+    return (local.rate(*(begin + (end - begin) * (step + k) / steps for k in (0, 1))) for step in range(steps))
+
+
+class _Backward:
+    """Adds the gradient of a batch's mean loss to the parameters', in parts if the optimiser or the memory says so."""
+
+    def __init__(self, job: Job, gradient: Tensor) -> None:
+        self.model, self.loss, self.note = job.client.model, _loss(job), job.client.note
+        self.gradient, self.most = gradient, job.local.micro_batch
+
+    def __call__(self, rows: Rows, index: np.ndarray) -> float:
+        """The mean loss over these rows."""
+        size = min(self.most or len(index), len(index))
+        if getattr(self.model, "mixes_rows", ""):
+            return self._add(rows, index, size)
+
+        def afresh(size: int) -> float:
+            self.gradient.zero_()
+            return self._add(rows, index, size)
+
+        loss, fit = in_halves(size, afresh, self.note)
+        self.most = fit if fit < size else self.most
+        return loss
+
+    def _add(self, rows: Rows, index: np.ndarray, size: int) -> float:
+        if size == len(index):
+            return self._one(rows.batch(index), 1.0)
+        parts = [rows.batch(index[at : at + size]) for at in range(0, len(index), size)]
+        counts = [self.model.counted(part) for part in parts]
+        shares = ((part, count / sum(counts)) for part, count in zip(parts, counts, strict=True) if count)
+        return sum(self._one(part, share) for part, share in shares)  # the mean over no token would be NaN
+
+    def _one(self, batch: Batch, share: float) -> float:
+        loss: Any = self.loss(batch) * share
+        loss.backward()
+        return float(loss.detach())
 
 
 @contextmanager

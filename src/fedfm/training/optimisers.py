@@ -16,9 +16,12 @@ from fedfm.core.checks import match
 from fedfm.core.client import Client
 from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
+from fedfm.errors import InputError
 from fedfm.linalg.params import Params
+from fedfm.models import precision
 from fedfm.models.model import Model
 
+SCHEDULES = ("constant", "linear", "cosine")
 ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # replaces the logit of an absent class
 
 
@@ -38,6 +41,16 @@ class Local:
         "FedBaF's Appendix A) or exclude (-infinity: left out of the softmax)",
         choices=tuple(ABSENT),
     )
+    micro_batch: int = setting(
+        0, "rows at once on the device: the gradients of a batch's parts are added up; 0: the whole batch", ge=0
+    )
+    max_grad_norm: float | None = setting(
+        None, "the loss's gradient is shortened to this norm if it is longer [never]", gt=0, finite=True
+    )
+    schedule: str = setting(
+        "constant", "of eta over all rounds: constant, linear or cosine, to 0 after the last", choices=SCHEDULES
+    )
+    warmup: float = setting(0.0, "the first part of all steps, in which eta rises from 0", ge=0, lt=1)
 
     def __call__(
         self,
@@ -72,6 +85,23 @@ class Local:
         return self.epochs
 
     @property
+    def stepwise(self) -> bool:
+        """Whether its steps differ in rate, or look at a whole gradient: then clients do not train as one batch."""
+        return bool(self.micro_batch or self.max_grad_norm or self.warmup) or self.schedule != "constant"
+
+    def rate(self, begin: float, end: float) -> float:
+        """Eta of the step that is this part of all steps of the run, 0 <= begin < end <= 1.
+
+        It rises linearly to the end of the warm-up, and then falls as in Loshchilov and Hutter's SGDR without restarts
+        (cosine), linearly, or not at all. It depends on round and step alone.
+        """
+        if begin < self.warmup:
+            return self.learning_rate * min(1.0, end / self.warmup)
+        left = 1 - (begin - self.warmup) / (1 - self.warmup)
+        shares = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
+        return self.learning_rate * shares[self.schedule]
+
+    @property
     def plain(self) -> Local:
         """The optimiser of w alone."""
         return self
@@ -88,6 +118,11 @@ class Local:
 
     def fits(self, model: Model) -> None:
         """Raise an InputError for a model that it cannot train."""
+        precision.check_trainable(model.spec)
+        if self.micro_batch and (wrong := model.mixes_rows):
+            raise InputError(
+                f"method.local.micro_batch: {wrong}, so that parts of a batch do not add up to it; drop it"
+            )
 
     def check_own(self, w: Params, model: Model) -> None:
         """Raise a ClientFault, with the first tensor that differs, if w is not a client's own model of this kind."""

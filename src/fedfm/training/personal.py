@@ -158,6 +158,7 @@ class DualAdapter(TwoModels):
             yield scored
 
     def fits(self, model: Model) -> None:
+        super().fits(model)
         if self.weight == "instance" and model.last_layer is None:
             raise InputError(
                 'method.local.weight = "instance" compares the inputs of the last linear layer; this model has no last '

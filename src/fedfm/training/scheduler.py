@@ -40,7 +40,7 @@ def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = No
     """The fast trainer for this model, if it supports the optimiser and all tensors are trained; else the loop."""
     if protected:
         return private.train
-    if (local is not None and local.absent != "keep") or only is not None:
+    if only is not None or (local is not None and (local.absent != "keep" or local.stepwise)):
         return loop.train
     if heads.applies(model):
         return heads.train

@@ -11,10 +11,10 @@ from fedfm.training.optimisers import SGD, AdamW, Adaptive, Local
 
 
 class Rule:
-    """The optimiser's state for vectors of one shape; ``step`` updates them in place."""
+    """The optimiser's state for vectors of one shape; ``step`` updates them in place, at the rate ``eta``."""
 
     def __init__(self, local: Local, like: Tensor) -> None:
-        self.local, self.t = local, 0
+        self.local, self.t, self.eta = local, 0, local.learning_rate
         self.momentum = local.momentum if isinstance(local, SGD) else 0.0
         self.adam = local if isinstance(local, Adaptive) else None
         self.m = torch.zeros_like(like) if self.adam or self.momentum else None
@@ -29,7 +29,7 @@ class Rule:
 
     def step(self, p: Tensor, g: Tensor) -> None:
         """P <- p - eta * direction(g); ``g`` is overwritten."""
-        eta, decay = self.local.learning_rate, self.local.weight_decay
+        eta, decay = self.eta, self.local.weight_decay
         self.t += 1
         if decay and isinstance(self.local, AdamW):
             p.mul_(1 - eta * decay)

@@ -92,6 +92,10 @@ def live_head(module: nn.Module, path: str) -> nn.Linear | None:
 def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: str, seed: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
+    if spec.name == "ffa_lora" and spec.dora:
+        raise InputError("model.adaptation.dora: ffa_lora trains B alone, DoRA a norm beside it; expected lora")
+    if isinstance(spec.targets, str):
+        spec = dataclasses.replace(spec, targets=_all_linear(module, spec.targets, parts, new))
     _check_targets(module, spec, parts, new)
     targets = list(spec.targets or default_targets(parts))
     if spec.layers is not None:
@@ -116,6 +120,9 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         r=spec.rank,
         lora_alpha=spec.alpha if spec.alpha is None or spec.alpha % 1 else int(spec.alpha),
         lora_dropout=spec.dropout,
+        rank_pattern=dict(spec.rank_pattern or {}),
+        use_dora=spec.dora,
+        use_rslora=spec.rslora,
         target_modules=targets,
         modules_to_save=list(new) or None,
         fan_in_fan_out=transposed,
@@ -129,6 +136,22 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
             if ".lora_A." in name:
                 parameter.requires_grad_(False)
     return adapted
+
+
+def _all_linear(module: nn.Module, said: str, parts: Parts, new: list[str]) -> tuple[str, ...]:
+    """Paths of all linear maps but the head and what is new, which are trained as they are."""
+    if said != "all-linear":
+        raise InputError(f'model.adaptation.targets = "{said}": expected "all-linear" or a list of module names')
+    own = (*new, *((parts.head,) if parts.head else ()))
+    base: Any = unwrapped(module)
+    out = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    return tuple(
+        name
+        for name, m in module.named_modules()
+        if (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D")
+        and m is not out
+        and not any(name == path or name.startswith(f"{path}.") for path in own)
+    )
 
 
 def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> None:

@@ -197,6 +197,11 @@ def need(model: Model) -> None:
     found = pairs(model.names)
     if getattr(model, "adaptation", None) != "lora" or not found:
         raise InputError('model.adaptation: the method multiplies LoRA\'s factors; expected { name = "lora" }')
+    spec = model.adaptation_spec
+    if spec.dora or spec.rslora or spec.rank_pattern:
+        raise InputError(
+            "model.adaptation: the method computes with (alpha / r) B A of one rank; drop dora, rslora and rank_pattern"
+        )
     shapes = {name: model.layout.slots[name][3] for pair in found.values() for name in pair}
     if bad := [name for name, shape in shapes.items() if len(shape) != 2]:
         raise InputError(f"model.adaptation.targets: {bad[0].partition(_A)[0]} is no linear map; name linear maps only")

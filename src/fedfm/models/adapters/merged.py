@@ -39,6 +39,7 @@ def _plain(module: Any) -> bool:
     return (
         type(base) is nn.Linear
         and (isinstance(dropout, nn.Identity) or not dropout.training)
+        and not module.lora_variant
         and base.weight.dtype == module.lora_A["default"].weight.dtype
     )
 

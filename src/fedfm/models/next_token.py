@@ -1,0 +1,51 @@
+"""Scores of a language model at the tokens that count, without the logits of all others.
+
+Logits are the largest tensor of a language model: at length 2,048 and 128,000 tokens in the vocabulary a row has 1 GB
+of them. Of an instruction only the answer counts, of a text all but padding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fedfm.core.rows import Batch, Rows
+from fedfm.models.inputs import IGNORE, next_tokens
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
+
+FEW = 1 << 24  # logits of a batch, 64 MB in float32: below it they are computed as they come, with their bits
+MOST = 1 << 26  # logits of a batch in evaluation, 256 MB
+
+
+def scored(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits (m, V) in float32 and targets (m,); of many logits only those whose target counts."""
+    ids, head = batch["input_ids"], model.last_layer
+    if head is None or ids.numel() * head.out_features <= FEW:
+        return model.flat(model.logits(batch), batch)
+    targets = next_tokens(batch).to(model.device)
+    counts = targets != IGNORE  # (b, L - 1)
+
+    def pick(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states, *rest = args  # (b, L, d)
+        return (states[:, :-1][counts.to(states.device)][None], *rest)
+
+    hook = head.register_forward_pre_hook(pick)
+    try:
+        logits = model.logits(batch)  # (1, m, V)
+    finally:
+        hook.remove()
+    return logits[0].float(), targets[counts]
+
+
+def rows_at_once(model: Model, rows: Rows, most: int) -> int:
+    """Rows of a batch whose logits stay below :data:`MOST`, a power of two from 1 to ``most``."""
+    head, longest = model.last_layer, max((len(t) for t in rows.tokens or ()), default=0)
+    if rows.tokens is None and "input_ids" in rows.tensors:
+        longest = rows.tensors["input_ids"].shape[1]
+    if head is None or not longest:
+        return most
+    fit = max(MOST // (longest * head.out_features), 1)
+    return min(most, 1 << (fit.bit_length() - 1))

@@ -1,0 +1,57 @@
+"""Half precision: the frozen weights are half, what is trained is float32, the forward pass runs under autocast.
+
+Mixed Precision Training. Micikevicius et al. ICLR 2018: small steps vanish in a half-precision weight (bfloat16 has 8
+bits), so the weights that an optimiser changes are float32, and every forward pass rounds a copy of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from fedfm.errors import InputError
+from fedfm.models.names import DTYPES
+from fedfm.models.spec import ModelSpec
+
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+
+
+def train_in_single(module: nn.Module) -> None:
+    """Make what is trained float32, and norms with their statistics; other frozen parts keep their dtype.
+
+    Norms have few numbers, and one of half precision refuses the float32 that a trained layer below it may give.
+    """
+    for part in module.modules():
+        own = dict(part.named_parameters(recurse=False))
+        if isinstance(part, NORMS) or any(p.requires_grad for p in own.values()):
+            for p in own.values():
+                p.data = p.data.float()
+            for name, buffer in part.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(part, name, buffer.float())
+
+
+@contextmanager
+def rounded(dtype: str, device: torch.device) -> Iterator[None]:
+    """Context manager of a forward pass: products in this dtype; nothing changes for float32."""
+    if dtype == "float32":
+        yield
+        return
+    with torch.autocast(device.type, dtype=DTYPES[dtype]):
+        yield
+
+
+def check_trainable(spec: ModelSpec) -> None:
+    """Refuse to train through a network of float16.
+
+    Raises:
+        InputError: its gradients would underflow: float16 ends at 6e-8, and losses are not scaled here.
+    """
+    if spec.dtype == "float16" and spec.adaptation and spec.adaptation.name not in ("head", "side_adapter"):
+        raise InputError(
+            f'model.dtype: with adaptation "{spec.adaptation.name}" gradients pass through the network, and those of '
+            'float16 vanish below 6e-8: expected "bfloat16" or "float32"'
+        )
