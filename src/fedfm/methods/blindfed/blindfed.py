@@ -210,13 +210,15 @@ class BlindFed(Method[Carried]):
 
             ckks.ring_of(ring.Parameters())  # says so if the extra is missing
 
-    def plan(self, model: Model, rows: Sequence[int]) -> Any:
+    def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> Any:
         if self.encryption == "clear":
             return None
         from fedfm.methods.blindfed import plan
 
         matrices = folded(foundation.check(model, self.foundation).owned[0].module)
-        return plan.plan(matrices, rows, self.released, projection=self.projection)
+        if self.protocol == "permuted":
+            return plan.plan(matrices, rows, self.released, permuted=len(model.classes))
+        return plan.plan(matrices, [sum(parts) for parts in rows], self.released, projection=self.projection)
 
     def details(self, state: Carried, judge: Judge | None) -> dict[str, Any]:
         return dict(state.figures) | {"accuracy_clear": None if judge is None else judge(state.w).get("accuracy")}
