@@ -18,15 +18,15 @@ from small import pictures
 
 pytest.importorskip("tenseal", reason="the extra [encrypted] is not installed")
 
-CLIENTS, BLOCKS = 2, 2
+CLIENTS = 2
 
 
-def experiment(folder, encryption, *, run=None):
+def experiment(folder, encryption, *, run=None, clients=CLIENTS):
     rows = folder / "pictures.npz"
     return {
         "data": {
             "path": str(rows if rows.exists() else pictures(folder, 40)),
-            "partition": {"name": "iid", "clients": CLIENTS},
+            "partition": {"name": "iid", "clients": clients},
         },
         "method": {
             "name": "blindfed",
@@ -137,7 +137,7 @@ class Killed(BaseException):
 
 
 def test_a_killed_run_goes_on_at_its_block(runs, tmp_path, monkeypatch):
-    folder, results, _ = runs
+    folder, _, _ = runs
     answer, asked = Silos.answer, []
 
     def dying(self, requests):
@@ -148,7 +148,7 @@ def test_a_killed_run_goes_on_at_its_block(runs, tmp_path, monkeypatch):
                 raise Killed
         return answer(self, requests)
 
-    tables = experiment(folder, "ckks")
+    tables = experiment(folder, "ckks", clients=1)
     tables["method"] |= {"processes": 1}
     monkeypatch.setattr(Silos, "answer", dying)
     with pytest.raises(Killed):
@@ -164,11 +164,10 @@ def test_a_killed_run_goes_on_at_its_block(runs, tmp_path, monkeypatch):
             again.append((requests[0].payload["batch"], requests[0].payload["block"]))
 
     result = fedfm.resume(tmp_path / "run")
-    assert again[0] == (0, 2)  # the first block did not come again
     assert store.read_bytes() == before
-    assert len(again) == 2 * CLIENTS * BLOCKS - 1
+    assert again == [(0, 2), (1, 1), (1, 2)]  # the first block did not come again
     assert result["excluded"] == []
-    assert result["accuracy"] == results["ckks"]["accuracy"]
+    assert result["accuracy"] == result["details"]["accuracy_clear"] > 0.8
     assert result["details"]["encrypted_rows"] == 40
 
 

@@ -34,7 +34,8 @@ ORDERS = [np.array(o) for o in ([3, 0, 4, 1, 2], [4, 3, 2, 1, 0], [1, 2, 0, 4, 3
 class Run:
     """One batch between a holder and an owner."""
 
-    def __init__(self, holder=HOLDER, public=PUBLIC, orders=ORDERS):
+    def __init__(self, holder=HOLDER, public=PUBLIC, orders=ORDERS, rows=ROWS, labels=LABELS):
+        self.rows, self.known, self.n = rows, labels, len(rows)
         self.session, key = keys.entropy(16), keys.entropy(32)
         self.holder, self.ledger = holder, DistanceLedger()
         self.owner = PermutedOwner(MODEL, "class", public, self.session, key, self.ledger, orders=orders)
@@ -49,17 +50,17 @@ class Run:
     def release(self, block, message):
         self.crossed.append(message)
         if block == len(MODEL.blocks):
-            self.labels = self.holder.labels_of(message, SAMPLES, CLASSES)
+            self.labels = self.holder.labels_of(message, self.n, CLASSES)
             return b""
-        self.states[block] = self.holder.turned(message, SAMPLES)
+        self.states[block] = self.holder.turned(message, self.n)
         if block + 1 == len(MODEL.blocks):
             return b""
         self.crossed.append(self.holder.again(self.session, self.states[block]))
         return self.crossed[-1]
 
     def go(self, start=None):
-        rows = b"" if start else self.holder.rows(ROWS)
-        self.sent = [rows, self.holder.labels(self.session, LABELS, CLASSES)]
+        rows = b"" if start else self.holder.rows(self.rows)
+        self.sent = [rows, self.holder.labels(self.session, self.known, CLASSES)]
         self.owner.run(both(*self.sent), self.refresh, self.release, start, lambda c: self.saved.append(c.to_bytes()))
         return self
 
@@ -68,14 +69,6 @@ def encrypted(run, x):
     """As the states of a block are."""
     residues = HOLDER._keys.encrypt(run.owner.layout.pack(x))
     return Ciphertexts(residues.view(np.uint64), 2.0**36, run.owner.keys).at(3)
-
-
-def test_the_holder_gets_the_states_in_the_secret_orders_and_its_labels_in_the_last_one():
-    run = Run().go()
-    for block in (0, 1):
-        np.testing.assert_allclose(run.states[block], RAW[ORDERS[block], block], atol=1e-3)
-    assert run.labels.tolist() == LABELS[ORDERS[2]].tolist()
-    assert len(run.saved) == 1  # the last block's states are not needed again
 
 
 def test_a_message_with_states_holds_nothing_else():
@@ -113,6 +106,8 @@ def test_a_killed_batch_goes_on_in_the_same_orders():
     first.release = killed
     with pytest.raises(KeyboardInterrupt):
         first.go()
+    np.testing.assert_allclose(first.states[0], RAW[ORDERS[0], 0], atol=1e-3)
+    assert first.labels is None
     second = Run(holder=PermutedHolder.from_bytes(HOLDER.to_bytes()))
     second.go(start=Checkpoint.from_bytes(first.saved[-1]))
     assert set(second.states) == {1}
@@ -167,8 +162,11 @@ def test_orders_and_keys_are_checked():
     Owner(MODEL, "class", PUBLIC, bytes(16), bytes(32), DistanceLedger())  # more keys than it needs
 
 
-def test_a_run_does_what_was_planned():
-    run, found, parameters = Run(orders=_full()), Counter(), Parameters()
+def test_a_full_batch_comes_in_its_orders_and_does_what_was_planned():
+    n, rng = Parameters().slots // TOKENS, np.random.default_rng(0)
+    more, labels = np.r_[np.arange(SAMPLES), rng.integers(SAMPLES, size=n - SAMPLES)], rng.integers(CLASSES, size=n)
+    orders = [rng.permutation(n) for _ in range(3)]
+    run, found, parameters = Run(orders=orders, rows=ROWS[more], labels=labels), Counter(), Parameters()
     for name in ("relinearise", "rescale", "rotate"):
         call = getattr(run.owner.keys, name)
 
@@ -178,16 +176,19 @@ def test_a_run_does_what_was_planned():
             return call(x, *more)
 
         setattr(run.owner.keys, name, count)
-    run.release = _silent(run)
     run.go()
+    for block in (0, 1):
+        np.testing.assert_allclose(run.states[block], RAW[more][orders[block], block], atol=1e-3)
+    assert np.array_equal(run.labels, labels[orders[2]])
+    assert len(run.saved) == 1  # the last block's states are not needed again
     made = plan(MODEL, [(3, 0, 2)], "class", permuted=CLASSES)
     both_blocks = [counted(layer, TOKENS, parameters, n == 0, True) for n, layer in enumerate(MODEL.blocks)]
     want = sum((c.operations for c in both_blocks), Counter())
     assert want.pop(("weigh", 2)) > 0
     found["rescale", 4] -= 4  # the embedding's
-    labels = Counter({("rotate", 2): found["rotate", 2] - want["rotate", 2], ("rescale", 2): 1})
-    assert labels["rotate", 2] * 4 == want["rotate", 2]  # one pair of ciphertexts beside two of each block
-    found.subtract(labels)
+    last = Counter({("rotate", 2): found["rotate", 2] - want["rotate", 2], ("rescale", 2): 1})
+    assert last["rotate", 2] * 4 == want["rotate", 2]  # one pair of ciphertexts beside two of each block
+    found.subtract(last)
     assert +found == want
     assert run.ledger.ciphertexts == made.refreshed
     assert made.messages == 1 + len(run.crossed)  # rows with labels
@@ -196,23 +197,3 @@ def test_a_run_does_what_was_planned():
     assert made.key_bytes == pytest.approx(len(PUBLIC), rel=0.01)
     assert made.batches == 2  # of the training rows and of the test rows
     assert made.refreshed < plan(MODEL, [5], "class").refreshed
-
-
-def _full():
-    return [np.arange(Parameters().slots // TOKENS)] * 3
-
-
-def _silent(run):
-    def release(block, message):
-        run.crossed.append(message)
-        n = len(run.owner.orders[0])
-        if block == 2:
-            run.holder.labels_of(message, n, CLASSES)
-            return b""
-        states = run.holder.turned(message, n)
-        if block == 1:
-            return b""
-        run.crossed.append(run.holder.again(run.session, states))
-        return run.crossed[-1]
-
-    return release
