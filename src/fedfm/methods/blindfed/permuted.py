@@ -1,4 +1,4 @@
-"""The paper's protocol of BlindFed, Sections 3.2 and 3.3, without encryption: for the audit of what its orders hide.
+"""The paper's protocol of BlindFed, Sections 3.2 and 3.3, without encryption: a simulation.
 
 Every batch has fresh secret orders Pi_1 ... Pi_{L+1}. The client gets block l's states of all tokens in order Pi_l,
 and the relative orders Pi_{l-1}^-1 Pi_l, with which it takes its own computation from one list to the next. As

@@ -6,8 +6,8 @@ compute each sample by itself, so the owner goes on in the order Pi_l and brings
 Pi_{l+1}; nothing is ever undone. In the end the encrypted labels, which the holder sent in its own order, go back in
 order Pi_{L+1}.
 
-What leaves the owner is cleaned as released states are (:mod:`~fedfm.methods.blindfed.encrypted`). The noise of a
-message is subtracted from what comes back, so that it does not add up from block to block.
+What leaves the owner is cleaned as released states are (:mod:`~fedfm.methods.blindfed.encrypted`). Here the noise comes
+back with the states, so that errors of later blocks are a little larger.
 """
 
 from __future__ import annotations
