@@ -194,6 +194,12 @@ def test_a_client_refuses_what_does_not_fit(call):
         call(held, who)
 
 
+def test_a_client_sends_no_rows_in_the_clear_to_a_server_that_dropped_the_encryption():
+    for protocol in ("masked", "permuted"):
+        with pytest.raises(ClientFault, match='encryption = "ckks"'):
+            Held(protocol, "ckks").open(client(), hello())
+
+
 def test_values_survive_the_store():
     value = {"a": torch.arange(6).view(2, 3), "b": torch.zeros(0)}
     found = unpack(pack(value), dict[str, torch.Tensor])

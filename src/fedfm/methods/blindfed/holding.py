@@ -131,7 +131,13 @@ class Held:
 
     # --- messages -----------------------------------------------------------------------------------------------------
     def open(self, client: Client, told: Hello) -> Opened:
-        """Keep what was told; the numbers of rows."""
+        """Keep what was told; the numbers of rows.
+
+        Raises:
+            ClientFault: the server has no key although the experiment says that rows leave encrypted, or has one.
+        """
+        if (told.key is None) != (self.encryption == "clear"):
+            raise ClientFault(E_FIELD, f'a server that does not agree on encryption = "{self.encryption}"')
         client.store["told"] = pack(told)
         key, evaluation = (None, None) if told.key is None else self.sessions.open(client, told.session, told.tokens)
         return Opened(counts(client), key, evaluation)
