@@ -1,4 +1,7 @@
-"""Whole runs of BlindFed's own protocol on ciphertexts with a tiny model, beside the same run in the clear."""
+"""Whole runs of BlindFed's own protocol on ciphertexts with a tiny model, beside the same run in the clear.
+
+A batch takes four CPU seconds, however few rows it has; training and test rows are two batches a client.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""The paper's protocol on ciphertexts: what the holder gets, what it returns, and what is refused."""
+"""The paper's protocol on ciphertexts: what the holder gets, what it returns, and what is refused.
+
+Two blocks take four CPU seconds, and the orders of a full batch as long again.
+"""
 
 from collections import Counter
 

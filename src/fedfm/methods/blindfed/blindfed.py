@@ -48,7 +48,7 @@ class BlindFed(Method[Carried]):
     """Every row passes the server's frozen model once, encrypted; then FedAvg of adapters on the released states.
 
     "masked" is ours: the client gets the released states of its rows in the clear and keeps its labels. "permuted" is
-    the paper's: it gets the states of all tokens in secret orders, and labels leave; these orders leak
+    the paper's: it gets the states of all tokens in secret orders, and labels leave, encrypted; these orders leak
     (``fedfm audit``).
     """
 
