@@ -41,6 +41,7 @@ SCRIPTS: dict[str, list[str]] = {
     "secagg_compact": ["secagg_compact.py"],
     "encrypted_block": ["encrypted_block.py"],
     "encrypted_mlp": ["encrypted_mlp.py"],
+    "blind_protocols": ["blind_protocols.py"],
 }
 FAST, BF16 = ("fedfm, fast", "float32"), ("fedfm, fast_bf16", "bf16")
 LORA_GOALS: dict[tuple[str, int | None], tuple[float, ...]] = {  # (model, layers) -> float32, bf16

@@ -12,9 +12,9 @@ from fedfm.runtime.run_directory import Run
 from tiny_twin import folder as twin
 
 
-def run(folder, protocol, encryption="clear", limit=160):
+def run(folder, protocol, encryption="clear", limit=160, clients=2):
     tables = {
-        "data": {"name": "digits", "limit": limit, "partition": {"name": "iid", "clients": 2}},
+        "data": {"name": "digits", "limit": limit, "partition": {"name": "iid", "clients": clients}},
         "method": {
             "name": "blindfed",
             "foundation": str(twin(folder)),
@@ -102,6 +102,17 @@ def test_encryption_is_close_to_the_clear_and_bad_messages_are_refused(tmp_path)
     assert findings["encryption.refusals"].estimate == 1.0
     assert not findings["server.view"].contradicts
     assert "query.BlindFed" not in findings["server.view"].says  # rows crossed as ciphertexts alone
+
+
+def test_the_permuted_protocol_is_audited_on_ciphertexts_as_in_the_clear(tmp_path):
+    pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
+    names = ("block_order", "loss_labels", "encrypted_error", "server_view")
+    findings = by_name(run(tmp_path, "permuted", encryption="ckks", limit=24, clients=1), *names)
+    assert findings["order.sent"].estimate == findings["labels.by_loss"].estimate == 1.0
+    assert findings["order.from_states"].verdict == "leaks"
+    assert 0 < findings["encryption.error"].estimate < 1e-2
+    assert "query.BlindFed" not in findings["server.view"].says  # rows and labels crossed as ciphertexts alone
+    assert not any(f.contradicts for f in findings.values())
 
 
 def test_a_simulation_encrypts_nothing(masked):

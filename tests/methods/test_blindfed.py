@@ -77,7 +77,11 @@ def experiment(folder, method=None, **tables):
         ({"labels": "loss_only"}, {}, 'belongs to protocol = "permuted"'),
         ({"labels": "loss_only", "protocol": "permuted"}, {}, "no gradient"),
         ({"released": "tokens", "protocol": "permuted"}, {}, "sends them whole"),
-        ({"encryption": "ckks", "protocol": "permuted"}, {}, "for its audit in the clear"),
+        (
+            {"labels": "loss_only", "protocol": "permuted", "encryption": "ckks", "rounds": 0},
+            {},
+            "labels that come back",
+        ),
         ({}, {"model": {"name": "nano-vit"}}, r"\[model\]"),
         ({}, {"run": {"engine": "deployment"}}, 'expected run.engine = "local"'),
         ({}, {"privacy": {"aggregator": "secagg"}}, "single replies"),
@@ -100,7 +104,8 @@ def test_with_ciphertexts_sums_may_be_hidden_and_noised(tmp_path):
         {"privacy": {"aggregator": "secagg"}},
         {"privacy": {"unit": "client", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-5}},
     ):
-        Experiment.from_dict(experiment(tmp_path, {"encryption": "ckks"}, **more))
+        for protocol in ("masked", "permuted"):
+            Experiment.from_dict(experiment(tmp_path, {"encryption": "ckks", "protocol": protocol}, **more))
 
 
 @pytest.mark.parametrize(("foundation", "reason"), [("nano-vit", "fedfm distil"), ("nano-vut", "method.foundation")])
@@ -187,6 +192,12 @@ def test_a_client_refuses_what_does_not_fit(call):
     held.open(who, hello())
     with pytest.raises(ClientFault):
         call(held, who)
+
+
+def test_a_client_sends_no_rows_in_the_clear_to_a_server_that_dropped_the_encryption():
+    for protocol in ("masked", "permuted"):
+        with pytest.raises(ClientFault, match='encryption = "ckks"'):
+            Held(protocol, "ckks").open(client(), hello())
 
 
 def test_values_survive_the_store():

@@ -37,14 +37,15 @@ class EncryptedError(Audit):
         return 'encryption = "clear" encrypts nothing' if method.encryption == "clear" else None
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        from fedfm.methods.blindfed import masked  # TenSEAL
+        from fedfm.methods.blindfed import masked, permuted_passes  # TenSEAL
 
-        population = replay.population
+        population, method = replay.population, replay.run.experiment.method
+        in_one_place = permuted_passes.in_one_place if method.protocol == "permuted" else masked.in_one_place
         model = side_model(population)
         index = population.federated.clients[largest_client(population)].train[:ROWS]
         rows = model.prepare(population.federated.table, index)
         notice("one batch under encryption")
-        encrypted, clear = masked.in_one_place(model, rows).tensors[STATES], model.states(rows)
+        encrypted, clear = in_one_place(model, rows).tensors[STATES], model.states(rows)
         return [_error(encrypted, clear), _refusals(model, rows.tensors["pixel_values"])]
 
 

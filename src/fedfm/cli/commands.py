@@ -343,7 +343,7 @@ def check(args: Any) -> int:
         text += f"\n\n# {len(population.clients)} clients, {trainable} trainable numbers, classes = [{names}]"
         if isinstance(experiment.method, Planned):
             every = population.federated.clients.values()
-            counts = [sum(map(len, (index.train, index.val, index.test))) for index in every]
+            counts = [[len(part) for part in (index.train, index.val, index.test)] for index in every]
             if (plan := experiment.method.plan(population.model, counts)) is not None:
                 result["plan"] = plan.to_dict()
                 text += "\n\n" + "\n".join(f"# {line}" for line in plan.table().splitlines())

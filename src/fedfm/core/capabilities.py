@@ -90,11 +90,11 @@ class Modelled(Protocol):
 class Planned(Protocol):
     """What a run costs is known before it starts. Caller: ``fedfm check``."""
 
-    def plan(self, model: Model, rows: Sequence[int]) -> Any:
+    def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> Any:
         """The plan, with ``to_dict()`` and ``table()``, or None.
 
         Args:
-            rows: of each client, training, validation and test rows together.
+            rows: of each client, training, validation and test rows.
 
         Raises:
             InputError: such a run would be refused.

@@ -48,7 +48,7 @@ class BlindFed(Method[Carried]):
     """Every row passes the server's frozen model once, encrypted; then FedAvg of adapters on the released states.
 
     "masked" is ours: the client gets the released states of its rows in the clear and keeps its labels. "permuted" is
-    the paper's: it gets the states of all tokens in secret orders, and labels leave; these orders leak
+    the paper's: it gets the states of all tokens in secret orders, and labels leave, encrypted; these orders leak
     (``fedfm audit``).
     """
 
@@ -92,13 +92,11 @@ class BlindFed(Method[Carried]):
 
     def passed(self, fed: Federation) -> dict[str, float]:
         """Steps 1 to 4 of the protocol, once: all rows of all clients pass the model."""
-        if self.protocol == "permuted":
-            return permuted.passed(self, fed)
         if self.encryption == "clear":
-            return clear.passed(self, fed)
-        from fedfm.methods.blindfed import masked  # needs TenSEAL
+            return permuted.passed(self, fed) if self.protocol == "permuted" else clear.passed(self, fed)
+        from fedfm.methods.blindfed import masked, permuted_passes  # need TenSEAL
 
-        return masked.passed(self, fed)
+        return permuted_passes.passed(self, fed) if self.protocol == "permuted" else masked.passed(self, fed)
 
     def step(self, fed: Federation, state: Carried, t: int) -> Carried:
         cohort = fed.sample(self.fraction)
@@ -138,9 +136,11 @@ class BlindFed(Method[Carried]):
         return self.held.refresh(client, message)
 
     @on_client(kind="query")
-    def labelled(self, client: Client, batch: int) -> dict[str, Tensor]:
-        """Permuted, step 1: a batch of rows with its labels."""
-        return self.held.labelled(client, batch)
+    def labelled(
+        self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False
+    ) -> dict[str, Tensor]:
+        """Permuted, step 1: a batch of rows with its labels; ``go_on``: the server has its states from before."""
+        return self.held.labelled(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
@@ -167,9 +167,10 @@ class BlindFed(Method[Carried]):
     @property
     def asks(self) -> tuple[str, ...]:  # type: ignore[override]
         """The messages of the protocol."""
+        renewed = ("refresh",) if self.encryption == "ckks" else ()
         if self.protocol == "permuted":
-            return ("open", "labelled", "turn", "align")
-        return ("open", "rows", "keep", *(("refresh",) if self.encryption == "ckks" else ()))
+            return ("open", "labelled", "turn", "align", *renewed)
+        return ("open", "rows", "keep", *renewed)
 
     @property
     def sealed(self) -> tuple[str, ...]:
@@ -179,9 +180,8 @@ class BlindFed(Method[Carried]):
     @property
     def secrets(self) -> tuple[str, ...]:
         """Of the orders; of the agreement on keys."""
-        if self.protocol == "permuted":
-            return ("orders",)
-        return ("channel",) if self.encryption == "ckks" else ()
+        orders = ("orders",) if self.protocol == "permuted" else ()
+        return orders + (("channel",) if self.encryption == "ckks" else ())
 
     @property
     def clients_judge(self) -> bool:
@@ -194,9 +194,10 @@ class BlindFed(Method[Carried]):
     def encoded(self, model: Model, rows: Rows) -> Rows:
         if self.encryption == "clear":
             return model.encode(rows)
-        from fedfm.methods.blindfed import masked
+        from fedfm.methods.blindfed import masked, permuted_passes
 
-        return masked.in_one_place(foundation.check(model, self.foundation), rows)
+        twin = foundation.check(model, self.foundation)
+        return (permuted_passes.in_one_place if self.protocol == "permuted" else masked.in_one_place)(twin, rows)
 
     def model_table(self) -> dict[str, Any]:
         adapt = {"name": "side_adapter", "rank": self.rank, "released": self.released, "projection": self.projection}
@@ -209,13 +210,15 @@ class BlindFed(Method[Carried]):
 
             ckks.ring_of(ring.Parameters())  # says so if the extra is missing
 
-    def plan(self, model: Model, rows: Sequence[int]) -> Any:
+    def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> Any:
         if self.encryption == "clear":
             return None
         from fedfm.methods.blindfed import plan
 
         matrices = folded(foundation.check(model, self.foundation).owned[0].module)
-        return plan.plan(matrices, rows, self.released, projection=self.projection)
+        if self.protocol == "permuted":
+            return plan.plan(matrices, rows, self.released, permuted=len(model.classes))
+        return plan.plan(matrices, [sum(parts) for parts in rows], self.released, projection=self.projection)
 
     def details(self, state: Carried, judge: Judge | None) -> dict[str, Any]:
         return dict(state.figures) | {"accuracy_clear": None if judge is None else judge(state.w).get("accuracy")}
@@ -225,15 +228,15 @@ class BlindFed(Method[Carried]):
             if self.labels != "permuted":
                 raise InputError(f'method.labels = "{self.labels}" belongs to protocol = "permuted"; drop it')
             return
-        if self.encryption != "clear":
-            raise InputError(
-                'method.protocol = "permuted" leaks what it should hide, and is there for its audit in the clear: '
-                'expected encryption = "clear", or protocol = "masked"'
-            )
         if self.released == "tokens":
             raise InputError(
                 'method.released = "tokens" hides tokens by a projection, and protocol = "permuted" sends them whole: '
                 'expected "class" or "grid"'
+            )
+        if self.labels == "loss_only" and self.encryption == "ckks":
+            raise InputError(
+                'method.labels = "loss_only": encrypted clients judge on the labels that come back; expected '
+                'encryption = "clear", or labels = "permuted"'
             )
         if self.labels == "loss_only" and self.rounds:
             raise InputError(

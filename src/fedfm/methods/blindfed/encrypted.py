@@ -93,7 +93,7 @@ class Owner:
         self,
         rows: bytes,
         exchange: Callable[[bytes], bytes],
-        release: Callable[[int, bytes], None],
+        release: Callable[[int, bytes], object],
         start: Checkpoint | None = None,
         save: Callable[[Checkpoint], None] | None = None,
     ) -> None:
@@ -124,11 +124,14 @@ class Owner:
         """The message with the released states of a block, of its encrypted states (d,)."""
         largest = float(self.folded.ranges[block] / self.folded.scales[block]) * self.kind.gain()
         chosen = self._chosen(x.at(RELEASE_LIMBS), float(self.folded.scales[block]), largest)
+        return self._clean(chosen, messages.NOTE.pack(KINDS.index(self.kind.kind), block, self.kind.width, largest))
+
+    def _clean(self, chosen: Ciphertexts, note: bytes) -> bytes:
+        """The message of ciphertexts that the holder may decrypt, with an encryption of zero and noise."""
         out = chosen.residues.copy()
         ring = self.keys.ring
         out = ring.add(out, self.keys.zeros(len(out), out.shape[2]))
         out[:, 0] = ring.add(np.ascontiguousarray(out[:, 0]), self._noise(len(out), chosen.scale))
-        note = messages.NOTE.pack(KINDS.index(self.kind.kind), block, self.kind.width, largest)
         return self._channel.pack(out, chosen.scale, note=note)
 
     def _embedded(self, rows: bytes) -> Ciphertexts:
@@ -150,10 +153,7 @@ class Owner:
 
     def _chosen(self, x: Ciphertexts, over: float, largest: float) -> Ciphertexts:
         """The released numbers, over the block's scale, at one prime; all other slots are zero."""
-        parameters, ring, step = self.layout.parameters, self.keys.ring, self.layout.samples
-        # Half the last modulus has to exceed every coefficient, which no slot's magnitude times the scale falls below.
-        target = min(parameters.scale, 2.0 ** math.floor(math.log2(parameters.primes[0] / 4 / largest)))
-        factor = target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
+        ring, step, factor = self.keys.ring, self.layout.samples, self._factor(x, largest)
         if self.kind.projection is not None:
             rounded = np.rint(self.kind.projection * (factor / over))
             picked = matrix_product(rounded, x.residues, ring)
@@ -169,6 +169,13 @@ class Owner:
             out.append(self._turned(sums).residues)
         whole = np.concatenate(out).view(np.uint64)
         return self.keys.rescale(Ciphertexts(whole, x.scale * factor, self.keys))
+
+    def _factor(self, x: Ciphertexts, largest: float) -> float:
+        """The scale of a plaintext with which the products, slots of at most this magnitude, fit the last prime."""
+        parameters = self.layout.parameters
+        # Half the last modulus has to exceed every coefficient, which no slot's magnitude times the scale falls below.
+        target = min(parameters.scale, 2.0 ** math.floor(math.log2(parameters.primes[0] / 4 / largest)))
+        return target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
 
     def _turned(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
         """The sum of ciphertexts, each rotated by its number of tokens: by one bit of all numbers after another."""

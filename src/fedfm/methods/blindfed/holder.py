@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +50,7 @@ class Holder:
         self._current: Channel | None = None
 
     @classmethod
-    def new(cls, tokens: int, parameters: Parameters = messages.SETS[0]) -> Holder:
+    def new(cls, tokens: int, parameters: Parameters = messages.SETS[0]) -> Self:
         """With new keys.
 
         Raises:
@@ -58,7 +59,7 @@ class Holder:
         return cls(tokens, parameters)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Holder:
+    def from_bytes(cls, data: bytes) -> Self:
         """The inverse of :meth:`to_bytes`.
 
         Raises:
@@ -74,7 +75,12 @@ class Holder:
     def public(self) -> bytes:
         """Evaluation keys, to be sent once; every call makes others that fit as well."""
         head = messages.opening(messages.PUBLIC, self.layout.parameters, self.layout.tokens)
-        return head + self._keys.public(self.layout.rotations)
+        return head + self._keys.public(self.rotations)
+
+    @property
+    def rotations(self) -> set[int]:
+        """Steps of the rotation keys that it sends."""
+        return self.layout.rotations
 
     def begin(self, session: bytes, key: bytes, counts: tuple[int, int] = (0, 0)) -> None:
         """Open a session: 16 bytes, and the key that both sides agreed on.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from fedfm.models.folding import Patches
 from fedfm.models.side_adapter import STATES, Release, SideModel, of_states
 
 if TYPE_CHECKING:
+    from fedfm.methods.blindfed.permuted_holder import PermutedSessions
     from fedfm.methods.blindfed.sessions import Sessions
 
 PARTS = ("train", "val", "test")
@@ -130,7 +131,13 @@ class Held:
 
     # --- messages -----------------------------------------------------------------------------------------------------
     def open(self, client: Client, told: Hello) -> Opened:
-        """Keep what was told; the numbers of rows."""
+        """Keep what was told; the numbers of rows.
+
+        Raises:
+            ClientFault: the server has no key although the experiment says that rows leave encrypted, or has one.
+        """
+        if (told.key is None) != (self.encryption == "clear"):
+            raise ClientFault(E_FIELD, f'a server that does not agree on encryption = "{self.encryption}"')
         client.store["told"] = pack(told)
         key, evaluation = (None, None) if told.key is None else self.sessions.open(client, told.session, told.tokens)
         return Opened(counts(client), key, evaluation)
@@ -175,25 +182,32 @@ class Held:
             raise ClientFault(E_FIELD, "there is no encryption in this run")
         return self.sessions.refresh(client, told.session, told.key, message)
 
-    def labelled(self, client: Client, batch: int) -> dict[str, Tensor]:
-        """Permuted: pixel values of a batch, and its labels."""
-        told = told_to(client)
-        pictures, labels = self._batch(client, told, batch)
-        return {"rows": prepared(pictures, told), "labels": labels}
+    def labelled(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> dict[str, Tensor]:
+        """Permuted: a batch as :meth:`rows` gives it, and its labels; in a session ciphertexts."""
+        rows, told = self.rows(client, batch, session, go_on), told_to(client)
+        _, labels = self._batch(client, told, batch)
+        if session is not None and told.key is not None:
+            labels = self.ordered.labels(client, told.session, told.key, session, labels, len(told.classes))
+        return {"rows": rows, "labels": labels}
 
     def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
-        """Permuted: keep the states (n, T, d) of a block, in the order in which they came; return them."""
+        """Permuted: keep the states (n, T, d) of a block, in the order in which they came; return them, encrypted."""
         told = told_to(client)
-        n = len(self._batch(client, told, batch)[0])
+        n, answer = len(self._batch(client, told, batch)[0]), states
+        if told.key is not None:
+            last = block == told.blocks
+            states, answer = self.ordered.turned(client, told.session, told.key, states, n, last)
         if tuple(states.shape) != (n, told.tokens, told.width) or not 1 <= block <= told.blocks:
             raise ClientFault(E_SHAPE, f"states {tuple(states.shape)}: expected {(n, told.tokens, told.width)}")
         client.store[f"turned-{batch}-{block}"] = pack(states)
-        return states
+        return answer
 
     def align(self, client: Client, batch: int, relative: Tensor, labels: Tensor) -> int:
         """Permuted: keep the relative orders (L + 1, n) and the labels (n,) in the last order."""
         told = told_to(client)
         n = len(self._batch(client, told, batch)[0])
+        if told.key is not None:
+            labels = self.ordered.labels_of(client, told.session, told.key, labels, n, len(told.classes))
         if tuple(relative.shape) != (told.blocks + 1, n) or tuple(labels.shape) not in ((n,), (0,)):
             raise ClientFault(E_SHAPE, f"orders {tuple(relative.shape)}: expected {(told.blocks + 1, n)}")
         for order in relative:
@@ -205,11 +219,17 @@ class Held:
     @property
     def sessions(self) -> Sessions:
         """Of the encryption; needs TenSEAL."""
+        from fedfm.methods.blindfed.permuted_holder import PermutedSessions
         from fedfm.methods.blindfed.sessions import Sessions
 
         if not self._sessions:
-            self._sessions.append(Sessions())
+            self._sessions.append(PermutedSessions() if self.protocol == "permuted" else Sessions())
         return self._sessions[0]  # type: ignore[no-any-return]
+
+    @property
+    def ordered(self) -> PermutedSessions:
+        """Of the permuted protocol."""
+        return cast("PermutedSessions", self.sessions)
 
     # --- training -----------------------------------------------------------------------------------------------------
     def view(self, client: Client) -> Client:
@@ -230,7 +250,10 @@ class Held:
         for part in PARTS:
             states = getattr(seen, part).tensors[STATES]
             if len(states):
-                most = max(most, float((states - clear(part).tensors[STATES]).abs().max()))
+                true = clear(part).tensors[STATES]
+                if self.protocol == "permuted":  # nobody but the server knows which row is which: the closest one
+                    true = true[torch.cdist(states.flatten(1), true.flatten(1)).argmin(1)]
+                most = max(most, float((states - true).abs().max()))
         return {"max_error": most}
 
     def _model(self, told: Hello) -> SideModel:

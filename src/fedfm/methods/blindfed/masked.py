@@ -24,8 +24,8 @@ from fedfm.core.rows import Rows
 from fedfm.errors import E_CLIENT, ClientFault, InputError
 from fedfm.methods.blindfed.encrypted import Checkpoint, Holder, Owner
 from fedfm.methods.blindfed.foundation import check
-from fedfm.methods.blindfed.holding import Opened, of_bytes, pack, spans, to_bytes, unpack
-from fedfm.methods.blindfed.passing import Passing, rows_of
+from fedfm.methods.blindfed.holding import Hello, Opened, RowSpan, of_bytes, pack, spans, to_bytes, unpack
+from fedfm.methods.blindfed.passing import Passing
 from fedfm.methods.blindfed.processes import EncryptedBatch, run_all
 from fedfm.models.folding import folded
 from fedfm.models.side_adapter import STATES, Release, SideModel
@@ -68,8 +68,8 @@ class EncryptedPasses:
         ledgers = {client: self._ledger(client) for client in passing.opened}
         jobs = [
             self._job(client, batch, ledgers[client])
-            for client, opened in sorted(passing.opened.items())
-            for batch in range(len(spans(opened.rows, passing.batch)))
+            for client in sorted(passing.opened)
+            for batch in range(len(self._spans(client)))
             if batch not in passing.done.get(client, ())
         ]
         self._begun, self._blocks = time.monotonic(), len(jobs) * passing.model.net.shape[0]
@@ -87,10 +87,16 @@ class EncryptedPasses:
         if new := [client for client in fed.clients if client not in known]:
             public = of_bytes(keys.public_of(fed.secret("channel")))
             least = max(0, fed.min_clients - len(known))
-            told = passing.hello(key=public)
+            told = self._told(public)
             for client, opened in fed.ask(self.method.open, of=new, least=least, form="encrypted", told=told).items():
                 fed.store[f"opened-{client}"] = pack(opened)
                 passing.opened[client] = opened
+
+    def _told(self, public: Tensor) -> Hello:
+        return self.passing.hello(key=public)
+
+    def _spans(self, client: ClientId) -> list[RowSpan]:
+        return spans(self.passing.opened[client].rows, self.passing.batch)
 
     def _job(self, client: ClientId, batch: int, ledger: DistanceLedger) -> EncryptedBatch:
         opened, place, session = self.passing.opened[client], _place(client, batch), os.urandom(16)
@@ -109,14 +115,19 @@ class EncryptedPasses:
         self.figures["refreshes"] = self.figures.get("refreshes", 0) + 1
         return to_bytes(self._ask(job, self.method.refresh, down="encrypted", message=of_bytes(message)))
 
-    def release(self, job: EncryptedBatch, block: int, message: bytes) -> None:
+    def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
         """Send a block's released states; with the last block the batch has passed."""
         self._ask(job, self.method.keep, down="encrypted", batch=job.batch, block=block + 1, states=of_bytes(message))
         if block + 1 == self.passing.model.net.shape[0]:
-            self.figures["rows"] = self.figures.get("rows", 0) + self._rows_in(job)
-            self.passing.finished([job.client], job.batch)
-            self.fed.store.pop(_place(job.client, job.batch), None)
-            self._note()
+            self._finished(job)
+        return None
+
+    def _finished(self, job: EncryptedBatch) -> None:
+        span = self._spans(job.client)[job.batch]
+        self.figures["rows"] = self.figures.get("rows", 0) + span.stop - span.start
+        self.passing.finished([job.client], job.batch)
+        self.fed.store.pop(_place(job.client, job.batch), None)
+        self._note()
 
     def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
         """Keep the encrypted states, with what they have cost."""
@@ -134,15 +145,13 @@ class EncryptedPasses:
         if client not in found:
             self.gone.add(client)
             raise ClientFault(E_CLIENT, "it gave no valid reply")
-        crossed = sum(x.numel() for x in (*payload.values(), found[client]) if isinstance(x, Tensor))
+        came = found[client]
+        parts = (*payload.values(), *(came.values() if isinstance(came, dict) else [came]))
+        crossed = sum(x.nbytes for x in parts if isinstance(x, Tensor))
         self.figures["bytes"] = self.figures.get("bytes", 0) + crossed
         return found[client]
 
     # --- figures ------------------------------------------------------------------------------------------------------
-    def _rows_in(self, job: EncryptedBatch) -> int:
-        size: int = self.passing.batch
-        return min(size, rows_of(self.passing.opened[job.client]) - job.batch * size)
-
     def _note(self) -> None:
         now = time.monotonic()
         self.figures["seconds"] = self.figures.get("seconds", 0) + now - self._begun

@@ -18,6 +18,7 @@ RELEASE_LIMBS = 2  # primes with which released states are picked; the message h
 SECRET, PUBLIC = b"FFHS", b"FFHP"  # what keys begin with
 _OPENING = struct.Struct("<4sBI")  # mark, number of the parameters, tokens
 NOTE = struct.Struct("<BHHd")  # kind, block, features, largest magnitude
+TURNED, LABELS = 16, 17  # kinds of notes of the "permuted" protocol, beside those of released states
 _CHECKPOINT = struct.Struct("<4sBHIBd")  # mark, parameters, blocks, count, primes, scale
 
 

@@ -13,6 +13,7 @@ from fedfm.methods.blindfed.folded_model import FoldedLayer, block_of
 from fedfm.privacy.crypto.encrypted_block import Packing
 from fedfm.privacy.crypto.limbs import Ciphertexts, Refresh
 from fedfm.privacy.crypto.ring import Parameters, Residues, Ring
+from fedfm.privacy.crypto.slot_orders import routed
 
 
 class _Short:
@@ -30,7 +31,8 @@ class Count:
     """An evaluator that computes nothing and counts, in place of ``ServerKeys``.
 
     Attributes:
-        operations: (name, primes) -> how often; names are ``relinearise``, ``rescale``, ``rotate``.
+        operations: (name, primes) -> how often; names are ``relinearise``, ``rescale``, ``rotate``, and ``weigh`` for a
+            product with a plaintext in a sum.
         refreshes: ciphertexts of each refresh, in order.
     """
 
@@ -73,13 +75,31 @@ class Count:
         return self.made(len(x), limbs, scale)
 
 
-def counted(layer: FoldedLayer, tokens: int, parameters: Parameters, first: bool = False) -> Count:
-    """Operations of a block; the first one's input has the primes that the embedding leaves."""
+def counted(layer: FoldedLayer, tokens: int, parameters: Parameters, first: bool = False, fresh: bool = False) -> Count:
+    """Operations of a block; the first one's input has the primes that the embedding leaves.
+
+    Args:
+        fresh: "permuted": the other ones' inputs have all primes, and what a block gives comes in another order.
+    """
     short = cast(Parameters, _Short(parameters, tokens))
     ring = Ring.__new__(Ring)
     ring.parameters, ring.degree, ring.primes = short, short.degree, np.array(parameters.primes, np.int64)
     floor = messages.floor_of(parameters)
     count = Count(ring, floor)
     block = block_of(layer, Packing(short, tokens))
-    block(count.made(block.features, messages.rows_limbs(parameters) - 1 if first else floor, parameters.scale))
+    begun = messages.rows_limbs(parameters) - 1 if first else parameters.limbs if fresh else floor
+    block(count.made(block.features, begun, parameters.scale))
+    if fresh:
+        reordered(count, block.features, Packing(parameters, tokens))
     return count
+
+
+def reordered(count: Count, features: int, layout: Packing) -> None:
+    """Count what it takes to bring so many features of a full batch to another order, two by two."""
+
+    def weigh(turned: Ciphertexts, giant: int) -> Ciphertexts:
+        count.operations["weigh", turned.level + 1] += len(turned)
+        return turned[:1]
+
+    x = count.made(-(-features // 2), messages.RELEASE_LIMBS, layout.parameters.scale)
+    count.rescale(routed(x, layout.samples, layout, weigh))

@@ -6,6 +6,7 @@ relative orders Pi_{l-1}^-1 Pi_l: where the rows of list l are in list l - 1.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,6 +37,16 @@ def draw(n: int, key: bytes, purpose: str) -> Tensor:
         raise InputError(f'protocol = "permuted": a batch of {n} rows has no secret order; expected at least 2')
     words = np.frombuffer(stream(key, f"orders/{purpose}", 8 * n), dtype="<u8")
     return torch.from_numpy(np.argsort(words, kind="stable"))
+
+
+def drawn(key: bytes, client: str, batch: int, blocks: int, n: int) -> list[Tensor]:
+    """Pi_1 ... Pi_{L+1} of a batch; a batch that is computed again has the same."""
+    return [draw(n, key, f"{client}/{batch}/{level}") for level in range(1, blocks + 2)]
+
+
+def steps(pi: Sequence[Tensor]) -> Tensor:
+    """What the client is sent of Pi_1 ... Pi_{L+1}: Pi_{l-1}^-1 Pi_l, then Pi_L^-1 Pi_1 for H_0 = B_L: (L + 1, n)."""
+    return torch.stack([*(relative(a, b) for a, b in itertools.pairwise(pi)), relative(pi[-2], pi[0])])
 
 
 def relative(before: Tensor, after: Tensor) -> Tensor:

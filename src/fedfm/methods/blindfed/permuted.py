@@ -1,4 +1,4 @@
-"""The paper's protocol of BlindFed, Sections 3.2 and 3.3, without encryption: for the audit of what its orders hide.
+"""The paper's protocol of BlindFed, Sections 3.2 and 3.3, without encryption: a simulation.
 
 Every batch has fresh secret orders Pi_1 ... Pi_{L+1}. The client gets block l's states of all tokens in order Pi_l,
 and the relative orders Pi_{l-1}^-1 Pi_l, with which it takes its own computation from one list to the next. As
@@ -8,10 +8,8 @@ Pi_{L+1}. The states are those of a frozen model: they come once, not in every r
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fedfm.core.client import ClientId
@@ -51,13 +49,11 @@ def _batch(method: BlindFed, fed: Federation, passing: Passing, client: ClientId
     rows, labels = sent[client]["rows"], sent[client]["labels"]
     levels = token_states(passing.model, rows)  # (L, n, T, d)
     n, blocks = len(rows), len(levels)
-    key = fed.secret("orders")
-    pi = [orders.draw(n, key, f"{client}/{batch}/{level}") for level in range(1, blocks + 2)]  # Pi_1 ... Pi_{L+1}
+    pi = orders.drawn(fed.secret("orders"), client, batch, blocks, n)
     for block in range(1, blocks + 1):
         turned = levels[block - 1][pi[block - 1]]  # B_l Pi_l
         if not fed.ask(method.turn, of=[client], least=0, batch=batch, block=block, states=turned):
             return False
-    steps = [orders.relative(a, b) for a, b in itertools.pairwise(pi)]
-    steps.append(orders.relative(pi[blocks - 1], pi[0]))  # Pi_L^-1 Pi_1, for H_0 = B_L
     seen: Tensor = labels[pi[-1]] if method.labels == "permuted" else labels[:0]
-    return bool(fed.ask(method.align, of=[client], least=0, batch=batch, orders=torch.stack(steps), labels=seen))
+    steps = orders.steps(pi)
+    return bool(fed.ask(method.align, of=[client], least=0, batch=batch, orders=steps, labels=seen))

@@ -16,13 +16,14 @@ from fedfm.methods.blindfed import messages
 from fedfm.methods.blindfed.folded_model import FoldedModel
 from fedfm.methods.blindfed.operations import Count, counted
 from fedfm.methods.blindfed.releases import Released
-from fedfm.privacy.crypto import ckks
+from fedfm.privacy.crypto import ckks, slot_orders
 from fedfm.privacy.crypto.ciphertext_wire import Channel, Sender
 from fedfm.privacy.crypto.encrypted_block import Packing
 from fedfm.privacy.crypto.limbs import Ciphertexts, linear, products
 from fedfm.privacy.crypto.refresh import MOST, Masking, distance
-from fedfm.privacy.crypto.refresh_link import answered
+from fedfm.privacy.crypto.refresh_link import answered, sealed
 from fedfm.privacy.crypto.ring import SECURE_BITS, Parameters
+from fedfm.privacy.crypto.slots import weighted_sum
 
 _AGAIN = 4  # ciphertexts and turns of a timed operation
 _WIDE = 32  # ciphertexts of a timed refresh: as in a run, they do not fit the cache
@@ -97,16 +98,19 @@ class EncryptedPlan:
 
 def plan(
     folded: FoldedModel,
-    rows: Sequence[int],
+    rows: Sequence[int | Sequence[int]],
     released: str,
     *,
     projection: int = 0,
+    permuted: int = 0,
     parameters: Parameters = messages.SETS[0],
 ) -> EncryptedPlan:
     """Costs of passing so many rows of each client.
 
     Args:
+        rows: of each client, or of each of its parts, if they pass one after the other.
         projection: p of ``tokens``.
+        permuted: classes of the labels in the "permuted" protocol; 0: "masked".
 
     Raises:
         InputError: parameters of less than 128-bit security, or a run that would exceed the statistical distance.
@@ -114,20 +118,28 @@ def plan(
     tokens, d = folded.positions.shape
     layout, floor = Packing(parameters, tokens), messages.floor_of(parameters)
     kind = Released(released, tokens, d, np.ones((projection, d)) if released == "tokens" else None)
-    counts = [counted(layer, tokens, parameters, number == 0) for number, layer in enumerate(folded.blocks)]
+    counts = [
+        counted(layer, tokens, parameters, number == 0, bool(permuted)) for number, layer in enumerate(folded.blocks)
+    ]
     full, low = (sum(parameters.bits[:n]) * parameters.degree // 8 for n in (parameters.limbs, floor))
     rows_bytes = sum(parameters.bits[: messages.rows_limbs(parameters)]) * parameters.degree // 8
     one = 2 * parameters.bits[0] * parameters.degree // 8
-    batches = [-(-n // layout.samples) for n in rows]
+    batches = [sum(-(-n // layout.samples) for n in ([parts] if isinstance(parts, int) else parts)) for parts in rows]
     refreshed = sum(sum(c.refreshes) for c in counts)
     spent = max(batches, default=0) * refreshed * distance(parameters, floor, parameters.scale, folded.bound)
     if spent > MOST:
         raise InputError(
-            f"{max(rows)} rows of one client bring the masks' statistical distance to 2^{math.log2(spent):.1f}, above "
-            f"2^{math.log2(MOST):.0f}: encrypt fewer rows"
+            f"{max(batches)} batches of one client bring the masks' statistical distance to 2^{math.log2(spent):.1f}, "
+            f"above 2^{math.log2(MOST):.0f}: encrypt fewer rows"
         )
-    sizes = refreshed * (full + 2 * low) + len(counts) * kind.ciphertexts * one + folded.embedding.shape[1] * rows_bytes
-    seconds, key_bytes = _seconds(folded, counts, layout)
+    out, again = (-(-d // 2), d * (len(counts) - 1)) if permuted else (kind.ciphertexts, 0)
+    sizes = refreshed * (full + 2 * low) + len(counts) * out * one + folded.embedding.shape[1] * rows_bytes
+    if permuted:
+        labels = -(-permuted // tokens)
+        sizes += again * full + labels * sum(parameters.bits[: messages.RELEASE_LIMBS]) * parameters.degree // 8
+        sizes += -(-labels // 2) * one
+    rotations = layout.rotations | (slot_orders.rotations(layout) if permuted else set())
+    seconds, key_bytes = _seconds(folded, counts, layout, rotations, again)
     log_q = sum(parameters.bits) + parameters.special
     return EncryptedPlan(
         ring_dimension=parameters.degree,
@@ -142,7 +154,7 @@ def plan(
         wide=max(sum(n >= d for n in c.refreshes) for c in counts),
         narrow=max(sum(n < d for n in c.refreshes) for c in counts),
         refreshed=refreshed,
-        messages=1 + sum(2 * len(c.refreshes) + 1 for c in counts),
+        messages=1 + sum(2 * len(c.refreshes) + (2 if permuted else 1) for c in counts),
         bytes_per_sample=sizes / layout.samples,
         statistical_distance=spent,
         seconds_per_block=seconds,
@@ -158,12 +170,17 @@ def _depth(folded: FoldedModel, number: int) -> int:
     return (2 + first) + (2 + second) + 2 + exponential + (2 + inverse) + 3 + (2 + gelu)
 
 
-def _seconds(folded: FoldedModel, counts: Sequence[Count], layout: Packing) -> tuple[tuple[float, float], int]:
-    """(owner, client) of a mean block, from timed operations; bytes of the evaluation keys."""
+def _seconds(
+    folded: FoldedModel, counts: Sequence[Count], layout: Packing, rotations: set[int], again: int
+) -> tuple[tuple[float, float], int]:
+    """(owner, client) of a mean block, from timed operations; bytes of the evaluation keys.
+
+    ``again``: ciphertexts that the client returns, of all blocks.
+    """
     parameters, (tokens, d) = layout.parameters, folded.positions.shape
     floor = messages.floor_of(parameters)
     client = ckks.ClientKeys(parameters)
-    public = client.public(layout.rotations)
+    public = client.public(rotations)
     server = ckks.ServerKeys(parameters, public, floor=floor)
     x = Ciphertexts(client.encrypt(np.ones((_AGAIN, parameters.slots))).view(np.uint64), parameters.scale, server)
     each: dict[tuple[str, int], float] = {}
@@ -173,6 +190,9 @@ def _seconds(folded: FoldedModel, counts: Sequence[Count], layout: Packing) -> t
         if name == "relinearise":
             wide = Ciphertexts(np.repeat(y.limbs, 2, axis=1)[:, :3].copy(), y.scale, server)
             each[name, limbs] = _timed(lambda wide=wide: server.relinearise(wide))  # type: ignore[misc]
+        elif name == "weigh":
+            plains = np.ones((len(y), limbs, parameters.degree), np.int64)
+            each[name, limbs] = _timed(lambda y=y, plains=plains: weighted_sum(y, plains, 1.0))  # type: ignore[misc]
         elif name == "rescale":
             each[name, limbs] = _timed(lambda y=y: server.rescale(y))  # type: ignore[misc]
         else:
@@ -197,16 +217,27 @@ def _seconds(folded: FoldedModel, counts: Sequence[Count], layout: Packing) -> t
         fresh, scale = there.unpack(reply, limbs=parameters.limbs)
         masking.reveal(Ciphertexts(fresh.view(np.uint64), scale, server), mask)
 
+    def renew() -> bytes:
+        here.sent = 0
+        return sealed(client, here, np.ones((_WIDE, parameters.slots)))
+
+    fresh = renew()
+
+    def take() -> None:
+        there.received = 0
+        there.unpack(fresh, limbs=parameters.limbs)
+
     theirs, ours = _timed(answer, _WIDE), _timed(ask, _WIDE)
+    returned, taken = (_timed(renew, _WIDE), _timed(take, _WIDE)) if again else (0.0, 0.0)
     term = _timed(lambda: products(x, x))
     matrix = _timed(lambda: linear(np.ones((_WIDE, _WIDE)), many), _WIDE**2)
     m = np.mean([len(layer.weights["up"]) for layer in folded.blocks])
-    refreshed = sum(sum(c.refreshes) for c in counts) / len(counts)
+    refreshed, again_each = sum(sum(c.refreshes) for c in counts) / len(counts), again / len(counts)
     fixed = sum(count * each[key] for key, count in operations.items()) / len(counts)
     terms = 2 * d * tokens + 4 * d + m
     return (
-        float(fixed + refreshed * ours + terms * term + (4 * d * d + 2 * d * m) * matrix),
-        float(refreshed * theirs),
+        float(fixed + refreshed * ours + again_each * taken + terms * term + (4 * d * d + 2 * d * m) * matrix),
+        float(refreshed * theirs + again_each * returned),
     ), len(public)
 
 

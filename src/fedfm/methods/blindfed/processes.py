@@ -39,6 +39,7 @@ class EncryptedBatch:
         key: 32 bytes, agreed on with the client.
         ledger: the client's; it is used in this process only.
         start: where an earlier session of the batch ended.
+        orders: of the "permuted" protocol (:func:`~fedfm.methods.blindfed.permuted_owner.order_bytes`); else b"".
     """
 
     client: Any
@@ -48,6 +49,7 @@ class EncryptedBatch:
     key: bytes = field(repr=False)
     ledger: Spending
     start: Checkpoint | None = field(default=None, repr=False)
+    orders: bytes = field(default=b"", repr=False)
 
 
 class Relay(Protocol):
@@ -59,8 +61,8 @@ class Relay(Protocol):
     def refresh(self, job: EncryptedBatch, message: bytes) -> bytes:
         """Carry a refresh to the client, and its answer back."""
 
-    def release(self, job: EncryptedBatch, block: int, message: bytes) -> None:
-        """Send the released states of block 0, 1, ..."""
+    def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
+        """Send the released states of block 0, 1, ...; the client's answer, if there is one."""
 
     def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
         """Keep a :class:`Checkpoint` as bytes, after its states were sent."""
@@ -172,7 +174,7 @@ def _next(worker: _BlockProcess, left: list[EncryptedBatch], relay: Relay) -> di
             continue
         start = b"" if job.start is None else job.start.to_bytes()
         worker.job = job
-        worker.write(frames.JOB, job.public, job.session, job.key, b"" if start else rows, start)
+        worker.write(frames.JOB, job.public, job.session, job.key, rows, start, job.orders)
     return failed
 
 
@@ -193,7 +195,7 @@ def _answered(worker: _BlockProcess, relay: Relay, failed: dict[tuple[Any, int],
         elif kind == frames.REFRESH:
             answer = relay.refresh(job, parts[0])
         elif kind == frames.RELEASE:
-            relay.release(job, int(parts[0]), parts[1])
+            answer = relay.release(job, int(parts[0]), parts[1]) or b""
         elif kind == frames.SAVE:
             relay.save(job, parts[0])
     except ClientFault as fault:

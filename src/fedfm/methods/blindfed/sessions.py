@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,14 +26,19 @@ _KEY = "ckks"  # in the client's store; "channel" is its secret for key agreemen
 
 @dataclass
 class Sessions:
-    """The clients' keys in this process."""
+    """The clients' keys in this process.
 
+    Attributes:
+        kind: of the holders.
+    """
+
+    kind: ClassVar[type[Holder]] = Holder
     _holders: dict[tuple[str, str], Holder] = field(default_factory=dict)
 
     def open(self, client: Client, run: str, tokens: int) -> tuple[Tensor, Tensor]:
         """The public key for agreements, and the evaluation keys; the secret key is made once and kept."""
         if _KEY not in client.store:
-            client.store[_KEY] = Holder.new(tokens).to_bytes()
+            client.store[_KEY] = self.kind.new(tokens).to_bytes()
         holder = self._holder(client, run)
         return of_bytes(keys.public_of(client.secret("channel"))), of_bytes(holder.public())
 
@@ -73,7 +79,7 @@ class Sessions:
     def _holder(self, client: Client, run: str) -> Holder:
         key = client.id, run
         if key not in self._holders:
-            self._holders[key] = Holder.from_bytes(client.store[_KEY])
+            self._holders[key] = self.kind.from_bytes(client.store[_KEY])
         return self._holders[key]
 
     def _resumed(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[Holder, bytes]:

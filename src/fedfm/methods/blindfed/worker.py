@@ -15,6 +15,7 @@ from fedfm.errors import ClientFault, FedfmError, RunError
 from fedfm.methods.blindfed import frames
 from fedfm.methods.blindfed.encrypted import Checkpoint, Owner
 from fedfm.methods.blindfed.model_bytes import CarriedModel, model_of
+from fedfm.methods.blindfed.permuted_owner import PermutedOwner, orders_of
 from fedfm.methods.blindfed.releases import Numbers
 
 
@@ -62,12 +63,16 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
                 continue
             if kind != frames.JOB or model is None:
                 raise RunError("a process of the encrypted computation was asked for something unknown")
-            public, session, key, rows, start = parts
-            owner = Owner(model, released, public, session, key, link, projection=projection)
+            public, session, key, rows, start, orders = parts
+            owner: Owner = (
+                PermutedOwner(model, released, public, session, key, link, orders=orders_of(orders))
+                if orders
+                else Owner(model, released, public, session, key, link, projection=projection)
+            )
             owner.run(
                 rows,
                 lambda message: link.ask(frames.REFRESH, message),
-                lambda block, message: _unit(link.ask(frames.RELEASE, str(block).encode(), message)),
+                lambda block, message: link.ask(frames.RELEASE, str(block).encode(), message),
                 Checkpoint.from_bytes(start) if start else None,
                 lambda checkpoint: _unit(link.ask(frames.SAVE, checkpoint.to_bytes())),
             )

@@ -289,6 +289,10 @@ class ClientKeys:
         """Slots, (count, 2 or 3, limbs, N) -> (count, N / 2)."""
         return encoding.decode(encoding.to_coefficients(self.opened(residues), self.ring), scale)
 
+    def decrypt_complex(self, residues: Residues, scale: float) -> NDArray[np.complex128]:
+        """Slots with their imaginary parts, as :meth:`decrypt`."""
+        return encoding.decode_complex(encoding.to_coefficients(self.opened(residues), self.ring), scale)
+
     def _key_like(self, x: Residues) -> Residues:
         return np.ascontiguousarray(np.broadcast_to(self._key[: x.shape[1]], x.shape))
 

@@ -51,9 +51,14 @@ def encode(values: NDArray[np.floating[Any]], scale: float, degree: int) -> NDAr
 
 def decode(coefficients: NDArray[np.int64], scale: float) -> NDArray[np.float64]:
     """The inverse of :func:`encode`, without the rounding: (count, N) -> (count, N / 2)."""
+    return np.ascontiguousarray(decode_complex(coefficients, scale).real)
+
+
+def decode_complex(coefficients: NDArray[np.int64], scale: float) -> NDArray[np.complex128]:
+    """Slots with their imaginary parts, (count, N) -> (count, N / 2)."""
     degree = coefficients.shape[1]
     at, _, powers = _places(degree)
-    return np.ascontiguousarray((np.fft.ifft(coefficients * powers, axis=1)[:, at]).real * (degree / scale))
+    return np.asarray(np.fft.ifft(coefficients * powers, axis=1)[:, at] * (degree / scale))
 
 
 def to_residues(coefficients: NDArray[np.int64], limbs: int, ring: Ring) -> Residues:

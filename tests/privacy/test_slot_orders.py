@@ -1,0 +1,72 @@
+"""Secret orders of samples under encryption, against numpy's."""
+
+import numpy as np
+import pytest
+
+from fedfm.errors import InputError
+from fedfm.privacy.crypto.encrypted_block import Packing
+from fedfm.privacy.crypto.limbs import Ciphertexts
+from fedfm.privacy.crypto.ring import SLOW_LINK, Parameters
+
+pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
+
+from fedfm.privacy.crypto import ckks, slot_orders
+
+P = Parameters()
+LAYOUT = Packing(P, 16)
+CLIENT = ckks.ClientKeys(P)
+SERVER = ckks.ServerKeys(P, CLIENT.public(slot_orders.rotations(LAYOUT)))
+SCALE = P.scale / 4 * P.primes[1] / P.scale  # of masks, so that a quarter of the first prime is left for the numbers
+
+
+def routed(x, order, features):
+    encrypted = Ciphertexts(CLIENT.encrypt(LAYOUT.pack(x)).view(np.uint64), P.scale, SERVER).at(2)
+    plains = slot_orders.masks(order, LAYOUT, 2, SCALE, SERVER.ring)
+    pairs = slot_orders.paired(encrypted)
+    assert len(pairs) == -(-features // 2)
+    out = SERVER.rescale(slot_orders.routed(pairs, len(order), LAYOUT, slot_orders.weighing(plains, SCALE, SERVER)))
+    assert out.limbs.shape[1:3] == (2, 1)
+    return slot_orders.unpaired(CLIENT.decrypt_complex(out.residues, out.scale), features)
+
+
+@pytest.mark.parametrize("n", [2, 17, 256])
+def test_samples_come_in_the_order_and_nothing_else_does(n):
+    rng = np.random.default_rng(n)
+    x, order = rng.normal(size=(n, 16, 3)), rng.permutation(n)
+    slots = routed(x, order, 3)
+    np.testing.assert_allclose(LAYOUT.unpack(slots, n), x[order], atol=1e-4)
+    assert np.abs(slots.reshape(3, 16, -1)[:, :, n:]).max(initial=0) < 1e-4
+
+
+@pytest.mark.parametrize("order", [np.arange(256), np.arange(256)[::-1], np.roll(np.arange(256), 1)])
+def test_orders_with_the_largest_shifts(order):
+    x = np.random.default_rng(0).normal(size=(256, 16, 1))
+    np.testing.assert_allclose(LAYOUT.unpack(routed(x, order, 1), 256), x[order], atol=1e-4)
+
+
+def test_what_is_computed_does_not_depend_on_the_order(monkeypatch):
+    found, rotate = [], SERVER.rotate
+    monkeypatch.setattr(SERVER, "rotate", lambda x, steps: found.append((len(x), steps)) or rotate(x, steps))
+    x = np.ones((20, 16, 1))
+    routed(x, np.arange(20), 1)
+    first = found.copy()
+    found.clear()
+    routed(x, np.random.default_rng(0).permutation(20), 1)
+    assert found == first
+    assert len(found) == 15 + 1 + 2  # baby steps, giant steps 1, -1 and -2
+
+
+@pytest.mark.parametrize("layout", [Packing(P, 4), Packing(SLOW_LINK, 16), Packing(P, 4096)])
+def test_shifts_are_covered_once_and_three_keys_do(layout):
+    b = slot_orders.baby(layout)
+    for n in {1, 2, b, layout.samples} & set(range(layout.samples + 1)):
+        shifts = [g * b + i for g in slot_orders.giants(n, layout) for i in range(b)]
+        assert sorted(set(shifts)) == shifts
+        assert set(range(1 - n, n)) <= set(shifts)
+    assert len(slot_orders.rotations(layout)) <= 3
+
+
+@pytest.mark.parametrize("order", [[0, 0], [1, 2], [[0, 1]], range(257)])
+def test_what_is_no_order_is_refused(order):
+    with pytest.raises(InputError, match="names every sample once"):
+        slot_orders.masks(np.array(order), LAYOUT, 2, SCALE, SERVER.ring)
