@@ -7,7 +7,7 @@ and block, and every round trains on what came once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -251,7 +251,7 @@ class Held:
         train, val, test = (parts[part] for part in PARTS)
         return ClientData(lambda: train, lambda: val, lambda: test)
 
-    def _batch(self, client: Client, told: Hello, batch: int) -> tuple[Any, Tensor]:
+    def _batch(self, client: Client, told: Hello, batch: int) -> tuple[list[Any], Tensor]:
         """Pictures and labels of a batch."""
         of = (spans_by_part if self.protocol == "permuted" else spans)(counts(client), told.batch)
         if not 0 <= batch < len(of):
@@ -259,9 +259,9 @@ class Held:
         span = of[batch]
         parts = [getattr(client.data, part) for part in ([span.part] if span.part else PARTS)]
         parts = [rows for rows in parts if len(rows)]
-        pictures = torch.cat([rows.tensors["pixels"] for rows in parts])
         labels = torch.cat([rows.labels for rows in parts])
-        return pictures[span.start : span.stop].numpy(), labels[span.start : span.stop]
+        pictures = itertools.chain.from_iterable(map(pictures_of, parts))
+        return list(itertools.islice(pictures, span.start, span.stop)), labels[span.start : span.stop]
 
 
 def counts(client: Client) -> dict[str, int]:
@@ -281,8 +281,21 @@ def told_to(client: Client) -> Hello:
     return found
 
 
-def prepared(pictures: np.ndarray, told: Hello) -> Tensor:
-    """Pictures uint8 (n, H, W, C) as pixel values (n, 3, H', W')."""
+def pictures_of(rows: Rows) -> Iterable[Any]:
+    """Pictures uint8 (H, W, C), or paths or encoded pictures.
+
+    Raises:
+        ClientFault: the rows are no pictures.
+    """
+    if rows.pictures is not None:
+        return rows.pictures
+    if "pixels" not in rows.tensors:
+        raise ClientFault(E_FIELD, f"rows of {', '.join(rows.tensors) or 'text'}: the server's model takes pictures")
+    return iter(rows.tensors["pixels"].numpy())
+
+
+def prepared(pictures: Sequence[Any], told: Hello) -> Tensor:
+    """Pictures as pixel values (n, 3, H', W'), resized and normalised as the server says."""
     return inputs.pixels(pictures, inputs.from_told(told.picture))
 
 
