@@ -180,6 +180,47 @@ def test_predictions_of_an_encrypted_run_go_by_ciphertexts(encrypted, clear, tmp
     assert np.mean(np.array(found["predictions"]) == rows["classes"][rows["y"][:5]]) >= 0.8
 
 
+def test_a_newcomer_s_rows_pass_by_ciphertexts_too(encrypted, clear, tmp_path, monkeypatch):
+    from fedfm.methods.blindfed import masked
+    from fedfm.models.side_adapter import SideModel
+
+    secrets, received = [], []
+
+    class Newcomer(masked.Holder):
+        @classmethod
+        def new(cls, tokens):
+            secrets.append(super().new(tokens))
+            return secrets[-1]
+
+    class Watched(masked.Owner):
+        def __init__(self, folded, released, public, session, key, ledger, **more):
+            received.append(public + session + key)
+            super().__init__(folded, released, public, session, key, ledger, **more)
+
+        def run(self, rows, exchange, release, *more):
+            def watched(message):
+                received.append(exchange(message))
+                return received[-1]
+
+            received.append(rows)
+            super().run(rows, watched, release, *more)
+
+    def in_the_clear(*_):
+        raise AssertionError("rows passed the model in the clear")
+
+    monkeypatch.setattr(masked, "Holder", Newcomer)
+    monkeypatch.setattr(masked, "Owner", Watched)
+    monkeypatch.setattr(SideModel, "states", in_the_clear)
+    monkeypatch.setattr(SideModel, "blocks", in_the_clear)
+    found = join(encrypted[0] / "run", clear[0] / "pictures.npz")
+    assert found["accuracy"] > 0.8
+    assert len(secrets) == 2  # training and test rows
+    got = b"".join(received)
+    assert len(received) > 10
+    for holder in secrets:
+        assert holder.to_bytes()[-64:] not in got
+
+
 START = """
 import sys, tomllib, fedfm, pathlib
 fedfm.run(pathlib.Path(sys.argv[1]), sys.argv[2])
