@@ -29,6 +29,8 @@ from fedfm.models.model import Model
 from fedfm.models.spec import RELEASED
 from fedfm.training import SGD, Local
 
+RINGS = {"fast": 8192, "slow": 16384}  # degrees, by the network
+
 
 @dataclass(frozen=True)
 class Carried:
@@ -83,7 +85,18 @@ class BlindFed(Method[Carried]):
         "printed: nothing can be trained with it)",
         choices=("permuted", "loss_only"),
     )
+    link: str = setting(
+        "fast",
+        "the network to the clients: slow takes a larger ring, with a quarter of the messages, more bytes and more "
+        "computation a message",
+        choices=("fast", "slow"),
+    )
     processes: int = setting(0, "of the server's encrypted computation; 0: one per core", ge=0)
+
+    @property
+    def ring(self) -> int:
+        """Degree of the ciphertexts' ring."""
+        return RINGS[self.link]
 
     # --- server half --------------------------------------------------------------------------------------------------
     def init(self, fed: Federation) -> Carried:
@@ -169,7 +182,8 @@ class BlindFed(Method[Carried]):
         """The messages of the protocol."""
         if self.protocol == "permuted":
             return ("open", "labelled", "turn", "align")
-        return ("open", "rows", "keep", *(("refresh",) if self.encryption == "ckks" else ()))
+        renewed = ("refresh",) if self.encryption == "ckks" else ()
+        return ("open", "rows", "keep", *renewed)
 
     @property
     def sealed(self) -> tuple[str, ...]:
@@ -196,7 +210,7 @@ class BlindFed(Method[Carried]):
             return model.encode(rows)
         from fedfm.methods.blindfed import masked
 
-        return masked.in_one_place(foundation.check(model, self.foundation), rows)
+        return masked.in_one_place(foundation.check(model, self.foundation), rows, self.ring)
 
     def model_table(self) -> dict[str, Any]:
         adapt = {"name": "side_adapter", "rank": self.rank, "released": self.released, "projection": self.projection}
@@ -205,17 +219,19 @@ class BlindFed(Method[Carried]):
     def check_model(self) -> None:
         foundation.check_place(self.foundation)
         if self.encryption == "ckks":
-            from fedfm.privacy.crypto import ckks, ring
+            from fedfm.privacy.crypto import ckks
+            from fedfm.privacy.crypto.ring import Parameters
 
-            ckks.ring_of(ring.Parameters())  # says so if the extra is missing
+            ckks.ring_of(Parameters())  # says so if the extra is missing
 
     def plan(self, model: Model, rows: Sequence[int]) -> Any:
         if self.encryption == "clear":
             return None
         from fedfm.methods.blindfed import plan
+        from fedfm.methods.blindfed.messages import parameters_of
 
         matrices = folded(foundation.check(model, self.foundation).owned[0].module)
-        return plan.plan(matrices, rows, self.released, projection=self.projection)
+        return plan.plan(matrices, rows, self.released, projection=self.projection, parameters=parameters_of(self.ring))
 
     def details(self, state: Carried, judge: Judge | None) -> dict[str, Any]:
         return dict(state.figures) | {"accuracy_clear": None if judge is None else judge(state.w).get("accuracy")}

@@ -45,6 +45,7 @@ class Hello:
         picture: how pictures become the model's input (see :func:`fedfm.models.inputs.told`).
         digest: sha256 of the model.
         key: the server's public key, with encryption.
+        ring: degree of the ciphertexts' ring, with encryption.
         release, scales: permuted: from the tokens of a block to what the adapters read, (P, T), and what they are
             divided by, (L,).
     """
@@ -63,6 +64,7 @@ class Hello:
     picture: dict[str, Any]
     digest: str
     key: Tensor | None = None
+    ring: int = 8192
     release: Tensor | None = None
     scales: Tensor | None = None
 
@@ -132,7 +134,9 @@ class Held:
     def open(self, client: Client, told: Hello) -> Opened:
         """Keep what was told; the numbers of rows."""
         client.store["told"] = pack(told)
-        key, evaluation = (None, None) if told.key is None else self.sessions.open(client, told.session, told.tokens)
+        key, evaluation = None, None
+        if told.key is not None:
+            key, evaluation = self.sessions.open(client, told.session, told.tokens, told.ring)
         return Opened(counts(client), key, evaluation)
 
     def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.client import ClientId
+from fedfm.core.client import ClientId, each
 from fedfm.core.federation import Federation
 from fedfm.core.rows import Rows
 from fedfm.errors import E_CLIENT, ClientFault, InputError
 from fedfm.methods.blindfed.encrypted import Checkpoint, Holder, Owner
 from fedfm.methods.blindfed.foundation import check
 from fedfm.methods.blindfed.holding import Opened, of_bytes, pack, spans, to_bytes, unpack
+from fedfm.methods.blindfed.messages import parameters_of
 from fedfm.methods.blindfed.passing import Passing, rows_of
 from fedfm.methods.blindfed.processes import EncryptedBatch, run_all
 from fedfm.models.folding import folded
@@ -36,9 +37,12 @@ if TYPE_CHECKING:
     from fedfm.methods.blindfed.blindfed import BlindFed
 
 
+_SILENT = "it gave no valid reply"
+
+
 def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
     """All rows pass the server's model, encrypted; figures for the result."""
-    return EncryptedPasses(method, fed, Passing.begin(fed, check(fed.model, method.foundation))).go()
+    return EncryptedPasses(method, fed, Passing.begin(fed, check(fed.model, method.foundation), method.ring)).go()
 
 
 @dataclass
@@ -109,6 +113,27 @@ class EncryptedPasses:
         self.figures["refreshes"] = self.figures.get("refreshes", 0) + 1
         return to_bytes(self._ask(job, self.method.refresh, down="encrypted", message=of_bytes(message)))
 
+    def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
+        """Carry refreshes of several batches together, one of each client in a message."""
+        answers: list[bytes | ClientFault] = [ClientFault(E_CLIENT, _SILENT)] * len(asked)
+        left = list(range(len(asked)))
+        while left:
+            turn = {asked[i][0].client: i for i in reversed(left)}
+            left = [i for i in left if i not in turn.values()]
+            here = {c: of_bytes(asked[i][1]) for c, i in turn.items() if c not in self.gone}
+            if not here:
+                continue
+            found = self.fed.ask(
+                self.method.refresh, of=here, least=0, form="encrypted", down="encrypted", message=each(here)
+            )
+            self.gone |= here.keys() - found.keys()
+            self._count(here.values(), found.values())
+            self.figures["refreshes"] = self.figures.get("refreshes", 0) + len(found)
+            self.figures["exchanges"] = self.figures.get("exchanges", 0) + 1
+            for client, answer in found.items():
+                answers[turn[client]] = to_bytes(answer)
+        return answers
+
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> None:
         """Send a block's released states; with the last block the batch has passed."""
         self._ask(job, self.method.keep, down="encrypted", batch=job.batch, block=block + 1, states=of_bytes(message))
@@ -133,10 +158,13 @@ class EncryptedPasses:
         found = self.fed.ask(handler, of=[client], least=0, form="encrypted", **payload)
         if client not in found:
             self.gone.add(client)
-            raise ClientFault(E_CLIENT, "it gave no valid reply")
-        crossed = sum(x.numel() for x in (*payload.values(), found[client]) if isinstance(x, Tensor))
-        self.figures["bytes"] = self.figures.get("bytes", 0) + crossed
+            raise ClientFault(E_CLIENT, _SILENT)
+        self._count(payload.values(), [found[client]])
         return found[client]
+
+    def _count(self, *sides: Iterable[Any]) -> None:
+        crossed = sum(x.numel() for side in sides for x in side if isinstance(x, Tensor))
+        self.figures["bytes"] = self.figures.get("bytes", 0) + crossed
 
     # --- figures ------------------------------------------------------------------------------------------------------
     def _rows_in(self, job: EncryptedBatch) -> int:
@@ -167,6 +195,7 @@ class EncryptedPasses:
             "seconds_per_sample": found.get("seconds", 0.0) / rows,
             "ciphertext_bytes": found.get("bytes", 0.0) / rows,
             "refreshes": found.get("refreshes", 0.0),
+            "exchanges": found.get("exchanges", 0.0),
             "encrypted_rows": found.get("rows", 0.0),
             "statistical_distance": max(spent, default=0.0),
         }
@@ -181,7 +210,7 @@ def _place(client: ClientId, batch: int) -> str:
     return f"states-{client}-{batch}"
 
 
-def in_one_place(model: SideModel, rows: Rows) -> Rows:
+def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     """Rows of pixel values as released states, by the whole protocol between a new holder and the owner.
 
     Raises:
@@ -191,7 +220,7 @@ def in_one_place(model: SideModel, rows: Rows) -> Rows:
         raise InputError("encrypted passes take pictures")
     backbone, released, _ = model.owned
     matrices, kind, projection = folded(backbone.module), model.adaptation_spec.released, _rows_of(released)
-    holder = Holder.new(len(matrices.positions))
+    holder = Holder.new(len(matrices.positions), parameters_of(ring))
     public, ledger, blocks = holder.public(), DistanceLedger(), model.net.shape[0]
     done = [torch.zeros(0, *model.net.shape)]
     for part in Rows(rows.tensors).batches(holder.layout.samples):

@@ -19,7 +19,7 @@ from fedfm.models import inputs
 from fedfm.models.folding import Patches, folded
 from fedfm.models.side_adapter import SideModel
 
-SLOTS = 4096  # rows times tokens of a batch, as with the smallest ring
+SLOTS = 4096  # rows times tokens of a batch, with a ring of degree 8192
 _SESSION, _DONE, _CROSSED = "session", "done", "crossed"  # in the server's store
 _OFTEN = 5.0  # seconds between two words on how far it is
 
@@ -32,6 +32,7 @@ class Passing:
         fed: the federation.
         model: the twin with side adapters.
         session: 16 bytes, the same after a resume.
+        ring: degree of the ciphertexts' ring; in the clear it says how many rows pass together.
         opened: what the clients answered.
         done: batches that have passed, by client; on the disk before the next one begins.
     """
@@ -39,13 +40,14 @@ class Passing:
     fed: Federation
     model: SideModel
     session: bytes
+    ring: int = 8192
     opened: dict[ClientId, Opened] = field(default_factory=dict)
     done: dict[ClientId, list[int]] = field(default_factory=dict)
     _begun: float = field(default_factory=time.monotonic)
     _told: float = 0.0
 
     @classmethod
-    def begin(cls, fed: Federation, model: SideModel) -> Passing:
+    def begin(cls, fed: Federation, model: SideModel, ring: int = 8192) -> Passing:
         """A session, or that of the killed run that goes on."""
         if _SESSION not in fed.store:
             fed.store[_SESSION] = os.urandom(16)
@@ -54,7 +56,7 @@ class Passing:
             up, down = json.loads(fed.store[_CROSSED])
             fed.transcript.bytes_up += up
             fed.transcript.bytes_down += down
-        return cls(fed, model, fed.store[_SESSION], done=done)
+        return cls(fed, model, fed.store[_SESSION], ring, done=done)
 
     @property
     def tokens(self) -> int:
@@ -64,7 +66,7 @@ class Passing:
     @property
     def batch(self) -> int:
         """Rows that pass together."""
-        return max(SLOTS // self.tokens, 1)
+        return max(SLOTS * self.ring // 8192 // self.tokens, 1)
 
     def hello(self, **more: Any) -> Hello:
         """What every client is told."""
@@ -86,6 +88,7 @@ class Passing:
             "extra": patches.extra,
             "picture": inputs.told(model.tools.processor),
             "digest": model.fingerprint,
+            "ring": self.ring,
         }
         return Hello(**(told | more))
 

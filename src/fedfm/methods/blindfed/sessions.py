@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fedfm.core.client import Client
-from fedfm.errors import E_ROUND, ClientFault
+from fedfm.errors import E_ROUND, E_VERSION, ClientFault
 from fedfm.methods.blindfed.holder import Holder
 from fedfm.methods.blindfed.holding import of_bytes, to_bytes
+from fedfm.methods.blindfed.messages import SETS, parameters_of
 from fedfm.models.folding import Patches
 from fedfm.privacy.crypto import keys
 from fedfm.privacy.crypto.ciphertext_wire import session_of
@@ -29,10 +30,16 @@ class Sessions:
 
     _holders: dict[tuple[str, str], Holder] = field(default_factory=dict)
 
-    def open(self, client: Client, run: str, tokens: int) -> tuple[Tensor, Tensor]:
-        """The public key for agreements, and the evaluation keys; the secret key is made once and kept."""
+    def open(self, client: Client, run: str, tokens: int, ring: int) -> tuple[Tensor, Tensor]:
+        """The public key for agreements, and the evaluation keys; the secret key is made once and kept.
+
+        Raises:
+            ClientFault: the ring is none that fedfm has parameters of 128-bit security for.
+        """
+        if ring not in [parameters.degree for parameters in SETS]:
+            raise ClientFault(E_VERSION, f"a ring of degree {ring} is wanted, which this side does not have")
         if _KEY not in client.store:
-            client.store[_KEY] = Holder.new(tokens).to_bytes()
+            client.store[_KEY] = Holder.new(tokens, parameters_of(ring)).to_bytes()
         holder = self._holder(client, run)
         return of_bytes(keys.public_of(client.secret("channel"))), of_bytes(holder.public())
 
