@@ -277,6 +277,15 @@ class HidingCounts(Protocol):
 
 
 @runtime_checkable
+class Foretelling(Protocol):
+    """A run may train nothing, and let silos predict rows without labels. Caller: a silo's file, which names them."""
+
+    @property
+    def predicts_only(self) -> bool:
+        """Whether the settings say so."""
+
+
+@runtime_checkable
 class ServerSecrets(Protocol):
     """The server draws secrets. Caller: the run, which draws them first and does not resume without them.
 

@@ -22,7 +22,7 @@ from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.methods.blindfed import clear, foundation, permuted
+from fedfm.methods.blindfed import clear, foundation, permuted, predictions
 from fedfm.methods.blindfed.holding import Held, Hello, Opened
 from fedfm.models.folding import folded
 from fedfm.models.model import Model
@@ -91,6 +91,14 @@ class BlindFed(Method[Carried]):
         "computation a message",
         choices=("fast", "slow"),
     )
+    predict: bool = setting(
+        False, "no training: rows that silos name in their files pass, and each silo keeps their predictions"
+    )
+    trained: str = setting(
+        "",
+        "predict = true: the folder of a finished run, whose adapters predict; only the server reads it",
+        metadata={"server_only": True},
+    )
     processes: int = setting(0, "of the server's encrypted computation; 0: one per core", ge=0)
 
     @property
@@ -100,8 +108,12 @@ class BlindFed(Method[Carried]):
 
     # --- server half --------------------------------------------------------------------------------------------------
     def init(self, fed: Federation) -> Carried:
-        foundation.check(fed.model, self.foundation)
-        return Carried(fed.initial, self.passed(fed))
+        model = foundation.check(fed.model, self.foundation)
+        w = predictions.trained(self, fed, model) if self.predict else fed.initial
+        figures = self.passed(fed)
+        if self.predict:
+            figures["predicted"] = float(sum(fed.ask(self.predicted, w=w).values()))
+        return Carried(w, figures)
 
     def passed(self, fed: Federation) -> dict[str, float]:
         """Steps 1 to 4 of the protocol, once: all rows of all clients pass the model."""
@@ -165,6 +177,11 @@ class BlindFed(Method[Carried]):
         """Permuted, steps 4 and 6: the orders from each block to the next, and the labels in the last one."""
         return self.held.align(client, batch, orders, labels)
 
+    @on_client(kind="query")
+    def predicted(self, client: Client, w: Params) -> int:
+        """With ``predict``: keep the predictions of its rows; their number."""
+        return predictions.keep(client, self.view(client), w)
+
     @cached_property
     def held(self) -> Held:
         """What this process knows of its clients' released states."""
@@ -183,7 +200,7 @@ class BlindFed(Method[Carried]):
         if self.protocol == "permuted":
             return ("open", "labelled", "turn", "align")
         renewed = ("refresh",) if self.encryption == "ckks" else ()
-        return ("open", "rows", "keep", *renewed)
+        return ("open", "rows", "keep", *renewed, *(("predicted",) if self.predict else ()))
 
     @property
     def sealed(self) -> tuple[str, ...]:
@@ -196,6 +213,16 @@ class BlindFed(Method[Carried]):
         if self.protocol == "permuted":
             return ("orders",)
         return ("channel",) if self.encryption == "ckks" else ()
+
+    @property
+    def predicts_only(self) -> bool:
+        """Whether rows without labels pass, which silos name in their files."""
+        return self.predict
+
+    @property
+    def hides_counts(self) -> bool:
+        """Rows to predict have no labels: no client is asked for scores."""
+        return self.predict
 
     @property
     def clients_judge(self) -> bool:
@@ -234,9 +261,16 @@ class BlindFed(Method[Carried]):
         return plan.plan(matrices, rows, self.released, projection=self.projection, parameters=parameters_of(self.ring))
 
     def details(self, state: Carried, judge: Judge | None) -> dict[str, Any]:
+        if self.predict:
+            return dict(state.figures)
         return dict(state.figures) | {"accuracy_clear": None if judge is None else judge(state.w).get("accuracy")}
 
     def validate(self) -> None:
+        if self.predict and (self.rounds or self.protocol != "masked" or not self.trained):
+            raise InputError(
+                'method.predict = true trains nothing: expected rounds = 0, protocol = "masked", and in trained the '
+                "folder of a finished run"
+            )
         if self.protocol != "permuted":
             if self.labels != "permuted":
                 raise InputError(f'method.labels = "{self.labels}" belongs to protocol = "permuted"; drop it')

@@ -263,7 +263,8 @@ class Held:
         span = of[batch]
         parts = [getattr(client.data, part) for part in ([span.part] if span.part else PARTS)]
         parts = [rows for rows in parts if len(rows)]
-        labels = torch.cat([rows.labels for rows in parts])
+        # Rows to predict have no labels.
+        labels = torch.cat([torch.full((len(r),), -1) if r.labels is None else r.labels for r in parts])
         pictures = itertools.chain.from_iterable(map(pictures_of, parts))
         return list(itertools.islice(pictures, span.start, span.stop)), labels[span.start : span.stop]
 
