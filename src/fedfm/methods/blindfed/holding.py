@@ -76,7 +76,7 @@ class Opened:
     Attributes:
         rows: its numbers of rows, of each of :data:`PARTS`.
         key: its public key, with encryption.
-        keys: its evaluation keys.
+        keys: a message with its evaluation keys.
     """
 
     rows: dict[str, int]
@@ -136,7 +136,7 @@ class Held:
         client.store["told"] = pack(told)
         key, evaluation = None, None
         if told.key is not None:
-            key, evaluation = self.sessions.open(client, told.session, told.tokens, told.ring)
+            key, evaluation = self.sessions.open(client, told.session, told.tokens, told.ring, told.key)
         return Opened(counts(client), key, evaluation)
 
     def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from fedfm.methods.blindfed.holding import Opened, of_bytes, pack, spans, to_byt
 from fedfm.methods.blindfed.messages import parameters_of
 from fedfm.methods.blindfed.passing import Passing, rows_of
 from fedfm.methods.blindfed.processes import EncryptedBatch, run_all
+from fedfm.methods.blindfed.sessions import keys_channel
 from fedfm.models.folding import folded
 from fedfm.models.side_adapter import STATES, Release, SideModel
 from fedfm.privacy.crypto import keys
@@ -92,15 +94,31 @@ class EncryptedPasses:
             public = of_bytes(keys.public_of(fed.secret("channel")))
             least = max(0, fed.min_clients - len(known))
             told = passing.hello(key=public)
-            for client, opened in fed.ask(self.method.open, of=new, least=least, form="encrypted", told=told).items():
+            ask = partial(fed.ask, self.method.open, of=new, least=least, form="encrypted", check=self._check_keys)
+            for client, opened in ask(told=told).items():
                 fed.store[f"opened-{client}"] = pack(opened)
                 passing.opened[client] = opened
+            passing.count_bytes()
+
+    def _check_keys(self, opened: Opened) -> None:
+        self._public_keys(opened)
+
+    def _public_keys(self, opened: Opened) -> bytes:
+        """A client's evaluation keys.
+
+        Raises:
+            ClientFault: they, or the key for agreements, are not what it sent.
+        """
+        own, session = self.fed.secret("channel"), self.passing.session.hex()
+        return keys_channel(own, to_bytes(opened.key), session, self.passing.ring, "server").unpack_keys(
+            to_bytes(opened.keys)
+        )
 
     def _job(self, client: ClientId, batch: int, ledger: DistanceLedger) -> EncryptedBatch:
         opened, place, session = self.passing.opened[client], _place(client, batch), os.urandom(16)
         key = keys.agree(self.fed.secret("channel"), to_bytes(opened.key), session)
         start = Checkpoint.from_bytes(self.fed.store[place]) if place in self.fed.store else None
-        return EncryptedBatch(client, batch, to_bytes(opened.keys), session, key, ledger, start)
+        return EncryptedBatch(client, batch, self._public_keys(opened), session, key, ledger, start)
 
     # --- of the processes ---------------------------------------------------------------------------------------------
     def rows(self, job: EncryptedBatch) -> bytes:
@@ -165,6 +183,7 @@ class EncryptedPasses:
     def _count(self, *sides: Iterable[Any]) -> None:
         crossed = sum(x.numel() for side in sides for x in side if isinstance(x, Tensor))
         self.figures["bytes"] = self.figures.get("bytes", 0) + crossed
+        self.passing.count_bytes()
 
     # --- figures ------------------------------------------------------------------------------------------------------
     def _rows_in(self, job: EncryptedBatch) -> int:
@@ -176,7 +195,6 @@ class EncryptedPasses:
         self.figures["seconds"] = self.figures.get("seconds", 0) + now - self._begun
         self._begun = now
         self.fed.store["figures"] = json.dumps(self.figures).encode()
-        self.passing.count_bytes()
 
     def _ledger(self, client: ClientId) -> DistanceLedger:
         """The client's, as far as it was spent."""

@@ -33,6 +33,7 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
     _, released, scales = passing.model.owned
     told = passing.hello(release=released.positions, scales=scales)
     passing.opened = fed.ask(method.open, told=told)
+    passing.count_bytes()
     for client, opened in passing.opened.items():
         for batch in range(len(spans_by_part(opened.rows, passing.batch))):
             if batch in passing.done.get(client, ()):
@@ -46,6 +47,7 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
 def _batch(method: BlindFed, fed: Federation, passing: Passing, client: ClientId, batch: int) -> bool:
     """One batch of one client; whether the client has answered everything."""
     sent = fed.ask(method.labelled, of=[client], least=0, batch=batch)
+    passing.count_bytes()
     if client not in sent:
         return False
     rows, labels = sent[client]["rows"], sent[client]["labels"]
@@ -57,6 +59,7 @@ def _batch(method: BlindFed, fed: Federation, passing: Passing, client: ClientId
         turned = levels[block - 1][pi[block - 1]]  # B_l Pi_l
         if not fed.ask(method.turn, of=[client], least=0, batch=batch, block=block, states=turned):
             return False
+        passing.count_bytes()
     steps = [orders.relative(a, b) for a, b in itertools.pairwise(pi)]
     steps.append(orders.relative(pi[blocks - 1], pi[0]))  # Pi_L^-1 Pi_1, for H_0 = B_L
     seen: Tensor = labels[pi[-1]] if method.labels == "permuted" else labels[:0]
