@@ -275,7 +275,8 @@ def test_a_killed_encrypted_run_goes_on_at_its_block(encrypted, clear, tmp_path)
 
 @pytest.mark.deployment
 def test_deployed_it_is_as_accurate_and_sites_are_told_no_model(encrypted, clear, tmp_path):
-    tables = experiment(clear[0], encryption="ckks", run={"engine": "deployment", "workers": 0})
+    run = {"engine": "deployment", "workers": 0}
+    tables = experiment(clear[0], encryption="ckks", processes=CLIENTS, run=run)  # all clients at a time
     result = fedfm.run(tables, tmp_path / "run")
     assert abs(result["accuracy"] - encrypted[1]["accuracy"]) <= 0.05
     assert result["excluded"] == []
