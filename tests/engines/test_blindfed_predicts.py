@@ -10,8 +10,8 @@ import tiny_twin
 from fedfm.api.predict import predict
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
+from fedfm.core.capabilities import PREDICTIONS
 from fedfm.errors import InputError
-from fedfm.methods.blindfed.predictions import KEPT
 from fedfm.runtime import silo_file
 from fedfm.runtime.client_memory import Store
 from small import pictures
@@ -46,7 +46,7 @@ def test_clients_predict_what_the_server_would(folder, tmp_path):
     whole = predict(folder / "run", folder / "pictures.npz")
     rows, at = np.load(folder / "pictures.npz"), 0
     for client in ("client-00", "client-01"):
-        lines = Store(tmp_path / "run" / "private" / "memory", client)[KEPT].decode().splitlines()
+        lines = Store(tmp_path / "run" / "private" / "memory", client)[PREDICTIONS].decode().splitlines()
         assert lines
         at += len(lines)
         for line in map(json.loads, lines):

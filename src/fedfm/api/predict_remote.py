@@ -29,7 +29,7 @@ def asking(run: Run) -> Experiment:
         InputError: the run is of another method, or its rows did not pass encrypted.
     """
     experiment, method = run.experiment, run.experiment.method
-    if not isinstance(method, Foretelling) or getattr(method, "encryption", "") != "ckks":
+    if not isinstance(method, Foretelling) or experiment.method.needs.local:
         raise InputError(
             f"{run.path}: --engine deployment predicts at a silo without the model, by runs of blindfed with "
             f'encryption = "ckks"; this one is of {run.experiment.method_name}: drop it'

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedfm.core.capabilities import PREDICTIONS
 from fedfm.core.text import visible
-from fedfm.methods.blindfed.predictions import KEPT
 from fedfm.runtime import silo_file
 from fedfm.runtime.client_memory import Store
 
@@ -25,8 +25,8 @@ def report(path: Path) -> dict[str, Any]:
     folders = [p for p in (path.resolve().parent / _RUNS).glob("*/silo/memory") if p.is_dir()]
     for folder in sorted(folders, key=lambda p: p.stat().st_mtime_ns):
         store = Store(folder, silo.name)
-        if KEPT in store:
-            lines = [json.loads(line) for line in store[KEPT].decode().splitlines()]
+        if PREDICTIONS in store:
+            lines = [json.loads(line) for line in store[PREDICTIONS].decode().splitlines()]
             found.append({"run": folder.parent.parent.name, "predictions": lines})
     return {"name": silo.name, "runs": found}
 

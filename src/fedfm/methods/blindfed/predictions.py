@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fedfm.core.capabilities import PREDICTIONS
 from fedfm.core.client import Client
 from fedfm.core.federation import Federation
 from fedfm.errors import E_LOST, ClientFault, InputError
@@ -20,7 +21,6 @@ from fedfm.linalg.params import Params
 from fedfm.models.export import load_adapter
 from fedfm.models.side_adapter import SideModel
 
-KEPT = "predictions.jsonl"  # in the client's store: a line a row
 _ALIKE = ("foundation", "released", "projection", "rank")  # settings on which adapters depend
 
 
@@ -63,5 +63,5 @@ def keep(client: Client, seen: Client, w: Params) -> int:
     for p, name, best in zip(probabilities.tolist(), given, probabilities.argmax(1).tolist(), strict=True):
         line = {"prediction": model.classes[best], "probabilities": [round(x, 6) for x in p]}
         lines.append(json.dumps(line if isinstance(name, bytes) else {"file": os.fspath(name)} | line))
-    client.store[KEPT] = "\n".join(lines).encode()
+    client.store[PREDICTIONS] = "\n".join(lines).encode()
     return len(lines)
