@@ -103,3 +103,13 @@ def test_a_silo_behind_a_superlink_predicts_the_same(folder, tmp_path, capsys):
     assert there["predictions"] == here["predictions"]
     assert there["classes"] == here["classes"]
     np.testing.assert_allclose(there["probabilities"], here["probabilities"], atol=0.02)
+
+
+def test_a_silo_reads_its_predictions(folder, tmp_path, capsys):
+    (tmp_path / "silo.toml").write_text(f'name = "h"\ndata = {json.dumps(str(folder / "pictures.npz"))}\n')
+    assert main(["silo", "predictions", str(tmp_path / "silo.toml")]) == 0
+    assert "no run has left predictions" in capsys.readouterr().out
+    store = Store(tmp_path / ".fedfm" / "runs" / "study-1" / "silo" / "memory", "h")
+    store[PREDICTIONS] = b'{"file": "a.png", "prediction": "ant", "probabilities": [0.75, 0.25]}'
+    assert main(["silo", "predictions", str(tmp_path / "silo.toml")]) == 0
+    assert capsys.readouterr().out.splitlines() == ["study-1: 1 rows", "a.png\tant\t0.750"]
