@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -84,7 +85,17 @@ def test_a_run_that_is_killed_between_batches_goes_on_there(protocol, clear, tmp
         key: straight[key] for key in ("params_sha256", "accuracy", "client_accuracy")
     }
     assert asked.count(0) == CLIENTS  # what was kept did not come again
-    assert resumed["bytes_up"] >= straight["bytes_up"]  # what had crossed is counted
+    # What had crossed is listed and counted: a resumed run opens again, and asks again for the batch under way.
+    whole, twice = ([c for c in crossings(tmp_path / name) if c["round"] == 0] for name in ("straight", "killed"))
+    again = {"masked": {"rows": CLIENTS}, "permuted": {"labelled": 1, "turn": 2}}[protocol]
+    counts = [Counter(c["handler"].rpartition("_")[2] for c in log if c["to"] == "server") for log in (whole, twice)]
+    assert counts[1] - counts[0] == Counter(again | {"open": CLIENTS})
+    assert counts[0] - counts[1] == Counter()
+    for way, to_server in (("bytes_up", True), ("bytes_down", False)):
+        listed = [
+            c["bytes"] for c in crossings(tmp_path / "killed") if c["counted"] and (c["to"] == "server") is to_server
+        ]
+        assert resumed[way] == sum(listed) > straight[way]
 
 
 def test_no_label_reaches_the_server_and_the_paper_s_protocol_sends_them(clear, tmp_path, monkeypatch):
@@ -180,6 +191,47 @@ def test_predictions_of_an_encrypted_run_go_by_ciphertexts(encrypted, clear, tmp
     assert np.mean(np.array(found["predictions"]) == rows["classes"][rows["y"][:5]]) >= 0.8
 
 
+def test_a_newcomer_s_rows_pass_by_ciphertexts_too(encrypted, clear, tmp_path, monkeypatch):
+    from fedfm.methods.blindfed import masked
+    from fedfm.models.side_adapter import SideModel
+
+    secrets, received = [], []
+
+    class Newcomer(masked.Holder):
+        @classmethod
+        def new(cls, *told):
+            secrets.append(super().new(*told))
+            return secrets[-1]
+
+    class Watched(masked.Owner):
+        def __init__(self, folded, released, public, session, key, ledger, **more):
+            received.append(public + session + key)
+            super().__init__(folded, released, public, session, key, ledger, **more)
+
+        def run(self, rows, exchange, release, *more):
+            def watched(message):
+                received.append(exchange(message))
+                return received[-1]
+
+            received.append(rows)
+            super().run(rows, watched, release, *more)
+
+    def in_the_clear(*_):
+        raise AssertionError("rows passed the model in the clear")
+
+    monkeypatch.setattr(masked, "Holder", Newcomer)
+    monkeypatch.setattr(masked, "Owner", Watched)
+    monkeypatch.setattr(SideModel, "states", in_the_clear)
+    monkeypatch.setattr(SideModel, "blocks", in_the_clear)
+    found = join(encrypted[0] / "run", clear[0] / "pictures.npz")
+    assert found["accuracy"] > 0.8
+    assert len(secrets) == 2  # training and test rows
+    got = b"".join(received)
+    assert len(received) > 10
+    for holder in secrets:
+        assert holder.to_bytes()[-64:] not in got
+
+
 START = """
 import sys, tomllib, fedfm, pathlib
 fedfm.run(pathlib.Path(sys.argv[1]), sys.argv[2])
@@ -214,11 +266,17 @@ def test_a_killed_encrypted_run_goes_on_at_its_block(encrypted, clear, tmp_path)
     assert kept.read_bytes() == before  # the first block did not come again
     assert not list(store.glob("states-*"))
     assert result["details"]["encrypted_rows"] == 60
+    found = [c for c in crossings(tmp_path / "run") if c["to"] == "server" and c["counted"]]
+    assert sum(c["bytes"] for c in found) == result["bytes_up"]
+    assert sum(c["handler"] == "query.BlindFed_open" for c in found) == CLIENTS  # before the kill, and not again
+    refreshes = sum(c["handler"] == "query.BlindFed_refresh" for c in found)
+    assert refreshes >= encrypted[1]["details"]["refreshes"]
 
 
 @pytest.mark.deployment
 def test_deployed_it_is_as_accurate_and_sites_are_told_no_model(encrypted, clear, tmp_path):
-    tables = experiment(clear[0], encryption="ckks", run={"engine": "deployment", "workers": 0})
+    run = {"engine": "deployment", "workers": 0}
+    tables = experiment(clear[0], encryption="ckks", processes=CLIENTS, run=run)  # all clients at a time
     result = fedfm.run(tables, tmp_path / "run")
     assert abs(result["accuracy"] - encrypted[1]["accuracy"]) <= 0.05
     assert result["excluded"] == []

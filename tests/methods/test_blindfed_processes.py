@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -73,6 +74,27 @@ def test_a_client_that_fails_ends_its_batch_alone():
     failed = run_all(jobs(DistanceLedger()), talk, 1, folded=MODEL, released="class")
     assert {k: f.code for k, f in failed.items()} == {("a", 0): E_DIED}
     assert set(talk.states) == {(1, 0)}
+
+
+def test_refreshes_of_several_batches_travel_together():
+    together = []
+
+    class Gathers(Talk):
+        def refreshes(self, asked):
+            together.append(len(asked))
+            if len(together) == 20:  # one of them fails, the other goes on
+                return [ClientFault(E_DIED, "gone"), *(self.refresh(*pair) for pair in asked[1:])]
+            time.sleep(0.2 if len(together) < 20 else 0.0)  # as on a network
+            return [self.refresh(*pair) for pair in asked]
+
+    talk, ledger = Gathers(), DistanceLedger()
+    failed = run_all(jobs(ledger, 2), talk, 2, folded=MODEL, released="class")
+    (lost,) = failed.items()
+    assert lost[1].code == E_DIED
+    want, kept = Released("class", TOKENS, D).clear(STATES), 1 - lost[0][1]
+    np.testing.assert_allclose(talk.states[kept, 0], want[kept * SAMPLES :][:SAMPLES, 0], atol=1e-3)
+    assert max(together) == 2
+    assert sum(together[:19]) > 28  # mostly both
 
 
 def started(monkeypatch):

@@ -80,15 +80,20 @@ def drive(
     fresh: bool,
     population: Callable[[], Partitioned] | None = None,
     accept_loss: bool = False,
+    silos: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
-    """Start or continue a run, to its end; ``population`` gives data and model that are in memory."""
+    """Start or continue a run, to its end; ``population`` gives data and model that are in memory.
+
+    Args:
+        silos: files of silos, by name, for nodes on loopback (deployment engine only).
+    """
     if run.manifest["result"] is not None:
         return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved
     try:
         with run.lock(), _stop_flag() as stop:
             for notice in losses.settle(run, accept_loss):
                 progress.notice(notice)
-            result = start(run, stop, progress, population)
+            result = start(run, stop, progress, population, silos)
     except InputError:
         if fresh and not run.metrics():
             storage.discard(run.path, ("manifest.json", "checkpoint", "private"))

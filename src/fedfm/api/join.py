@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
         population = populate(silo, experiment, run.manifest["model"]["classes"])
         _check_kind(run, population, data)
-        model, rows = population.model, population.data(name)
+        model = population.model
+        population.encode = partial(predictions.encoded, method, model)
+        rows = population.data(name)
         if not len(rows.train):
             raise InputError(f"{data}: no training rows")
         w_0: Params = model.params()

@@ -241,7 +241,12 @@ def predict(args: Any) -> int:
 
     if args.out is not None:
         check_out(args.out)
-    result = predict(args.run, args.file, args.client)
+    if args.engine == "deployment":
+        from fedfm.api.predict_remote import predict_remote
+
+        result = predict_remote(args.run, args.file, _watch())
+    else:
+        result = predict(args.run, args.file, args.client)
     lines = [visible(answer) for answer in result.get("answers", ())]
     lines += [
         f"{visible(label)}\t{max(p):.3f}" if p else visible(label)
@@ -371,9 +376,9 @@ def app(args: Any) -> int:
 
 def silo(args: Any) -> int:
     """``fedfm silo``."""
-    from fedfm.runtime import silo_file, silo_show
+    from fedfm.runtime import silo_file, silo_predictions, silo_show
 
-    of = silo_show if args.what == "show" else silo_file
+    of: Any = {"check": silo_file, "show": silo_show, "predictions": silo_predictions}[args.what]
     found = of.report(args.file)
     return _say(args, found, of.described(found))
 

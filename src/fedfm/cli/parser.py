@@ -120,6 +120,12 @@ def build() -> argparse.ArgumentParser:
     predict.add_argument("file", type=Path, help="csv, jsonl, parquet, npz, txt or image folder; labels are not needed")
     predict.add_argument("--client", help="whose model, where every client has its own")
     predict.add_argument(
+        "--engine",
+        choices=("local", "deployment"),
+        default="local",
+        help="deployment: the rows at a SuperNode of its own, encrypted (blindfed) [local]",
+    )
+    predict.add_argument(
         "--out", type=Path, metavar="FILE", help="write it there: .jsonl or .csv, a line a row, or .json"
     )
 
@@ -158,8 +164,10 @@ def build() -> argparse.ArgumentParser:
     app.add_argument("folder", type=Path, help="is made")
     app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
 
-    silo = command("silo", commands.silo, "check a silo's file, or show what left the silo by its ledger", json=True)
-    silo.add_argument("what", nargs="?", choices=("check", "show"), default="check", help="which of the two [check]")
+    silo = command("silo", commands.silo, "check a silo's file, show what left it or what runs predicted", json=True)
+    silo.add_argument(
+        "what", nargs="?", choices=("check", "show", "predictions"), default="check", help="which of these [check]"
+    )
     silo.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers")
 
     command("doctor", commands.doctor, "check this installation", json=True)

@@ -181,7 +181,12 @@ def check_as_run(e: Any) -> None:
         if e.in_memory:
             raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it")
         halves, needs = halves_of(e.method), e.method.needs
-        if not e.method.rounds or needs.pooled or needs.model == "server" or not halves:
+        if needs.model == "server":
+            raise InputError(
+                f"[attack]: the clients of {method} have no model, and attacks act on rows and updates of clients that "
+                "have one; drop it"
+            )
+        if not e.method.rounds or needs.pooled or not halves:
             raise InputError(f"[attack]: {method} has no client that trains, hence none that attacks; drop it")
         if attack.needs == "update" and all(get_type_hints(fn).get("return") is not Update for fn in halves):
             raise InputError(

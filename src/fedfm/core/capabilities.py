@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 _KNOWN: dict[tuple[type, type], bool] = {}
+PREDICTIONS = "predictions.jsonl"  # in a client's store: its predictions, a line a row
 Judge = Callable[[Params], dict[str, Any]]  # metrics of parameters on the global test rows
 
 
@@ -274,6 +275,18 @@ class HidingCounts(Protocol):
     @property
     def hides_counts(self) -> bool:
         """Whether the settings hide it."""
+
+
+@runtime_checkable
+class Foretelling(Protocol):
+    """A run may train nothing, and let silos predict rows without labels. Caller: a silo's file, which names them.
+
+    The predictions are in :data:`PREDICTIONS` of the client's store.
+    """
+
+    @property
+    def predicts_only(self) -> bool:
+        """Whether the settings say so."""
 
 
 @runtime_checkable

@@ -24,6 +24,7 @@ class Rows:
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
         pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
+        pictures: n paths or encoded pictures of several sizes, for a party without a model; else None.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -31,8 +32,11 @@ class Rows:
     labels: Tensor | None = None
     pad: int = 0
     pairs: tuple[tuple[str, str], ...] | None = None
+    pictures: tuple[str | bytes, ...] | None = None
 
     def __len__(self) -> int:
+        if self.pictures is not None:
+            return len(self.pictures)
         if self.tokens is not None:
             return len(self.tokens)
         return next(iter(self.tensors.values())).shape[0] if self.tensors else 0
@@ -58,6 +62,7 @@ class Rows:
             tokens=None if self.tokens is None else tuple(self.tokens[i] for i in index.tolist()),
             labels=None if self.labels is None else self.labels[index],
             pairs=None if self.pairs is None else tuple(self.pairs[i] for i in index.tolist()),
+            pictures=None if self.pictures is None else tuple(self.pictures[i] for i in index.tolist()),
         )
 
     def batch(self, index: Sequence[int] | np.ndarray | Tensor) -> Batch:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,12 +21,17 @@ _ENGINES = {
 
 
 def start(
-    run: Run, stop: Callable[[], bool], progress: Progress, population: Callable[[], Partitioned] | None = None
+    run: Run,
+    stop: Callable[[], bool],
+    progress: Progress,
+    population: Callable[[], Partitioned] | None = None,
+    silos: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
     """Run ``run`` on the engine that its experiment names; returns the result line.
 
     Args:
         population: gives rows and model where they are in memory (local engine only).
+        silos: files of silos, by name, for nodes on loopback (deployment engine only).
     """
     # Set before the libraries are imported: no telemetry, no update checks.
     for name in ("HF_HUB_DISABLE_TELEMETRY", "FLWR_DISABLE_UPDATE_CHECK"):
@@ -36,5 +42,9 @@ def start(
         from fedfm.engines.local.engine import start as here
 
         return here(run, stop, progress, population)
+    if silos is not None:
+        from fedfm.engines.flower.deployment import start as deployed
+
+        return deployed(run, stop, progress, silos)
     engine = import_module(_ENGINES[run.experiment.run.engine])
     return engine.start(run, stop, progress)  # type: ignore[no-any-return]

@@ -27,18 +27,20 @@ Preprocess = Callable[[list[Any]], Tensor]  # PIL pictures -> (n, 3, H, W)
 
 
 def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
-    """Rows for a party without a model: ``features`` (n, d) or ``pixels`` uint8 (n, H, W, C).
+    """Rows for a party without a model: ``features`` (n, d), ``pixels`` uint8 (n, H, W, C), or pictures in files.
 
     Raises:
-        InputError: rows of another kind, or pictures of several sizes, which need a model's preprocessing.
+        InputError: rows of another kind.
     """
     part = table.take(np.asarray(index, dtype=np.int64))
     labels = _labels(part, table.classes)
     if table.kind == "features":
         return Rows({"features": torch.from_numpy(np.array(part.inputs, dtype=np.float32))}, labels=labels)
-    if table.kind == "image" and isinstance(part.inputs, np.ndarray):
-        return Rows({"pixels": torch.from_numpy(part.inputs)}, labels=labels)
-    raise InputError(f"{_source(table)}: a client without a model takes vectors or pictures of one size")
+    if table.kind == "image":
+        if isinstance(part.inputs, np.ndarray):
+            return Rows({"pixels": torch.from_numpy(part.inputs)}, labels=labels)
+        return Rows(pictures=tuple(part.inputs), labels=labels)
+    raise InputError(f"{_source(table)} holds {table.kind}: a client without a model takes vectors or pictures")
 
 
 def prepare(

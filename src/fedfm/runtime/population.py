@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,7 @@ class Partitioned:
         model: the experiment's model; None at a site of clients that have none.
         attackers: the clients that attack, and their attack; None if all are honest.
         client_model: the clients' model; None if it stays at the server.
+        encode: from prepared rows to what clients train on, instead of the model's own; None: the model's.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Partitioned:
     ) -> None:
         self.federated, self.model, self.attackers = federated, model, attackers
         self.client_model = model if shared else None
+        self.encode: Callable[[Rows], Rows] | None = None
         self._data: dict[ClientId, ClientData] = {}
         self._prepared = self._pictures = 0
 
@@ -104,7 +106,7 @@ class Partitioned:
 
     def _ready(self, table: Table, index: np.ndarray) -> Rows:
         rows: Rows = self.model.prepare(table, index)
-        rows = self.model.encode(rows) if len(rows) else rows
+        rows = (self.encode or self.model.encode)(rows) if len(rows) else rows
         self._pictures += _picture_bytes(rows)
         self._prepared += 1
         if self._prepared % _TIDY == 0:

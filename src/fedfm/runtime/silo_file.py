@@ -10,6 +10,7 @@
     allow = ["mean", "scores"]              # what requests may expose: mean, reply, scores, reveal
     allow_methods = ["fedavg", "fedpft"]    # the only methods that experiments may name; absent: all
     ledger = "silo.ledger.jsonl"            # lists what left; this is the default
+    predict = "new.npz"                     # rows without labels, for runs that predict
     identity = "silo.key"                   # the key that signs for the silo, see fedfm.runtime.silo_identity
     roster = "roster.toml"                  # the other silos' public keys
 
@@ -45,11 +46,13 @@ import numpy as np
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import admit_any, available
 from fedfm.config.toml import build
+from fedfm.core.capabilities import Foretelling
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
+from fedfm.data.load import read_inputs
 from fedfm.data.sources._files import listing
 from fedfm.data.spec import CLIENT_NAME, WITHHELD, DataSpec
-from fedfm.data.table import Table
+from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError, close, listed
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
@@ -94,6 +97,7 @@ class Silo:
     allow_methods: tuple[str, ...] | None = setting(None, "the only methods that experiments may name [all]")
     require: Requirements = setting(Requirements, "what every experiment must promise")
     budget: Budget = setting(Budget, "what the silo gives in its lifetime, over all runs")
+    predict: str = setting("", "rows to predict, without labels, for runs that predict; relative to this file")
     ledger: str = setting("", "the file that lists what left [beside this file, with the suffix .ledger.jsonl]")
     identity: str = setting("", "the file of the key that signs for the silo under secagg [a key of each run]")
     roster: str = setting("", "a TOML or JSON file with public keys by silo, agreed without the server [first use]")
@@ -144,7 +148,8 @@ def load(path: Path) -> Silo:
     models = (absolute(m) if m.startswith((".", "~", "/")) or Path(absolute(m)).exists() else m for m in silo.models)
     ledger = absolute(silo.ledger or path.with_suffix(".ledger.jsonl").name)
     identity, roster = (absolute(text) if text else "" for text in (silo.identity, silo.roster))
-    silo = replace(silo, identity=identity, roster=roster)
+    predict = absolute(silo.predict) if silo.predict else ""
+    silo = replace(silo, identity=identity, roster=roster, predict=predict)
     return replace(silo, data=absolute(silo.data), models=tuple(models), ledger=ledger)
 
 
@@ -194,12 +199,28 @@ def populate(silo: Silo, experiment: Experiment, classes: Sequence[str]) -> Part
     Raises:
         InputError: the experiment's model, classes or task do not fit the silo.
     """
+    if isinstance(experiment.method, Foretelling) and experiment.method.predicts_only:
+        return Partitioned(_to_predict(silo, tuple(classes)), None)
     federated = deal(silo, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
     table = _with_classes(silo, federated.table, tuple(classes))
     model = None
     if experiment.model.name != WITHHELD:
         model = model_of(replace(experiment, model=listed_model(silo, experiment.model)), table)
     return Partitioned(replace(federated, table=table), model)
+
+
+def _to_predict(silo: Silo, classes: tuple[str, ...]) -> FederatedData:
+    """The rows that the silo wants to have predicted, as test rows of one client.
+
+    Raises:
+        InputError: its file names none.
+    """
+    if not silo.predict:
+        raise InputError("the run predicts, and this silo's file names no rows for it: set predict to a file or folder")
+    columns = DataSpec(path=silo.predict, **{name: getattr(silo, name) for name in COLUMNS})
+    table = replace(read_inputs(silo.predict, columns, kind="image"), classes=classes)
+    none, every = np.arange(0), np.arange(len(table))
+    return FederatedData(table, {silo.name: ClientRows(none, none, every)}, every)
 
 
 def _with_classes(silo: Silo, table: Table, classes: tuple[str, ...]) -> Table:

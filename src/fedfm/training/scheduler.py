@@ -15,7 +15,7 @@ import greenlet
 
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.training import heads, loop, packed, private
+from fedfm.training import heads, loop, packed, private, side
 from fedfm.training.job import Job
 
 _HEADS = (64, 4)  # clients in a chunk of heads, at most and at least: a message costs as much as several heads
@@ -44,6 +44,8 @@ def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = No
         return loop.train
     if heads.applies(model):
         return heads.train
+    if side.applies(model):
+        return side.train
     return packed.train if packed.applies(model, getattr(model, "kernels", "exact")) else loop.train
 
 
@@ -60,7 +62,9 @@ def least(model: Model) -> int:
 def prepare(model: Model) -> None:
     """Load the kernels of its training before the process forks, so that its children share them."""
     if heads.applies(model):
-        import fedfm.linalg.kernels.softmax_sgd  # noqa: F401
+        import fedfm.linalg.kernels.softmax_sgd
+    elif side.applies(model):
+        import fedfm.linalg.kernels.side_chain  # noqa: F401
     else:
         packed.prepare(model)
 

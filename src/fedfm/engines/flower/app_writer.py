@@ -39,7 +39,7 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     write_app(folder, chosen, out=out)
     if known := chosen.server_only():  # the file has no suffix, so that Flower leaves it out of the bundle
         out.mkdir(exist_ok=True)
-        value = {key: str(Path(v).resolve()) if Path(v).exists() else v for key, v in known.items()}
+        value = {key: str(Path(v).resolve()) if v and Path(v).exists() else v for key, v in known.items()}
         storage.write_atomic(out / server_app.SERVER_ONLY, json.dumps(value).encode(), 0o600)
     return _how_to(folder, chosen)
 

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +34,21 @@ _POLL = 0.1
 _PATIENCE = 120.0  # seconds that the connection to a SuperLink may be down
 
 
-def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
-    """Run to the end on the SuperLink that the experiment names, or on a new one."""
+def start(
+    run: Run, stop: Callable[[], bool], progress: Progress, silos: Mapping[str, Path] | None = None
+) -> dict[str, Any]:
+    """Run to the end on the SuperLink that the experiment names, or on a new one.
+
+    Args:
+        silos: the nodes of a new SuperLink, by name, with files of their own; None: the experiment's clients.
+    """
     folder = run.path / "private" / "deployment"
     folder.mkdir(mode=0o700, exist_ok=True)
     if run.experiment.run.superlink:
         return _attach(run, folder, stop, progress)
-    clients = _clients(run)
+    clients = _clients(run) if silos is None else []
     config = {"experiment": app_writer.told(run.experiment), "key": key_of(run)}
-    with loopback(folder, clients, config, stop) as fleet:
+    with loopback(folder, clients, config, stop, silos) as fleet:
         return _Watch(run, fleet.control, fleet, stop, progress).follow(_submit(run, folder, fleet.control))
 
 

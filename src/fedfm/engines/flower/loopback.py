@@ -43,7 +43,11 @@ class Fleet:
 
 @contextlib.contextmanager
 def loopback(
-    folder: Path, clients: Sequence[str], config: Mapping[str, str], stop: Callable[[], bool]
+    folder: Path,
+    clients: Sequence[str],
+    config: Mapping[str, str],
+    stop: Callable[[], bool],
+    silos: Mapping[str, Path] | None = None,
 ) -> Iterator[Fleet]:
     """Start the SuperLink and its executor, and a SuperNode, an executor and a warm worker per client, for one block.
 
@@ -51,6 +55,7 @@ def loopback(
         folder: folder of keys, logs and the clients' sites.
         config: the run's configuration that the sites receive.
         stop: called while waiting; True raises :class:`Interrupted`.
+        silos: further nodes, each with a silo's own file.
 
     Raises:
         RunError: a process did not start; with the last lines of its log.
@@ -83,27 +88,30 @@ def loopback(
         _until(lambda: _listens(port), children, stop, "the SuperLink does not answer")
         with contextlib.closing(Control(address, folder / "ca.crt")) as control:
             nodes = set()
-            for client in clients:
+            where = {c: f"client={json.dumps(c)} site={json.dumps(str(sites.resolve()))}" for c in clients}
+            where |= {name: f"silo={json.dumps(str(file.resolve()))}" for name, file in (silos or {}).items()}
+            for client, config_of in where.items():
                 key = folder / f"{safe_name(client)}.key"
                 nodes.add(control.register(keys.write_node_key(key), client))
-                _node(children, folder, client, address, sites)
+                _node(children, folder, client, address, config_of)
             keys.write_private(folder / "processes.json", json.dumps(children.pids(), indent=1).encode())
             _until(lambda: nodes <= control.online(), children, stop, "a SuperNode does not connect")
             yield Fleet(children, control, address)
     finally:
         children.end()
         end_workers(sites)
+        for file in (silos or {}).values():
+            end_workers(file.resolve().parent / ".fedfm" / client_stub.RUNS)
         shutil.rmtree(folder / "home", ignore_errors=True)
         for path in (*folder.glob("*.key"), *folder.glob("*.secret"), folder / "processes.json"):
             path.unlink(missing_ok=True)
 
 
-def _node(children: Children, folder: Path, client: str, address: str, sites: Path) -> None:
+def _node(children: Children, folder: Path, client: str, address: str, config: str) -> None:
     """Start a SuperNode and its ClientApp's executor, which share a secret, so that no other process gets messages."""
     port, name = free_port(), safe_name(client)
     home = str((folder / "home" / name).resolve())
     secret = keys.write_secret(folder / f"{name}.secret")
-    config = f"client={json.dumps(client)} site={json.dumps(str(sites.resolve()))}"
     children.start(
         f"node-{name}",
         [

@@ -22,12 +22,14 @@ from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.methods.blindfed import clear, foundation, permuted
+from fedfm.methods.blindfed import clear, foundation, permuted, predictions
 from fedfm.methods.blindfed.holding import Held, Hello, Opened
 from fedfm.models.folding import folded
 from fedfm.models.model import Model
 from fedfm.models.spec import RELEASED
 from fedfm.training import SGD, Local
+
+RINGS = {"fast": 8192, "slow": 16384}  # degrees, by the network
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,35 @@ class BlindFed(Method[Carried]):
         "printed: nothing can be trained with it)",
         choices=("permuted", "loss_only"),
     )
+    link: str = setting(
+        "fast",
+        "the network to the clients: slow takes a larger ring, with a quarter of the messages, more bytes and more "
+        "computation a message",
+        choices=("fast", "slow"),
+    )
+    predict: bool = setting(
+        False, "no training: rows that silos name in their files pass, and each silo keeps their predictions"
+    )
+    trained: str = setting(
+        "",
+        "predict = true: the folder of a finished run, whose adapters predict; only the server reads it",
+        metadata={"server_only": True},
+    )
     processes: int = setting(0, "of the server's encrypted computation; 0: one per core", ge=0)
+
+    @property
+    def ring(self) -> int:
+        """Degree of the ciphertexts' ring."""
+        return RINGS[self.link]
 
     # --- server half --------------------------------------------------------------------------------------------------
     def init(self, fed: Federation) -> Carried:
-        foundation.check(fed.model, self.foundation)
-        return Carried(fed.initial, self.passed(fed))
+        model = foundation.check(fed.model, self.foundation)
+        w = predictions.trained(self, fed, model) if self.predict else fed.initial
+        figures = self.passed(fed)
+        if self.predict:
+            figures["predicted"] = float(sum(fed.ask(self.predicted, w=w).values()))
+        return Carried(w, figures)
 
     def passed(self, fed: Federation) -> dict[str, float]:
         """Steps 1 to 4 of the protocol, once: all rows of all clients pass the model."""
@@ -152,6 +177,11 @@ class BlindFed(Method[Carried]):
         """Permuted, steps 4 and 6: the orders from each block to the next, and the labels in the last one."""
         return self.held.align(client, batch, orders, labels)
 
+    @on_client(kind="query")
+    def predicted(self, client: Client, w: Params) -> int:
+        """With ``predict``: keep the predictions of its rows; their number."""
+        return predictions.keep(client, self.view(client), w)
+
     @cached_property
     def held(self) -> Held:
         """What this process knows of its clients' released states."""
@@ -170,7 +200,7 @@ class BlindFed(Method[Carried]):
         renewed = ("refresh",) if self.encryption == "ckks" else ()
         if self.protocol == "permuted":
             return ("open", "labelled", "turn", "align", *renewed)
-        return ("open", "rows", "keep", *renewed)
+        return ("open", "rows", "keep", *renewed, *(("predicted",) if self.predict else ()))
 
     @property
     def sealed(self) -> tuple[str, ...]:
@@ -182,6 +212,16 @@ class BlindFed(Method[Carried]):
         """Of the orders; of the agreement on keys."""
         orders = ("orders",) if self.protocol == "permuted" else ()
         return orders + (("channel",) if self.encryption == "ckks" else ())
+
+    @property
+    def predicts_only(self) -> bool:
+        """Whether rows without labels pass, which silos name in their files."""
+        return self.predict
+
+    @property
+    def hides_counts(self) -> bool:
+        """Rows to predict have no labels: no client is asked for scores."""
+        return self.predict
 
     @property
     def clients_judge(self) -> bool:
@@ -197,7 +237,8 @@ class BlindFed(Method[Carried]):
         from fedfm.methods.blindfed import masked, permuted_passes
 
         twin = foundation.check(model, self.foundation)
-        return (permuted_passes.in_one_place if self.protocol == "permuted" else masked.in_one_place)(twin, rows)
+        alone = permuted_passes.in_one_place if self.protocol == "permuted" else masked.in_one_place
+        return alone(twin, rows, self.ring)
 
     def model_table(self) -> dict[str, Any]:
         adapt = {"name": "side_adapter", "rank": self.rank, "released": self.released, "projection": self.projection}
@@ -206,24 +247,35 @@ class BlindFed(Method[Carried]):
     def check_model(self) -> None:
         foundation.check_place(self.foundation)
         if self.encryption == "ckks":
-            from fedfm.privacy.crypto import ckks, ring
+            from fedfm.privacy.crypto import ckks
+            from fedfm.privacy.crypto.ring import Parameters
 
-            ckks.ring_of(ring.Parameters())  # says so if the extra is missing
+            ckks.ring_of(Parameters())  # says so if the extra is missing
 
     def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> Any:
         if self.encryption == "clear":
             return None
         from fedfm.methods.blindfed import plan
+        from fedfm.methods.blindfed.messages import parameters_of
 
         matrices = folded(foundation.check(model, self.foundation).owned[0].module)
+        parameters = parameters_of(self.ring)
         if self.protocol == "permuted":
-            return plan.plan(matrices, rows, self.released, permuted=len(model.classes))
-        return plan.plan(matrices, [sum(parts) for parts in rows], self.released, projection=self.projection)
+            return plan.plan(matrices, rows, self.released, permuted=len(model.classes), parameters=parameters)
+        counts = [sum(parts) for parts in rows]
+        return plan.plan(matrices, counts, self.released, projection=self.projection, parameters=parameters)
 
     def details(self, state: Carried, judge: Judge | None) -> dict[str, Any]:
+        if self.predict:
+            return dict(state.figures)
         return dict(state.figures) | {"accuracy_clear": None if judge is None else judge(state.w).get("accuracy")}
 
     def validate(self) -> None:
+        if self.predict and (self.rounds or self.protocol != "masked" or not self.trained):
+            raise InputError(
+                'method.predict = true trains nothing: expected rounds = 0, protocol = "masked", and in trained the '
+                "folder of a finished run"
+            )
         if self.protocol != "permuted":
             if self.labels != "permuted":
                 raise InputError(f'method.labels = "{self.labels}" belongs to protocol = "permuted"; drop it')

@@ -23,12 +23,14 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
     passing = Passing.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
     passing.opened = fed.ask(method.open, told=passing.hello())
+    passing.count_bytes()
     batches = {client: len(spans(o.rows, passing.batch)) for client, o in passing.opened.items()}
     for batch in range(max(batches.values(), default=0)):
         left = [c for c, count in batches.items() if batch < count and batch not in passing.done.get(c, ())]
         if not left:
             continue
         rows = fed.ask(method.rows, of=left, least=0, batch=batch)
+        passing.count_bytes()
         if not rows:
             continue
         states = clear_states(passing.model, rows)

@@ -7,7 +7,7 @@ and block, and every round trains on what came once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,6 +46,7 @@ class Hello:
         picture: how pictures become the model's input (see :func:`fedfm.models.inputs.told`).
         digest: sha256 of the model.
         key: the server's public key, with encryption.
+        ring: degree of the ciphertexts' ring, with encryption.
         release, scales: permuted: from the tokens of a block to what the adapters read, (P, T), and what they are
             divided by, (L,).
     """
@@ -64,6 +65,7 @@ class Hello:
     picture: dict[str, Any]
     digest: str
     key: Tensor | None = None
+    ring: int = 8192
     release: Tensor | None = None
     scales: Tensor | None = None
 
@@ -75,7 +77,7 @@ class Opened:
     Attributes:
         rows: its numbers of rows, of each of :data:`PARTS`.
         key: its public key, with encryption.
-        keys: its evaluation keys.
+        keys: a message with its evaluation keys.
     """
 
     rows: dict[str, int]
@@ -139,7 +141,9 @@ class Held:
         if (told.key is None) != (self.encryption == "clear"):
             raise ClientFault(E_FIELD, f'a server that does not agree on encryption = "{self.encryption}"')
         client.store["told"] = pack(told)
-        key, evaluation = (None, None) if told.key is None else self.sessions.open(client, told.session, told.tokens)
+        key, evaluation = None, None
+        if told.key is not None:
+            key, evaluation = self.sessions.open(client, told.session, told.tokens, told.ring, told.key)
         return Opened(counts(client), key, evaluation)
 
     def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:
@@ -274,7 +278,7 @@ class Held:
         train, val, test = (parts[part] for part in PARTS)
         return ClientData(lambda: train, lambda: val, lambda: test)
 
-    def _batch(self, client: Client, told: Hello, batch: int) -> tuple[Any, Tensor]:
+    def _batch(self, client: Client, told: Hello, batch: int) -> tuple[list[Any], Tensor]:
         """Pictures and labels of a batch."""
         of = (spans_by_part if self.protocol == "permuted" else spans)(counts(client), told.batch)
         if not 0 <= batch < len(of):
@@ -282,9 +286,10 @@ class Held:
         span = of[batch]
         parts = [getattr(client.data, part) for part in ([span.part] if span.part else PARTS)]
         parts = [rows for rows in parts if len(rows)]
-        pictures = torch.cat([rows.tensors["pixels"] for rows in parts])
-        labels = torch.cat([rows.labels for rows in parts])
-        return pictures[span.start : span.stop].numpy(), labels[span.start : span.stop]
+        # Rows to predict have no labels.
+        labels = torch.cat([torch.full((len(r),), -1) if r.labels is None else r.labels for r in parts])
+        pictures = itertools.chain.from_iterable(map(pictures_of, parts))
+        return list(itertools.islice(pictures, span.start, span.stop)), labels[span.start : span.stop]
 
 
 def counts(client: Client) -> dict[str, int]:
@@ -304,8 +309,21 @@ def told_to(client: Client) -> Hello:
     return found
 
 
-def prepared(pictures: np.ndarray, told: Hello) -> Tensor:
-    """Pictures uint8 (n, H, W, C) as pixel values (n, 3, H', W')."""
+def pictures_of(rows: Rows) -> Iterable[Any]:
+    """Pictures uint8 (H, W, C), or paths or encoded pictures.
+
+    Raises:
+        ClientFault: the rows are no pictures.
+    """
+    if rows.pictures is not None:
+        return rows.pictures
+    if "pixels" not in rows.tensors:
+        raise ClientFault(E_FIELD, f"rows of {', '.join(rows.tensors) or 'text'}: the server's model takes pictures")
+    return iter(rows.tensors["pixels"].numpy())
+
+
+def prepared(pictures: Sequence[Any], told: Hello) -> Tensor:
+    """Pictures as pixel values (n, 3, H', W'), resized and normalised as the server says."""
     return inputs.pixels(pictures, inputs.from_told(told.picture))
 
 

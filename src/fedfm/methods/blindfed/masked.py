@@ -10,23 +10,26 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.client import ClientId
+from fedfm.core.client import ClientId, each
 from fedfm.core.federation import Federation
 from fedfm.core.rows import Rows
 from fedfm.errors import E_CLIENT, ClientFault, InputError
 from fedfm.methods.blindfed.encrypted import Checkpoint, Holder, Owner
 from fedfm.methods.blindfed.foundation import check
 from fedfm.methods.blindfed.holding import Hello, Opened, RowSpan, of_bytes, pack, spans, to_bytes, unpack
+from fedfm.methods.blindfed.messages import parameters_of
 from fedfm.methods.blindfed.passing import Passing
 from fedfm.methods.blindfed.processes import EncryptedBatch, run_all
+from fedfm.methods.blindfed.sessions import keys_channel
 from fedfm.models.folding import folded
 from fedfm.models.side_adapter import STATES, Release, SideModel
 from fedfm.privacy.crypto import keys
@@ -36,9 +39,12 @@ if TYPE_CHECKING:
     from fedfm.methods.blindfed.blindfed import BlindFed
 
 
+_SILENT = "it gave no valid reply"
+
+
 def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
     """All rows pass the server's model, encrypted; figures for the result."""
-    return EncryptedPasses(method, fed, Passing.begin(fed, check(fed.model, method.foundation))).go()
+    return EncryptedPasses(method, fed, Passing.begin(fed, check(fed.model, method.foundation), method.ring)).go()
 
 
 @dataclass
@@ -88,9 +94,25 @@ class EncryptedPasses:
             public = of_bytes(keys.public_of(fed.secret("channel")))
             least = max(0, fed.min_clients - len(known))
             told = self._told(public)
-            for client, opened in fed.ask(self.method.open, of=new, least=least, form="encrypted", told=told).items():
+            ask = partial(fed.ask, self.method.open, of=new, least=least, form="encrypted", check=self._check_keys)
+            for client, opened in ask(told=told).items():
                 fed.store[f"opened-{client}"] = pack(opened)
                 passing.opened[client] = opened
+            passing.count_bytes()
+
+    def _check_keys(self, opened: Opened) -> None:
+        self._public_keys(opened)
+
+    def _public_keys(self, opened: Opened) -> bytes:
+        """A client's evaluation keys.
+
+        Raises:
+            ClientFault: they, or the key for agreements, are not what it sent.
+        """
+        own, session = self.fed.secret("channel"), self.passing.session.hex()
+        return keys_channel(own, to_bytes(opened.key), session, self.passing.ring, "server").unpack_keys(
+            to_bytes(opened.keys)
+        )
 
     def _told(self, public: Tensor) -> Hello:
         return self.passing.hello(key=public)
@@ -102,7 +124,7 @@ class EncryptedPasses:
         opened, place, session = self.passing.opened[client], _place(client, batch), os.urandom(16)
         key = keys.agree(self.fed.secret("channel"), to_bytes(opened.key), session)
         start = Checkpoint.from_bytes(self.fed.store[place]) if place in self.fed.store else None
-        return EncryptedBatch(client, batch, to_bytes(opened.keys), session, key, ledger, start)
+        return EncryptedBatch(client, batch, self._public_keys(opened), session, key, ledger, start)
 
     # --- of the processes ---------------------------------------------------------------------------------------------
     def rows(self, job: EncryptedBatch) -> bytes:
@@ -114,6 +136,27 @@ class EncryptedPasses:
         """Carry a refresh to the client, and its answer back."""
         self.figures["refreshes"] = self.figures.get("refreshes", 0) + 1
         return to_bytes(self._ask(job, self.method.refresh, down="encrypted", message=of_bytes(message)))
+
+    def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
+        """Carry refreshes of several batches together, one of each client in a message."""
+        answers: list[bytes | ClientFault] = [ClientFault(E_CLIENT, _SILENT)] * len(asked)
+        left = list(range(len(asked)))
+        while left:
+            turn = {asked[i][0].client: i for i in reversed(left)}
+            left = [i for i in left if i not in turn.values()]
+            here = {c: of_bytes(asked[i][1]) for c, i in turn.items() if c not in self.gone}
+            if not here:
+                continue
+            found = self.fed.ask(
+                self.method.refresh, of=here, least=0, form="encrypted", down="encrypted", message=each(here)
+            )
+            self.gone |= here.keys() - found.keys()
+            self._count(here.values(), found.values())
+            self.figures["refreshes"] = self.figures.get("refreshes", 0) + len(found)
+            self.figures["exchanges"] = self.figures.get("exchanges", 0) + 1
+            for client, answer in found.items():
+                answers[turn[client]] = to_bytes(answer)
+        return answers
 
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
         """Send a block's released states; with the last block the batch has passed."""
@@ -144,12 +187,15 @@ class EncryptedPasses:
         found = self.fed.ask(handler, of=[client], least=0, form="encrypted", **payload)
         if client not in found:
             self.gone.add(client)
-            raise ClientFault(E_CLIENT, "it gave no valid reply")
+            raise ClientFault(E_CLIENT, _SILENT)
         came = found[client]
-        parts = (*payload.values(), *(came.values() if isinstance(came, dict) else [came]))
-        crossed = sum(x.nbytes for x in parts if isinstance(x, Tensor))
-        self.figures["bytes"] = self.figures.get("bytes", 0) + crossed
+        self._count(payload.values(), came.values() if isinstance(came, dict) else [came])
         return found[client]
+
+    def _count(self, *sides: Iterable[Any]) -> None:
+        crossed = sum(x.nbytes for side in sides for x in side if isinstance(x, Tensor))
+        self.figures["bytes"] = self.figures.get("bytes", 0) + crossed
+        self.passing.count_bytes()
 
     # --- figures ------------------------------------------------------------------------------------------------------
     def _note(self) -> None:
@@ -157,7 +203,6 @@ class EncryptedPasses:
         self.figures["seconds"] = self.figures.get("seconds", 0) + now - self._begun
         self._begun = now
         self.fed.store["figures"] = json.dumps(self.figures).encode()
-        self.passing.count_bytes()
 
     def _ledger(self, client: ClientId) -> DistanceLedger:
         """The client's, as far as it was spent."""
@@ -176,6 +221,7 @@ class EncryptedPasses:
             "seconds_per_sample": found.get("seconds", 0.0) / rows,
             "ciphertext_bytes": found.get("bytes", 0.0) / rows,
             "refreshes": found.get("refreshes", 0.0),
+            "exchanges": found.get("exchanges", 0.0),
             "encrypted_rows": found.get("rows", 0.0),
             "statistical_distance": max(spent, default=0.0),
         }
@@ -190,7 +236,7 @@ def _place(client: ClientId, batch: int) -> str:
     return f"states-{client}-{batch}"
 
 
-def in_one_place(model: SideModel, rows: Rows) -> Rows:
+def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     """Rows of pixel values as released states, by the whole protocol between a new holder and the owner.
 
     Raises:
@@ -200,7 +246,7 @@ def in_one_place(model: SideModel, rows: Rows) -> Rows:
         raise InputError("encrypted passes take pictures")
     backbone, released, _ = model.owned
     matrices, kind, projection = folded(backbone.module), model.adaptation_spec.released, _rows_of(released)
-    holder = Holder.new(len(matrices.positions))
+    holder = Holder.new(len(matrices.positions), parameters_of(ring))
     public, ledger, blocks = holder.public(), DistanceLedger(), model.net.shape[0]
     done = [torch.zeros(0, *model.net.shape)]
     for part in Rows(rows.tensors).batches(holder.layout.samples):

@@ -33,6 +33,11 @@ def number_of(parameters: Parameters) -> int:
     return SETS.index(parameters)
 
 
+def parameters_of(ring: int) -> Parameters:
+    """The parameter set of a ring of this degree."""
+    return next(parameters for parameters in SETS if parameters.degree == ring)
+
+
 def floor_of(parameters: Parameters) -> int:
     """Primes of ciphertexts that are refreshed."""
     return FLOORS[number_of(parameters)]

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from fedfm.core.client import ClientId, each
 from fedfm.core.federation import Federation
+from fedfm.core.transcript import Crossing
 from fedfm.methods.blindfed.holding import PARTS, Hello, Opened
 from fedfm.models import inputs
 from fedfm.models.folding import Patches, folded
 from fedfm.models.side_adapter import SideModel
 
-SLOTS = 4096  # rows times tokens of a batch, as with the smallest ring
-_SESSION, _DONE, _CROSSED = "session", "done", "crossed"  # in the server's store
+SLOTS = 4096  # rows times tokens of a batch, with a ring of degree 8192
+_SESSION, _DONE, _CROSSED = "session", "done", "crossed-"  # in the server's store
+_PAGE = 64  # crossings of one entry of the store, which is written again with each message
 _OFTEN = 5.0  # seconds between two words on how far it is
 
 
@@ -32,6 +34,7 @@ class Passing:
         fed: the federation.
         model: the twin with side adapters.
         session: 16 bytes, the same after a resume.
+        ring: degree of the ciphertexts' ring; in the clear it says how many rows pass together.
         opened: what the clients answered.
         done: batches that have passed, by client; on the disk before the next one begins.
     """
@@ -39,22 +42,23 @@ class Passing:
     fed: Federation
     model: SideModel
     session: bytes
+    ring: int = 8192
     opened: dict[ClientId, Opened] = field(default_factory=dict)
     done: dict[ClientId, list[int]] = field(default_factory=dict)
     _begun: float = field(default_factory=time.monotonic)
     _told: float = 0.0
+    _full: int = 0
 
     @classmethod
-    def begin(cls, fed: Federation, model: SideModel) -> Passing:
+    def begin(cls, fed: Federation, model: SideModel, ring: int = 8192) -> Passing:
         """A session, or that of the killed run that goes on."""
         if _SESSION not in fed.store:
             fed.store[_SESSION] = os.urandom(16)
         done = json.loads(fed.store[_DONE]) if _DONE in fed.store else {}
-        if _CROSSED in fed.store:  # before this process
-            up, down = json.loads(fed.store[_CROSSED])
-            fed.transcript.bytes_up += up
-            fed.transcript.bytes_down += down
-        return cls(fed, model, fed.store[_SESSION], done=done)
+        for key in sorted(key for key in fed.store if key.startswith(_CROSSED)):  # before this process
+            for values in json.loads(fed.store[key]):
+                fed.transcript.add(Crossing(*values))
+        return cls(fed, model, fed.store[_SESSION], ring, done=done)
 
     @property
     def tokens(self) -> int:
@@ -64,7 +68,7 @@ class Passing:
     @property
     def batch(self) -> int:
         """Rows that pass together."""
-        return max(SLOTS // self.tokens, 1)
+        return max(SLOTS * self.ring // 8192 // self.tokens, 1)
 
     def hello(self, **more: Any) -> Hello:
         """What every client is told."""
@@ -86,6 +90,7 @@ class Passing:
             "extra": patches.extra,
             "picture": inputs.told(model.tools.processor),
             "digest": model.fingerprint,
+            "ring": self.ring,
         }
         return Hello(**(told | more))
 
@@ -97,9 +102,14 @@ class Passing:
         self.count_bytes()
 
     def count_bytes(self) -> None:
-        """Keep the bytes that have crossed: a killed run does not forget them."""
-        crossed = self.fed.transcript.bytes_up, self.fed.transcript.bytes_down
-        self.fed.store[_CROSSED] = json.dumps(crossed).encode()
+        """Keep what has crossed: a killed run forgets no message that was answered."""
+        pending = self.fed.transcript.pending  # of round 0, which is not committed
+        while len(pending) > self._full * _PAGE:
+            page = pending[self._full * _PAGE :][:_PAGE]
+            self.fed.store[f"{_CROSSED}{self._full:06}"] = json.dumps(page).encode()
+            if len(page) < _PAGE:
+                return
+            self._full += 1
 
     def tell(self, part: float, what: str) -> None:
         """Say how far it is, now and then, with the time that is left."""

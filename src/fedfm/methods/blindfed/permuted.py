@@ -31,6 +31,7 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
     _, released, scales = passing.model.owned
     told = passing.hello(release=released.positions, scales=scales)
     passing.opened = fed.ask(method.open, told=told)
+    passing.count_bytes()
     for client, opened in passing.opened.items():
         for batch in range(len(spans_by_part(opened.rows, passing.batch))):
             if batch in passing.done.get(client, ()):
@@ -44,6 +45,7 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
 def _batch(method: BlindFed, fed: Federation, passing: Passing, client: ClientId, batch: int) -> bool:
     """One batch of one client; whether the client has answered everything."""
     sent = fed.ask(method.labelled, of=[client], least=0, batch=batch)
+    passing.count_bytes()
     if client not in sent:
         return False
     rows, labels = sent[client]["rows"], sent[client]["labels"]
@@ -54,6 +56,7 @@ def _batch(method: BlindFed, fed: Federation, passing: Passing, client: ClientId
         turned = levels[block - 1][pi[block - 1]]  # B_l Pi_l
         if not fed.ask(method.turn, of=[client], least=0, batch=batch, block=block, states=turned):
             return False
+        passing.count_bytes()
     seen: Tensor = labels[pi[-1]] if method.labels == "permuted" else labels[:0]
     steps = orders.steps(pi)
     return bool(fed.ask(method.align, of=[client], least=0, batch=batch, orders=steps, labels=seen))

@@ -24,6 +24,7 @@ from fedfm.methods.blindfed import orders
 from fedfm.methods.blindfed.foundation import check
 from fedfm.methods.blindfed.holding import Hello, RowSpan, of_bytes, spans_by_part, to_bytes
 from fedfm.methods.blindfed.masked import EncryptedPasses
+from fedfm.methods.blindfed.messages import parameters_of
 from fedfm.methods.blindfed.passing import Passing
 from fedfm.methods.blindfed.permuted_holder import PermutedHolder
 from fedfm.methods.blindfed.permuted_owner import PermutedOwner, both, order_bytes
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
     """All rows pass the server's model, encrypted and in secret orders; figures for the result."""
-    return PermutedPasses(method, fed, Passing.begin(fed, check(fed.model, method.foundation))).go()
+    return PermutedPasses(method, fed, Passing.begin(fed, check(fed.model, method.foundation), method.ring)).go()
 
 
 @dataclass
@@ -82,7 +83,7 @@ class PermutedPasses(EncryptedPasses):
         return orders.drawn(self.fed.secret("orders"), client, batch, self._levels, span.stop - span.start)
 
 
-def in_one_place(model: SideModel, rows: Rows) -> Rows:
+def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     """Rows of pixel values as released states, by the whole protocol between a new holder and the owner.
 
     The holder is told the last order as well: else it would not know which states are of which row.
@@ -96,7 +97,7 @@ def in_one_place(model: SideModel, rows: Rows) -> Rows:
         raise InputError('1 row: with protocol = "permuted" a batch in a secret order needs at least 2')
     backbone, released, scales = model.owned
     matrices, kind, levels = folded(backbone.module), model.adaptation_spec.released, model.net.shape[0]
-    holder = PermutedHolder.new(len(matrices.positions))
+    holder = PermutedHolder.new(len(matrices.positions), parameters_of(ring))
     public, ledger, secret = holder.public(), DistanceLedger(), os.urandom(32)
     done = [torch.zeros(0, *model.net.shape)]
     for number, span in enumerate(spans_by_part({"train": len(rows), "val": 0, "test": 0}, holder.layout.samples)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from fedfm.privacy.crypto.ring import SECURE_BITS, Parameters
 from fedfm.privacy.crypto.slots import weighted_sum
 
 _AGAIN = 4  # ciphertexts and turns of a timed operation
-_WIDE = 32  # ciphertexts of a timed refresh: as in a run, they do not fit the cache
+_WIDE = 32  # ciphertexts of a timed product; larger refreshes are timed once
 _SIDES: tuple[Sender, Sender] = ("client", "server")
 
 
@@ -198,37 +198,10 @@ def _seconds(
         else:
             step = min(layout.rotations)
             each[name, limbs] = _timed(lambda y=y, step=step: server.rotate(y, step))  # type: ignore[misc]
-    masking = Masking(folded.bound)
-    here, there = (Channel(parameters, bytes(32), bytes(16), side) for side in _SIDES)
     many = Ciphertexts(np.repeat(x.limbs, _WIDE // _AGAIN, axis=0), x.scale, server)
-    hidden, _ = masking.hide(many.at(floor))
-    message = there.pack(hidden.residues, x.scale)
-
-    def answer() -> bytes:
-        here.received = here.sent = 0
-        return answered(client, here, message, floor)
-
-    reply = answer()
-
-    def ask() -> None:
-        there.received = there.sent = 0
-        covered, mask = masking.hide(many.at(floor))
-        there.pack(covered.residues, x.scale)
-        fresh, scale = there.unpack(reply, limbs=parameters.limbs)
-        masking.reveal(Ciphertexts(fresh.view(np.uint64), scale, server), mask)
-
-    def renew() -> bytes:
-        here.sent = 0
-        return sealed(client, here, np.ones((_WIDE, parameters.slots)))
-
-    fresh = renew()
-
-    def take() -> None:
-        there.received = 0
-        there.unpack(fresh, limbs=parameters.limbs)
-
-    theirs, ours = _timed(answer, _WIDE), _timed(ask, _WIDE)
-    returned, taken = (_timed(renew, _WIDE), _timed(take, _WIDE)) if again else (0.0, 0.0)
+    sizes = Counter(size for c in counts for size in c.refreshes)
+    theirs, ours = _refreshes(client, x, floor, folded.bound, sizes)
+    returned, taken = _returns(client) if again else (0.0, 0.0)
     term = _timed(lambda: products(x, x))
     matrix = _timed(lambda: linear(np.ones((_WIDE, _WIDE)), many), _WIDE**2)
     m = np.mean([len(layer.weights["up"]) for layer in folded.blocks])
@@ -241,11 +214,65 @@ def _seconds(
     ), len(public)
 
 
-def _timed(work: Callable[[], object], count: int = _AGAIN) -> float:
+def _refreshes(
+    client: ckks.ClientKeys, x: Ciphertexts, floor: int, bound: float, sizes: Mapping[int, int]
+) -> tuple[float, float]:
+    """(client, owner) seconds of a ciphertext in refreshes of these sizes, which occur so often.
+
+    A message of hundreds of ciphertexts takes up to twice the time a ciphertext of a small one: it does not fit the
+    cache, and the system has to clear its memory first.
+    """
+    parameters, masking = client.parameters, Masking(bound)
+    theirs = ours = 0.0
+    for size, often in sizes.items():
+        here, there = (Channel(parameters, bytes(32), bytes(16), side) for side in _SIDES)
+        many = Ciphertexts(np.repeat(x.limbs, -(-size // len(x)), axis=0)[:size], x.scale, x.evaluator)
+        hidden, _ = masking.hide(many.at(floor))
+        message = there.pack(hidden.residues, x.scale)
+
+        def answer(here: Channel = here, message: bytes = message) -> bytes:
+            here.received = here.sent = 0
+            return answered(client, here, message, floor)
+
+        reply = answer()
+
+        def ask(there: Channel = there, many: Ciphertexts = many, reply: bytes = reply) -> None:
+            there.received = there.sent = 0
+            covered, mask = masking.hide(many.at(floor))
+            there.pack(covered.residues, x.scale)
+            fresh, scale = there.unpack(reply, limbs=parameters.limbs)
+            masking.reveal(Ciphertexts(fresh.view(np.uint64), scale, x.evaluator), mask)
+
+        turns = 1 if size > _WIDE else _AGAIN
+        theirs += often * _timed(answer, 1, turns)
+        ours += often * _timed(ask, 1, turns)
+    total = sum(size * often for size, often in sizes.items())
+    return theirs / total, ours / total
+
+
+def _returns(client: ckks.ClientKeys) -> tuple[float, float]:
+    """(client, owner) seconds of a ciphertext that the client encrypts afresh and sends."""
+    parameters = client.parameters
+    here, there = (Channel(parameters, bytes(32), bytes(16), side) for side in _SIDES)
+
+    def renew() -> bytes:
+        here.sent = 0
+        return sealed(client, here, np.ones((_WIDE, parameters.slots)))
+
+    fresh = renew()
+
+    def take() -> None:
+        there.received = 0
+        there.unpack(fresh, limbs=parameters.limbs)
+
+    return _timed(renew, _WIDE), _timed(take, _WIDE)
+
+
+def _timed(work: Callable[[], object], count: int = _AGAIN, turns: int = _AGAIN) -> float:
     """CPU seconds of one of ``count`` ciphertexts: the least of some turns."""
     work()  # compiles, and makes tables
     best = math.inf
-    for _ in range(_AGAIN):
+    for _ in range(turns):
         start = time.process_time()
         work()
         best = min(best, time.process_time() - start)

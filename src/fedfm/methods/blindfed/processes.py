@@ -2,7 +2,8 @@
 
 Each job, one batch of one client, runs in a process of its own kind (:mod:`~fedfm.methods.blindfed.worker`). Processes
 are started afresh, never forked, and exchange bytes over pipes. Only this process talks to clients, keeps checkpoints,
-and enters distances into ledgers.
+and enters distances into ledgers. Refreshes of several clients that are wanted at the same time travel together: on a
+network a message takes longer than the computation between two of them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import os
 import selectors
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from fedfm.methods.blindfed.releases import Numbers
 from fedfm.privacy.crypto.refresh import Spending
 
 _WAIT = 10.0  # seconds for a process to end
+_PATIENCE = 0.25  # how long a refresh waits for others, as a share of the time that the last exchange took
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,14 @@ class Relay(Protocol):
 
     def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
         """Keep a :class:`Checkpoint` as bytes, after its states were sent."""
+
+
+@runtime_checkable
+class Gathering(Relay, Protocol):
+    """A relay that asks several clients at once."""
+
+    def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
+        """The answers to refreshes, in this order."""
 
 
 class _BlockProcess:
@@ -150,11 +161,14 @@ def run_all(
                 ready.register(worker.source, selectors.EVENT_READ, worker)
             for worker in workers:
                 failed |= _next(worker, left, relay)
+            waiting = _Waiting(relay)
             while any(worker.job for worker in workers):
-                for found, _ in ready.select():
+                busy = sum(worker.job is not None for worker in workers) - len(waiting.asked)
+                for found, _ in ready.select(waiting.patience(busy)):
                     worker = found.data
-                    if not _answered(worker, relay, failed):
+                    if not _answered(worker, waiting, failed):
                         failed |= _next(worker, left, relay)
+                waiting.settle(len([w for w in workers if w.job]), failed)
         finally:
             for worker in workers:
                 worker.end()
@@ -178,29 +192,80 @@ def _next(worker: _BlockProcess, left: list[EncryptedBatch], relay: Relay) -> di
     return failed
 
 
-def _answered(worker: _BlockProcess, relay: Relay, failed: dict[tuple[Any, int], ClientFault]) -> bool:
-    """Answer one question of a process; False if its job has ended."""
+class _Waiting:
+    """Refreshes that wait for those of other processes, to travel with them."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self.asked: list[tuple[_BlockProcess, EncryptedBatch, bytes]] = []
+        self._since = self._took = 0.0
+
+    def add(self, worker: _BlockProcess, job: EncryptedBatch, message: bytes) -> None:
+        """One more."""
+        self._since = self._since if self.asked else time.monotonic()
+        self.asked.append((worker, job, message))
+
+    def patience(self, busy: int) -> float | None:
+        """Seconds to wait for more, with so many processes at work; None: until one of them asks."""
+        if not self.asked:
+            return None
+        return max(0.0, self._since + _PATIENCE * self._took - time.monotonic()) if busy else 0.0
+
+    def settle(self, jobs: int, failed: dict[tuple[Any, int], ClientFault]) -> None:
+        """Exchange them, if there is nobody of ``jobs`` processes to wait for any longer."""
+        if not self.asked or self.patience(jobs - len(self.asked)):
+            return
+        asked, self.asked, begun = self.asked, [], time.monotonic()
+        pairs = [(job, message) for _, job, message in asked]
+        if isinstance(self.relay, Gathering):
+            answers = self.relay.refreshes(pairs)
+        else:
+            answers = [_tried(self.relay, job, message) for job, message in pairs]
+        self._took = time.monotonic() - begun
+        for (worker, job, _), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, ClientFault):
+                _fail(worker, job, answer, failed)
+            else:
+                worker.write(frames.ANSWER, answer)
+
+
+def _tried(relay: Relay, job: EncryptedBatch, message: bytes) -> bytes | ClientFault:
+    try:
+        return relay.refresh(job, message)
+    except ClientFault as fault:
+        return fault
+
+
+def _fail(
+    worker: _BlockProcess, job: EncryptedBatch, fault: ClientFault, failed: dict[tuple[Any, int], ClientFault]
+) -> None:
+    failed[job.client, job.batch] = fault  # itself: it may know more than its code and reason
+    worker.write(frames.FAULT, fault.code.encode(), fault.reason.encode())
+
+
+def _answered(worker: _BlockProcess, waiting: _Waiting, failed: dict[tuple[Any, int], ClientFault]) -> bool:
+    """Answer one question of a process, or let it wait; False if its job has ended."""
     kind, parts = worker.read()
-    job = worker.job
+    job, relay = worker.job, waiting.relay
     if job is None or kind == frames.BROKEN:
         raise RunError(parts[0].decode() if parts else "a process of the encrypted computation spoke unasked")
     if kind in (frames.DONE, frames.FAILED):
         if kind == frames.FAILED:
             failed.setdefault((job.client, job.batch), ClientFault(parts[0].decode(), parts[1].decode()))
         return False
+    if kind == frames.REFRESH:
+        waiting.add(worker, job, parts[0])
+        return True
+    answer = b""
     try:
-        answer = b""
         if kind == frames.SPEND:
             job.ledger.spend(*frames.SPENT.unpack(parts[0]))
-        elif kind == frames.REFRESH:
-            answer = relay.refresh(job, parts[0])
         elif kind == frames.RELEASE:
             answer = relay.release(job, int(parts[0]), parts[1]) or b""
         elif kind == frames.SAVE:
             relay.save(job, parts[0])
     except ClientFault as fault:
-        failed[job.client, job.batch] = fault  # itself: it may know more than its code and reason
-        worker.write(frames.FAULT, fault.code.encode(), fault.reason.encode())
+        _fail(worker, job, fault, failed)
         return True
     worker.write(frames.ANSWER, answer)
     return True

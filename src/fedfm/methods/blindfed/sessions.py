@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from fedfm.core.client import Client
-from fedfm.errors import E_ROUND, ClientFault
+from fedfm.errors import E_FORMAT, E_ROUND, E_VERSION, ClientFault
 from fedfm.methods.blindfed.holder import Holder
 from fedfm.methods.blindfed.holding import of_bytes, to_bytes
+from fedfm.methods.blindfed.messages import SETS, parameters_of
 from fedfm.models.folding import Patches
 from fedfm.privacy.crypto import keys
-from fedfm.privacy.crypto.ciphertext_wire import session_of
+from fedfm.privacy.crypto.ciphertext_wire import Channel, Sender, session_of
 
 _KEY = "ckks"  # in the client's store; "channel" is its secret for key agreements
 
@@ -35,12 +36,20 @@ class Sessions:
     kind: ClassVar[type[Holder]] = Holder
     _holders: dict[tuple[str, str], Holder] = field(default_factory=dict)
 
-    def open(self, client: Client, run: str, tokens: int) -> tuple[Tensor, Tensor]:
-        """The public key for agreements, and the evaluation keys; the secret key is made once and kept."""
+    def open(self, client: Client, run: str, tokens: int, ring: int, server: Tensor) -> tuple[Tensor, Tensor]:
+        """The public key for agreements, and a message with the evaluation keys; the secret key is made once and kept.
+
+        Raises:
+            ClientFault: the ring is none that fedfm has parameters of 128-bit security for.
+        """
+        if ring not in [parameters.degree for parameters in SETS]:
+            raise ClientFault(E_VERSION, f"a ring of degree {ring} is wanted, which this side does not have")
         if _KEY not in client.store:
-            client.store[_KEY] = self.kind.new(tokens).to_bytes()
+            client.store[_KEY] = self.kind.new(tokens, parameters_of(ring)).to_bytes()
         holder = self._holder(client, run)
-        return of_bytes(keys.public_of(client.secret("channel"))), of_bytes(holder.public())
+        own = client.secret("channel")
+        message = keys_channel(own, to_bytes(server), run, ring, "client").pack_keys(holder.public())
+        return of_bytes(keys.public_of(own)), of_bytes(message)
 
     def rows(
         self, client: Client, run: str, server: Tensor, session: Tensor, pixels: Tensor, patches: Patches
@@ -94,6 +103,23 @@ class Sessions:
     def _keep(self, client: Client, holder: Holder, name: bytes) -> None:
         client.store[_place(name)] = json.dumps(list(holder.counts(name))).encode()
         holder.end(name)
+
+
+def keys_channel(own: bytes, other: bytes, run: str, ring: int, side: Sender) -> Channel:
+    """The channel of one message, with the evaluation keys and a tag; its session is the run's.
+
+    Args:
+        own, other: this side's secret and the other side's public key for agreements.
+        run: :attr:`~fedfm.methods.blindfed.holding.Hello.session`.
+
+    Raises:
+        ClientFault: the other side's key is none.
+    """
+    session = bytes.fromhex(run)
+    try:
+        return Channel(parameters_of(ring), keys.agree(own, other, session), session, side)
+    except ValueError:
+        raise ClientFault(E_FORMAT, "the key for agreements is none") from None
 
 
 def _place(session: bytes) -> str:

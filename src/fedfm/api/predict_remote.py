@@ -1,0 +1,77 @@
+"""Predictions of a run whose model stays with its owner, where the rows are: one silo and a SuperLink on loopback.
+
+Between real sites the owner submits the same experiment to their SuperLink, and a silo's file names the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedfm.api.execute import drive, load_run
+from fedfm.config.experiment import Experiment
+from fedfm.core.capabilities import Foretelling
+from fedfm.errors import InputError, RunError
+from fedfm.runtime import silo_predictions
+from fedfm.runtime.progress import Progress
+from fedfm.runtime.run_directory import Run
+
+HOLDER = "holder"  # the silo's name
+
+
+def asking(run: Run) -> Experiment:
+    """The experiment that lets silos predict by a finished run of BlindFed.
+
+    Raises:
+        InputError: the run is of another method, or its rows did not pass encrypted.
+    """
+    experiment, method = run.experiment, run.experiment.method
+    if not isinstance(method, Foretelling) or experiment.method.needs.local:
+        raise InputError(
+            f"{run.path}: --engine deployment predicts at a silo without the model, by runs of blindfed with "
+            f'encryption = "ckks"; this one is of {run.experiment.method_name}: drop it'
+        )
+    return replace(
+        experiment,
+        name=f"{experiment.name}-predicts"[:64],
+        method=replace(method, rounds=0, predict=True, trained=str(run.path.resolve())),  # type: ignore[type-var]
+        run=replace(experiment.run, engine="deployment", workers=0, wire=False, superlink=None, min_clients=1),
+    )
+
+
+def predict_remote(path: str | Path, file: str | Path, progress: Progress | None = None) -> dict[str, Any]:
+    """As :func:`fedfm.api.predict.predict`: the rows are at a node of its own, the model at the SuperLink's.
+
+    Raises:
+        InputError: the run cannot predict in this way, or there are no such rows.
+        RunError: the silo gave no predictions.
+    """
+    run = load_run(path)
+    if run.manifest["result"] is None:
+        raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
+    experiment = asking(run)
+    if not Path(file).expanduser().exists():
+        raise InputError(f"{file}: no such file or folder; predict takes rows")
+    with tempfile.TemporaryDirectory(prefix="fedfm-predict-") as folder:
+        silo, rows = Path(folder) / "silo.toml", str(Path(file).expanduser().resolve())
+        told = {"name": HOLDER, "data": rows, "predict": rows, "image": experiment.data.image}
+        lines = [f"{key} = {json.dumps(value)}" for key, value in told.items()]
+        silo.write_text("\n".join([*lines, 'allow = ["reply"]']), encoding="utf-8")
+        asked = Run.create(experiment, Path(folder) / "run")
+        drive(asked, progress or Progress(), fresh=True, silos={HOLDER: silo})
+        found = silo_predictions.report(silo)["runs"]
+        if not found:
+            raise RunError(f"{path}: the rows of {file} got no predictions")
+        lines_of = found[-1]["predictions"]
+    result = {
+        "run": str(path),
+        "classes": list(run.manifest["model"]["classes"]),
+        "predictions": [line["prediction"] for line in lines_of],
+        "probabilities": [line["probabilities"] for line in lines_of],
+    }
+    if lines_of and "file" in lines_of[0] and Path(rows).is_dir():
+        result["files"] = [str(Path(line["file"]).relative_to(rows)) for line in lines_of]
+    return result

@@ -1,0 +1,67 @@
+"""Predictions of a finished run where the rows are: they pass the model as in training, adapters and head come to them.
+
+The server sees ciphertexts and a number of rows. It sends (theta, eta) of the finished run, and a client writes its
+predictions into its own store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedfm.core.capabilities import PREDICTIONS
+from fedfm.core.client import Client
+from fedfm.core.federation import Federation
+from fedfm.errors import E_LOST, ClientFault, InputError
+from fedfm.linalg.params import Params
+from fedfm.models.export import load_adapter
+from fedfm.models.side_adapter import SideModel
+
+_ALIKE = ("foundation", "released", "projection", "rank")  # settings on which adapters depend
+
+
+def trained(method: Any, fed: Federation, model: SideModel) -> Params:
+    """(theta, eta) of the finished run that ``method.trained`` names.
+
+    Raises:
+        InputError: there is none, or it is of another model.
+    """
+    folder, where = Path(method.trained), f'method.trained = "{method.trained}"'
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{where}: no run can be read there ({error}); expected the folder of a finished run"
+        ) from None
+    of = manifest["experiment"]["method"]
+    if manifest.get("result") is None or of.get("name") != "blindfed":
+        raise InputError(f"{where}: expected a finished run of blindfed")
+    for key in _ALIKE:
+        ours = getattr(method, key)
+        if of.get(key, ours) != ours:
+            raise InputError(f"{where}: its {key} is {of[key]!r}, here it is {ours!r}; expected the same")
+    if manifest["fingerprints"]["model"] != model.fingerprint:
+        raise InputError(f"{where}: its foundation model was another one")
+    if list(manifest["model"]["classes"]) != list(model.classes):
+        raise InputError(f"{where}: its classes are {', '.join(manifest['model']['classes'])}; expected the same here")
+    return load_adapter(fed.model, folder / "adapter")
+
+
+def keep(client: Client, seen: Client, w: Params) -> int:
+    """Client half: write the predictions of all its rows; it tells how many."""
+    rows, model = seen.data.test, seen.model
+    if not len(rows):
+        raise ClientFault(E_LOST, "there are no rows to predict")
+    model.load(w)
+    probabilities = torch.softmax(model.predict(rows), 1)
+    given = client.data.test.pictures or (b"",) * len(rows)
+    lines = []
+    for p, name, best in zip(probabilities.tolist(), given, probabilities.argmax(1).tolist(), strict=True):
+        line = {"prediction": model.classes[best], "probabilities": [round(x, 6) for x in p]}
+        lines.append(json.dumps(line if isinstance(name, bytes) else {"file": os.fspath(name)} | line))
+    client.store[PREDICTIONS] = "\n".join(lines).encode()
+    return len(lines)

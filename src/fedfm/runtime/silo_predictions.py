@@ -1,0 +1,42 @@
+"""Predictions that runs left at a silo: in the silo's own folder, of each run's client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedfm.core.capabilities import PREDICTIONS
+from fedfm.core.text import visible
+from fedfm.runtime import silo_file
+from fedfm.runtime.client_memory import Store
+
+_RUNS = ".fedfm/runs"  # beside the silo's file: see fedfm.engines.flower.client_stub
+
+
+def report(path: Path) -> dict[str, Any]:
+    """Output of ``fedfm silo predictions``: by run, the oldest first, a record a row.
+
+    Raises:
+        InputError: the silo's file is wrong.
+    """
+    silo, found = silo_file.load(path), []
+    folders = [p for p in (path.resolve().parent / _RUNS).glob("*/silo/memory") if p.is_dir()]
+    for folder in sorted(folders, key=lambda p: p.stat().st_mtime_ns):
+        store = Store(folder, silo.name)
+        if PREDICTIONS in store:
+            lines = [json.loads(line) for line in store[PREDICTIONS].decode().splitlines()]
+            found.append({"run": folder.parent.parent.name, "predictions": lines})
+    return {"name": silo.name, "runs": found}
+
+
+def described(found: Mapping[str, Any]) -> str:
+    """The result of :func:`report` as text."""
+    lines = []
+    for run in found["runs"]:
+        lines.append(f"{visible(run['run'])}: {len(run['predictions'])} rows")
+        for number, line in enumerate(run["predictions"]):
+            name = visible(str(line.get("file", number)))
+            lines.append(f"{name}\t{visible(line['prediction'])}\t{max(line['probabilities']):.3f}")
+    return "\n".join(lines or ["no run has left predictions here"])
