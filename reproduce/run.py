@@ -13,7 +13,8 @@ grid anew), and the claims; with a
 ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says
 so; with the choices of another table, which has no grid, where ``tuned_in`` names it), and an ``audit`` is made of
 every run. ``across`` (name -> heading -> point of the grid) shows the points of one line side by side, a table a
-column. This script makes
+column; with ``keep_states`` the states that a frozen model releases of a picture are computed once for all runs of a
+table. This script makes
 data and models from a folder of raw sets
 (``--data``, by default ``../shared/data`` beside the repository) into ``reproduce/.data/``, runs what has not been run
 yet, and writes ``docs/results/<folder>.md`` with the command of every figure. A table that is not run keeps its old
@@ -356,7 +357,10 @@ def main() -> None:
 def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int], data: Path) -> dict[str, Any]:
     """Name -> seed -> what is kept, of one row at every point of the table's grid."""
     from sets import Sets, named
+    from states import keep
 
+    if text.get("keep_states"):
+        keep()
     os.chdir(HERE)  # paths in the rows are relative to it
     for name in named(Experiment.load(path)):
         Sets(data, path.parent).make(name)
