@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import warnings
 from dataclasses import dataclass
@@ -164,6 +165,12 @@ def page(found: dict[str, Any]) -> str:
             p = parts[kind]
             cells = (f"{p['rows']:,}", f"{p['teacher']:.2f}", f"{p['twin']:.2f}", f"{p['difference']:+.2f}")
             out.append(f"| {TITLES[name]} | {WHO[kind]} | {' | '.join(cells)} | {p['error']:.2f} |")
+    held = [p for parts in found.values() for kind, p in parts.items() if kind in WHO and kind != "trained"]
+    number = sum(p["rows"] for p in held)
+    means = [sum(p["rows"] * p[key] for p in held) / number for key in ("teacher", "twin", "difference")]
+    error = math.hypot(*(p["rows"] * p["error"] for p in held)) / number
+    cells = (f"{number:,}", f"{means[0]:.2f}", f"{means[1]:.2f}", f"{means[2]:+.2f}", f"{error:.2f}")
+    out.append(f"| all sets | all held out | {' | '.join(cells)} |")
     out += ["", "| pictures | arguments outside their intervals | of | pictures without numbers |", "|---|---|---|---|"]
     for name, parts in found.items():
         outside, total = parts["outside"]
