@@ -8,17 +8,15 @@ Every row is one TOML file in ``reproduce/<folder>/``, named ``<table>__<row>.to
 once its data lie where it says. ``tables.json`` beside them says what a table asks, its seeds, the rows that get only
 the first of them or are the same at all, which rows have a key chosen by validation rows (``tune``: row -> key ->
 values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and share of the rows; at each point of a
-grid anew), and the claims; with a
-``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as
-``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says
-so; with the choices of another table, which has no grid, where ``tuned_in`` names it), and an ``audit`` is made of
-every run. ``across`` (name -> heading -> point of the grid) shows the points of one line side by side, a table a
-column; with ``keep_states`` the states that a frozen model releases of a picture are computed once for all runs of a
-table. This script makes
-data and models from a folder of raw sets
-(``--data``, by default ``../shared/data`` beside the repository) into ``reproduce/.data/``, runs what has not been run
-yet, and writes ``docs/results/<folder>.md`` with the command of every figure. A table that is not run keeps its old
-rows.
+grid anew), and the claims; with a ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run
+at each of its points, as ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another
+point where ``tuned_at`` says so; with the choices of another table, at its point ``tuned_at`` if it has a grid, where
+``tuned_in`` names it), and an ``audit`` is made of every run. ``across`` (name -> heading -> point of the grid) shows
+the points of one line side by side, a table a column; with ``keep_states`` the states that a frozen model releases of
+a picture are computed once for all runs of a table. This script makes data and models from a folder of raw sets
+(``--data``, by default ``../shared/data`` beside the repository) into ``reproduce/.data/``, runs what has not been
+run yet, and writes ``docs/results/<folder>.md`` with the command of every figure. A table that is not run keeps its
+old rows.
 """
 
 from __future__ import annotations
@@ -377,8 +375,8 @@ def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int
         if searched := choices.get("tune", {}).get(as_whom):
             whose = path.with_name(f"{text.get('tuned_in', path.stem.partition('__')[0])}__{as_whom}.toml")
             how = {"val_fraction": 0.1, "seed": 0} | choices.get("tuning", {}) | {"grid": searched}
-            at = "" if "tuned_in" in text else text.get("tuned_at", {}).get(point, point)
-            there = keys if at == point else choices.get("grid", {"": {}})[at]
+            at = text.get("tuned_at", {}).get(point, "" if "tuned_in" in text else point)
+            there = choices.get("grid", {"": {}})[at]
             changes, chosen = tuned(whose, runs / f"{whose.stem}{at and f'.{at}'}-tune", how, there)
         for seed in [s for s in seeds if s in text.get("seeds_at", {}).get(f"{name}.{point}", seeds)]:
             if found and name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing

@@ -44,7 +44,7 @@ from fedfm.training.distil import STATES, TAME, Distiller, Recipe, Taps
 from fedfm.training.fit_head import HeadSpec, fit
 
 STORE = PAGE.with_name("blindfed-degrees.json")
-ROWS, TESTED, MEASURED, BATCH = 1_500, 2_000, 1_024, 16
+ROWS, TESTED, MEASURED, BATCH = 1_000, 1_000, 512, 16
 TAMING, RATE = 6, 5e-4  # epochs; learning rate of the one epoch
 EXACT = "exact"
 TABLES: dict[str, tuple[int | str, ...]] = {

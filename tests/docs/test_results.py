@@ -167,6 +167,15 @@ def test_each_point_of_a_grid_is_tuned_and_options_take_the_choice_of_another_ro
     assert set(losses) == set(rates["method.local.learning_rate"])
     ran = json.loads((tmp_path / ".runs" / "u__like.d-seed0" / "manifest.json").read_text())["experiment"]["method"]
     assert (ran["rounds"], ran["local"]["learning_rate"]) == (2, min(losses, key=losses.__getitem__))
+    # The other table has a grid: its choice at one point, whatever the rows here change.
+    of_t = {"tuned_in": "t", "choices": about, "tuned_at": {"e": "b"}, "grid": {"e": {"method.rounds": 1}}}
+    (tmp_path / "w__like.toml").write_text((tmp_path / "t__like.toml").read_text())
+    before = {path.name for path in (tmp_path / ".runs").iterdir()}
+    reproduce.results(tmp_path / "w__like.toml", tmp_path / ".runs", of_t, [0], tmp_path)
+    assert {path.name for path in (tmp_path / ".runs").iterdir()} - before == {"w__like.e-seed0"}
+    runs_of = (tmp_path / ".runs" / name / "manifest.json" for name in ("w__like.e-seed0", "t__like.b-seed0"))
+    here, there = (json.loads(path.read_text())["experiment"]["method"] for path in runs_of)
+    assert (here["rounds"], here["local"]) == (1, there["local"])
 
 
 def test_numbers_of_fedms_and_its_baselines_on_the_papers_model(
@@ -386,7 +395,12 @@ def test_every_row_is_an_experiment_and_so_is_every_point_of_a_grid(folder: Path
     for path in rows:
         foundation = getattr(Experiment.load(path).method, "foundation", "")
         recipe = folder / "prepare" / f"{Path(foundation).name}.toml"
-        given = ("", "nano-vit", "nano-vit-fhe", ".data/vit_tiny_patch16_224", ".data/vit_tiny_patch16_224.at64")
+        given = [
+            "",
+            "nano-vit",
+            "nano-vit-fhe",
+            *(f".data/vit_tiny_{n}" for n in ("fhe", "patch16_224", "patch16_224.at64")),
+        ]
         assert foundation in given or recipe.exists(), f"{path}: nothing makes {foundation}"
     for table, text in about["tables"].items():
         first = next(path for path in rows if path.stem.startswith(f"{table}__"))  # the keys are the same for each row
