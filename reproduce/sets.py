@@ -111,20 +111,13 @@ class Sets:
 
     def _model(self, name: str, target: Path) -> None:
         recipe = self.folder / "prepare" / f"{name}.toml"
-        if recipe.exists() and "distil" in tomllib.loads(recipe.read_text(encoding="utf-8")):
-            twin = Distillation.load(recipe)
-            for needed in named(twin):
-                self.make(needed)
-            half = HERE / ".runs" / "prepare" / name  # a killed distillation goes on there
-            result = distil(twin, half)
-            print(f"{name}: distance {result['distance']:.3f} after {result['seconds']:.0f} s", file=sys.stderr)
-            half.rename(target)
-        elif recipe.exists() and "pretrain" in tomllib.loads(recipe.read_text(encoding="utf-8")):
-            what = Pretraining.load(recipe)
+        tables = tomllib.loads(recipe.read_text(encoding="utf-8")) if recipe.exists() else {}
+        if "pretrain" in tables or "distil" in tables:
+            what = Pretraining.load(recipe) if "pretrain" in tables else Distillation.load(recipe)
             for needed in named(what):
                 self.make(needed)
-            half = HERE / ".runs" / "prepare" / name  # a killed pretraining goes on there
-            result = pretrain(what, half)
+            half = HERE / ".runs" / "prepare" / name  # a killed training goes on there
+            result = pretrain(what, half) if isinstance(what, Pretraining) else distil(what, half)
             print(f"{name}: {pretrained(result)} after {result['seconds']:.0f} s", file=sys.stderr)
             half.rename(target)
         elif recipe.exists():
@@ -148,7 +141,7 @@ class Sets:
 
 
 def named(what: Experiment | Pretraining | Distillation) -> list[str]:
-    """Names in ``.data/`` that an experiment, a pretraining or a distillation asks for."""
+    """Names in ``.data/`` that an experiment or a central training asks for."""
     foundation = getattr(getattr(what, "method", None), "foundation", "")
     paths = [what.data.path, *(what.data.clients or {}).values(), what.model.name, foundation]
     return list(dict.fromkeys(Path(p).name for p in paths if p and Path(p).parts[0] == ".data"))
