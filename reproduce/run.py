@@ -226,7 +226,8 @@ def beside(
 ) -> list[str]:
     """For each column one table: a line for each name in ``across`` and row, its points of the grid side by side."""
     headings = list(dict.fromkeys(heading for points in across.values() for heading in points))
-    kinds = list(dict.fromkeys(name.rpartition(".")[0] for name in rows))
+    ends = sorted((f".{p}" for points in across.values() for p in points.values()), key=len)  # a point may have a dot
+    kinds = list(dict.fromkeys(name.removesuffix(next(e for e in ends[::-1] if name.endswith(e))) for name in rows))
     out = []
     for key in columns:
         out += [f"| {COLUMNS[key][0]} | {' | '.join(headings)} |", f"|---|{'---|' * len(headings)}"]

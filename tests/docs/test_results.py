@@ -106,6 +106,12 @@ def test_points_of_a_grid_stand_side_by_side_a_table_a_column(reproduce: ModuleT
     ]
 
 
+def test_a_point_of_a_grid_may_be_a_number_with_a_dot(reproduce: ModuleType) -> None:
+    rows = {f"r.{point}": {"0": {"accuracy": float(point)}} for point in ("1", "0.01")}
+    across = {"": {"alpha 1": "1", "alpha 0.01": "0.01"}}
+    assert reproduce.beside(rows, across, ("accuracy",))[2:] == ["| r | 1.0 | 0.0 |", ""]
+
+
 def test_figures_are_points_log_perplexity_and_the_fall_of_tau(reproduce: ModuleType) -> None:
     curve = [{"angle": a} for a in (1.0, 0.6, 0.3, 0.1)]
     kept = {"accuracy": 12.5, "before": 30.0, "perplexity": math.e, "curve": curve}
