@@ -8,16 +8,15 @@ Every row is one TOML file in ``reproduce/<folder>/``, named ``<table>__<row>.to
 once its data lie where it says. ``tables.json`` beside them says what a table asks, its seeds, the rows that get only
 the first of them or are the same at all, which rows have a key chosen by validation rows (``tune``: row -> key ->
 values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and share of the rows; at each point of a
-grid anew), and the claims; with a
-``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as
-``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says
-so; with the choices of another table, which has no grid, where ``tuned_in`` names it), and an ``audit`` is made of
-every run. ``across`` (name -> heading -> point of the grid) shows the points of one line side by side, a table a
-column. This script makes
-data and models from a folder of raw sets
-(``--data``, by default ``../shared/data`` beside the repository) into ``reproduce/.data/``, runs what has not been run
-yet, and writes ``docs/results/<folder>.md`` with the command of every figure. A table that is not run keeps its old
-rows.
+grid anew), and the claims; with a ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run
+at each of its points, as ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another
+point where ``tuned_at`` says so; with the choices of another table, at its point ``tuned_at`` if it has a grid, where
+``tuned_in`` names it), and an ``audit`` is made of every run. ``across`` (name -> heading -> point of the grid) shows
+the points of one line side by side, a table a column; with ``keep_states`` the states that a frozen model releases of
+a picture are computed once for all runs of a table. This script makes data and models from a folder of raw sets
+(``--data``, by default ``../shared/data`` beside the repository) into ``reproduce/.data/``, runs what has not been
+run yet, and writes ``docs/results/<folder>.md`` with the command of every figure. A table that is not run keeps its
+old rows.
 """
 
 from __future__ import annotations
@@ -227,7 +226,8 @@ def beside(
 ) -> list[str]:
     """For each column one table: a line for each name in ``across`` and row, its points of the grid side by side."""
     headings = list(dict.fromkeys(heading for points in across.values() for heading in points))
-    kinds = list(dict.fromkeys(name.rpartition(".")[0] for name in rows))
+    ends = sorted((f".{p}" for points in across.values() for p in points.values()), key=len)  # a point may have a dot
+    kinds = list(dict.fromkeys(name.removesuffix(next(e for e in ends[::-1] if name.endswith(e))) for name in rows))
     out = []
     for key in columns:
         out += [f"| {COLUMNS[key][0]} | {' | '.join(headings)} |", f"|---|{'---|' * len(headings)}"]
@@ -356,7 +356,10 @@ def main() -> None:
 def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int], data: Path) -> dict[str, Any]:
     """Name -> seed -> what is kept, of one row at every point of the table's grid."""
     from sets import Sets, named
+    from states import keep
 
+    if text.get("keep_states"):
+        keep()
     os.chdir(HERE)  # paths in the rows are relative to it
     for name in named(Experiment.load(path)):
         Sets(data, path.parent).make(name)
@@ -373,8 +376,8 @@ def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int
         if searched := choices.get("tune", {}).get(as_whom):
             whose = path.with_name(f"{text.get('tuned_in', path.stem.partition('__')[0])}__{as_whom}.toml")
             how = {"val_fraction": 0.1, "seed": 0} | choices.get("tuning", {}) | {"grid": searched}
-            at = "" if "tuned_in" in text else text.get("tuned_at", {}).get(point, point)
-            there = keys if at == point else choices.get("grid", {"": {}})[at]
+            at = text.get("tuned_at", {}).get(point, "" if "tuned_in" in text else point)
+            there = choices.get("grid", {"": {}})[at]
             changes, chosen = tuned(whose, runs / f"{whose.stem}{at and f'.{at}'}-tune", how, there)
         for seed in [s for s in seeds if s in text.get("seeds_at", {}).get(f"{name}.{point}", seeds)]:
             if found and name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fedfm.config.experiment import Experiment
+from fedfm.runtime.distil_spec import Distillation
 from fedfm.runtime.pretrain_spec import Pretraining
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +106,12 @@ def test_points_of_a_grid_stand_side_by_side_a_table_a_column(reproduce: ModuleT
     ]
 
 
+def test_a_point_of_a_grid_may_be_a_number_with_a_dot(reproduce: ModuleType) -> None:
+    rows = {f"r.{point}": {"0": {"accuracy": float(point)}} for point in ("1", "0.01")}
+    across = {"": {"alpha 1": "1", "alpha 0.01": "0.01"}}
+    assert reproduce.beside(rows, across, ("accuracy",))[2:] == ["| r | 1.0 | 0.0 |", ""]
+
+
 def test_figures_are_points_log_perplexity_and_the_fall_of_tau(reproduce: ModuleType) -> None:
     curve = [{"angle": a} for a in (1.0, 0.6, 0.3, 0.1)]
     kept = {"accuracy": 12.5, "before": 30.0, "perplexity": math.e, "curve": curve}
@@ -166,6 +173,15 @@ def test_each_point_of_a_grid_is_tuned_and_options_take_the_choice_of_another_ro
     assert set(losses) == set(rates["method.local.learning_rate"])
     ran = json.loads((tmp_path / ".runs" / "u__like.d-seed0" / "manifest.json").read_text())["experiment"]["method"]
     assert (ran["rounds"], ran["local"]["learning_rate"]) == (2, min(losses, key=losses.__getitem__))
+    # The other table has a grid: its choice at one point, whatever the rows here change.
+    of_t = {"tuned_in": "t", "choices": about, "tuned_at": {"e": "b"}, "grid": {"e": {"method.rounds": 1}}}
+    (tmp_path / "w__like.toml").write_text((tmp_path / "t__like.toml").read_text())
+    before = {path.name for path in (tmp_path / ".runs").iterdir()}
+    reproduce.results(tmp_path / "w__like.toml", tmp_path / ".runs", of_t, [0], tmp_path)
+    assert {path.name for path in (tmp_path / ".runs").iterdir()} - before == {"w__like.e-seed0"}
+    runs_of = (tmp_path / ".runs" / name / "manifest.json" for name in ("w__like.e-seed0", "t__like.b-seed0"))
+    here, there = (json.loads(path.read_text())["experiment"]["method"] for path in runs_of)
+    assert (here["rounds"], here["local"]) == (1, there["local"])
 
 
 def test_numbers_of_fedms_and_its_baselines_on_the_papers_model(
@@ -394,7 +410,8 @@ def test_every_row_is_an_experiment_and_so_is_every_point_of_a_grid(folder: Path
         if "across" in text:  # no point is left out of the page
             assert {p for points in text["across"].values() for p in points.values()} == set(text["grid"])
     for path in (folder / "prepare").glob("*.toml"):
-        what = Pretraining if "pretrain" in tomllib.loads(path.read_text(encoding="utf-8")) else Experiment
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        what = Pretraining if "pretrain" in tables else Distillation if "distil" in tables else Experiment
         what.load(path)
 
 
