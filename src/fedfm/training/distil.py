@@ -40,6 +40,7 @@ from fedfm.models.quiet import quiet
 
 TAME, STATES, OUTPUTS = 0, 1, 2
 STAGES = ("tame", "states", "outputs")
+TAUGHT = ("teacher_logits", "teacher_features")  # of a batch: the teacher's outputs, if they are known
 SCORES, HIDDEN, SPREAD = 5.0, 3.5, 0.8  # of the tame stage: beyond these the penalties begin
 _KEEP, _SOFT = 4.0, 2.0  # weight and temperature of the KL divergence in the tame stage
 _EPSILON = 1e-6
@@ -68,8 +69,15 @@ class Recipe:
     )
     degree: int = setting(2, "scaled: even degree of the polynomial of exp", ge=2, le=16)
     squarings: int = setting(3, "scaled: how often the polynomial of exp is squared", ge=0, le=8)
+    decay: float = setting(
+        1.0, "share of its learning rate with which a stage ends; it falls in a straight line", gt=0, le=1
+    )
     tameness: float = setting(5.0, "weight of the penalties of the tame stage", ge=0, finite=True)
     penalty: float = setting(10.0, "weight of the penalty from 80 % of an interval", ge=0, finite=True)
+
+    def rate(self, stage: int, part: float) -> float:
+        """The learning rate after this part of a stage, from 0 to 1."""
+        return self.learning_rates[stage] * (1 - (1 - self.decay) * part)
 
     def validate(self) -> None:
         """Raise an InputError for an odd degree."""
@@ -183,14 +191,20 @@ class Distiller:
             return self._outputs(self._teach(batch), batch, tau, tau**2) + self._hinge()
 
     def _teach(self, batch: Batch) -> Tensor:
-        """The student's logits; the teacher has seen the same batch."""
-        with torch.no_grad():
-            self._target = self.teacher(batch)
+        """The student's logits; the teacher has seen the same rows, now or before."""
+        if TAUGHT[1] in batch:
+            self._target, self._kept = (
+                batch.get(name, torch.empty(0)).to(self.teacher.model.device) for name in TAUGHT
+            )
+        else:
+            with torch.no_grad():
+                self._target = self.teacher(batch)
+                self._kept = self.teacher.features
         return self.student(batch)
 
     def _outputs(self, logits: Tensor, batch: Batch, tau: float, weight: float) -> Tensor:
         if self.new_head:
-            return weight * nearness(self.student.features, self.teacher.features, each=True)
+            return weight * nearness(self.student.features, self._kept, each=True)
         soft = F.log_softmax(logits / tau, -1), F.log_softmax(self._target / tau, -1)
         kl = F.kl_div(*soft, log_target=True, reduction="batchmean")
         return weight * kl + F.cross_entropy(logits, batch["labels"].to(logits.device))
