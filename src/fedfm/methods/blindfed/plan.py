@@ -113,7 +113,8 @@ def plan(
     """
     tokens, d = folded.positions.shape
     layout, floor = Packing(parameters, tokens), messages.floor_of(parameters)
-    kind = Released(released, tokens, d, np.ones((projection, d)) if released == "tokens" else None)
+    matrix = np.ones((projection, d)) if released == "tokens" else None
+    kind = Released(released, tokens, d, matrix, folded.class_token)
     counts = [counted(layer, tokens, parameters, number == 0) for number, layer in enumerate(folded.blocks)]
     full, low = (sum(parameters.bits[:n]) * parameters.degree // 8 for n in (parameters.limbs, floor))
     rows_bytes = sum(parameters.bits[: messages.rows_limbs(parameters)]) * parameters.degree // 8
