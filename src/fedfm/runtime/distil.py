@@ -166,9 +166,10 @@ class _DistilWork:
             student.train_mode()
             for step, start in enumerate(range(0, n, spec.batch_size)):
                 index = order[start : start + spec.batch_size]
-                rate = spec.rate(stage, (before + step / steps) / spec.epochs[stage])
+                part = (before + step / steps) / spec.epochs[stage]
+                rate = spec.rate(stage, part)
                 rule.local = Adam(learning_rate=rate)
-                loss: Any = distiller.loss(stage, rows.batch(index))
+                loss: Any = distiller.loss(stage, rows.batch(index), part)
                 loss.backward()
                 rule.step(flat.p, flat.g)
                 flat.g.zero_()

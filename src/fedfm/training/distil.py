@@ -44,6 +44,7 @@ TAUGHT = ("teacher_logits", "teacher_features")  # of a batch: the teacher's out
 SCORES, HIDDEN, SPREAD = 5.0, 3.5, 0.8  # of the tame stage: beyond these the penalties begin
 _KEEP, _SOFT = 4.0, 2.0  # weight and temperature of the KL divergence in the tame stage
 _EPSILON = 1e-6
+_FAINT = 1e-3  # of the weight of penalties, where they begin to grow
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,22 @@ class Recipe:
         1.0, "share of its learning rate with which a stage ends; it falls in a straight line", gt=0, le=1
     )
     tameness: float = setting(5.0, "weight of the penalties of the tame stage", ge=0, finite=True)
+    ramp: float = setting(
+        0.0,
+        "share of the tame stage over which its penalties grow a thousandfold, to tameness; from the start they can "
+        "wipe out what a large model knows",
+        ge=0,
+        le=1,
+    )
     penalty: float = setting(10.0, "weight of the penalty from 80 % of an interval", ge=0, finite=True)
 
     def rate(self, stage: int, part: float) -> float:
         """The learning rate after this part of a stage, from 0 to 1."""
         return self.learning_rates[stage] * (1 - (1 - self.decay) * part)
+
+    def weight(self, part: float) -> float:
+        """Of the tame stage's penalties, after this part of the stage."""
+        return self.tameness * (_FAINT ** (1 - part / self.ramp) if part < self.ramp else 1.0)
 
     def validate(self) -> None:
         """Raise an InputError for an odd degree."""
@@ -178,13 +190,17 @@ class Distiller:
             embedding.position_embeddings[:, i].mul_(factor)
 
     # --- losses -------------------------------------------------------------------------------------------------------
-    def loss(self, stage: int, batch: Batch) -> Tensor:
-        """Mean loss of a batch in a stage, a scalar with gradients to the student."""
+    def loss(self, stage: int, batch: Batch, part: float = 1.0) -> Tensor:
+        """Mean loss of a batch in a stage, a scalar with gradients to the student.
+
+        Args:
+            part: of the stage that is done, from 0 to 1.
+        """
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.low):
             if stage == TAME:
                 with self.student.recording():
                     logits = self._teach(batch)
-                    return self._outputs(logits, batch, _SOFT, _KEEP) + self.recipe.tameness * self._tameness()
+                    return self._outputs(logits, batch, _SOFT, _KEEP) + self.recipe.weight(part) * self._tameness()
             if stage == STATES:
                 return self._states(batch) + self._hinge()
             tau = self.recipe.temperature
