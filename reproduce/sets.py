@@ -7,8 +7,8 @@
 ``<set>.test<N>.npz``          pictures with the first N test rows of each class, or of each class and domain
 ``<set>.<model>.npz``          feature vectors: the raw folder has them, or ``.data/<model>`` computes them
 ``<...>.two_codings.npz``      the rows of ``<...>.npz`` twice: as they are, and every class called the third after it
-``<model>``                    a folder: what ``<folder>/prepare/<model>.toml`` pretrains, or the result of the
-                               experiment there exported for transformers; or a copy of the raw folder's
+``<model>``                    a folder: what ``<folder>/prepare/<model>.toml`` pretrains or distils, or the result of
+                               the experiment there exported for transformers; or a copy of the raw folder's
                                ``weights/<model>``; ``minilm`` comes with a package
 ``<model>.at<S>``              that copy of a ViT for pictures of S x S: its position embeddings resampled
 """
@@ -38,6 +38,8 @@ from fedfm.data.spec import DataSpec
 from fedfm.models.load import load_model
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.runtime.distil import distil
+from fedfm.runtime.distil_spec import Distillation
 from fedfm.runtime.pretrain import pretrain
 from fedfm.runtime.pretrain_spec import Pretraining
 
@@ -109,12 +111,13 @@ class Sets:
 
     def _model(self, name: str, target: Path) -> None:
         recipe = self.folder / "prepare" / f"{name}.toml"
-        if recipe.exists() and "pretrain" in tomllib.loads(recipe.read_text(encoding="utf-8")):
-            what = Pretraining.load(recipe)
+        tables = tomllib.loads(recipe.read_text(encoding="utf-8")) if recipe.exists() else {}
+        if "pretrain" in tables or "distil" in tables:
+            what = Pretraining.load(recipe) if "pretrain" in tables else Distillation.load(recipe)
             for needed in named(what):
                 self.make(needed)
-            half = HERE / ".runs" / "prepare" / name  # a killed pretraining goes on there
-            result = pretrain(what, half)
+            half = HERE / ".runs" / "prepare" / name  # a killed training goes on there
+            result = pretrain(what, half) if isinstance(what, Pretraining) else distil(what, half)
             print(f"{name}: {pretrained(result)} after {result['seconds']:.0f} s", file=sys.stderr)
             half.rename(target)
         elif recipe.exists():
@@ -137,8 +140,8 @@ class Sets:
             shutil.copytree(self.source / "weights" / name, target, copy_function=shutil.copyfile)
 
 
-def named(what: Experiment | Pretraining) -> list[str]:
-    """Names in ``.data/`` that an experiment or a pretraining asks for."""
+def named(what: Experiment | Pretraining | Distillation) -> list[str]:
+    """Names in ``.data/`` that an experiment or a central training asks for."""
     foundation = getattr(getattr(what, "method", None), "foundation", "")
     paths = [what.data.path, *(what.data.clients or {}).values(), what.model.name, foundation]
     return list(dict.fromkeys(Path(p).name for p in paths if p and Path(p).parts[0] == ".data"))

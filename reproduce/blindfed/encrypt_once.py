@@ -44,12 +44,15 @@ class Watch:
     """The holder, and what every block costs and gives.
 
     Args:
-        want: (n, L, T, d), the states in the clear.
+        want: (n, L, T, d), the states in the clear; they are released over ``scales`` (L,).
         work: folder of the checkpoint, the key and the lines so far.
     """
 
-    def __init__(self, holder: Holder, rows: np.ndarray, want: np.ndarray, shape: Released, work: Path) -> None:
-        self.holder, self._rows, self._want, self._shape, self._work = holder, rows, want, shape, work
+    def __init__(
+        self, holder: Holder, rows: np.ndarray, want: np.ndarray, scales: np.ndarray, shape: Released, work: Path
+    ) -> None:
+        self.holder, self._rows, self._want, self._scales = holder, rows, want, scales
+        self._shape, self._work = shape, work
         self.lines: list[dict[str, Any]] = read(work / "lines.json", [])
         self.last = np.zeros(0)
         self._new()
@@ -82,7 +85,7 @@ class Watch:
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> None:
         self._bytes += len(message)
         got = self.holder.released(message, len(self._rows))
-        want = self._shape.clear(self._want[:, block]) / job_scales[block]
+        want = self._shape.clear(self._want[:, block]) / self._scales[block]
         self._released = float(np.abs(got - want).max())
 
     def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
@@ -112,9 +115,6 @@ class Watch:
         self._new()
 
 
-job_scales: np.ndarray = np.ones(0)
-
-
 def spent_by_child() -> float:
     """CPU seconds of the owner's process so far."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -128,10 +128,12 @@ def spent_by_child() -> float:
 
 
 def read(path: Path, default: Any) -> Any:
+    """What :func:`save` wrote, or the default."""
     return json.loads(path.read_text()) if path.exists() else default
 
 
 def save(path: Path, value: Any) -> None:
+    """As JSON."""
     path.write_text(json.dumps(value, indent=1))
 
 
@@ -143,6 +145,7 @@ def features(model: Model, states: Tensor) -> Tensor:
 
 
 def loaded(name: str, classes: tuple[str, ...]) -> Model:
+    """With its saved head, if that has as many classes."""
     spec = ModelSpec(name, adaptation=AdaptationSpec("full"), device="cpu")
     return load_model(spec, classes=classes, kind="image", keep_head=True)
 
@@ -158,7 +161,6 @@ def classifier(name: str) -> torch.nn.Linear:
 
 def main() -> None:
     """One batch."""
-    global job_scales
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model"), parser.add_argument("data")
     parser.add_argument("--head"), parser.add_argument("--rows", type=int, default=0)
@@ -182,11 +184,10 @@ def main() -> None:
     with torch.no_grad():
         states = torch.cat([block_states(module, part.double()) for part in pixels.split(16)])
     outside = sum(n for n, _ in fhe_friendly.violations(module).values())
-    job_scales = matrices.scales
     planned = plan(matrices, [count], "class")
     print(planned.table(), flush=True)
     shape = Released("class", tokens, states.shape[-1], class_token=matrices.class_token)
-    watch = Watch(holder, matrices.patch(pixels).double().numpy(), states.numpy(), shape, a.work)
+    watch = Watch(holder, matrices.patch(pixels).double().numpy(), states.numpy(), matrices.scales, shape, a.work)
     public, ledger = holder.public(), DistanceLedger(**read(a.work / "distance.json", {}))
     ledger.keep = lambda it: save(a.work / "distance.json", {"spent": it.spent, "ciphertexts": it.ciphertexts})
     kept = a.work / "checkpoint"

@@ -113,7 +113,7 @@ def one(method: str, name: str) -> dict[str, float]:
             return torch.stack(kept, 1) if take else kept[0]
 
         known = states()
-        first, later = lambda: net(states()), lambda: net(known)  # noqa: E731
+        first, later = lambda: net(states()), lambda: net(known)
     rule = torch.optim.SGD(trained, lr=1e-3)
 
     def timed(logits: Callable[[], Tensor]) -> float:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fedfm.config.experiment import Experiment
+from fedfm.runtime.distil_spec import Distillation
 from fedfm.runtime.pretrain_spec import Pretraining
 
 ROOT = Path(__file__).parents[2]
@@ -394,7 +395,8 @@ def test_every_row_is_an_experiment_and_so_is_every_point_of_a_grid(folder: Path
         if "across" in text:  # no point is left out of the page
             assert {p for points in text["across"].values() for p in points.values()} == set(text["grid"])
     for path in (folder / "prepare").glob("*.toml"):
-        what = Pretraining if "pretrain" in tomllib.loads(path.read_text(encoding="utf-8")) else Experiment
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        what = Pretraining if "pretrain" in tables else Distillation if "distil" in tables else Experiment
         what.load(path)
 
 
