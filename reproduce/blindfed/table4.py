@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -127,7 +126,7 @@ def one(method: str, name: str) -> dict[str, float]:
         return min(spent)
 
     found = {"numbers": sum(p.numel() for p in trained), "first": timed(first)}
-    found["peak"] = (max(memory("VmHWM"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) - before) / MEGA
+    found["peak"] = (memory("VmHWM") - before) / MEGA
     return found | ({"later": timed(later)} if later else {})
 
 
