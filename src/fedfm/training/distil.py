@@ -81,6 +81,13 @@ class Recipe:
         ge=0,
         le=1,
     )
+    forced: float = setting(
+        0.0,
+        "share of the states stage in which each block starts from the tamed model's state, so that no block drives "
+        "the next ones out of their intervals; for deep models",
+        ge=0,
+        le=1,
+    )
     penalty: float = setting(10.0, "weight of the penalty from 80 % of an interval", ge=0, finite=True)
 
     def rate(self, stage: int, part: float) -> float:
@@ -140,6 +147,20 @@ class Taps:
     def modules(self) -> Iterator[Replaced]:
         """All replaced functions."""
         return (module for block in self.functions for module in block)
+
+    @contextmanager
+    def starting(self, states: list[Tensor]) -> Iterator[None]:
+        """Context manager: the blocks after the first get these states (n, T, d) in place of the last block's."""
+        blocks = [block for _, block in self.model.parts.blocks]
+        hooks = [
+            block.register_forward_pre_hook(lambda _, args, x=x: (x, *args[1:]))
+            for block, x in zip(blocks[1:], states, strict=False)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -202,7 +223,7 @@ class Distiller:
                     logits = self._teach(batch)
                     return self._outputs(logits, batch, _SOFT, _KEEP) + self.recipe.weight(part) * self._tameness()
             if stage == STATES:
-                return self._states(batch) + self._hinge()
+                return self._states(batch, forced=part < self.recipe.forced) + self._hinge()
             tau = self.recipe.temperature
             return self._outputs(self._teach(batch), batch, tau, tau**2) + self._hinge()
 
@@ -238,12 +259,12 @@ class Distiller:
                 terms.append(3 * ((log_variance - log_variance.mean()).abs() - SPREAD))
         return torch.stack([term.clamp_min(0).square().mean() for term in terms]).sum()
 
-    def _states(self, batch: Batch) -> Tensor:
+    def _states(self, batch: Batch, *, forced: bool) -> Tensor:
         """L_a + L_h."""
         with torch.no_grad(), self.tamed.recording():
             self.tamed(batch)
             scores = [block.softmax.seen["scores"] for block in self.tamed.functions]
-        with self.student.recording():
+        with self.student.recording(), self.student.starting(self.tamed.states if forced else []):
             self.student(batch)
             mine = [block.softmax.seen["scores"] for block in self.student.functions]
         states = zip(self.student.states, self.tamed.states, strict=True)
