@@ -337,6 +337,7 @@ class Model:
     scales: np.ndarray
     ranges: np.ndarray
     bound: float = BOUND
+    class_token: bool = False
 
 
 class Relay:

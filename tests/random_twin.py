@@ -41,6 +41,7 @@ class Model:
     scales: np.ndarray
     ranges: np.ndarray
     bound: float = 64.0
+    class_token: bool = False
 
 
 def random_layer(x, m, heads, rng):

@@ -129,6 +129,32 @@ def test_the_states_loss_falls_and_nothing_leaves_its_interval(tmp_path):
     assert min(total for _, total in counts.values()) > 0
 
 
+def test_each_block_starts_from_the_tamed_state(tmp_path):
+    """By hand: scores and states of every block of the student on the states of the tamed model."""
+    rows = batch()
+    d = distiller_of(tiny("ijepa", tmp_path), forced=0.5, penalty=0.0)
+    tamed(d, rows, 60)
+    swapped(d, rows, full(tmp_path))
+    with torch.no_grad(), d.tamed.recording():
+        d.tamed(rows)
+        states = list(d.tamed.states)
+        scores = [block.softmax.seen["scores"] for block in d.tamed.functions]
+        blocks = [block for _, block in d.student.model.parts.blocks]
+        with d.student.recording():
+            d.student(rows)
+            first = d.student.states[0]
+            second = blocks[1](states[0])  # not on what the student's first block gives
+            seen = [block.softmax.seen["scores"] for block in d.student.functions]
+        second = second - second.mean(-1, keepdim=True)
+    pairs = [(seen[0], scores[0]), (seen[1], scores[1]), (first, states[0]), (second, states[1])]
+    want = sum(float(nearness(a, b)) for a, b in pairs)
+    d.student.model.train_mode()
+    assert float(d.loss(STATES, rows, 0.4).detach()) == pytest.approx(want, rel=1e-4)
+    free = float(d.loss(STATES, rows, 0.5).detach())
+    assert free != pytest.approx(want, rel=1e-4)
+    assert free == float(d.loss(STATES, rows).detach())
+
+
 def test_without_taming_a_wide_model_is_refused(tmp_path):
     d = distiller_of(tiny("ijepa", tmp_path))
     rows = batch()

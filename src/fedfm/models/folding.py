@@ -63,6 +63,7 @@ class Folded:
         ranges: (L,), the largest ``|b_l|`` before that; a released value outside means that the arithmetic failed.
         bound: the largest magnitude of any number on the way, in the intervals that the twin stores.
         patch: pixel_values (n, 3, H, W) -> (n, T, F), what a client sends; a class token is zeros.
+        class_token: whether token 0 is one.
     """
 
     embedding: Matrix
@@ -73,6 +74,7 @@ class Folded:
     ranges: Matrix
     bound: float
     patch: Callable[[Tensor], Tensor]
+    class_token: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ def folded(module: nn.Module) -> Folded:
         ranges=np.array([entry["range"] for entry in table["blocks"]]),
         bound=max([largest, *map(largest_inside, blocks)]),
         patch=Patches(tuple(projection.kernel_size), len(front)),
+        class_token=bool(front),
     )
 
 

@@ -6,9 +6,10 @@ finished. ``distil.json`` records how the twin was made.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,29 @@ import numpy as np
 
 from fedfm import seeds
 from fedfm.core import storage
-from fedfm.core.rows import Batch, Rows
+from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
 from fedfm.data.table import Table, fingerprint
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import sha256_of
 from fedfm.linalg.threads import torch_threads
-from fedfm.models import fhe_friendly
+from fedfm.models import fhe_friendly, other_tokens
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
+from fedfm.models.quiet import quiet
+from fedfm.runtime.distil_rows import AT_ONCE, Lessons
 from fedfm.runtime.distil_spec import Distillation
-from fedfm.runtime.model_folder import LazyRows, ModelFolder, claim, held_out, prepared
+from fedfm.runtime.model_folder import ModelFolder, claim, held_out
 from fedfm.runtime.progress import EpochProgress
 from fedfm.training import Adam
 from fedfm.training.distil import STAGES, TAME, Distiller, save
-from fedfm.training.distil_scores import compare, outputs, quick
+from fedfm.training.distil_scores import PROBED, Outputs, compare, outputs, quick
 from fedfm.training.loop import flat_of
 from fedfm.training.update_rules import Rule
 
 ABOUT = "distil.json"
-MEASURED = 8192  # rows of which the intervals are measured
-_TAMED = "tamed.safetensors"
+_TAMED, _START, _WRITTEN = "tamed.safetensors", "start", "written"  # in the checkpoint's folder
 _OURS = (ABOUT, "checkpoint", "export")
-_AT_ONCE = 64  # rows of a batch that is not trained on
 
 
 def distil(
@@ -84,52 +85,91 @@ class _DistilWork:
         began = time.perf_counter()
         with torch_threads(self.state["threads"]):
             table = load_table(self.what.data, seed=self.what.spec.seed, task="classification")
-            teacher, student = self._model(table), self._model(table)
+            teacher = self._model(table)
             self.place.same("data", fingerprint(table))
             self.place.same("model", teacher.fingerprint)
-            rows, judged = prepared(teacher, table, table.rows("train")), teacher.prepare(table, held_out(table))
-            if not len(rows) or not len(judged):
+            student = self._student(table)
+            index, held = table.rows("train"), held_out(table)
+            if not len(index) or not len(held):
                 raise InputError(f"{table.source}: distillation needs rows to train on and rows to judge by")
-            distiller = Distiller(teacher, student, self.what.spec, new_head=bool(teacher.new))
-            self._train(table, distiller, rows, judged, watcher, began)
-            return self._finish(distiller, rows, judged)
+            if self.what.spec.views > 1 and table.kind != "image":
+                raise InputError(f"distil.views = {self.what.spec.views}: {table.source} holds no pictures")
+            spec = self.what.spec
+            distiller = Distiller(teacher, student, spec, new_head=bool(teacher.new), low=spec.bfloat16)
+            lessons = Lessons(
+                self._temporary,
+                table,
+                distiller.teacher,
+                student,
+                index,
+                views=spec.views,
+                seed=spec.seed,
+                low=spec.bfloat16,
+            )
+            theirs, judged = (
+                outputs(distiller.teacher, teacher.prepare(table, held), len(held)),
+                student.prepare(table, held),
+            )
+            self._train(table, distiller, lessons, judged, theirs, watcher, began)
+            return self._finish(distiller, lessons, judged, theirs)
 
-    def _model(self, table: Table) -> Model:
-        return load_model(
-            self.what.model, classes=table.classes, kind=table.kind, seed=self.what.spec.seed, keep_head=True
-        )
+    @property
+    def _temporary(self) -> Path:
+        return self.place.folder / "checkpoint"
+
+    def _model(self, table: Table, name: str | None = None) -> Model:
+        what = self.what.model if name is None else dataclasses.replace(self.what.model, name=name)
+        return load_model(what, classes=table.classes, kind=table.kind, seed=self.what.spec.seed, keep_head=True)
+
+    def _student(self, table: Table) -> Model:
+        """The model, with other tokens if they are asked for."""
+        spec, folder = self.what.spec, self._temporary / _START
+        if spec.image_size is None and spec.class_token:
+            return self._model(table)
+        if not (folder / _WRITTEN).exists():
+            teacher = self._model(table)
+            made: Any = other_tokens.with_tokens(teacher, spec.image_size, spec.class_token)
+            with quiet():
+                made.save_pretrained(str(folder))
+                other_tokens.processor_for(teacher.tools.processor, spec.image_size).save_pretrained(str(folder))
+            (folder / _WRITTEN).touch()
+        return self._model(table, str(folder))
 
     def _train(
         self,
         table: Table,
         distiller: Distiller,
-        rows: Rows | LazyRows,
+        lessons: Lessons,
         judged: Rows,
+        theirs: Outputs,
         watcher: EpochProgress,
         began: float,
     ) -> None:
-        spec, n, student = self.what.spec, len(rows), distiller.student.model
-        distiller.scale_class_tokens(rows.batch(np.arange(min(n, _AT_ONCE))))
+        spec, n, student = self.what.spec, len(lessons), distiller.student.model
+        distiller.scale_class_tokens(lessons.view(0).batch(np.arange(min(n, AT_ONCE))))
         ends, flat = np.cumsum(spec.epochs), flat_of(student)
-        rule, theirs = Rule(Adam(), flat.p), outputs(distiller.teacher, judged, len(judged))
+        rule, steps = Rule(Adam(), flat.p), -(-n // spec.batch_size)
         done = self.place.restore(student, rule)
-        watcher.started(int(ends[-1]), done, -(-n // spec.batch_size))
+        watcher.started(int(ends[-1]), done, steps)
         spent = self.state["history"][-1]["seconds"] if done else 0.0
         if done > ends[TAME]:
-            self._swap(table, distiller, rows)
+            self._swap(table, distiller, lessons)
         for epoch in range(done + 1, int(ends[-1]) + 1):
             stage = int(np.searchsorted(ends, epoch))
             if epoch == ends[TAME] + 1:
-                self._swap(table, distiller, rows)
+                self._swap(table, distiller, lessons)
             if epoch - 1 in ends:
                 rule = Rule(Adam(), flat.p)
-            rule.local = Adam(learning_rate=spec.learning_rates[stage])
+            before = epoch - 1 - (int(ends[stage]) - spec.epochs[stage])  # epochs of this stage
             order = seeds.generator(spec.seed, "distil", epoch).permutation(n)
-            total = 0.0
+            rows, total = lessons.of(epoch), 0.0
             student.train_mode()
-            for start in range(0, n, spec.batch_size):
+            for step, start in enumerate(range(0, n, spec.batch_size)):
                 index = order[start : start + spec.batch_size]
-                loss: Any = distiller.loss(stage, rows.batch(index))
+                part = (before + step / steps) / spec.epochs[stage]
+                rate = spec.rate(stage, part)
+                rule.local = Adam(learning_rate=rate)
+                loss: Any = distiller.loss(stage, rows.batch(index), part)
                 loss.backward()
                 rule.step(flat.p, flat.g)
                 flat.g.zero_()
@@ -141,36 +181,38 @@ class _DistilWork:
                     f"epoch {epoch}: the loss is no longer a number; lower distil.learning_rates, train longer in the "
                     "tame stage, and give another --out"
                 )
-            line = {"epoch": epoch, "stage": STAGES[stage], "learning_rate": spec.learning_rates[stage]}
+            line = {"epoch": epoch, "stage": STAGES[stage], "learning_rate": rate}
             line |= {"train_loss": total / n, **quick(distiller, theirs, judged)}
             line["seconds"] = round(spent + time.perf_counter() - began, 3)
             self.state["history"].append(line)
             self.place.commit(epoch, student, rule)
             watcher.epoch(line)
         if not distiller.entries:
-            self._swap(table, distiller, rows)
+            self._swap(table, distiller, lessons)
 
-    def _swap(self, table: Table, distiller: Distiller, rows: Rows | LazyRows) -> None:
+    def _swap(self, table: Table, distiller: Distiller, lessons: Lessons) -> None:
         """The polynomials take over, those of the killed process if it had chosen them."""
-        path, student = self.place.folder / "checkpoint" / _TAMED, distiller.student.model
+        path, student = self._temporary / _TAMED, distiller.student.model
         if "polynomials" not in self.state:
-            entries = distiller.measure(lambda: _batches(rows))
+            entries = distiller.measure(lessons.measured)
             storage.save(path, student.params())
             self.state["polynomials"] = entries
             self.place.write()
         w = storage.load(path)
         if w is None:
             raise RunError(f"{path} is damaged: this distillation cannot go on; give another --out")
-        tamed = self._model(table)
+        tamed = self._student(table)
         tamed.load(w)
         distiller.swap(self.state["polynomials"], tamed)
 
-    def _finish(self, distiller: Distiller, rows: Rows | LazyRows, judged: Rows) -> dict[str, Any]:
+    def _finish(self, distiller: Distiller, lessons: Lessons, judged: Rows, theirs: Outputs) -> dict[str, Any]:
         """Write the model's files and the result."""
         student = distiller.student.model
         fhe_friendly.centre(student.module)
-        figures = compare(distiller, rows, judged)
-        distiller.finish(lambda: _batches(rows), figures["outside"])
+        rows = lessons.view(0)
+        logits, features, labels = (x[:PROBED] for x in rows.known)
+        figures = compare(distiller, rows, judged, theirs, (logits, features, labels))
+        distiller.finish(lessons.measured, figures["outside"])
         save(student, self.place.half(), new_head=distiller.new_head)
         result = {
             "folder": str(self.place.folder),
@@ -181,9 +223,3 @@ class _DistilWork:
             "params_sha256": sha256_of({"": student.params()}),
         }
         return self.place.close(result, ("checkpoint", "export"))
-
-
-def _batches(rows: Rows | LazyRows) -> Iterator[Batch]:
-    """The first rows, to measure."""
-    n = min(len(rows), MEASURED)
-    return (rows.batch(np.arange(start, min(start + _AT_ONCE, n))) for start in range(0, n, _AT_ONCE))

@@ -21,6 +21,18 @@ from fedfm.training.distil import Recipe
 class DistilSpec(Recipe):
     """The [distil] table."""
 
+    image_size: int | None = setting(
+        None, "side of the twin's pictures in pixels; positions are interpolated [the model's]", ge=1
+    )
+    class_token: bool = setting(
+        True, "false: a twin of a ViT without its class token, whose head reads the mean over the patches"
+    )
+    views: int = setting(
+        1, "pictures: the epochs take turns at the pictures and so many less one sets of random crops of them", ge=1
+    )
+    bfloat16: bool = setting(
+        False, "multiply in bfloat16 in training: half the time on processors that can; the intervals are exact"
+    )
     seed: int = setting(0, "seed of the split and the order of rows", ge=0)
     threads: int = setting(0, "CPU threads; 0: one per core; another number may change the last bits", ge=0)
 

@@ -183,10 +183,14 @@ class LazyRows:
         return self.model.prepare(self.table, self.index[index]).batch(range(len(index)))
 
 
+def fits(model: Model, table: Table, index: np.ndarray) -> bool:
+    """Whether all these rows are prepared at once."""
+    if table.kind != "image" or not len(index):
+        return True
+    row = sum(x.numel() * x.element_size() for x in model.prepare(table, index[:1]).tensors.values())
+    return row * len(index) <= IN_ADVANCE
+
+
 def prepared(model: Model, table: Table, index: np.ndarray) -> Rows | LazyRows:
     """All rows at once if they fit, else batch by batch."""
-    if table.kind == "image" and len(index):
-        row = sum(x.numel() * x.element_size() for x in model.prepare(table, index[:1]).tensors.values())
-        if row * len(index) > IN_ADVANCE:
-            return LazyRows(model, table, index)
-    return model.prepare(table, index)
+    return model.prepare(table, index) if fits(model, table, index) else LazyRows(model, table, index)

@@ -40,9 +40,11 @@ from fedfm.models.quiet import quiet
 
 TAME, STATES, OUTPUTS = 0, 1, 2
 STAGES = ("tame", "states", "outputs")
+TAUGHT = ("teacher_logits", "teacher_features")  # of a batch: the teacher's outputs, if they are known
 SCORES, HIDDEN, SPREAD = 5.0, 3.5, 0.8  # of the tame stage: beyond these the penalties begin
 _KEEP, _SOFT = 4.0, 2.0  # weight and temperature of the KL divergence in the tame stage
 _EPSILON = 1e-6
+_FAINT = 1e-3  # of the weight of penalties, where they begin to grow
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,33 @@ class Recipe:
     )
     degree: int = setting(2, "scaled: even degree of the polynomial of exp", ge=2, le=16)
     squarings: int = setting(3, "scaled: how often the polynomial of exp is squared", ge=0, le=8)
+    decay: float = setting(
+        1.0, "share of its learning rate with which a stage ends; it falls in a straight line", gt=0, le=1
+    )
     tameness: float = setting(5.0, "weight of the penalties of the tame stage", ge=0, finite=True)
+    ramp: float = setting(
+        0.0,
+        "share of the tame stage over which its penalties grow a thousandfold, to tameness; from the start they can "
+        "wipe out what a large model knows",
+        ge=0,
+        le=1,
+    )
+    forced: float = setting(
+        0.0,
+        "share of the states stage in which each block starts from the tamed model's state, so that no block drives "
+        "the next ones out of their intervals; for deep models",
+        ge=0,
+        le=1,
+    )
     penalty: float = setting(10.0, "weight of the penalty from 80 % of an interval", ge=0, finite=True)
+
+    def rate(self, stage: int, part: float) -> float:
+        """The learning rate after this part of a stage, from 0 to 1."""
+        return self.learning_rates[stage] * (1 - (1 - self.decay) * part)
+
+    def weight(self, part: float) -> float:
+        """Of the tame stage's penalties, after this part of the stage."""
+        return self.tameness * (_FAINT ** (1 - part / self.ramp) if part < self.ramp else 1.0)
 
     def validate(self) -> None:
         """Raise an InputError for an odd degree."""
@@ -122,6 +149,20 @@ class Taps:
         return (module for block in self.functions for module in block)
 
     @contextmanager
+    def starting(self, states: list[Tensor]) -> Iterator[None]:
+        """Context manager: the blocks after the first get these states (n, T, d) in place of the last block's."""
+        blocks = [block for _, block in self.model.parts.blocks]
+        hooks = [
+            block.register_forward_pre_hook(lambda _, args, x=x: (x, *args[1:]))
+            for block, x in zip(blocks[1:], states, strict=False)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
     def recording(self) -> Iterator[None]:
         """Context manager: the functions keep their arguments."""
         for module in self.modules():
@@ -170,27 +211,37 @@ class Distiller:
             embedding.position_embeddings[:, i].mul_(factor)
 
     # --- losses -------------------------------------------------------------------------------------------------------
-    def loss(self, stage: int, batch: Batch) -> Tensor:
-        """Mean loss of a batch in a stage, a scalar with gradients to the student."""
+    def loss(self, stage: int, batch: Batch, part: float = 1.0) -> Tensor:
+        """Mean loss of a batch in a stage, a scalar with gradients to the student.
+
+        Args:
+            part: of the stage that is done, from 0 to 1.
+        """
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.low):
             if stage == TAME:
                 with self.student.recording():
                     logits = self._teach(batch)
-                    return self._outputs(logits, batch, _SOFT, _KEEP) + self.recipe.tameness * self._tameness()
+                    return self._outputs(logits, batch, _SOFT, _KEEP) + self.recipe.weight(part) * self._tameness()
             if stage == STATES:
-                return self._states(batch) + self._hinge()
+                return self._states(batch, forced=part < self.recipe.forced) + self._hinge()
             tau = self.recipe.temperature
             return self._outputs(self._teach(batch), batch, tau, tau**2) + self._hinge()
 
     def _teach(self, batch: Batch) -> Tensor:
-        """The student's logits; the teacher has seen the same batch."""
-        with torch.no_grad():
-            self._target = self.teacher(batch)
+        """The student's logits; the teacher has seen the same rows, now or before."""
+        if TAUGHT[1] in batch:
+            self._target, self._kept = (
+                batch.get(name, torch.empty(0)).to(self.teacher.model.device) for name in TAUGHT
+            )
+        else:
+            with torch.no_grad():
+                self._target = self.teacher(batch)
+                self._kept = self.teacher.features
         return self.student(batch)
 
     def _outputs(self, logits: Tensor, batch: Batch, tau: float, weight: float) -> Tensor:
         if self.new_head:
-            return weight * nearness(self.student.features, self.teacher.features, each=True)
+            return weight * nearness(self.student.features, self._kept, each=True)
         soft = F.log_softmax(logits / tau, -1), F.log_softmax(self._target / tau, -1)
         kl = F.kl_div(*soft, log_target=True, reduction="batchmean")
         return weight * kl + F.cross_entropy(logits, batch["labels"].to(logits.device))
@@ -208,12 +259,12 @@ class Distiller:
                 terms.append(3 * ((log_variance - log_variance.mean()).abs() - SPREAD))
         return torch.stack([term.clamp_min(0).square().mean() for term in terms]).sum()
 
-    def _states(self, batch: Batch) -> Tensor:
+    def _states(self, batch: Batch, *, forced: bool) -> Tensor:
         """L_a + L_h."""
         with torch.no_grad(), self.tamed.recording():
             self.tamed(batch)
             scores = [block.softmax.seen["scores"] for block in self.tamed.functions]
-        with self.student.recording():
+        with self.student.recording(), self.student.starting(self.tamed.states if forced else []):
             self.student(batch)
             mine = [block.softmax.seen["scores"] for block in self.student.functions]
         states = zip(self.student.states, self.tamed.states, strict=True)

@@ -49,21 +49,23 @@ def quick(distiller: Distiller, theirs: Outputs, judged: Rows) -> dict[str, Any]
     }
 
 
-def compare(distiller: Distiller, rows: Any, judged: Rows) -> dict[str, Any]:
+def compare(distiller: Distiller, rows: Any, judged: Rows, theirs: Outputs, known: Outputs) -> dict[str, Any]:
     """``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside`` on held-out rows, and ``blocks``.
 
     With a new head each model gets a softmax regression on its own features of training rows; the agreement is that of
     the teacher's regression on the features of both. ``distance`` is the mean square of the difference of the head's
     inputs over the teacher's variance, dimension by dimension. ``outside`` is the share of arguments outside their
     intervals.
+
+    Args:
+        theirs, known: the teacher's outputs on the held-out rows, and on the first :data:`PROBED` training rows.
     """
-    teacher, student = distiller.teacher, distiller.student
-    theirs = outputs(teacher, judged, len(judged))
+    student = distiller.student
     found = quick(distiller, theirs, judged)
     mine = outputs(student, judged, len(judged))
     if distiller.new_head:
-        classes = len(teacher.model.classes)
-        (w, b), (v, c) = (_head(outputs(taps, rows, PROBED), classes) for taps in (teacher, student))
+        classes = len(student.model.classes)
+        (w, b), (v, c) = (_head(x, classes) for x in (known, outputs(student, rows, PROBED)))
         said, own, same = theirs[1] @ w.T + b, mine[1] @ v.T + c, mine[1] @ w.T + b
     else:
         said, own, same = theirs[0], mine[0], mine[0]

@@ -75,8 +75,7 @@ class Owner:
         if found != tokens:
             raise ClientFault(E_SHAPE, f"keys for {found} tokens came, the model has {tokens}")
         self.layout = Packing(parameters, tokens)
-        class_token = bool(getattr(folded, "class_token", False))
-        self.kind = Released(released, tokens, features, projection, class_token)
+        self.kind = Released(released, tokens, features, projection, folded.class_token)
         self._blocks = [block_of(layer, self.layout) for layer in folded.blocks]
         self._floor = messages.floor_of(parameters)
         try:

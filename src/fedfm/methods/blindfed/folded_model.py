@@ -76,6 +76,10 @@ class FoldedModel(Protocol):
     def bound(self) -> float:
         """Largest magnitude of any refreshed slot."""
 
+    @property
+    def class_token(self) -> bool:
+        """Whether token 0 is one."""
+
 
 def block_of(layer: FoldedLayer, layout: Packing) -> EncryptedBlock:
     """The block on ciphertexts of this layout."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedfm.errors import E_FORMAT, E_NONFINITE, E_NORM, E_ROUND, E_SHAPE, ClientFault, InputError
+from fedfm.linalg.kernels import buffers
 from fedfm.methods.blindfed import messages
 from fedfm.methods.blindfed.releases import KINDS, Numbers, Released
 from fedfm.privacy.crypto.ciphertext_wire import Channel, note_of, session_of
@@ -44,6 +45,7 @@ class Holder:
     """
 
     def __init__(self, tokens: int, parameters: Parameters, secret: bytes | None = None) -> None:
+        buffers.keep_all_freed()
         self._floor = messages.floor_of(parameters)
         self.layout, self._keys = Packing(parameters, tokens), ClientKeys(parameters, secret)
         self._channels: dict[bytes, Channel] = {}

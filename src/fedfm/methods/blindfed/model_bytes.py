@@ -62,7 +62,7 @@ def model_bytes(folded: FoldedModel) -> bytes:
         arrays[f"{number}.inverse_scales"] = np.asarray(layer.inverse_scales)
         recipes = [*layer.norms, layer.exponential, layer.inverse, layer.gelu]
         blocks.append({"heads": layer.heads, "centred": layer.centred_keys, "recipes": [_told(r) for r in recipes]})
-    about = {"blocks": blocks, "bound": folded.bound, "class_token": bool(getattr(folded, "class_token", False))}
+    about = {"blocks": blocks, "bound": folded.bound, "class_token": folded.class_token}
     arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
     out = io.BytesIO()
     np.savez(out, allow_pickle=False, **arrays)

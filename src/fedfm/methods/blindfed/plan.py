@@ -117,7 +117,8 @@ def plan(
     """
     tokens, d = folded.positions.shape
     layout, floor = Packing(parameters, tokens), messages.floor_of(parameters)
-    kind = Released(released, tokens, d, np.ones((projection, d)) if released == "tokens" else None)
+    matrix = np.ones((projection, d)) if released == "tokens" else None
+    kind = Released(released, tokens, d, matrix, folded.class_token)
     counts = [
         counted(layer, tokens, parameters, number == 0, bool(permuted)) for number, layer in enumerate(folded.blocks)
     ]

@@ -62,7 +62,10 @@ class Released:
         if self.kind not in KINDS:
             raise InputError(f'released = "{self.kind}": expected one of {", ".join(KINDS)}')
         if self.kind == "grid" and (self.class_token or self.tokens < 4 or math.isqrt(self.tokens) ** 2 != self.tokens):
-            raise InputError(f'released = "grid" needs a square grid of patches; the model has {self.tokens} tokens')
+            first = ", the first a class token" if self.class_token else ""
+            raise InputError(
+                f'released = "grid" needs a square grid of patches; the model has {self.tokens} tokens{first}'
+            )
         if (self.projection is not None) != (self.kind == "tokens"):
             raise InputError('a projection belongs to released = "tokens"')
         if self.projection is not None and self.projection.shape[1] != self.features:

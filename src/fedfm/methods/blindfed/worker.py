@@ -12,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from fedfm.errors import ClientFault, FedfmError, RunError
+from fedfm.linalg.kernels import buffers
 from fedfm.methods.blindfed import frames
 from fedfm.methods.blindfed.encrypted import Checkpoint, Owner
 from fedfm.methods.blindfed.model_bytes import CarriedModel, model_of
@@ -91,6 +92,7 @@ def _unit(answer: bytes) -> None:
 
 def main() -> None:
     """Frames get the standard output for themselves; whatever else prints goes to the error output."""
+    buffers.keep_all_freed()
     with os.fdopen(os.dup(1), "wb") as target:
         os.dup2(2, 1)
         sys.stdout = sys.stderr

@@ -1,0 +1,75 @@
+r"""Linear probes of a twin and of its teacher, and the twin's violations, on rows of several sets.
+
+    python reproduce/blindfed/probe_twin.py .data/vit_tiny_fhe .data/vit_tiny_patch16_224 \
+        .data/tiny_imagenet50.npz .data/cifar10.npz .data/pacs.npz
+
+A probe is scikit-learn's StandardScaler and LogisticRegression(C = 0.05) on the inputs of the head, fitted to train
+rows and scored on test rows. ``--rows`` takes as many train rows of each set, evenly spaced. The table goes to
+docs/results/blindfed-vit-tiny.md unless there is ``--no-page``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from page import table, write
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from fedfm.data.load import load_table
+from fedfm.data.spec import DataSpec
+from fedfm.data.table import Table
+from fedfm.models import fhe_friendly
+from fedfm.models.load import load_model
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+
+AT_ONCE = 256  # rows that are prepared at once
+
+
+def probed(name: str, data: Table, train: np.ndarray, test: np.ndarray) -> tuple[float, int, int]:
+    """Accuracy of the probe; arguments outside their intervals on all these rows, and all."""
+    model = load_model(
+        ModelSpec(name, adaptation=AdaptationSpec("head"), device="cpu"), classes=data.classes, kind="image"
+    )
+    fhe_friendly.forget(model.module)
+    parts = np.split(np.concatenate([train, test]), range(AT_ONCE, len(train) + len(test), AT_ONCE))
+    x = np.concatenate([model.features(model.prepare(data, part)).numpy() for part in parts])
+    labels = np.asarray(data.labels)
+    if not np.isfinite(x).all():
+        raise SystemExit(f"{name}: features of {data.source} that are no numbers")
+    fitted = make_pipeline(StandardScaler(), LogisticRegression(C=0.05, max_iter=2000))
+    fitted.fit(x[: len(train)], labels[train])
+    counts = fhe_friendly.violations(model.module).values()
+    score = float(fitted.score(x[len(train) :], labels[test]))
+    return score, sum(n for n, _ in counts), sum(n for _, n in counts)
+
+
+def main() -> None:
+    """One row a set."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("twin"), parser.add_argument("teacher"), parser.add_argument("sets", nargs="+")
+    parser.add_argument("--rows", type=int), parser.add_argument("--no-page", action="store_true")
+    a = parser.parse_args()
+    lines: list[dict[str, Any]] = []
+    for path in a.sets:
+        data = load_table(DataSpec(path=path), seed=0, task="classification")
+        train, test = data.rows("train"), data.rows("test")
+        if a.rows and a.rows < len(train):
+            train = train[np.linspace(0, len(train) - 1, a.rows).astype(int)]
+        line: dict[str, Any] = {"set": Path(path).stem, "train rows": len(train), "test rows": len(test)}
+        teacher, *_ = probed(a.teacher, data, train, test)
+        twin, outside, total = probed(a.twin, data, train, test)
+        line |= {"teacher, %": 100 * teacher, "twin, %": 100 * twin, "outside, of a million": 1e6 * outside / total}
+        lines.append(line)
+        print(line, flush=True)
+    print(table(lines))
+    if not a.no_page:
+        write("probes", table(lines))
+
+
+if __name__ == "__main__":
+    main()

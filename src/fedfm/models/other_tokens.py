@@ -1,0 +1,90 @@
+"""A vision transformer for other tokens: pictures of another size, or without its class token.
+
+Encrypted rotations need a number of tokens that is a power of two, which a ViT at 224 pixels, with 196 patches and a
+class token, has not. Its maps take any number of tokens; only the positions belong to places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedfm.errors import InputError
+from fedfm.models.model import Model
+from fedfm.models.quiet import quiet
+
+_TYPES = ("vit", "deit", "ijepa")
+_OTHER = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "pooler_output_size")
+
+
+def with_tokens(model: Model, side: int | None, class_token: bool) -> nn.Module:
+    """A new module with the weights of a ViT, DeiT or I-JEPA, for pictures of ``side`` x ``side`` pixels.
+
+    Positions of patches are interpolated (bicubic); those of class tokens stay. Without class tokens it is of the type
+    ``ijepa``, whose head reads the mean over the patches, so that its first outputs are not those of the model.
+
+    Args:
+        side: None: the model's own size.
+        class_token: whether class tokens stay.
+
+    Raises:
+        InputError: a model of another type, a side that its patches do not divide, or no class token to drop.
+    """
+    import transformers
+
+    module: Any = model.module
+    config, kind = module.config, module.config.model_type
+    if kind not in _TYPES:
+        what = "distil.image_size" if class_token else "distil.class_token = false"
+        raise InputError(f"{what}: a model of type {kind!r} cannot change its tokens, expected a ViT, DeiT or I-JEPA")
+    embedding: Any = model.parts.embedding
+    patches = embedding.patch_embeddings
+    height, width = patches.patch_size
+    if side is not None and (side % height or side % width):
+        raise InputError(f"distil.image_size = {side}: expected a multiple of the patches, {height} x {width} pixels")
+    extra = embedding.position_embeddings.shape[1] - patches.num_patches
+    if not class_token and not extra:
+        raise InputError(f"distil.class_token = false: a model of type {kind!r} has no class token")
+    old = tuple(n // p for n, p in zip(patches.image_size, patches.patch_size, strict=True))
+    new = old if side is None else (side // height, side // width)
+    known = {key: value for key, value in config.to_dict().items() if key not in _OTHER}
+    kept = {"image_size": side} if side is not None else {}
+    made_config = (type(config) if class_token else transformers.IJepaConfig)(**(known | kept))
+    kind_of = type(module) if class_token else transformers.IJepaForImageClassification
+    state = dict(module.state_dict())
+    if not class_token:
+        old_prefix, new_prefix = (f"{c.base_model_prefix}." for c in (type(module), kind_of))
+        dropped = ("cls_token", "distillation_token")
+        state = {
+            new_prefix + name.removeprefix(old_prefix) if name.startswith(old_prefix) else name: tensor
+            for name, tensor in state.items()
+            if name.rpartition(".")[2] not in dropped
+        }
+    place = next(name for name in state if name.endswith("position_embeddings"))
+    positions = moved(state[place], extra, old, new)
+    state[place] = positions if class_token else positions[:, extra:]
+    with quiet(), torch.random.fork_rng(devices=[]):
+        made: nn.Module = kind_of(made_config)
+    made.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    return made.eval()
+
+
+def moved(positions: Tensor, extra: int, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """Positions (1, extra + h w, d) of a grid (h, w) of patches, for another grid."""
+    if old == new:
+        return positions.clone()
+    grid = positions[:, extra:].float().reshape(1, *old, -1).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=new, mode="bicubic", align_corners=False)
+    return torch.cat([positions[:, :extra].float(), grid.flatten(2).transpose(1, 2)], 1)
+
+
+def processor_for(processor: Any, side: int | None) -> Any:
+    """A copy of an image processor that resizes to ``side`` x ``side``."""
+    if side is None:
+        return processor
+    settings = {key: value for key, value in processor.to_dict().items() if not key.endswith("_type")}
+    settings["size"] = {"height": side, "width": side}
+    return type(processor)(**settings)

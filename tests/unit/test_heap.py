@@ -1,0 +1,33 @@
+"""Freed memory that a process keeps."""
+
+import subprocess
+import sys
+
+import pytest
+
+COUNT = """
+import resource, sys
+import numpy as np
+from fedfm.linalg.kernels.buffers import keep_all_freed
+
+if sys.argv[1] == "kept" and not keep_all_freed():
+    sys.exit("no glibc")
+for turn in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    x = np.ones(48 << 17)  # 48 MB
+    del x
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
+def test_a_large_array_takes_the_place_of_the_last_one():
+    """Page faults of the fourth of several arrays, with and without."""
+    faults = {}
+    for how in ("kept", "not"):
+        done = subprocess.run([sys.executable, "-c", COUNT, how], capture_output=True, text=True)
+        if "no glibc" in done.stderr:
+            pytest.skip("of glibc")
+        assert done.returncode == 0, done.stderr
+        faults[how] = int(done.stdout)
+    assert faults["kept"] < 10 < faults["not"]
