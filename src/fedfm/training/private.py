@@ -23,7 +23,7 @@ from fedfm.privacy.dp_sgd import DescentPlan, PrivateSteps
 from fedfm.training import heads
 from fedfm.training.job import Job
 from fedfm.training.loop import flat_of
-from fedfm.training.row_gradients import clipped_sum, factors
+from fedfm.training.row_gradients import agrees, clipped_sum, factors
 from fedfm.training.update_rules import Rule
 
 
@@ -136,12 +136,16 @@ def sums(
     live = {name: p for name, p in model.live().items() if only is None or name in only}
     numbers = sum(p.numel() for p in live.values())
     of_head = _head(model, rows, clip_norm) if heads.applies(model) and only is None else None
+    by_layers: bool | None = None  # one backward pass for many rows; the first two rows tell
 
     def total(index: np.ndarray) -> Tensor:
+        nonlocal by_layers
         found = torch.zeros(numbers, dtype=torch.float64)
+        if by_layers is None and of_head is None and len(index):
+            by_layers = agrees(model, rows, index[:2], live)
         for at in range(0, len(index), most):
             part = index[at : at + most]
-            found += of_head(part) if of_head else clipped_sum(model, rows, part, clip_norm, live)
+            found += of_head(part) if of_head else clipped_sum(model, rows, part, clip_norm, live, bool(by_layers))
         return found
 
     return total
