@@ -87,7 +87,7 @@ def test_of_vision_transformers(name, adaptation, folder):
     """Class token and positions are parameters of a layer of its own kind."""
     path = name if name == "nano-vit" else str(folder / name)
     model = moved(load_model(ModelSpec(path, adaptation=adaptation), classes=CLASSES, kind="image", seed=3))
-    n = 3 if name == "nano-vit" else 7
+    n = 4 if name == "nano-vit" else 7
     check(model, pictures(model, n, 32 if name == "nano-vit" else 16), n)
 
 

@@ -136,12 +136,12 @@ def sums(
     live = {name: p for name, p in model.live().items() if only is None or name in only}
     numbers = sum(p.numel() for p in live.values())
     of_head = _head(model, rows, clip_norm) if heads.applies(model) and only is None else None
-    by_layers: bool | None = None  # one backward pass for many rows; the first two rows tell
+    by_layers: bool | None = None  # whether one backward pass does for many rows; the first two rows tell
 
     def total(index: np.ndarray) -> Tensor:
         nonlocal by_layers
         found = torch.zeros(numbers, dtype=torch.float64)
-        if by_layers is None and of_head is None and len(index):
+        if by_layers is None and of_head is None and len(index) > 1:
             by_layers = agrees(model, rows, index[:2], live)
         for at in range(0, len(index), most):
             part = index[at : at + most]
