@@ -14,7 +14,7 @@ from fedfm.models.families import Parts
 from fedfm.models.load import load_model
 from fedfm.models.model import Model, Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.training import private, row_gradients
+from fedfm.training import packed, private, row_gradients
 from small import tiny_vit
 
 CLASSES = ("ant", "bee", "cow")
@@ -289,3 +289,46 @@ def test_terms_that_cancel_do_not_pass_the_clip():
         assert g.norm() > c
         found = row_gradients.clipped_sum(model, rows, np.array([i]), c, model.live()).double()
         assert found.norm() <= c
+
+
+# --- packed -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kernels", ["exact", "fast"])
+@pytest.mark.parametrize(
+    "targets", [None, ("query", "key", "value", "output.dense", "intermediate.dense")], ids=["some", "all"]
+)
+@pytest.mark.parametrize("layers", [None, 1])
+def test_of_text_without_padding(kernels, targets, layers, folder):
+    """The written backward pass of LoRA, on rows of unequal length, in all layers or above frozen ones."""
+    table = load_table(DataSpec(path=str(folder / "rows.jsonl")), seed=0, task="classification")
+    adaptation = AdaptationSpec("lora", rank=2, layers=layers, **({"targets": targets} if targets else {}))
+    spec = ModelSpec(str(folder / "bert"), max_length=7, adaptation=adaptation)
+    model = moved(load_model(spec, classes=table.classes, kind=table.kind, seed=3))
+    rows = model.prepare(table, np.arange(9))
+    tokens = rows.tokens or tuple(rows.tensors["input_ids"])
+    rows = Rows(tokens=tuple(t[: len(t) - i % 3] for i, t in enumerate(tokens)), labels=rows.labels, pad=rows.pad)
+    check_packed(model, rows, 9, kernels)
+
+
+@pytest.mark.parametrize("kernels", ["exact", "fast"])
+@pytest.mark.parametrize("name", ["nano-vit", "tiny-vit"])
+def test_of_pictures_that_are_packed(name, kernels, folder):
+    path = name if name == "nano-vit" else str(folder / name)
+    model = moved(load_model(ModelSpec(path, adaptation=LORA), classes=CLASSES, kind="image", seed=3))
+    check_packed(model, pictures(model, 4, 32 if name == "nano-vit" else 16), 4, kernels)
+
+
+def check_packed(model, rows, n, kernels):
+    """The same bounds as :func:`check`, through what a client's training calls."""
+    model.kernels = kernels
+    assert packed.by_row(model, rows) is not None
+    index = np.arange(n)[::-1].copy()
+    middle = float(np.median(by_hand(model, rows, index, 1.0)[1]))
+    for c in (middle / 50, middle, middle * 50):
+        expected, _ = by_hand(model, rows, index, c)
+        found = private.sums(model, rows, c, 4)(index)
+        assert (found - expected).norm() < 3e-4 * expected.norm()
+    live = next(iter(model.live().values()))
+    with torch.no_grad():
+        live.add_(0.05)  # a step: the next sum is of the moved model
+    expected, _ = by_hand(model, rows, index, middle)
+    assert (private.sums(model, rows, middle, 4)(index) - expected).norm() < 3e-4 * expected.norm()
