@@ -94,8 +94,9 @@ def predict(model: Model, rows: Rows) -> Tensor | None:
 
 def by_row(model: Model, rows: Rows) -> RowGradients | None:
     """Sums of clipped gradients of single rows; None if the model or the rows are not supported."""
-    kernels = getattr(model, "kernels", "exact")
-    found = _net(model, False, fresh=True) if takes(rows) and rows.labels is not None and len(rows) else None
+    if type(model).loss is not Model.loss or not len(rows) or rows.labels is None or not takes(rows):
+        return None
+    kernels, found = getattr(model, "kernels", "exact"), _net(model, False, fresh=True)
     if found is None:
         return None
     buffers.keep_freed()
