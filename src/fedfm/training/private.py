@@ -1,4 +1,4 @@
-"""Local training by DP-SGD: heads on features in closed form, every other model by its layers.
+"""Local training by DP-SGD: heads on features in closed form, LoRA of known transformers packed, others by layers.
 
 Abadi et al. 2016, Algorithm 1 (see :mod:`fedfm.privacy.dp_sgd`): the sum of the batch's clipped row gradients, plus
 noise N(0, (z C)^2), over the expected size of a batch. What follows is free: the optimiser, momentum, weight decay, the
@@ -20,10 +20,10 @@ from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.privacy.dp_sgd import DescentPlan, PrivateSteps
-from fedfm.training import heads
+from fedfm.training import heads, packed
 from fedfm.training.job import Job
 from fedfm.training.loop import flat_of
-from fedfm.training.row_gradients import clipped_sum, factors
+from fedfm.training.row_gradients import agrees, clipped_sum, factors
 from fedfm.training.update_rules import Rule
 
 
@@ -141,12 +141,22 @@ def sums(
     live = {name: p for name, p in model.live().items() if only is None or name in only}
     numbers = sum(p.numel() for p in live.values())
     of_head = _head(model, rows, clip_norm) if heads.applies(model) and only is None else None
+    of_rows = packed.by_row(model, rows) if of_head is None and only is None else None
+    by_layers: bool | None = None  # whether one backward pass does for many rows; the first two rows tell
 
     def total(index: np.ndarray) -> Tensor:
+        nonlocal by_layers
         found = torch.zeros(numbers, dtype=torch.float64)
+        if by_layers is None and of_head is None and of_rows is None and len(index) > 1:
+            by_layers = agrees(model, rows, index[:2], live)
         for at in range(0, len(index), most):
             part = index[at : at + most]
-            found += of_head(part) if of_head else clipped_sum(model, rows, part, clip_norm, live)
+            if of_head is not None:
+                found += of_head(part)
+            elif of_rows is not None:
+                found += of_rows.clipped_sum(part, clip_norm)
+            else:
+                found += clipped_sum(model, rows, part, clip_norm, live, bool(by_layers))
         return found
 
     return total

@@ -1,17 +1,16 @@
-"""Sums of clipped gradients of single rows, without one gradient for each row in memory where that is cheaper.
+"""Sums of clipped gradients of single rows by one backward pass a batch; a row at a time where that is not known.
 
-A linear layer's gradient for one row is G^T A, with the row's inputs A (T, i) and output gradients G (T, o). Its
-squared norm is sum(A A^T * G G^T) (Goodfellow 2015, arXiv:1510.01799; Li, Tramer, Liang, Hashimoto. Large Language
-Models Can Be Strong Differentially Private Learners. ICLR 2022, arXiv:2110.05679), and the clipped sum over rows is one
-product (Bu, Wang, Zha, Karypis. Differentially Private Optimization on Large Model at Small Cost. ICML 2023,
-arXiv:2210.00038). One backward pass finds all G and no gradient of a weight. Models with other trainable parameters,
-and losses that are no sum over rows, take one backward pass for each row.
+One forward pass notes the inputs of every layer that owns a trained parameter, one backward pass finds the gradients of
+their outputs and of no weight; :mod:`fedfm.training.row_terms` makes norms and weighted sums of them. That is right
+for models that compute each row by itself. What a batch shows of it is checked: :func:`agrees` compares with rows
+alone, and tensors whose rows may lie in another place than the first are never taken for rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfm.core.rows import Rows
+from fedfm.core.rows import Batch, Rows
+from fedfm.models.inputs import IGNORE
 from fedfm.models.model import Model
+from fedfm.training.row_terms import Gradient, Term, Use, fit, known, terms
 
 _MARGIN = 1 - 1e-4  # rows are clipped to this times C: the rounding of a float32 sum stays within C
+_SAME = 1e-3  # relative difference of a row's gradient in a batch and alone, at most
 
-Pieces = dict[int, tuple[Tensor, Callable[[Tensor], Tensor]]]  # id of a parameter -> squared norms (b,), weighted sum
+Live = dict[str, Tensor]
+
+
+class Ambiguous(Exception):
+    """A tensor has the batch's size in a second place: which of the two are the rows?"""
 
 
 def factors(squared: Tensor, clip_norm: float) -> Tensor:
@@ -33,130 +39,162 @@ def factors(squared: Tensor, clip_norm: float) -> Tensor:
     return torch.where(squared.isfinite(), found, 0.0)
 
 
-def clipped_sum(model: Model, rows: Rows, index: np.ndarray, clip_norm: float, live: dict[str, Tensor]) -> Tensor:
+def clipped_sum(
+    model: Model, rows: Rows, index: np.ndarray, clip_norm: float, live: Live, by_layers: bool = True
+) -> Tensor:
     """The sum (P,) over rows of their gradients, each scaled down to L2 norm C over all these parameters together.
 
     Args:
         rows: the client's.
         index: (b,) rows of the sum.
         live: the trained parameters.
+        by_layers: whether one backward pass for all rows may do; False: one for each.
     """
-    batch = rows.batch(index)
-    if model.task == "classification" and type(model).loss is Model.loss:
-        found = _of_layers(model, batch, live, len(index))
+    if by_layers:
+        try:
+            found = _of_layers(model, rows.batch(index), live, len(index))
+        except Ambiguous:
+            parts = np.array_split(index, 2)
+            return torch.stack([clipped_sum(model, rows, part, clip_norm, live) for part in parts]).sum(0)
         if found is not None:
-            c = factors(torch.stack([squared for squared, _ in found.values()]).sum(0), clip_norm)
-            return torch.cat([found[id(p)][1](c).reshape(-1) for p in live.values()]).cpu()
+            c = factors(torch.stack([of.squared for of in found]).sum(0), clip_norm)
+            return torch.cat([of.weighted(c) for of in found]).cpu()
     total = torch.zeros(sum(p.numel() for p in live.values()))
     for i in index:
-        loss = model.loss(rows.batch(np.array([i])))
-        one = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
-        pairs = zip(one, live.values(), strict=True)
-        g = torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pairs]).float().cpu()
+        g = _alone(model, rows, i, live)
         c = factors(g.square().sum(), clip_norm)
         if c:
             total.add_(g, alpha=float(c))
     return total
 
 
-def _of_layers(model: Model, batch: Any, live: dict[str, Tensor], b: int) -> Pieces | None:
-    """Squared norms and weighted sums of each parameter; None if a parameter is in no layer of a known kind."""
-    wanted = {id(p) for p in live.values()}
-    with _watched(model.module, wanted) as seen:
-        logits = model.logits(batch)
-        loss = F.cross_entropy(*model.flat(logits, batch), reduction="sum")
-    covered = [id(p) for module, *_ in seen for p in module.parameters(recurse=False) if id(p) in wanted]
-    plain = len(covered) == len(wanted) == len(set(covered))  # each in one layer, that runs once
-    if not plain or any(len(x) != b or x._version != version for _, x, version, _ in seen):
+def agrees(model: Model, rows: Rows, index: np.ndarray, live: Live) -> bool:
+    """Whether the first row's gradient in a batch of these is that of the row alone, in evaluation mode.
+
+    It is not if the model mixes the rows of a batch, or uses a parameter past the layer that owns it.
+    """
+    training = [m for m in model.module.modules() if m.training]
+    model.module.eval()
+    try:
+        found = _of_layers(model, rows.batch(index), live, len(index))
+        if found is None:
+            return False
+        c = (torch.arange(len(index)) == 0).float().to(found[0].squared.device)
+        alone, together = _alone(model, rows, index[0], live), torch.cat([of.weighted(c) for of in found]).cpu()
+        return not alone.isfinite().all() or bool((together - alone).norm() <= _SAME * alone.norm())
+    except Ambiguous:
+        return all(agrees(model, rows, part, live) for part in np.array_split(index, 2))
+    finally:
+        for m in training:
+            m.training = True
+
+
+def _alone(model: Model, rows: Rows, i: int, live: Live) -> Tensor:
+    """The gradient (P,) of one row, on the CPU."""
+    one = torch.autograd.grad(model.loss(rows.batch(np.array([i]))), list(live.values()), allow_unused=True)
+    pairs = zip(one, live.values(), strict=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pairs]).float().cpu()
+
+
+def _losses(model: Model, batch: Batch, b: int) -> Tensor:
+    """The sum of the losses of the rows, each as if it were alone: a language model's is a mean over its own tokens."""
+    logits, targets = model.flat(model.logits(batch), batch)
+    each = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").reshape(b, -1)
+    count = (targets != IGNORE).reshape(b, -1).sum(1)
+    return (each.sum(1) / count.clamp_min(1)).sum()
+
+
+@dataclass
+class _Call:
+    """A call of a layer, before the backward pass."""
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[int]
+    out: Tensor | None
+    edge: Any
+
+    @property
+    def given(self) -> list[Tensor]:
+        """Its inputs that are tensors."""
+        return [a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Tensor)]
+
+
+def _of_layers(model: Model, batch: Batch, live: Live, b: int) -> list[Gradient] | None:
+    """For each parameter its gradients of all rows; None if that is not known.
+
+    Raises:
+        Ambiguous: which numbers belong to a row.
+    """
+    if type(model).loss is not Model.loss:
         return None
-    gradients = torch.autograd.grad(loss, [edge for *_, edge in seen])
-    found: Pieces = {}
-    for (module, x, _, _), g in zip(seen, gradients, strict=True):
-        found |= {i: piece for i, piece in _KINDS[type(module)](module, x, g).items() if i in wanted}
-    return found if len(found) == len(wanted) else None
+    wanted = {id(p) for p in live.values()}
+    with _watched(model.module, wanted, b) as seen:
+        loss = _losses(model, batch, b)
+    covered = {id(p) for call in seen for p in call.layer.parameters(recurse=False)}
+    if not wanted <= covered:
+        return None
+    if any(call.edge is None or [x._version for x in call.given] != call.versions for call in seen):
+        return None  # several outputs, or inputs that have changed in place since
+    gradients = torch.autograd.grad(loss, [call.edge for call in seen], allow_unused=True)
+    found: dict[int, list[Term]] = {i: [] for i in wanted}
+    for call, g in zip(seen, gradients, strict=True):
+        if g is None:  # no part of the loss
+            continue
+        if not _by_rows(call, g, b):
+            return None
+        got = terms(Use(call.layer, call.args, call.kwargs, call.out, g))
+        if got is None:
+            return None
+        for p, term in got:
+            if id(p) in wanted:
+                found[id(p)].append(term)
+    if not all(fit(of) for of in found.values()):
+        return None
+    return [Gradient(p, found[id(p)], b) for p in live.values()]
+
+
+def _by_rows(call: _Call, g: Tensor, b: int) -> bool:
+    """Whether the first place of the layer's input and output counts the rows.
+
+    Raises:
+        Ambiguous: another place could.
+    """
+    if not call.given or len(call.given[0]) != b or len(g) != b:
+        return False
+    x = call.given[0]
+    if b > 1 and not isinstance(call.layer, nn.Conv2d | nn.GroupNorm):  # these ask for rows in the first place
+        places = x.shape[1:-1] if x.is_floating_point() else x.shape[1:]
+        if b in places or b in g.shape[1:-1]:
+            raise Ambiguous
+    return True
 
 
 @contextmanager
-def _watched(module: nn.Module, wanted: set[int]) -> Iterator[list[tuple[nn.Module, Tensor, int, Any]]]:
-    """Collects (layer, input, the input's version, place of its output in the graph) of layers with such parameters."""
-    seen: list[tuple[nn.Module, Tensor, int, Any]] = []
+def _watched(module: nn.Module, wanted: set[int], b: int) -> Iterator[list[_Call]]:
+    """Collects the calls of layers that own such parameters, and each output's place in the graph."""
+    seen: list[_Call] = []
 
-    def note(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        x = args[0].detach()
-        seen.append((layer, x, x._version, torch.autograd.graph.get_gradient_edge(out)))
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if isinstance(out, Tensor) and not out.requires_grad:
+            return
+        edge = torch.autograd.graph.get_gradient_edge(out) if isinstance(out, Tensor) else None
+        args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+        kwargs = {k: a.detach() if isinstance(a, Tensor) else a for k, a in kwargs.items()}
+        call = _Call(layer, args, kwargs, [], None if edge is None or known(layer) else out.detach().clone(), edge)
+        call.versions = [x._version for x in call.given]
+        seen.append(call)
 
-    hooks = [
-        layer.register_forward_hook(note)
-        for layer in module.modules()
-        if type(layer) in _KINDS and any(id(p) in wanted for p in layer.parameters(recurse=False))
-    ]
+    def spread(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Positions are often looked up once for all rows, (1, T), and broadcast: look them up for each row."""
+        return tuple(ids.expand(b, *ids.shape[1:]) if ids.dim() > 1 and len(ids) == 1 else ids for ids in args)
+
+    layers = [m for m in module.modules() if any(id(p) in wanted for p in m.parameters(recurse=False))]
+    hooks = [m.register_forward_hook(note, with_kwargs=True) for m in layers]
+    hooks += [m.register_forward_pre_hook(spread) for m in layers if isinstance(m, nn.Embedding)]
     try:
         yield seen
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _linear(layer: Any, x: Tensor, g: Tensor) -> Pieces:
-    return _product(layer, x.reshape(len(x), -1, x.shape[-1]), g.reshape(len(g), -1, g.shape[-1]))
-
-
-def _product(layer: Any, x: Tensor, g: Tensor) -> Pieces:
-    """Of a weight (o, ...) with gradient sum_t g_t x_t^T, and a bias; x (b, T, i), g (b, T, o)."""
-    x, g = x.float(), g.float()
-    (_, t, i), o = x.shape, g.shape[2]
-    if t > 1 and i * o <= t * (i + o):
-        found = _summed(layer.weight, g.transpose(1, 2) @ x)
-    else:
-        products = (x @ x.transpose(1, 2)) * (g @ g.transpose(1, 2))
-        found = {
-            id(layer.weight): (
-                products.sum((1, 2)).clamp_min(0),
-                lambda c: _weighted(g, c).reshape(-1, o).T @ (x if c.all() else _weighted(x, c.sign())).reshape(-1, i),
-            )
-        }
-    return found if layer.bias is None else found | _summed(layer.bias, g.sum(1))
-
-
-def _summed(p: Tensor, rows: Tensor) -> Pieces:
-    """Of a parameter with one gradient for each row (b, ...)."""
-    rows = rows.float().reshape(len(rows), -1)
-    return {id(p): (rows.square().sum(1), lambda c: c @ rows if c.all() else _weighted(rows, c).sum(0))}
-
-
-def _weighted(g: Tensor, c: Tensor) -> Tensor:
-    """The rows' gradients times c (b,); of rows with c = 0, which may not be finite, zeros."""
-    c = c.reshape(-1, *[1] * (g.dim() - 1))
-    return torch.where(c > 0, g * c, 0.0)
-
-
-def _convolution(layer: Any, x: Tensor, g: Tensor) -> Pieces:
-    if layer.groups > 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-        return {}
-    columns = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # (b, c k k, T)
-    return _product(layer, columns.transpose(1, 2), g.flatten(2).transpose(1, 2))
-
-
-def _layer_norm(layer: Any, x: Tensor, g: Tensor) -> Pieces:
-    if layer.weight is None:
-        return {}
-    shape = layer.normalized_shape
-    of = (len(x), -1, *shape)
-    found = _summed(layer.weight, (g * F.layer_norm(x, shape, eps=layer.eps)).reshape(of).sum(1))
-    return found if layer.bias is None else found | _summed(layer.bias, g.reshape(of).sum(1))
-
-
-def _group_norm(layer: Any, x: Tensor, g: Tensor) -> Pieces:
-    if layer.weight is None:
-        return {}
-    normal = F.group_norm(x, layer.num_groups, eps=layer.eps)
-    of = (*x.shape[:2], -1)
-    return _summed(layer.weight, (g * normal).reshape(of).sum(2)) | _summed(layer.bias, g.reshape(of).sum(2))
-
-
-_KINDS: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Pieces]] = {
-    nn.Linear: _linear,
-    nn.Conv2d: _convolution,
-    nn.LayerNorm: _layer_norm,
-    nn.GroupNorm: _group_norm,
-}

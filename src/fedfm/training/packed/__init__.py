@@ -25,6 +25,7 @@ from fedfm.models.model import PREDICTORS, Model
 from fedfm.training import loop
 from fedfm.training.job import Job
 from fedfm.training.packed import attention, trainer
+from fedfm.training.packed.by_row import RowGradients
 from fedfm.training.packed.net import Net, Unsupported, read
 from fedfm.training.packed.predictor import Predictor
 from fedfm.training.packed.prefix import Cache, takes
@@ -89,6 +90,18 @@ def predict(model: Model, rows: Rows) -> Tensor | None:
         p = torch.empty(found.net.flat.size)
         trainer.fill(found.net, p, model.live())
         return found.predictor(p, rows)
+
+
+def by_row(model: Model, rows: Rows) -> RowGradients | None:
+    """Sums of clipped gradients of single rows; None if the model or the rows are not supported."""
+    if type(model).loss is not Model.loss or not len(rows) or rows.labels is None or not takes(rows):
+        return None
+    kernels, found = getattr(model, "kernels", "exact"), _net(model, False, fresh=True)
+    if found is None:
+        return None
+    buffers.keep_freed()
+    with torch.no_grad():
+        return RowGradients(model, found.net, found.cache, rows, fast=kernels != "exact")
 
 
 class _Found(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.training.packed.linear import Linear, product
@@ -38,8 +39,9 @@ class FlatLayout:
         self.slots[name] = (slots[0][0], slots[-1][1], (sum(s[2][0] for s in slots), *slots[0][2][1:]))
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of ``vector`` (P,) by name, in this layout's shapes."""
-        return {name: vector[start:stop].view(shape) for name, (start, stop, shape) in self.slots.items()}
+        """Views of ``vector`` (P,) by name, in this layout's shapes; of several vectors (b, P) with b in front."""
+        front = vector.shape[:-1]
+        return {n: vector[..., start:stop].view(*front, *shape) for n, (start, stop, shape) in self.slots.items()}
 
     def tensor(self, name: str, views: dict[str, Tensor]) -> Tensor:
         """The view with this name in the model's shape."""
@@ -73,6 +75,49 @@ class Segment:
     stop: int
     w: dict[str, Tensor]
     gradient: dict[str, Tensor]
+
+    def outer(self, name: str, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+        """The gradient of a matrix (p, q) is scale left^T right; left (n, p), right (n, q)."""
+        out = self.gradient[name]
+        if scale == 1.0:
+            torch.mm(left.t(), right, out=out)
+        else:
+            torch.addmm(out, left.t(), right, beta=0, alpha=scale, out=out)
+
+    def total(self, name: str, x: Tensor) -> None:
+        """The gradient of a vector (q,) is the sum of x (n, q)."""
+        torch.sum(x, 0, out=self.gradient[name])
+
+    def mean_of(self, rows: int) -> int:
+        """By what a loss of so many rows is divided."""
+        return rows
+
+
+@dataclass(frozen=True)
+class RowSegment(Segment):
+    """Rows of one client, each with a gradient of its own loss: gradients have the number of rows b in front.
+
+    Attributes:
+        place: (b, T) where a row's tokens are, n where it has no more; None: all have equally many.
+    """
+
+    place: Tensor | None
+
+    def outer(self, name: str, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+        out = self.gradient[name]
+        found = torch.bmm(self._by_row(left, len(out)).mT, self._by_row(right, len(out)))
+        torch.mul(found, scale, out=out)
+
+    def total(self, name: str, x: Tensor) -> None:
+        out = self.gradient[name]
+        torch.sum(self._by_row(x, len(out)), 1, out=out)
+
+    def mean_of(self, rows: int) -> int:
+        return 1
+
+    def _by_row(self, x: Tensor, b: int) -> Tensor:
+        """(n, q) -> (b, T, q), zeros where a row has no more tokens."""
+        return x.reshape(b, -1, x.shape[1]) if self.place is None else F.pad(x, (0, 0, 0, 1))[self.place]
 
 
 class Adapted:
@@ -142,8 +187,8 @@ class Adapted:
             g = gradient[s.start : s.stop]
             parts, at = [], 0
             for site in self.sites:
-                piece, b = g[:, site.start : site.stop], s.gradient[site.b]
-                torch.addmm(b, h[:, at : at + site.rank].t(), piece, beta=0, alpha=site.scale, out=b)
+                piece = g[:, site.start : site.stop]
+                s.outer(site.b, h[:, at : at + site.rank], piece, site.scale)
                 if self.trains_a or need_input:
                     parts.append(product(piece, s.w[site.b]).mul_(site.scale))  # (n, r)
                 at += site.rank
@@ -151,7 +196,7 @@ class Adapted:
                 continue
             back = torch.cat(parts, 1) if len(parts) > 1 else parts[0]  # (n, R)
             if self.trains_a:
-                torch.mm(back.t(), x[s.start : s.stop], out=s.gradient[self.a])
+                s.outer(self.a, back, x[s.start : s.stop])
             if out is not None:
                 out[s.start : s.stop].addmm_(back, self._a(s))
         return out

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.training.packed.adapters import Segment
+from fedfm.training.packed.adapters import RowSegment, Segment
 from fedfm.training.packed.attention import Shape
 from fedfm.training.packed.linear import tanh_backward
 from fedfm.training.packed.net import Net
@@ -24,6 +24,7 @@ class Batch:
         weights, gradients: for each client, its trained tensors and the tensors that receive their gradients; entries
             beyond the clients of ``index`` are ignored.
         fused: compute attention in compiled loops, which round differently.
+        by_row: the rows of one client, whose gradients (b, ...) are those of each row's loss.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Batch:
         weights: Sequence[dict[str, Tensor]],
         gradients: Sequence[dict[str, Tensor]],
         fused: bool = False,
+        by_row: bool = False,
     ) -> None:
         lengths = [prefix.length[i] for prefix, i in zip(prefixes, index, strict=True)]
         self.net, self.shape = net, Shape(np.concatenate(lengths), fused)
@@ -41,6 +43,10 @@ class Batch:
         owners = list(zip(weights, gradients, strict=True))[: len(index)]
         self.segments = [Segment(*where, *own) for where, own in zip(rows, owners, strict=True)]
         self.firsts = [Segment(*where, *own) for where, own in zip(firsts, owners, strict=True)]
+        if by_row:
+            (whole,), (first,), ((w, gradient),) = rows, firsts, owners
+            self.segments = [RowSegment(*whole, w, gradient, None if self.shape.equal else _places(lengths[0]))]
+            self.firsts = [RowSegment(*first, w, gradient, None)]
         self.x = torch.empty(self.shape.rows, net.width)  # (N, d)
         self.x[self.shape.tokens :] = 0
         for prefix, i, (a, b) in zip(prefixes, index, rows, strict=True):
@@ -88,6 +94,12 @@ class Batch:
         return self.net.norm.backward(gz, saved)
 
 
+def _places(lengths: np.ndarray) -> Tensor:
+    """(b, T) places of the tokens of each row; the first place behind all where it has no more."""
+    at, starts = np.arange(lengths.max()), np.cumsum(lengths) - lengths
+    return torch.from_numpy(np.where(at < lengths[:, None], starts[:, None] + at, lengths.sum()))
+
+
 def _head(net: Net, z: Tensor, gz: Tensor, s: Segment, y: Tensor) -> float:
     """Summed cross-entropy of one client's rows; the mean's gradients go into the segment and ``gz``."""
     weight, bias = s.w[net.head[0]], s.w[net.head[1]]
@@ -95,8 +107,8 @@ def _head(net: Net, z: Tensor, gz: Tensor, s: Segment, y: Tensor) -> float:
     error = torch.log_softmax(torch.addmm(bias, part, weight.t()), 1)  # (b, C)
     picked = y[:, None]
     loss = -float(error.gather(1, picked).sum())
-    error.exp_().scatter_add_(1, picked, error.new_full(picked.shape, -1.0)).div_(len(y))
-    torch.mm(error.t(), part, out=s.gradient[net.head[0]])
-    torch.sum(error, 0, out=s.gradient[net.head[1]])
+    error.exp_().scatter_add_(1, picked, error.new_full(picked.shape, -1.0)).div_(s.mean_of(len(y)))
+    s.outer(net.head[0], error, part)
+    s.total(net.head[1], error)
     torch.mm(error, weight, out=gz[s.start : s.stop])
     return loss

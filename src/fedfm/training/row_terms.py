@@ -1,0 +1,258 @@
+"""What the parameters of one layer get of each row of a batch, without one gradient a row where that is cheaper.
+
+A linear layer's gradient for one row is G^T A, with the row's inputs A (T, i) and output gradients G (T, o). Its
+squared norm is sum(A A^T * G G^T) (Goodfellow 2015, arXiv:1510.01799; Li, Tramer, Liang, Hashimoto. Large Language
+Models Can Be Strong Differentially Private Learners. ICLR 2022, arXiv:2110.05679), and the clipped sum over rows is one
+product (Bu, Wang, Zha, Karypis. Differentially Private Optimization on Large Model at Small Cost. ICML 2023,
+arXiv:2210.00038). An embedding is a linear layer whose inputs are unit vectors. A parameter that is used more than once
+gets the sum of its terms, cross terms included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Terms of one row may cancel: the rounding of their float32 products is relative to the terms, not to what is left.
+# Norms are therefore bounds from above: a row may be clipped a little too much, never too little.
+_ROUNDING = 1e-6
+_MOST = 2**25  # numbers of the gradients of all rows of a layer of an unknown kind
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One gradient for each row, (b, *shape)."""
+
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Outer:
+    """sum_t g_t x_t^T, (o, i), of each row; g (b, T, o), x (b, T, i)."""
+
+    g: Tensor
+    x: Tensor
+
+
+@dataclass(frozen=True)
+class Picked:
+    """sum_t e_t g_t^T, e_t the unit vector at ids_t, of each row; ids (b, T), g (b, T, d)."""
+
+    ids: Tensor
+    g: Tensor
+
+
+Term = Whole | Outer | Picked
+Terms = list[tuple[nn.Parameter, Term]]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a layer.
+
+    Attributes:
+        args, kwargs: what it was called with; tensors without their history.
+        out: a copy of its output, of layers of unknown kinds.
+        g: the loss by the output, which has a row's numbers in its place b.
+    """
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: Tensor | None
+    g: Tensor
+
+    @property
+    def x(self) -> Tensor:
+        """The layer's first input."""
+        first: Tensor = self.args[0] if self.args else next(iter(self.kwargs.values()))
+        return first
+
+
+class Gradient:
+    """Of one parameter, of all rows (b,) of a batch.
+
+    Args:
+        terms: that :func:`fit` together.
+
+    Attributes:
+        squared: (b,) squared norms, each rounded up.
+    """
+
+    def __init__(self, p: Tensor, terms: Sequence[Term], b: int) -> None:
+        self._shape, self._b = p.shape, b
+        self._outer, self._picked, self._whole = _merged(terms)
+        self.squared = self._squares().to(p.device)
+
+    def _squares(self) -> Tensor:
+        if self._whole is not None:
+            return self._whole.flatten(1).square().sum(1)
+        outer, picked = self._outer, self._picked
+        found, parts = torch.zeros(()), torch.zeros(())
+        if outer is not None:
+            found = found + ((outer.x @ outer.x.mT) * (outer.g @ outer.g.mT)).sum((1, 2))
+            parts = parts + (outer.x.norm(dim=2) * outer.g.norm(dim=2)).sum(1)
+        if picked is not None:
+            same = picked.ids[:, :, None] == picked.ids[:, None]
+            found = found + ((picked.g @ picked.g.mT) * same).sum((1, 2))
+            parts = parts + picked.g.norm(dim=2).sum(1)
+        if outer is not None and picked is not None:
+            there = outer.g.gather(2, picked.ids[:, None].expand(-1, outer.g.shape[1], -1))  # (b, T, T')
+            found = found + 2 * (there * (outer.x @ picked.g.mT)).sum((1, 2))
+        if not found.dim():
+            return torch.zeros(self._b)
+        return found.clamp_min(0) + _ROUNDING * parts.square()
+
+    def weighted(self, c: Tensor) -> Tensor:
+        """sum_i c_i times row i's gradient, flat; rows with c_i = 0 need not be finite."""
+        outer, picked, whole = self._outer, self._picked, self._whole
+        if whole is not None:
+            rows = whole.flatten(1)
+            return c @ rows if c.all() else _times(rows, c).sum(0)
+        total = torch.zeros(self._shape, device=c.device)
+        if outer is not None:
+            g = _times(outer.g, c).flatten(0, 1)
+            x = outer.x if c.all() else _times(outer.x, c.sign())
+            total = g.mT @ x.flatten(0, 1)
+        if picked is not None:
+            g = _times(picked.g, c).flatten(0, 1)
+            total = total.index_add(0, picked.ids.flatten(), g)
+        return total.reshape(-1)
+
+
+def fit(terms: Sequence[Term]) -> bool:
+    """Whether the norm of their sum is known: an embedding may share its weight with linear layers only."""
+    return len({type(t) for t in terms} & {Picked, Whole}) < 2
+
+
+def _merged(terms: Sequence[Term]) -> tuple[Outer | None, Picked | None, Tensor | None]:
+    """Their sum, as few terms; one gradient a row if that is less work, or if one of them is such already."""
+    outer = [t for t in terms if isinstance(t, Outer)]
+    picked = [t for t in terms if isinstance(t, Picked)]
+    whole = [t.rows for t in terms if isinstance(t, Whole)]
+    one = Outer(torch.cat([t.g for t in outer], 1), torch.cat([t.x for t in outer], 1)) if outer else None
+    if picked:
+        return one, Picked(torch.cat([t.ids for t in picked], 1), torch.cat([t.g for t in picked], 1)), None
+    if one is not None:
+        (_, t, o), i = one.g.shape, one.x.shape[2]
+        if not whole and (t == 1 or i * o > t * (i + o)):
+            return one, None, None
+        whole.append((one.g.mT @ one.x).reshape(whole[0].shape if whole else (-1, o, i)))
+    return None, None, torch.stack(whole).sum(0) if len(whole) > 1 else whole[0] if whole else None
+
+
+def _times(g: Tensor, c: Tensor) -> Tensor:
+    """The rows of g times c (b,); of rows with c = 0, which may not be finite, zeros."""
+    c = c.reshape(-1, *[1] * (g.dim() - 1))
+    return torch.where(c > 0, g * c, 0.0)
+
+
+# --- kinds of layers --------------------------------------------------------------------------------------------------
+def known(layer: nn.Module) -> bool:
+    """Whether :func:`terms` needs no second computation of the layer."""
+    if isinstance(layer, nn.Conv2d) and (layer.groups > 1 or layer.padding_mode != "zeros" or layer.padding == "same"):
+        return False
+    if isinstance(layer, nn.Embedding) and (layer.scale_grad_by_freq or layer.max_norm is not None):
+        return False
+    return _name(layer) in _KINDS
+
+
+def terms(use: Use) -> Terms | None:
+    """What each of the layer's own parameters gets of one call; None if that is not known."""
+    return _KINDS[_name(use.layer)](use.layer, use.x, use.g) if known(use.layer) else _recomputed(use)
+
+
+def _name(layer: nn.Module) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+
+def _linear(layer: Any, x: Tensor, g: Tensor) -> Terms:
+    """Of a weight (o, i) with gradient sum_t g_t x_t^T, and a bias; x (b, ..., i), g (b, ..., o)."""
+    x, g = (t.float().reshape(len(t), -1, t.shape[-1]) for t in (x, g))
+    return [(layer.weight, Outer(g, x)), *_shift(layer.bias, g.sum(1))]
+
+
+def _transposed(layer: Any, x: Tensor, g: Tensor) -> Terms:
+    """The same of a weight (i, o), as GPT-2 has it."""
+    x, g = (t.float().reshape(len(t), -1, t.shape[-1]) for t in (x, g))
+    return [(layer.weight, Outer(x, g)), *_shift(layer.bias, g.sum(1))]
+
+
+def _shift(bias: nn.Parameter | None, rows: Tensor) -> Terms:
+    return [] if bias is None else [(bias, Whole(rows.float()))]
+
+
+def _convolution(layer: Any, x: Tensor, g: Tensor) -> Terms:
+    padding = 0 if layer.padding == "valid" else layer.padding
+    columns = F.unfold(x.float(), layer.kernel_size, layer.dilation, padding, layer.stride)  # (b, c k k, T)
+    return _linear(layer, columns.mT, g.flatten(2).mT)
+
+
+def _embedding(layer: Any, ids: Tensor, g: Tensor) -> Terms:
+    ids, g = ids.reshape(len(ids), -1), g.float().reshape(len(g), -1, g.shape[-1])
+    if layer.padding_idx is not None:
+        g = torch.where((ids == layer.padding_idx)[:, :, None], 0.0, g)
+    return [(layer.weight, Picked(ids, g))]
+
+
+def _layer_norm(layer: Any, x: Tensor, g: Tensor) -> Terms:
+    shape, of = layer.normalized_shape, (len(x), -1, *layer.normalized_shape)
+    scale = (g * F.layer_norm(x, shape, eps=layer.eps)).float().reshape(of).sum(1)
+    return [(layer.weight, Whole(scale)), *_shift(layer.bias, g.float().reshape(of).sum(1))]
+
+
+def _group_norm(layer: Any, x: Tensor, g: Tensor) -> Terms:
+    normal, of = F.group_norm(x, layer.num_groups, eps=layer.eps), (*x.shape[:2], -1)
+    scale = (g * normal).float().reshape(of).sum(2)
+    return [(layer.weight, Whole(scale)), *_shift(layer.bias, g.float().reshape(of).sum(2))]
+
+
+def _recomputed(use: Use) -> Terms | None:
+    """Of any other layer, from its own parameters alone, one row beside the other by torch.func.vmap.
+
+    None if it does not compute the same again for a row alone: it draws at random, or mixes rows, or hides its inputs.
+    """
+    own = {name: p for name, p in use.layer.named_parameters(recurse=False) if p.requires_grad}
+    params = {name: p.detach() for name, p in own.items()}
+    given: dict[Any, Any] = {**dict(enumerate(use.args)), **use.kwargs}  # by place or name
+    b = len(use.g)
+    plain = (Tensor, int, float, bool, str, type(None))
+    if use.out is None or not all(isinstance(a, plain) for a in given.values()):
+        return None
+    if b * sum(p.numel() for p in params.values()) > _MOST:
+        return None
+    of_rows = {k: a for k, a in given.items() if isinstance(a, Tensor) and a.dim() and len(a) == b}
+
+    def row(inputs: dict[Any, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        now = given | {k: x[None] for k, x in inputs.items()}
+        args, kwargs = tuple(now[k] for k in range(len(use.args))), {k: now[k] for k in use.kwargs}
+
+        def out_of(p: dict[str, Tensor]) -> Tensor:
+            out: Tensor = torch.func.functional_call(use.layer, p, args, kwargs)
+            return out
+
+        pair: Any = torch.func.vjp(out_of, params)
+        return pair[0][0], pair[1](g[None])[0]
+
+    try:
+        out, rows = torch.vmap(row)(of_rows, use.g)
+    except (RuntimeError, ValueError, TypeError, IndexError):  # e.g. it branches on the values of a row
+        return None
+    if out.shape != use.out.shape or not torch.allclose(out, use.out, rtol=1e-3, atol=1e-5, equal_nan=True):
+        return None
+    return [(own[name], Whole(g.float())) for name, g in rows.items()]
+
+
+_KINDS: dict[str, Callable[[Any, Tensor, Tensor], Terms]] = {
+    "torch.nn.modules.linear.Linear": _linear,
+    "torch.nn.modules.conv.Conv2d": _convolution,
+    "torch.nn.modules.sparse.Embedding": _embedding,
+    "torch.nn.modules.normalization.LayerNorm": _layer_norm,
+    "torch.nn.modules.normalization.GroupNorm": _group_norm,
+    "transformers.pytorch_utils.Conv1D": _transposed,
+}
