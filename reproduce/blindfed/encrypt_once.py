@@ -6,7 +6,7 @@ Two processes: the holder of the rows and the owner of the model, joined by byte
 through the holder. The pictures are the data's first test rows, as many as a ciphertext takes. After each block the
 encrypted states are opened here with the holder's key and compared with those of the module in float64; a real owner
 could not. ``--head`` names the model whose classifier reads the twin's features. A run that was killed goes on in the
-folder ``--work``. The tables go to docs/results/blindfed-vit-tiny.md unless there is ``--no-page``.
+folder ``--work``; ``--so-far`` shows its blocks. The tables go to docs/results/blindfed-vit-tiny.md unless there is ``--no-page``.
 """
 
 from __future__ import annotations
@@ -165,9 +165,15 @@ def main() -> None:
     parser.add_argument("model"), parser.add_argument("data")
     parser.add_argument("--head"), parser.add_argument("--rows", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path(".runs/encrypt_once"))
-    parser.add_argument("--no-page", action="store_true")
+    parser.add_argument("--no-page", action="store_true"), parser.add_argument("--so-far", action="store_true")
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
+    if a.so_far:
+        text = table(read(a.work / "lines.json", []))
+        print(text)
+        if not a.no_page:
+            write("encrypted blocks", text)
+        return
     data = load_table(DataSpec(path=a.data), seed=0, task="classification")
     model = loaded(a.model, data.classes)
     matrices = folded(model.module)
