@@ -55,7 +55,7 @@ def write(run_dir: Path, baselines: Sequence[Path] = ()) -> Path:
 
 def sentence(run: RunFiles) -> str:
     """The result in one line."""
-    model = mapping(run.experiment.get("model")).get("name") or "a model"
+    model = mapping(run.experiment.get("model")).get("name") or "a model of the server"
     clients = len(run.client_accuracy) or len(run.manifest.get("clients") or ())
     text = f"<strong>{esc(run.method)}</strong> on {esc(model)} with {esc(_data(run))} at {plural(clients, 'client')}: "
     perplexity, accuracy = run.value("perplexity"), run.value("accuracy")
