@@ -1,6 +1,6 @@
 """The paper's Tables 5 and 6 in small, exp and 1 / x by degree: a part of docs/results/blindfed-twin.md.
 
-    OMP_NUM_THREADS=1 python reproduce/blindfed/degrees.py               # a quarter of an hour on one core
+    OMP_NUM_THREADS=1 python reproduce/blindfed/degrees.py               # some minutes on one core
     OMP_NUM_THREADS=1 python reproduce/blindfed/degrees.py --only tamed  # the others keep their figures
 
 nano-vit with a head fitted on Fashion-MNIST is the teacher. Its twin gets the paper's polynomials (T_d for exp, the

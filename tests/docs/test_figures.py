@@ -81,6 +81,18 @@ def messages():
     return f"{nothing:.0f} microseconds of CPU, a million floats {floats:.0f};"
 
 
+def twin():
+    """The mean of the held-out differences by their rows, and its standard error: independent sets."""
+    kinds = [(p["rows"], p) for of in page("blindfed-twin").values() for k, p in of.items() if k in HELD_OUT]
+    n = sum(rows for rows, _ in kinds)
+    assert f"{n:,} held-out" in RESULTS
+    mean_of = sum(rows * p["difference"] for rows, p in kinds) / n
+    error = sum((rows * p["error"]) ** 2 for rows, p in kinds) ** 0.5 / n
+    return f"{abs(mean_of):.1f}, {error:.1f}"
+
+
+HELD_OUT = ("held_out", "jpeg", "unseen")
+
 FIGURES = {
     "python benchmarks/run.py --only lora lora_last_layers": lora,
     "python benchmarks/run.py --only flower_lora": flower_lora,
@@ -89,6 +101,7 @@ FIGURES = {
     "python reproduce/run.py fedbip --only vision oracle": fedbip,
     "python reproduce/run.py fedbip --only vision": lambda: f"{own('fedbip.domains')}; {own('local.domains')}",
     "python reproduce/fedbaf/extraction.py": extraction,
+    "python reproduce/blindfed/twin.py": twin,
     "python benchmarks/run.py --only mixtures": mixtures,
     "python benchmarks/run.py --only messages": messages,
 }
