@@ -6,7 +6,8 @@ Two processes: the holder of the rows and the owner of the model, joined by byte
 through the holder. The pictures are the data's first test rows, as many as a ciphertext takes. After each block the
 encrypted states are opened here with the holder's key and compared with those of the module in float64; a real owner
 could not. ``--head`` names the model whose classifier reads the twin's features. A run that was killed goes on in the
-folder ``--work``; ``--so-far`` shows its blocks. The tables go to docs/results/blindfed-vit-tiny.md unless there is ``--no-page``.
+folder ``--work``; ``--so-far`` shows its blocks. The tables go to docs/results/blindfed-vit-tiny.md
+unless there is ``--no-page``.
 """
 
 from __future__ import annotations
