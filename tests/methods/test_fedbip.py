@@ -23,6 +23,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedbip.fedbip import BipState, FedBip, capped, copies, shares, similarities
 from fedfm.methods.fedbip.task_vectors import Change, Entries, Products
 from fedfm.models.adapters import lora
+from fedfm.models.spec import AdaptationSpec
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.evaluation import Evaluation
@@ -226,7 +227,7 @@ class Lora:
     """Two adapted maps, 5 to 6 and 6 to 4, and a head, of rank 3 and alpha 6."""
 
     adaptation = "lora"
-    adaptation_spec = SimpleNamespace(rank=3, alpha=6.0)
+    adaptation_spec = AdaptationSpec("lora", rank=3, alpha=6.0)
 
     def __init__(self):
         self.w = draw(0, 3)
