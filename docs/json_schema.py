@@ -121,7 +121,12 @@ def _property(f: Field[Any], hint: Any) -> Schema:
     told: Schema = {"description": described(f, hint)}
     if isinstance(hint, type) and issubclass(hint, Local):
         names = {cls: name for name, cls in BY_NAME.items()}
-        return told | {"default": {"name": names[type(default)]}} | _ref("optimisers")
+        name = names[type(default)]
+        told |= {"default": {"name": name}}
+        if name == "sgd":
+            return told | _ref("optimisers")
+        own = _variant(name, list(settings_of(type(default))), True, "")  # without a name the method's own
+        return told | {"if": {"required": ["name"]}, "then": _ref("optimisers"), "else": own}
     if isinstance(hint, type) and issubclass(hint, Method):
         return told | {"default": {"name": "fedavg"}} | _ref("base")
     if is_dataclass(hint):

@@ -131,7 +131,7 @@ def test_models_outside_the_table_work_by_what_their_modules_look_like(folder, f
         with pytest.raises(ValueError, match="more than once"):
             model.blocks(rows)
     else:
-        assert len(model.blocks(rows)) == (3 if family == "swin" else 4)
+        assert len(model.blocks(rows)) == (3 if family in OTHER_IMAGE else 4)  # two blocks
 
 
 @pytest.mark.parametrize("targets", [(), ("reduce_1x1.convolution",)])

@@ -168,7 +168,7 @@ class _DistilWork:
                 index = order[start : start + spec.batch_size]
                 part = (before + step / steps) / spec.epochs[stage]
                 rate = spec.rate(stage, part)
-                rule.local = Adam(learning_rate=rate)
+                rule.eta = rate
                 loss: Any = distiller.loss(stage, rows.batch(index), part)
                 loss.backward()
                 rule.step(flat.p, flat.g)

@@ -123,7 +123,7 @@ class _Work:
         watcher.started(spec.local.epochs, done, -(-n // spec.local.batch_size))
         spent = self.state["history"][-1]["seconds"] if done else 0.0
         for epoch in range(done + 1, spec.local.epochs + 1):
-            rule.local = dataclasses.replace(spec.local, learning_rate=self.what.rate(epoch))
+            rule.eta = self.what.rate(epoch)
             order = seeds.generator(spec.seed, "pretrain", epoch).permutation(n)
             total = 0.0
             model.train_mode()
@@ -142,7 +142,7 @@ class _Work:
                     "another --out"
                 )
             scores = model.evaluate(judged)
-            line: dict[str, Any] = {"epoch": epoch, "learning_rate": rule.local.learning_rate, "train_loss": total / n}
+            line: dict[str, Any] = {"epoch": epoch, "learning_rate": rule.eta, "train_loss": total / n}
             line |= {key: scores.get(key) for key in ("accuracy", "loss", "perplexity")}
             line["seconds"] = round(spent + time.perf_counter() - began, 3)
             self.state["history"].append(line)

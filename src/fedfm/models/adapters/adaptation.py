@@ -143,8 +143,8 @@ def _all_linear(module: nn.Module, said: str, parts: Parts, new: list[str]) -> t
     if said != "all-linear":
         raise InputError(f'model.adaptation.targets = "{said}": expected "all-linear" or a list of module names')
     own = (*new, *((parts.head,) if parts.head else ()))
-    base: Any = unwrapped(module)
-    out = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    whole: Any = unwrapped(module)
+    out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     return tuple(
         name
         for name, m in module.named_modules()
