@@ -135,6 +135,8 @@ def _property(f: Field[Any], hint: Any) -> Schema:
         told["default"] = list(default) if isinstance(default, tuple) else default
     if hint is str and f.metadata.get("required"):
         told["minLength"] = 1
+    if word := f.metadata.get("alone"):
+        return told | {"anyOf": [{"const": word}, _value(hint, bounds)]}
     return told | _value(hint, bounds)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_models import images, load, prose, real, sentences
 
+from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
 from fedfm.models.adapters.lora import need
 from fedfm.models.spec import AdaptationSpec
@@ -132,10 +133,14 @@ def test_dora_and_rslora_compute_what_their_papers_say(folder, options, scale):
 def test_all_linear_maps_but_the_head(folder):
     for family, maps in (("vit", 6 * L), ("roberta", 6 * L), ("gpt2", 4 * L)):
         table = images() if family == "vit" else sentences()
-        model = load(folder(family), table, AdaptationSpec("lora", rank=R, targets="all-linear"))
+        model = load(folder(family), table, AdaptationSpec("lora", rank=R, targets=("all-linear",)))
         assert len([n for n in model.names if "lora_A" in n]) == maps
-    with pytest.raises(InputError, match=r'targets = "all": expected "all-linear"'):
-        load(folder("vit"), images(), AdaptationSpec("lora", rank=R, targets="all"))
+    tables = {"model": {"name": "nano-vit", "adaptation": {"name": "lora", "targets": "all-linear"}}}
+    tables |= {"data": {"name": "digits"}, "method": {"name": "fedavg"}}
+    assert Experiment.from_dict(tables).model.adaptation.targets == ("all-linear",)
+    tables["model"]["adaptation"]["targets"] = "all"
+    with pytest.raises(InputError, match=r"model\.adaptation\.targets"):
+        Experiment.from_dict(tables)
 
 
 def test_a_rank_for_each_kind_of_map(folder):

@@ -75,6 +75,8 @@ def build(cls: type, table: Any, path: str) -> Any:
         of = known[key]
         if isinstance(of.default, Local) and not isinstance(of.default, SGD) and isinstance(value, Mapping):
             value = value if "name" in value else named(of.default) | dict(value)  # keys of the method's own optimiser
+        if isinstance(value, str) and value == of.metadata.get("alone"):
+            value = (value,)  # a word in place of a list
         found[of.name] = convert(value, hints[of.name], f"{at}{key}", of.metadata.get("help", ""))
     return cls(**found)
 

@@ -112,8 +112,8 @@ def setting(
         help: its meaning in one line.
         required: None and "" are refused.
         of: values of the field ``name`` that take this key; others refuse it.
-        metadata: further keys, such as ``server_only`` (withheld from clients) and ``usual`` (the default that ``None``
-            stands for).
+        metadata: further keys, such as ``server_only`` (withheld from clients), ``usual`` (the default that ``None``
+            stands for) and ``alone`` (a word that may stand in place of a list).
         bounds: arguments of :class:`Bounds`.
 
     Raises:

@@ -11,6 +11,7 @@ ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt", "side
 RELEASED = ("class", "grid", "tokens")
 TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
+ALL_LINEAR = "all-linear"
 _NUMBERS = ("float32", "bfloat16", "float16")
 
 
@@ -24,10 +25,11 @@ class AdaptationSpec:
         None, "lora: scale is alpha / rank [2 rank; rank for task zero_shot]", gt=0, finite=True
     )
     dropout: float = setting(0.0, "lora: on the adapter's input; the model's own dropout is off", ge=0, lt=1)
-    targets: tuple[str, ...] | str | None = setting(
+    targets: tuple[str, ...] | None = setting(
         None,
         'lora: module names, or "all-linear": all linear maps of the blocks [queries and values; both maps of every '
         "MLP for task zero_shot]",
+        metadata={"alone": ALL_LINEAR},
     )
     dora: bool = setting(False, "lora: also learn the norm of each output's weights (DoRA, arXiv 2402.09353)")
     rank_pattern: dict[str, int] | None = setting(

@@ -19,7 +19,7 @@ from fedfm.errors import InputError
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import Parts, default_targets, strides_are_read, unwrapped
 from fedfm.models.quiet import quiet
-from fedfm.models.spec import AdaptationSpec
+from fedfm.models.spec import ALL_LINEAR, AdaptationSpec
 
 LORA = ("lora", "ffa_lora")
 
@@ -94,8 +94,8 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
 
     if spec.name == "ffa_lora" and spec.dora:
         raise InputError("model.adaptation.dora: ffa_lora trains B alone, DoRA a norm beside it; expected lora")
-    if isinstance(spec.targets, str):
-        spec = dataclasses.replace(spec, targets=_all_linear(module, spec.targets, parts, new))
+    if spec.targets == (ALL_LINEAR,):
+        spec = dataclasses.replace(spec, targets=_all_linear(module, parts, new))
     _check_targets(module, spec, parts, new)
     targets = list(spec.targets or default_targets(parts))
     if spec.layers is not None:
@@ -138,10 +138,8 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     return adapted
 
 
-def _all_linear(module: nn.Module, said: str, parts: Parts, new: list[str]) -> tuple[str, ...]:
+def _all_linear(module: nn.Module, parts: Parts, new: list[str]) -> tuple[str, ...]:
     """Paths of all linear maps but the head and what is new, which are trained as they are."""
-    if said != "all-linear":
-        raise InputError(f'model.adaptation.targets = "{said}": expected "all-linear" or a list of module names')
     own = (*new, *((parts.head,) if parts.head else ()))
     whole: Any = unwrapped(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
