@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## the built-in example and its baselines
 	@$(BIN)/fedfm demo
 
-test: $(STAMP) ## the test suite, about 5 minutes on 2 cores
+test: $(STAMP) ## the test suite, about 10 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 $(VENV)/.stamp-engines: $(STAMP)
