@@ -86,7 +86,11 @@ class Store(MutableMapping[str, bytes]):
     """
 
     def __init__(self, root: Path, party: str) -> None:
-        self._folder = root / STORES / safe_name(party)
+        self._root, self._party = root, party
+
+    @functools.cached_property
+    def _folder(self) -> Path:  # made on first use: most requests keep nothing here
+        return self._root / STORES / safe_name(self._party)
 
     def _path(self, key: str) -> Path:
         return self._folder / safe_name(key)
