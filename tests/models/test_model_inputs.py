@@ -109,7 +109,8 @@ def test_minilm_tokenises_as_bert_does():
 def test_long_prompts_lose_their_beginning(folder):
     model = load(folder("llama"), Table("instruction", [("a", "b")], None, (), np.array(["train"])), "lora")
     pairs = [(" ".join("abcdefghijklmnop"), "the fox " * 20)]
-    (row,), starts = inputs.instructions(pairs, model.tools.tokenizer, 12, model.tools.template)
+    (row,), where = inputs.instructions(pairs, model.tools.tokenizer, 12, model.tools.template)
     assert len(row) == 12
-    assert starts.tolist() == [6]
-    assert model.tools.tokenizer.decode(row[:6]) == "k l m n o p"
+    assert where["answer_start"].tolist() == [6]
+    assert model.tools.tokenizer.decode(row[:6]) == "<s> l m n o p"
+    assert model.tools.tokenizer.decode(row[6:]) == "the fox the fox the [SEP]"

@@ -184,12 +184,12 @@ def saying(model, monkeypatch, said):
 def test_answers_are_held_against_the_whole_reference(folder, monkeypatch):
     """Half of it is half right, also where training sees no more of it than that."""
     long = (
-        "the quick brown fox jumps over a lazy dog while seven small birds sing"  # 14 words, of which 8 are trained on
+        "the quick brown fox jumps over a lazy dog while seven small birds sing"  # 14 words, of which 12 are trained on
     )
     table = asking([("the fox", long)])
     model = load(folder("llama"), table, "lora", max_length=16)
     rows = model.prepare(table, [0])
-    assert len(rows.tokens[0]) - int(rows.tensors["answer_start"][0]) == 8
+    assert len(rows.tokens[0]) - int(rows.tensors["answer_start"][0]) == 13
     assert references(rows) == [long]
     saying(model, monkeypatch, " ".join(long.split()[:8]))
     found = evaluate(model, rows)

@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from tiny_models import load, sentences
 
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models.export import export
+from fedfm.models.inputs import IGNORE, next_tokens
+from fedfm.models.templates import written
 
 PAIRS = [("the quick brown fox", "jumps over"), ("a lazy dog", "birds sing")]
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {{ eos_token }}{% endfor %}"
@@ -15,6 +18,29 @@ ASSISTANT = "{% if add_generation_prompt %}assistant : {% endif %}"
 
 def table():
     return Table("instruction", list(PAIRS), None, (), np.full(2, "train"))
+
+
+TALK = (("system", "the"), ("user", "quick fox"), ("assistant", "jumps over"), ("user", "a dog"))
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }} : {% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }} {{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }} {{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+
+def talks(*pairs):
+    return Table("instruction", list(pairs), None, (), np.full(len(pairs), "train"))
+
+
+def counted(model, rows):
+    """The tokens of each row that the loss counts, as text."""
+    found = []
+    for i in range(len(rows)):
+        batch = rows.batch([i])
+        targets = next_tokens(batch)[0]
+        assert (targets[targets != IGNORE] == batch["input_ids"][0, 1:][targets != IGNORE]).all()
+        found.append(model.tools.tokenizer.decode(targets[targets != IGNORE]))
+    return found
 
 
 def parts(model):
@@ -100,3 +126,126 @@ def test_wrong_templates_are_refused(folder, template, says):
 def test_a_template_belongs_to_instructions(folder):
     with pytest.raises(InputError, match=r"model\.template: it writes instructions"):
         load(folder("bert"), sentences(), "lora", template="alpaca")
+
+
+@pytest.mark.parametrize("template", [CHAT + ASSISTANT, MARKED], ids=["prefixes", "marks"])
+def test_only_the_assistants_turns_count(folder, tmp_path, template):
+    table = talks((TALK, "birds sing"), ("a fox", "sing"))
+    model = load(with_chat(folder, tmp_path, template), table, "lora", max_length=60)
+    rows = model.prepare(table, range(2))
+    ended = " [SEP]"
+    found = counted(model, rows)
+    if template == MARKED:  # as transformers itself marks them
+        messages = [{"role": role, "content": text} for role, text in (*TALK, ("assistant", "birds sing"))]
+        said = model.tools.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert rows.tokens[0].tolist() == said["input_ids"]
+        kept = [token for token, counts in zip(said["input_ids"], said["assistant_masks"], strict=True) if counts]
+        assert found[0] == model.tools.tokenizer.decode(kept)
+    assert found == [f"jumps over{ended} birds sing{ended}", f"sing{ended}"]
+    tokens, start = rows.tokens[0], int(rows.tensors["answer_start"][0])
+    assert model.tools.tokenizer.decode(tokens[start:]) == f"birds sing{ended}"
+    asked = model.tools.tokenizer.apply_chat_template(
+        [{"role": role, "content": text} for role, text in TALK], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    assert tokens[:start].tolist() == asked  # what the evaluation answers
+
+
+def test_the_loss_of_a_conversation_is_a_mean_over_what_the_assistant_said(folder, tmp_path):
+    table = talks((TALK, "birds sing"), ("a fox", "sing"), (TALK[1:2], "a"))
+    model = load(with_chat(folder, tmp_path, CHAT + ASSISTANT), table, "lora", max_length=60)
+    rows, tokenizer = model.prepare(table, range(3)), model.tools.tokenizer
+    total, tokens = 0.0, 0
+    for said, output in table.inputs:
+        turns = (*((("user", said),) if isinstance(said, str) else said), ("assistant", output))
+        for i, (role, _) in enumerate(turns):
+            if role != "assistant":
+                continue
+            before, upto = (
+                tokenizer.apply_chat_template(
+                    [{"role": r, "content": c} for r, c in some], add_generation_prompt=add, return_dict=True
+                )["input_ids"]
+                for some, add in ((turns[:i], True), (turns[: i + 1], False))
+            )
+            with torch.no_grad():
+                z = torch.log_softmax(model.module(input_ids=torch.tensor([upto])).logits[0].double(), -1)
+            for place in range(len(before), len(upto)):
+                total -= z[place - 1, upto[place]].item()
+                tokens += 1
+    assert tokens == model.counted(rows.batch(range(3)))
+    assert model.loss(rows.batch(range(3))).item() == pytest.approx(total / tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize("template", [None, "fox {instruction} dog ", CHAT + ASSISTANT])
+def test_an_export_writes_conversations_as_they_were_trained(folder, tmp_path, template):
+    from transformers import AutoTokenizer
+
+    own = template is not None and "{%" in template
+    path = with_chat(folder, tmp_path, template) if own else folder("llama")
+    table = talks((TALK, "birds sing"))
+    model = load(path, table, "lora", template=None if own else template, max_length=120)
+    export(model, model.params(), "hf", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    said = [{"role": role, "content": text} for role, text in (*TALK, ("assistant", "birds sing"))]
+    rows = model.prepare(table, [0])
+    assert tokenizer.apply_chat_template(said, return_dict=True)["input_ids"] == rows.tokens[0].tolist()
+    assert counted(model, rows) == ["jumps over [SEP] birds sing [SEP]"]
+    asked = tokenizer.apply_chat_template(said[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert asked == rows.tokens[0][: int(rows.tensors["answer_start"])].tolist()
+
+
+def test_a_template_that_changes_earlier_answers_is_refused_unless_it_marks_them(folder, tmp_path):
+    last = "{% if loop.last and m['role'] == 'assistant' %}lazy {% endif %}{{ m['content'] }} {{ eos_token }}"
+    plain = CHAT.replace("{{ m['content'] }} {{ eos_token }}", last) + ASSISTANT
+    table = talks((TALK, "birds sing"))
+    model = load(with_chat(folder, tmp_path, plain), table, "lora", max_length=60)
+    with pytest.raises(
+        InputError,
+        match=r"writes an answer otherwise once more is said.*'lazy jumps over \[SEP\].*' becomes 'jumps over.*"
+        r"conversation of system, user, assistant.*generation",
+    ):
+        model.prepare(table, [0])
+    model.tools.tokenizer.chat_template = MARKED.replace("{{ m['content'] }} {{ eos_token }}", last)
+    assert counted(model, model.prepare(table, [0])) == ["jumps over [SEP] lazy birds sing [SEP]"]
+
+
+def test_what_a_template_refuses_is_told_in_its_words(folder, tmp_path):
+    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHAT
+    table = talks((TALK, "birds sing"))
+    model = load(with_chat(folder, tmp_path, strict + ASSISTANT), table, "lora")
+    with pytest.raises(InputError, match=r"the chat template refuses a conversation of system, .*: no system here"):
+        model.prepare(table, [0])
+    model.tools.tokenizer.chat_template = MARKED.replace("assistant' %}", "nobody' %}")
+    with pytest.raises(InputError, match="leaves no token to the assistant"):
+        model.prepare(table, [0])
+
+
+def test_a_tokenizer_without_offsets_counts_the_same_letters():
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer()
+    assert not tokenizer.is_fast
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}" + (
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    row = written((("user", "a b"), ("assistant", "cd"), ("user", "e")), "fg", None, tokenizer)
+    assert tokenizer.decode(row.ids) == "<user>a b|<assistant>cd|<user>e|<assistant>fg|"
+    assert tokenizer.decode([i for i, counts in zip(row.ids, row.counts, strict=True) if counts]) == "cd|fg|"
+    assert tokenizer.decode(row.ids[row.start :]) == "fg|"
+
+
+def test_a_letter_that_joins_question_and_answer_counts():
+    """GPT-2's tokenizer and many others write two line breaks as one token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {letter: i for i, letter in enumerate(letters)}
+    line = "\u010a"  # how byte-level tokenizers write a line break
+    words[line * 2] = len(words)
+    made = Tokenizer(models.BPE(words, [(line, line)]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
+    row = written((("user", "q"),), "\na", None, tokenizer)
+    assert [tokenizer.decode([i]) for i in row.ids] == ["q", "\n\n", "a", "\n"]
+    assert row.counts == [False, True, True, True]

@@ -82,9 +82,9 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
 
         - classes: ``predictions`` and ``probabilities``, ``classes``; of a folder of pictures also ``files``, their
           paths relative to the folder;
-        - answers to instructions: ``answers``, and ``cut``, the indexes of those that reach the limit of tokens. Over
-          the rows with an output, null where there is none: ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``,
-          as in the run's evaluation;
+        - answers to instructions, to prompts, or to the last turns of conversations: ``answers``, and ``cut``, the
+          indexes of those that reach the limit of tokens. Over the rows with an output, null where there is none:
+          ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
         - running text: its ``loss`` and ``perplexity``.
 
     Raises:
@@ -127,7 +127,7 @@ def _texts(method: Method[Any], model: Model, w: Params, table: Table) -> dict[s
 
     result: dict[str, Any] = {"predictions": [], "probabilities": []}
     scored = list(range(len(table)))
-    if model.task == "instruction":
+    if model.task != "language_modelling":
         asked = replace(table, inputs=[(instruction, "") for instruction, _ in table.inputs])
         with predictions.applied(method, model, w, model.prepare(asked, scored)) as rows:
             given = answers(model, rows)
@@ -135,7 +135,7 @@ def _texts(method: Method[Any], model: Model, w: Params, table: Table) -> dict[s
         result["answer_tokens"] = answer_limit(model)
         scored = [i for i, (_, output) in enumerate(table.inputs) if output.strip()]
     rows = model.prepare(table, scored)
-    if model.task == "instruction":
+    if model.task != "language_modelling":
         found = compared([given[i] for i in scored], references(rows))
         result |= {key: found[key] for key in ("exact_match", "rouge_1")}
     with predictions.applied(method, model, w, rows) as adapted:

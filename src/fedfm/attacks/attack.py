@@ -27,8 +27,6 @@ from fedfm.training import Local
 if TYPE_CHECKING:
     from fedfm.data.table import Table
 
-LANGUAGE = ("language_modelling", "instruction")  # tasks whose labels are words
-
 
 @dataclass(frozen=True)
 class Attack:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedfm.attacks.attack import LANGUAGE, Attack
+from fedfm.attacks.attack import Attack
 from fedfm.core.client import Update
 from fedfm.core.fields import setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
+from fedfm.models.spec import LANGUAGE
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table

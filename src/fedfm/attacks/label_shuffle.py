@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedfm.attacks.attack import LANGUAGE, Attack
+from fedfm.attacks.attack import Attack
 from fedfm.core.fields import setting
 from fedfm.errors import InputError
+from fedfm.models.spec import LANGUAGE
 from fedfm.training import Local
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class LabelShuffle(Attack):
     """Each attacker permutes the labels of its training rows once. For a language model it permutes the words of each
-    passage, for instructions the answers. An attacker with rows of one class only is harmless.
+    passage, for instructions the answers; of preferences it swaps the two answers of each row, or not. An attacker with
+    rows of one class only is harmless.
     """
 
     intensity: int = setting(
@@ -36,6 +38,10 @@ class LabelShuffle(Attack):
         if rows.kind == "instruction":
             order = rng.permutation(len(rows)).tolist()
             return replace(rows, inputs=[(rows.inputs[i][0], rows.inputs[j][1]) for i, j in enumerate(order)])
+        if rows.kind == "preference":
+            swapped = rng.integers(2, size=len(rows)).tolist()
+            both = zip(rows.inputs, swapped, strict=True)
+            return replace(rows, inputs=[(x, b, a) if swap else (x, a, b) for (x, a, b), swap in both])
         if task in LANGUAGE:
             return replace(rows, inputs=[" ".join(rng.permutation(text.split()).tolist()) for text in rows.inputs])
         if rows.labels is None:

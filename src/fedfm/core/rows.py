@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Turn = tuple[str, str]  # a message of a conversation: role, content
+Asked = str | tuple[Turn, ...]  # an instruction, or all that was said before an answer
 Batch = dict[str, Tensor]  # the model's arguments by name, and "labels"
 
 
@@ -31,7 +33,7 @@ class Rows:
     tokens: tuple[Tensor, ...] | None = None
     labels: Tensor | None = None
     pad: int = 0
-    pairs: tuple[tuple[str, str], ...] | None = None
+    pairs: tuple[tuple[Asked, str], ...] | None = None
     pictures: tuple[str | bytes, ...] | None = None
 
     def __len__(self) -> int:

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.data.partition import CLIENT
-from fedfm.data.sources._files import FORMATS, content_of, existing, listing, str_array
-from fedfm.data.sources._tabular import column
+from fedfm.data.sources._files import FORMATS, column, content_of, existing, listing, str_array
 from fedfm.data.spec import DataSpec
 from fedfm.data.stratify import hold_out, thin
 from fedfm.data.table import Kind, Table
@@ -33,6 +32,7 @@ _WORDS: dict[Kind, str] = {
     "text": "texts",
     "features": "feature vectors",
     "instruction": "instructions",
+    "preference": "preferences",
     "passages": "running text",
 }
 _TASKS: dict[str, tuple[Kind, ...]] = {
@@ -40,6 +40,7 @@ _TASKS: dict[str, tuple[Kind, ...]] = {
     "zero_shot": ("image", "text", "features"),
     "language_modelling": ("passages",),
     "instruction": ("instruction",),
+    "preference": ("preference",),
 }
 
 
@@ -77,6 +78,8 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
 def read_inputs(path: str | Path, spec: DataSpec, *, kind: Kind) -> Table:
     """Rows to predict in any format of ``data.path``, without labels. A missing output of an instruction is "".
 
+    A model of preferences answers as one of instructions does: its rows are of kind "instruction".
+
     Args:
         path: file or folder; a folder of pictures needs no classes.
         spec: names of the columns and the scale, as in training.
@@ -88,8 +91,9 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: Kind) -> Table:
     Raises:
         InputError: as :func:`load_table`, or the file has another kind of rows.
     """
-    task = {"instruction": "instruction", "passages": "language_modelling"}.get(kind)
+    task = {"passages": "language_modelling"}.get(kind, kind if kind in ("instruction", "preference") else None)
     table = _read_path(existing(path, "file"), spec, task, labelled=False)
+    kind = "instruction" if kind == "preference" else kind
     if table.kind != kind:
         raise InputError(f"{path} holds {_WORDS[table.kind]}; the model takes {_WORDS[kind]}")
     return scaled(table, spec.scale)

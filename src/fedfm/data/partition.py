@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from fedfm.data import flower_partitions
+from fedfm.data.sources._files import column as named_column
 from fedfm.data.sources._files import listing
-from fedfm.data.sources._tabular import column as named_column
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import apportion, hold_out, quota
 from fedfm.data.table import ClientRows, FederatedData, Table

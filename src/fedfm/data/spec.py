@@ -70,6 +70,12 @@ class DataSpec:
     split: str = setting("split", "name of the column with train, val, test")
     instruction: str = setting("instruction", 'instruction column of task "instruction"')
     output: str = setting("output", 'output column of task "instruction"')
+    messages: str = setting(
+        "messages", 'column of conversations of task "instruction", lists of { role, content }, in place of both'
+    )
+    prompt: str = setting("prompt", 'column of what was asked, task "preference": text, or a list of { role, content }')
+    chosen: str = setting("chosen", 'column of the better answers, task "preference"')
+    rejected: str = setting("rejected", 'column of the worse answers, task "preference"')
     partition: PartitionSpec = setting(PartitionSpec(), "how rows are assigned to clients")
     where: dict[str, tuple[str, ...]] | None = setting(
         None, "column -> values: other rows, test rows too, are left out", least=1

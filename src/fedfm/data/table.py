@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-Kind = Literal["image", "text", "features", "instruction", "passages", "own"]
+Kind = Literal["image", "text", "features", "instruction", "preference", "passages", "own"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,9 @@ class Table:
                 are decoded when they are needed;
             ``text``: a list of N strings;
             ``features``: a float32 array (N, d);
-            ``instruction``: a list of N pairs (instruction, output);
+            ``instruction``: a list of N pairs (instruction, output); the instruction of a conversation is all that was
+                said before the last answer, as a tuple of (role, content);
+            ``preference``: a list of N triples (instruction, better answer, worse answer);
             ``passages``: a list of N consecutive pieces of one running text, for language models;
             ``own``: any sequence of N rows for a Python user's own module.
         labels: int64 (N,), or None.
@@ -90,7 +92,7 @@ def fingerprint(table: Table) -> str:
             if table.kind == "image":
                 add(item if isinstance(item, bytes) else Path(item).read_bytes())
             else:
-                for text in (item,) if isinstance(item, str) else item:
+                for text in _texts(item):
                     add(text.encode("utf-8", "surrogatepass"))
     add(b"unlabelled" if table.labels is None else b"labelled")
     if table.labels is not None:
@@ -98,6 +100,30 @@ def fingerprint(table: Table) -> str:
     for name in (*table.classes, "\0", *table.split.tolist()):
         add(name.encode())
     return digest.hexdigest()
+
+
+def _texts(item: Any) -> Iterator[str]:
+    """The texts of one row: itself, or its parts; a conversation begins with its length."""
+    for part in (item,) if isinstance(item, str) else item:
+        if isinstance(part, str):
+            yield part
+        else:
+            yield f"{len(part)} messages"
+            yield from (text for turn in part for text in turn)
+
+
+def contents(item: Any) -> Iterator[str]:
+    """The texts of one row, without the roles of a conversation.
+
+    Example:
+        >>> list(contents(((("user", "Hello."), ("assistant", "Yes?")), "Bye.")))
+        ['Hello.', 'Yes?', 'Bye.']
+    """
+    for part in (item,) if isinstance(item, str) else item:
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from (text for _, text in part)
 
 
 @dataclass(frozen=True)

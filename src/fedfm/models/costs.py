@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fedfm.core.rows import Batch, Rows
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
+from fedfm.models.preference import REFERENCE
 from fedfm.models.side_adapter import STATES
 
 _LOOK = 64  # rows whose median length represents all rows
@@ -59,7 +60,7 @@ def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
     names = _names(model)
     shared = names - math.ceil(names / batch_size)
     encoded = model.encode(row)
-    cached = {"features", STATES} & encoded.tensors.keys()
+    cached = {"features", STATES, REFERENCE} & encoded.tensors.keys()
     if encoded is row or not cached or "features" in row.tensors:
         return Macs(total - shared, 0)
     training = _count(model, encoded.batch([0]))

@@ -333,7 +333,7 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
             f"answer; expected at most {positions - 1}"
         )
     template = None
-    if kind == "instruction":
+    if kind in ("instruction", "preference"):
         with quiet():
             template = templates.text_of(spec.template, tokenizer)
             if template is not None:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.rows import Batch, Rows
+from fedfm.core.rows import Asked, Batch, Rows
 from fedfm.errors import InputError
-from fedfm.models import templates
+from fedfm.models import templates, truncation
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
@@ -75,9 +75,11 @@ def prepare(
     if table.kind == "passages" or (language_model and table.kind == "text"):
         return Rows(tokens=passages(list(part.inputs), tokenizer, max_length), pad=pad)
     if table.kind == "instruction":
-        pairs = [(instruction, output) for instruction, output in part.inputs]
-        tokens, starts = instructions(pairs, tokenizer, max_length, template)
-        return Rows({"answer_start": starts}, tokens=tokens, pad=pad, pairs=tuple(pairs))
+        tokens, where = instructions(part.inputs, tokenizer, max_length, template)
+        return Rows(where, tokens=tokens, pad=pad, pairs=tuple(part.inputs))
+    if table.kind == "preference":
+        tokens, where = preferences(part.inputs, tokenizer, max_length, template)
+        return Rows(where, tokens=tokens, pad=pad)
     return Rows(tokens=texts(list(part.inputs), tokenizer, max_length), labels=_labels(part, classes), pad=pad)
 
 
@@ -207,27 +209,79 @@ def passages(pieces: list[str], tokenizer: Any, max_length: int) -> tuple[Tensor
 
 
 def instructions(
-    pairs: list[tuple[str, str]], tokenizer: Any, max_length: int, template: str | None
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Training rows: (token vectors of prompt and answer, start (n,) of the answers).
+    pairs: Sequence[tuple[Asked, str]], tokenizer: Any, max_length: int, template: str | None
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Training rows, cut by :mod:`fedfm.models.truncation`: token vectors of all that was said and the answer.
 
-    Answers are cut at half of ``max_length``; too long prompts lose their beginning.
+    Returns:
+        the rows, and ``answer_start`` (n,), where the last answer begins; if the loss counts other tokens than those
+        after it, also ``answer_spans`` (n, k, 2), where each answer begins and ends, 0 where a row has fewer than k.
     """
-    rows, starts = [], []
-    for instruction, output in pairs:
-        with quiet():
-            answer = templates.answered(instruction, output, template, tokenizer)[: max_length // 2]
-            prompt = templates.asked(instruction, template, tokenizer)[len(answer) - max_length :]
-        rows.append(torch.tensor(prompt + answer, dtype=torch.int64))
-        starts.append(len(prompt))
-    return tuple(rows), torch.tensor(starts, dtype=torch.int64)
-
-
-def prompts(pairs: Sequence[tuple[str, str]], tokenizer: Any, length: int, template: str | None) -> list[Tensor]:
-    """The last ``length`` tokens of each instruction's prompt."""
     with quiet():
-        asked = [templates.asked(instruction, template, tokenizer) for instruction, _ in pairs]
-    return [torch.tensor(ids[-length:], dtype=torch.int64) for ids in asked]
+        whole = (templates.written(said, output, template, tokenizer) for said, output in pairs)
+        rows = [truncation.cut(row, max_length, tokenizer) for row in whole]
+    tokens = tuple(torch.tensor(row.ids, dtype=torch.int64) for row in rows)
+    where = {"answer_start": torch.tensor([row.start for row in rows], dtype=torch.int64)}
+    spans = [_spans(row.counts) for row in rows]
+    if any(of != [(row.start, len(row.ids))] for of, row in zip(spans, rows, strict=True)):
+        most = max(map(len, spans))
+        padded = [[*of, *[(0, 0)] * (most - len(of))] for of in spans]
+        where["answer_spans"] = torch.tensor(padded, dtype=torch.int64).reshape(len(rows), most, 2)
+    return tokens, where
+
+
+def _spans(counts: Sequence[bool]) -> list[tuple[int, int]]:
+    """[start, end) of each run of tokens that count."""
+    edges = np.flatnonzero(np.diff([False, *counts, False])).reshape(-1, 2)
+    return [(int(a), int(b)) for a, b in edges]
+
+
+def preferences(
+    triples: Sequence[tuple[Asked, str, str]], tokenizer: Any, max_length: int, template: str | None
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Rows of two texts, one after the other: the prompt with the better answer, and with the worse one. Each is cut to
+    ``max_length`` as :func:`instructions` are, and both keep the same prompt.
+
+    Returns:
+        the rows; ``second`` (n,), where the second text begins; ``answer_start`` (n, 2), where the answers begin in
+        their texts.
+    """
+    tokens, second, starts = [], [], []
+    with quiet():
+        for said, *answers in triples:
+            both = _same_length(
+                [templates.written(said, a, template, tokenizer) for a in answers], max_length, tokenizer
+            )
+            tokens.append(torch.tensor([i for row in both for i in row.ids], dtype=torch.int64))
+            second.append(len(both[0].ids))
+            starts.append([row.start for row in both])
+    where = {"second": torch.tensor(second, dtype=torch.int64)}
+    return tuple(tokens), where | {"answer_start": torch.tensor(starts, dtype=torch.int64).reshape(-1, 2)}
+
+
+def _same_length(rows: list[templates.Written], max_length: int, tokenizer: Any) -> list[templates.Written]:
+    longest = max(len(row.ids) - row.start for row in rows)
+    return [truncation.cut(row, max_length, tokenizer, longest) for row in rows]
+
+
+def cut_rows(
+    table: Table, index: Sequence[int] | np.ndarray, tokenizer: Any, max_length: int, template: str | None
+) -> int:
+    """How many of these rows of a prompt and answers are longer than ``max_length`` tokens."""
+    count = 0
+    with quiet():
+        for said, *answers in table.take(np.asarray(index, dtype=np.int64)).inputs:
+            whole = (templates.written(said, answer, template, tokenizer).ids for answer in answers)
+            count += any(len(ids) > max_length for ids in whole)
+    return count
+
+
+def prompts(pairs: Sequence[tuple[Asked, str]], tokenizer: Any, length: int, template: str | None) -> list[Tensor]:
+    """Each prompt in at most ``length`` tokens: BOS, and the last."""
+    with quiet():
+        asked = [templates.asked(said, template, tokenizer) for said, _ in pairs]
+    kept = (([ids[i] for i in truncation.kept(ids, length, tokenizer)]) for ids in asked)
+    return [torch.tensor(ids, dtype=torch.int64) for ids in kept]
 
 
 def next_tokens(batch: Batch) -> Tensor:
@@ -235,7 +289,11 @@ def next_tokens(batch: Batch) -> Tensor:
     targets = batch["input_ids"]
     if "attention_mask" in batch:
         targets = targets.masked_fill(batch["attention_mask"].to(targets.device) == 0, IGNORE)
-    if "answer_start" in batch:
-        place = torch.arange(targets.shape[1], device=targets.device)
+    place = torch.arange(targets.shape[1], device=targets.device)
+    if "answer_spans" in batch:
+        starts, ends = batch["answer_spans"].to(targets.device).unbind(-1)  # (b, k)
+        within = (place >= starts[..., None]) & (place < ends[..., None])  # (b, k, L)
+        targets = targets.masked_fill(~within.any(1), IGNORE)
+    elif "answer_start" in batch:
         targets = targets.masked_fill(place < batch["answer_start"].to(targets.device)[:, None], IGNORE)
     return targets[:, 1:]

@@ -27,6 +27,7 @@ from fedfm.models.dual_encoder import DualModel
 from fedfm.models.hub import Loaded
 from fedfm.models.model import Model, Tools
 from fedfm.models.names import DTYPES, locate
+from fedfm.models.preference import PreferenceModel
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 _FITS = {
@@ -34,6 +35,7 @@ _FITS = {
     "zero_shot": ("image",),
     "language_modelling": ("passages", "text"),
     "instruction": ("instruction",),
+    "preference": ("preference",),
 }
 _VOLATILE = (  # keys of a configuration that do not change the model
     *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "problem_type"),
@@ -68,7 +70,7 @@ def load_model(
     Args:
         spec: the [model] table.
         classes: class names; () for language models.
-        kind: of the data: image, text, features, instruction or passages.
+        kind: of the data: image, text, features, instruction, preference or passages.
         task: overrides ``spec.task``; None: implied by the data.
         seed: the new head, LoRA's A and random weights derive from it, so that they are the same everywhere.
         feature_dim: d, for kind "features".
@@ -83,7 +85,7 @@ def load_model(
         ('head.weight', 'head.bias')
     """
     task = _task(task or spec.task, kind, classes)
-    if spec.template is not None and task != "instruction":
+    if spec.template is not None and task not in ("instruction", "preference"):
         raise InputError(f'model.template: it writes instructions, and the task is "{task}"; drop it')
     if spec.options and spec.weights != "random":
         raise InputError('model.options: they change the architecture, so that no weights fit: set weights = "random"')
@@ -110,7 +112,9 @@ def load_model(
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
     head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
     precision.train_in_single(module)
-    kind_of = DualModel if isinstance(loaded.module, DualEncoder) else Model
+    kind_of: type[Model] = PreferenceModel if task == "preference" else Model
+    if isinstance(loaded.module, DualEncoder):
+        kind_of = DualModel
     if spec.loss == "contrastive" and kind_of is Model:
         raise InputError(
             'model.loss = "contrastive" compares pictures with texts: it needs model.task = "zero_shot" and an '
@@ -149,7 +153,8 @@ def _stable(config: Any) -> Any:
 
 
 def _task(task: str | None, kind: str, classes: Sequence[str]) -> str:
-    task = task or {"instruction": "instruction", "passages": "language_modelling"}.get(kind, "classification")
+    implied = {"passages": "language_modelling", "instruction": "instruction", "preference": "preference"}
+    task = task or implied.get(kind, "classification")
     if kind not in _FITS[task]:
         raise InputError(
             f"model.task: {task!r} needs data of kind {' or '.join(_FITS[task])}, these are of kind {kind}"

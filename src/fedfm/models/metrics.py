@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.core.rows import Rows
+from fedfm.models import truncation
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
 from fedfm.models.memory import in_halves, warned
 from fedfm.models.next_token import rows_at_once, scored
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 Scores = dict[str, Any]
+TOKENS = 1 << 15  # of prompts and answers in a batch, whose keys and values are kept
 BASE_AND_NEW = ("base_accuracy", "new_accuracy", "harmonic_mean")
 
 
@@ -157,8 +160,8 @@ def answer_limit(model: Model) -> int:
 def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     """Greedy answers to instruction rows, independent of the right answers.
 
-    A batch has prompts of similar length with masked padding on the left. A row's answer is the same alone, except for
-    a tie of two tokens that the last bit decides.
+    A batch has prompts of similar length with masked padding on the left, and at most ``batch_size`` rows or
+    :data:`TOKENS` tokens. A row's answer is the same alone, except for a tie of two tokens that the last bit decides.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
     room = min(window, places - limit) if places else window
@@ -168,39 +171,57 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
     ends = _ends(model)
+
+    def answer(some: list[int], size: int) -> None:
+        if len(some) > size:
+            answer(some[:size], size)
+            return answer(some[size:], size)
+        longest = len(asked[some[-1]])
+        batch = torch.full((len(some), longest), rows.pad)  # (b, L)
+        mask = torch.zeros_like(batch)  # (b, L)
+        for row, i in enumerate(some):
+            batch[row, longest - len(asked[i]) :], mask[row, longest - len(asked[i]) :] = asked[i], 1
+        model.share = None if share is None else share[some]
+        said = generate(
+            input_ids=batch.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=limit,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=rows.pad,
+        )
+        for i, ids in zip(some, said[:, longest:].tolist(), strict=True):
+            tokens = _until(ids, ends)
+            text = model.tools.tokenizer.decode(tokens, skip_special_tokens=True)
+            out[i] = Answer(tuple(tokens), text, cut=ends.isdisjoint(tokens))
+
     with torch.no_grad(), model.evaluating(), rounded(model.spec.dtype, model.device):
-        for at in range(0, len(order), batch_size):
-            some = order[at : at + batch_size]
-            longest = len(asked[some[-1]])
-            batch = torch.full((len(some), longest), rows.pad)  # (b, L)
-            mask = torch.zeros_like(batch)  # (b, L)
-            for row, i in enumerate(some):
-                batch[row, longest - len(asked[i]) :], mask[row, longest - len(asked[i]) :] = asked[i], 1
-            model.share = None if share is None else share[some]
-            said = generate(
-                input_ids=batch.to(model.device),
-                attention_mask=mask.to(model.device),
-                max_new_tokens=limit,
-                do_sample=False,
-                num_beams=1,
-                use_cache=True,
-                eos_token_id=sorted(ends) or None,
-                pad_token_id=rows.pad,
-            )
-            for i, ids in zip(some, said[:, longest:].tolist(), strict=True):
-                tokens = _until(ids, ends)
-                text = model.tools.tokenizer.decode(tokens, skip_special_tokens=True)
-                out[i] = Answer(tuple(tokens), text, cut=ends.isdisjoint(tokens))
+        for some in _together(order, [len(ids) + limit for ids in asked], batch_size):
+            in_halves(len(some), partial(answer, some), warned)
     return out
 
 
+def _together(order: list[int], lengths: list[int], most: int) -> Iterator[list[int]]:
+    """The rows in this order, of growing length, in batches."""
+    at = 0
+    while at < len(order):
+        size = 1
+        while size < min(most, len(order) - at) and (size + 1) * lengths[order[at + size]] <= TOKENS:
+            size += 1
+        yield order[at : at + size]
+        at += size
+
+
 def _ends(model: Model) -> set[int]:
-    """The tokens that end an answer: the model's own, and the tokenizer's, which ends the answers in training."""
+    """The tokens that end an answer: the model's own, the tokenizer's, and that which ends the answers in training."""
     module: Any = model.module
     found = module.generation_config.eos_token_id
     own = {found} if isinstance(found, int) else set(found or ())
-    taught = model.tools.tokenizer.eos_token_id
-    return own if taught is None else own | {taught}
+    tokenizer, template = model.tools.tokenizer, model.tools.template
+    taught = {tokenizer.eos_token_id, truncation.end_token(template, tokenizer)}
+    return own | (taught - {None})
 
 
 def _until(ids: list[int], ends: set[int]) -> list[int]:

@@ -24,7 +24,7 @@ from fedfm.models.memory import in_halves, warned
 from fedfm.models.next_token import scored
 from fedfm.models.polynomial_modules import Replaced
 from fedfm.models.precision import rounded
-from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.spec import LANGUAGE, AdaptationSpec, ModelSpec
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
@@ -60,7 +60,7 @@ class Model:
 
     Attributes:
         spec: its [model] table with the defaults filled in.
-        task: classification, zero_shot, language_modelling or instruction.
+        task: classification, zero_shot, language_modelling, instruction or preference.
         classes: class names in the order of the logits; () for language models.
         adaptation_spec, adaptation: the trainable part, and its name.
         module: the torch module (Hugging Face, PEFT or our own), on ``device``.
@@ -265,7 +265,7 @@ class Model:
     @property
     def is_language_model(self) -> bool:
         """Whether the logits are over tokens."""
-        return self.task in ("language_modelling", "instruction")
+        return self.task in LANGUAGE
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
         """Logits of all rows without gradients, float32 on the CPU, from a :data:`PREDICTORS` entry if one supports

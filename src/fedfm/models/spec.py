@@ -9,7 +9,8 @@ from fedfm.core.fields import setting
 
 ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt", "side_adapter")
 RELEASED = ("class", "grid", "tokens")
-TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
+LANGUAGE = ("language_modelling", "instruction", "preference")  # tasks whose logits are over tokens
+TASKS = ("classification", "zero_shot", *LANGUAGE)
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 ALL_LINEAR = "all-linear"
 _NUMBERS = ("float32", "bfloat16", "float16")
@@ -62,7 +63,9 @@ class ModelSpec:
         None, "random weights: keys of config.json to change, e.g. { num_hidden_layers = 2 }"
     )
     task: str | None = setting(
-        None, "classification, zero_shot, language_modelling, instruction [implied by the data]", choices=TASKS
+        None,
+        "classification, zero_shot, language_modelling, instruction, preference [implied by the data]",
+        choices=TASKS,
     )
     adaptation: AdaptationSpec | None = setting(
         None, "the trainable part; the model's own dropout is off in training [lora; head for features]"
@@ -76,13 +79,16 @@ class ModelSpec:
     )
     template: str | None = setting(
         None,
-        "instruction: plain, alpaca, chat (the tokenizer's own), or a text with {instruction} before the answer [chat, "
-        "without a chat template plain]",
+        "instruction, preference: plain, alpaca, chat (the tokenizer's own), or a text with {instruction} before the "
+        "answer [chat, without a chat template plain]",
     )
     loss: str = setting(
         "cross_entropy",
         "zero_shot: cross_entropy over the class names, or contrastive: CLIP's symmetric loss of a batch",
         choices=("cross_entropy", "contrastive"),
+    )
+    beta: float = setting(
+        0.1, "preference: how strongly DPO holds the model to its frozen base; large = close", gt=0, finite=True
     )
     max_length: int = setting(128, "tokens", ge=2)
     attention: str | None = setting(

@@ -23,7 +23,7 @@ from fedfm.runtime.predictions import check_own, kept, logits, own, personal, sc
 from fedfm.runtime.run_directory import Run
 from fedfm.training import packed
 
-ANSWERS = ("rouge_1", "answers_cut")  # metrics of instruction models only
+ANSWERS = ("rouge_1", "answers_cut", "reward_margin")  # metrics of models of instructions and of preferences only
 
 
 class Evaluation:

@@ -216,6 +216,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
         if name in before and before[name] != value:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
     notices = [*population.federated.notices, *_no_task(population), *_unjudged(run.experiment.method, population)]
+    notices += cut_notices(population)
     for notice in notices:
         progress.notice(notice)
     run.manifest |= {
@@ -237,6 +238,30 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:
         run.manifest["ledger"]["operations"] = costs
     run.write_manifest()
+
+
+def cut_notices(population: Partitioned) -> list[str]:
+    """A notice if rows of a prompt and answers are longer than the model reads.
+
+    Raises:
+        InputError: the model's template cannot write a row.
+    """
+    table, model = population.federated.table, population.model
+    if table.kind not in ("instruction", "preference") or model is None or model.tools.tokenizer is None:
+        return []
+    tools, clients = model.tools, population.federated.clients.values()
+    trained = [i for rows in clients for i in (*rows.train, *rows.val)]
+    tested = {*population.federated.test.tolist(), *(int(i) for rows in clients for i in rows.test)}
+    found = []
+    for index, words in ((trained, "training"), (sorted(tested), "test")):
+        if count := inputs.cut_rows(table, index, tools.tokenizer, tools.max_length, tools.template):
+            found.append(f"{count} of {len(index)} {words} rows")
+    if not found:
+        return []
+    return [
+        f"{' and '.join(found)} have more than {tools.max_length} tokens (model.max_length) and are cut: prompts lose "
+        "their beginning, answers what comes before their end"
+    ]
 
 
 def _no_task(population: Partitioned) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 from fedfm import seeds
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
-from fedfm.data.table import Table, fingerprint
+from fedfm.data.table import Table, contents, fingerprint
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params, sha256_of
 from fedfm.linalg.threads import torch_threads
@@ -99,7 +99,7 @@ class _Work:
             start = self.folder / "start"
             if not start.exists():
                 pieces = [table.inputs[i] for i in table.rows("train")]
-                texts = (t for piece in pieces for t in ((piece,) if isinstance(piece, str) else piece))
+                texts = (t for piece in pieces for t in contents(piece))
                 made = tokenizer.train(texts, spec.vocabulary_size, spec.vocabulary)
                 half = self.folder / ".start"
                 shutil.rmtree(half, ignore_errors=True)

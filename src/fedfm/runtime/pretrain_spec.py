@@ -80,6 +80,8 @@ class Pretraining:
         check(spec, "pretrain")
         if model.task == "zero_shot":
             raise InputError('model.task = "zero_shot": expected classification, language_modelling or instruction')
+        if model.task == "preference":
+            raise InputError('model.task = "preference": it holds an adapter to its base; pretrain one of the others')
         if isinstance(spec.local, Proximal) or spec.local.absent != "keep":
             raise InputError('pretrain.local: expected name = "sgd", "adam" or "adamw", every class present')
         after = list(spec.milestones)

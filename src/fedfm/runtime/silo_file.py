@@ -66,7 +66,10 @@ EXPOSED = {
     "scores": "scores on its own rows",
     "reveal": "its own final model",
 }
-COLUMNS = ("text", "image", "label", "label_name", "split", "instruction", "output")
+COLUMNS = (
+    *("text", "image", "label", "label_name", "split"),
+    *("instruction", "output", "messages", "prompt", "chosen", "rejected"),
+)
 
 
 def _column(name: str) -> Any:
@@ -114,6 +117,10 @@ class Silo:
     split: str = _column("split")
     instruction: str = _column("instruction")
     output: str = _column("output")
+    messages: str = _column("messages")
+    prompt: str = _column("prompt")
+    chosen: str = _column("chosen")
+    rejected: str = _column("rejected")
 
     @property
     def policy(self) -> Policy:

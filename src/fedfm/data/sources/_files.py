@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from fedfm.data.spec import BUILT_IN
 from fedfm.errors import InputError, close
 
+T = TypeVar("T")
 At = Callable[[int], str]  # index of a data row -> "silo.csv, row 7", as a user counts
 
 FORMATS = ".csv, .jsonl, .jsonl.gz, .parquet, .npz, .txt, .txt.gz or an image folder"
@@ -121,3 +123,13 @@ def str_array(values: Sequence[str]) -> np.ndarray:
         array[:] = values
         return array
     return np.array(values, dtype=np.str_)
+
+
+def column(columns: Mapping[str, T], name: str, key: str, source: str) -> T:
+    """One column; an InputError with the existing ones if it is missing."""
+    if name in columns:
+        return columns[name]
+    found = listing(columns) or "none"
+    hint = close(name, columns)
+    set_it = f": rename it, or set {key}" if hint else f"; {key} says which column to read"
+    raise InputError(f'{source}: no column "{name}" ({key}); found {found}{hint}{set_it}')

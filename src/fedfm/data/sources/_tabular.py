@@ -11,20 +11,20 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from fedfm.data.sources._files import At, listing, str_array
+from fedfm.data.sources import _conversations
+from fedfm.data.sources._files import At, column, listing, str_array
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Kind, Table
-from fedfm.errors import InputError, close
+from fedfm.errors import InputError
 
 SPLITS = ("train", "val", "test")
 _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 
-T = TypeVar("T")
 Columns = Mapping[str, Sequence[Any]]
 Labels = tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]  # (N,) int64, class names, notices
 UNLABELLED: Labels = None, (), ()
@@ -47,9 +47,10 @@ def to_table(
         spec: names of the columns.
         source: name of the file in messages.
         at: name of a row in messages.
-        task: "instruction" reads pairs, "language_modelling" reads each text as a passage; else the columns decide.
+        task: "instruction" reads pairs or conversations, "preference" two answers a row, "language_modelling" each
+            text as a passage; else the columns decide.
         labelled: False for rows to predict: label and split are ignored, each row is a test row, and an output may be
-            missing ("").
+            missing (""); of preferences only what was asked is read, as instructions.
         classes: names of the integers in the label column, if the source has them.
 
     Raises:
@@ -62,7 +63,19 @@ def to_table(
     used = {spec.split}
     inputs: list[Any]
     labels, names, notices = UNLABELLED
-    if task == "instruction" or (task is None and spec.instruction in columns and spec.text not in columns):
+    told = _conversations.kind_of(columns, spec, task)
+    if told == "preference":
+        kind = "preference" if labelled else "instruction"
+        if labelled:
+            inputs, notices = _conversations.preferences(columns, spec, source, at)
+        else:
+            inputs = _conversations.prompts(columns, spec, source, at)
+        used |= {spec.prompt, spec.chosen, spec.rejected}
+    elif told == "instruction" and spec.messages in columns and spec.instruction not in columns:
+        kind = "instruction"
+        inputs = _conversations.conversations(columns[spec.messages], spec.messages, at, answered=labelled)
+        used |= {spec.messages}
+    elif told == "instruction":
         kind = "instruction"
         instructions = _texts(columns, spec.instruction, "data.instruction", source, at)
         if labelled:
@@ -74,9 +87,9 @@ def to_table(
         used |= {spec.instruction, spec.output}
     else:
         kind = "passages" if task == "language_modelling" else "text"
-        if spec.text not in columns and spec.instruction in columns:
+        if spec.text not in columns and (told := _conversations.kind_of(columns, spec, None)):
             raise InputError(
-                f'{source}: no column "{spec.text}" (data.text); it has instructions: set model.task = "instruction"'
+                f'{source}: no column "{spec.text}" (data.text); it has {told}s: set model.task = "{told}"'
             )
         inputs = _texts(columns, spec.text, "data.text", source, at)
         used |= {spec.text}
@@ -93,16 +106,6 @@ def to_table(
         source=source,
         notices=notices,
     )
-
-
-def column(columns: Mapping[str, T], name: str, key: str, source: str) -> T:
-    """One column; an InputError with the existing ones if it is missing."""
-    if name in columns:
-        return columns[name]
-    found = listing(columns) or "none"
-    hint = close(name, columns)
-    set_it = f": rename it, or set {key}" if hint else f"; {key} says which column to read"
-    raise InputError(f'{source}: no column "{name}" ({key}); found {found}{hint}{set_it}')
 
 
 def labels_of(

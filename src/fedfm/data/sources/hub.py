@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from fedfm.data.sources import images
-from fedfm.data.sources._files import existing, listing
-from fedfm.data.sources._tabular import column, labels_of, others, split_of, to_table
+from fedfm.data.sources._files import column, existing, listing
+from fedfm.data.sources._tabular import labels_of, others, split_of, to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.data.sources import csv
-from fedfm.data.sources._files import listing
-from fedfm.data.sources._tabular import UNLABELLED, column, labels_of, others, split_of
+from fedfm.data.sources._files import column, listing
+from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, split_of
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close

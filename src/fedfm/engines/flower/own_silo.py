@@ -17,7 +17,7 @@ from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
 from fedfm.privacy.policy import EXPOSES, HELLO
 from fedfm.runtime import silo_file, silo_identity, silo_terms
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.population import Partitioned, cut_notices
 from fedfm.runtime.release_cost import ReleaseCosts
 from fedfm.runtime.silo_ledger import NOTHING, Entry, Ledger, epsilon_alone, now
 
@@ -94,6 +94,8 @@ class Own:
         found = silo_file.populate(self._silo, experiment, classes)
         self._rows = sum(len(rows.train) for rows in found.federated.clients.values())
         silo_terms.check(self._silo, experiment, self._rows)
+        for notice in cut_notices(found):
+            self.log.note(f"run {self._folder.parent.name}: {notice}")
         return found
 
     def asked(self, classes: Sequence[str]) -> None:

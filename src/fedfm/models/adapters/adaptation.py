@@ -8,6 +8,8 @@ PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Mode
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from fedfm.errors import InputError
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import Parts, default_targets, strides_are_read, unwrapped
 from fedfm.models.quiet import quiet
-from fedfm.models.spec import ALL_LINEAR, AdaptationSpec
+from fedfm.models.spec import ALL_LINEAR, LANGUAGE, AdaptationSpec
 
 LORA = ("lora", "ffa_lora")
 
@@ -41,18 +43,23 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         spec: from :func:`with_defaults`.
         parts: of the module.
         new: paths of the modules that were created for this task (the classification head).
-        task: classification, zero_shot, language_modelling or instruction.
+        task: one of :data:`fedfm.models.spec.TASKS`.
         seed: ``derive(seed, "adaptation")`` seeds LoRA's A, so that it is the same everywhere.
 
     Raises:
         InputError: the specification does not fit the architecture.
     """
     check(spec, "model.adaptation")
+    if task == "preference" and spec.name not in LORA:
+        raise InputError(
+            f'model.adaptation.name: "{spec.name}" changes the base, to which task "preference" holds the model: use '
+            "lora, without which the base is what it was"
+        )
     module.requires_grad_(spec.name == "full")
     if spec.name == "full":
         return module
     if spec.name == "head":
-        if not parts.head or task in ("language_modelling", "instruction"):
+        if not parts.head or task in LANGUAGE:
             raise InputError(
                 f"model.adaptation.name: 'head' needs a classification head, task {task!r} has none: use lora"
             )
@@ -76,6 +83,32 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
                 top.requires_grad_(True)
         return module
     return _lora(module, spec, parts, new=new, task=task, seed=seed)
+
+
+@contextmanager
+def base_alone(module: nn.Module) -> Iterator[None]:
+    """Context manager: a module with LoRA computes as its base does, also where hooks on the adapted layers add other
+    adapters or a shift. What is trained, and which adapters are on, is afterwards as it was.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [m for m in module.modules() if isinstance(m, BaseTunerLayer)]
+    on = [layer for layer in layers if not layer.disable_adapters]
+    flags = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
+    hooks = [layer._forward_hooks for layer in layers]
+    for layer in on:
+        layer.enable_adapters(False)
+    for layer in layers:
+        layer._forward_hooks = type(layer._forward_hooks)()
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, hooks, strict=True):
+            layer._forward_hooks = own
+        for layer in on:
+            layer.enable_adapters(True)
+        for p, flag in flags:  # PEFT sets them as it turns adapters on and off
+            p.requires_grad_(flag)
 
 
 def live_head(module: nn.Module, path: str) -> nn.Linear | None:
@@ -126,7 +159,7 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         target_modules=targets,
         modules_to_save=list(new) or None,
         fan_in_fan_out=transposed,
-        task_type="CAUSAL_LM" if task in ("language_modelling", "instruction") else None,
+        task_type="CAUSAL_LM" if task in LANGUAGE else None,
     )
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds.derive(seed, "adaptation"))

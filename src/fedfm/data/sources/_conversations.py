@@ -1,0 +1,178 @@
+"""Instructions, conversations and preferences from columns.
+
+A conversation is a list of messages {"role": ..., "content": ...}. It is read as what was said before the last answer,
+and that answer, so that a pair of instruction and output is the same as a conversation of two messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedfm.core.rows import Asked, Turn
+from fedfm.data.sources._files import At, column
+from fedfm.data.spec import DataSpec
+from fedfm.errors import InputError, close, listed
+
+ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+_LIKE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+
+Columns = Mapping[str, Sequence[Any]]
+
+
+def kind_of(columns: Columns, spec: DataSpec, task: str | None) -> str | None:
+    """``instruction`` or ``preference`` if the task, or without one the columns, say so; else None."""
+    if task in ("instruction", "preference"):
+        return task
+    if task is not None or spec.text in columns:
+        return None
+    if spec.instruction in columns or spec.messages in columns:
+        return "instruction"
+    return "preference" if spec.chosen in columns and spec.rejected in columns else None
+
+
+def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -> list[tuple[Asked, str]]:
+    """(what was said, the last answer) of each conversation.
+
+    Args:
+        answered: whether a conversation has to end with an answer; else the answer of one that does not is "".
+
+    Raises:
+        InputError: a cell is no list of messages, or the messages are in no order that could be answered.
+    """
+    found: list[tuple[Asked, str]] = []
+    for row, value in enumerate(values):
+        turns = _turns(value, name, at(row))
+        if turns[-1][0] == ASSISTANT:
+            found.append((turns[:-1], turns[-1][1]))
+        elif answered:
+            raise InputError(
+                f'{at(row)}: column "{name}" ends with a message of the {turns[-1][0]}, which nobody answers: end with '
+                "the assistant's, or remove the row"
+            )
+        else:
+            found.append((turns, ""))
+    return found
+
+
+def preferences(
+    columns: Columns, spec: DataSpec, source: str, at: At
+) -> tuple[list[tuple[Asked, str, str]], tuple[str, ...]]:
+    """(what was said, the better answer, the worse one) of each row, and notices.
+
+    Answers are texts, or lists with the assistant's message. Without a prompt of its own a row has whole conversations,
+    whose common beginning is the prompt.
+
+    Raises:
+        InputError: a column is missing; a cell is empty, or has another form.
+    """
+    chosen = column(columns, spec.chosen, "data.chosen", source)
+    rejected = column(columns, spec.rejected, "data.rejected", source)
+    prompts = columns.get(spec.prompt, [None] * len(chosen))
+    found, alike = [], 0
+    for row, (prompt, *answers) in enumerate(zip(prompts, chosen, rejected, strict=True)):
+        where = at(row)
+        both = [_answer(a, name, where) for a, name in zip(answers, (spec.chosen, spec.rejected), strict=True)]
+        asked = None if prompt is None else _asked(prompt, spec.prompt, where)
+        good, bad = both
+        if not isinstance(good, str) or not isinstance(bad, str):
+            asked, good, bad = _parted(asked, good, bad, spec, where)
+        elif asked is None:
+            raise InputError(
+                f'{where}: no prompt (data.prompt = "{spec.prompt}"): the answers are texts, without what was asked'
+            )
+        alike += good == bad
+        found.append((asked, good, bad))
+    note = f"{alike} of {len(found)} rows have the same answer as {spec.chosen} and {spec.rejected}: they teach nothing"
+    return found, (note,) if alike else ()
+
+
+def prompts(columns: Columns, spec: DataSpec, source: str, at: At) -> list[tuple[Asked, str]]:
+    """What a model of preferences has to answer: prompts, else conversations or instructions.
+
+    Raises:
+        InputError: the file has none of these columns; a cell is empty, or has another form.
+    """
+    if spec.chosen in columns and spec.rejected in columns:
+        return [(asked, "") for asked, _, _ in preferences(columns, spec, source, at)[0]]
+    if spec.messages in columns and spec.prompt not in columns:
+        return conversations(columns[spec.messages], spec.messages, at, answered=False)
+    other = spec.instruction in columns and spec.prompt not in columns
+    name, key = (spec.instruction, "data.instruction") if other else (spec.prompt, "data.prompt")
+    return [(_asked(value, name, at(row)), "") for row, value in enumerate(column(columns, name, key, source))]
+
+
+def _asked(value: Any, name: str, where: str) -> Asked:
+    """A prompt: a text, or messages."""
+    if not isinstance(value, str):
+        return _turns(value, name, where)
+    if not value.strip():
+        raise InputError(f'{where}: column "{name}" is empty: fill it, or remove the row')
+    return value
+
+
+def _answer(value: Any, name: str, where: str) -> str | tuple[Turn, ...]:
+    """An answer: a text, or messages of which the last is the assistant's."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise InputError(f'{where}: column "{name}" is empty: fill it, or remove the row')
+        return value
+    turns = _turns(value, name, where, first=True)
+    if turns[-1][0] != ASSISTANT:
+        raise InputError(
+            f'{where}: column "{name}" ends with a message of the {turns[-1][0]}: the assistant\'s is expected'
+        )
+    return turns
+
+
+def _parted(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str) -> tuple[Asked, str, str]:
+    """Prompt and answers of two lists of messages that differ in the last one."""
+    names = f'"{spec.chosen}" and "{spec.rejected}"'
+    if isinstance(good, str) or isinstance(bad, str):
+        raise InputError(f"{where}: columns {names} hold a text and a list of messages: both have one form")
+    if good[:-1] != bad[:-1]:
+        raise InputError(f"{where}: columns {names} differ in more than the last message: one answer is compared")
+    before: tuple[Turn, ...] = good[:-1]
+    if asked is None:
+        if not before:
+            raise InputError(
+                f'{where}: no prompt (data.prompt = "{spec.prompt}"): columns {names} hold the answers alone'
+            )
+        asked = before
+    elif before and before != asked and not (isinstance(asked, str) and before[-1][1] == asked):
+        raise InputError(f'{where}: columns {names} begin otherwise than column "{spec.prompt}"')
+    elif before:
+        asked = before
+    return asked, good[-1][1], bad[-1][1]
+
+
+def _turns(value: Any, name: str, where: str, *, first: bool = False) -> tuple[Turn, ...]:
+    """The messages of one cell; ``first``: the assistant may speak first."""
+    if not isinstance(value, list):
+        what = "nothing" if value is None else "text" if isinstance(value, str) else f"{type(value).__name__}"
+        hint = " (jsonl and parquet hold lists)" if isinstance(value, str) else ""
+        raise InputError(f'{where}: column "{name}" holds {what}: messages are expected, {_LIKE}{hint}')
+    turns = tuple(_turn(message, i, name, where) for i, message in enumerate(value, 1))
+    if not turns:
+        raise InputError(f'{where}: column "{name}" holds no message: {_LIKE} is expected')
+    if turns[0][0] == ASSISTANT and not first:
+        raise InputError(f'{where}: column "{name}" begins with the assistant\'s message, which answers nothing')
+    return turns
+
+
+def _turn(message: Any, i: int, name: str, where: str) -> Turn:
+    at = f'{where}: message {i} of column "{name}"'
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        keys = f" with {listed(map(str, message))}" if isinstance(message, dict) else ""
+        raise InputError(f"{at} is {type(message).__name__} {keys}".rstrip() + f": messages are expected, {_LIKE}")
+    role, content = message["role"], message["content"]
+    if more := [key for key, v in message.items() if key not in ("role", "content") and v not in (None, [], {}, "")]:
+        raise InputError(f'{at} has "{more[0]}", which is not read: role and content are expected')
+    if role not in ROLES:
+        raise InputError(f"{at} is of role {role!r:.40}: expected one of {listed(ROLES)}{close(str(role), ROLES)}")
+    if not isinstance(content, str):
+        raise InputError(f"{at} holds {type(content).__name__} {content!r:.40}: text is expected")
+    if not content.strip() and role in ("user", ASSISTANT):
+        raise InputError(f"{at} is empty: fill it, or remove the row")
+    return role, content

@@ -1,0 +1,68 @@
+"""The one rule by which rows of a prompt and its answer are cut to ``max_length`` tokens.
+
+The answer takes what the prompt leaves, and at least half; the prompt takes what the answer leaves. So a row that is
+too long has ``max_length`` tokens, and never one without an answer. The prompt loses tokens at its beginning, after the
+token that begins every text (BOS). The answer loses tokens at its end, before the token that ends it (EOS).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedfm.models.templates import Written, written
+
+_END = 4  # most tokens of an answer's end: the token that ends it, and, say, a line break
+
+
+def cut(row: Written, most: int, tokenizer: Any, longest: int | None = None) -> Written:
+    """The row in at most ``most`` tokens, at least 2.
+
+    Args:
+        longest: tokens of the longest answer to this prompt, so that all keep the same prompt; None: the row's own.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> tokenizer = SimpleNamespace(bos_token_id=1, all_special_ids=[1, 2])
+        >>> row = Written([1, 5, 6, 7, 8, 9, 2], [False] * 3 + [True] * 4, 3)
+        >>> cut(row, 5, tokenizer).ids
+        [1, 6, 7, 8, 2]
+    """
+    answer = len(row.ids) - row.start
+    reserved = min(longest or answer, max(most - most // 2, most - row.start))
+    head = kept(row.ids[: row.start], min(row.start, most - reserved), tokenizer)
+    tail = _kept_of_answer(row.ids[row.start :], min(answer, most - len(head)), tokenizer)
+    index = [*head, *(row.start + i for i in tail)]
+    return Written([row.ids[i] for i in index], [row.counts[i] for i in index], len(head))
+
+
+def kept(prompt: list[int], room: int, tokenizer: Any) -> list[int]:
+    """Indexes of the tokens of a prompt that stay: BOS, and the last."""
+    n = len(prompt)
+    if n <= room:
+        return list(range(n))
+    first = [0] if room > 1 and prompt[0] == tokenizer.bos_token_id else []
+    return first + list(range(n - room + len(first), n))
+
+
+def _kept_of_answer(answer: list[int], room: int, tokenizer: Any) -> list[int]:
+    """Indexes of the tokens of an answer that stay: the first, and its end unless that would be all."""
+    n = len(answer)
+    if n <= room:
+        return list(range(n))
+    end = _end(answer, tokenizer)
+    size = min(n - end, room - 1)
+    return [*range(room - size), *range(end, end + size)]
+
+
+def _end(answer: list[int], tokenizer: Any) -> int:
+    """Index of the special token that ends an answer; its length without one."""
+    n, special = len(answer), set(tokenizer.all_special_ids)
+    return next((i for i in range(n - 1, max(n - 1 - _END, -1), -1) if answer[i] in special), n)
+
+
+def end_token(template: str | None, tokenizer: Any) -> int | None:
+    """The token with which the template ends an answer; None if it has none."""
+    row = written("a", "b", template, tokenizer)
+    answer = row.ids[row.start :]
+    end = _end(answer, tokenizer)
+    return answer[end] if end < len(answer) else None
