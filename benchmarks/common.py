@@ -156,6 +156,14 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20)
 
 
+def resident_mib() -> float:
+    """The resident size of this process now; its peak where it cannot be read."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return peak_mib()
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def added_mib(run: Callable[[], Any]) -> float | None:
     """MiB by which one call raises the resident size at its peak, measured in a child; None where none can be read."""
     status = Path("/proc/self/status")

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.load import load_table, read_inputs
 from fedfm.data.sources import csv, digits, text
 from fedfm.data.sources.images import decode
@@ -475,6 +476,33 @@ def test_hub_splits_and_class_labels(tmp_path: Path) -> None:
         load_table(DataSpec(hub=str(tmp_path / "plain")), seed=0)
 
 
+def test_pictures_of_a_large_npz_stay_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 5, 6, 3), dtype=np.uint8)
+    path = tmp_path / "rows.npz"
+    np.savez(path, y=np.arange(40) % 2, x=pixels)
+    spec = DataSpec(path=str(path))
+    small = load_table(spec, seed=0)
+    monkeypatch.setattr("fedfm.data.sources.npz.MAPPED", 1000)
+    large = load_table(spec, seed=0)
+    base = large.inputs
+    while not isinstance(base, np.memmap):
+        base = base.base
+    assert np.array_equal(large.inputs, pixels)
+    monkeypatch.setattr("fedfm.data.table._PIECE", 1000)  # 11 rows of 90 bytes
+    assert fingerprint(large) == fingerprint(small)
+    np.savez_compressed(path, y=np.arange(40) % 2, x=pixels)
+    assert fingerprint(load_table(spec, seed=0)) == fingerprint(small)
+    np.savez(path, y=np.arange(40) % 2, x=pixels)
+    data = path.read_bytes()
+    at = data.index(pixels[7].tobytes())
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(InputError, match=r"rows\.npz is damaged or cut short \(the checksum of x\.npy is wrong\)"):
+        load_table(spec, seed=0)
+    path.write_bytes(b"hello" * 1000)
+    with pytest.raises(InputError, match=r"rows\.npz holds something else, not an npz file"):
+        load_table(spec, seed=0)
+
+
 @pytest.mark.parametrize("bits", [np.uint16, np.int32, np.float32])
 def test_a_picture_wider_than_8_bits_is_refused(tmp_path: Path, bits: Any) -> None:
     """Pillow turns it into RGB by cutting at 255: a scan of 12 or 16 bits would be all white."""
@@ -497,6 +525,27 @@ def test_a_hub_id_that_no_file_system_takes(tmp_path: Path) -> None:
         load_table(DataSpec(hub="a" * 300), seed=0)
 
 
+def test_many_hub_texts_stay_in_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = {
+        s: {"text": [f"{s} {i}" for i in range(n)], "label": [0, 1] * (n // 2)} for s, n in (("train", 30), ("test", 8))
+    }
+    spec = DataSpec(hub=saved(tmp_path / "set", splits, None), limit=20)
+    few = load_table(spec, seed=0)
+    monkeypatch.setattr("fedfm.data.sources.hub.LISTED", 10)
+    many = load_table(spec, seed=0)
+    assert isinstance(few.inputs, list)
+    assert isinstance(many.inputs, ArrowTexts)
+    assert list(many.inputs) == few.inputs
+    assert fingerprint(many) == fingerprint(few)
+    part = many.take([9, 2, 27]).inputs
+    assert [part[0], part[-1], *part[1:]] == [few.inputs[i] for i in (9, 27, 2, 27)]
+    with pytest.raises(IndexError):
+        part[3]
+    splits["train"]["text"][7] = " "
+    with pytest.raises(InputError, match=r'train\[7\]: column "text" is empty'):
+        load_table(DataSpec(hub=saved(tmp_path / "blank", splits, None)), seed=0)
+
+
 def test_hub_pictures(tmp_path: Path) -> None:
     from datasets import ClassLabel, Features, Image
 
@@ -511,6 +560,14 @@ def test_hub_pictures(tmp_path: Path) -> None:
     split["train"]["img"] = other
     table = load_table(DataSpec(hub=saved(tmp_path / "other", split, features)), seed=0)
     assert [decode(item).shape for item in table.inputs] == [(4, 6, 3), (3, 3, 3), (4, 6, 3), (4, 6, 3)]
+    with pytest.MonkeyPatch.context() as patched:  # pictures of one size that are too many stay encoded
+        patched.setattr("fedfm.data.sources.hub.DECODED", 4 * 6 * 4 * 3 - 1)
+        many = load_table(DataSpec(hub=str(tmp_path / "same")), seed=0)
+        assert len(many.inputs) == 4
+        assert [decode(item)[0, 0, 0] for item in many.inputs] == [1, 2, 1, 2]
+        assert many.inputs[-3:-1] == many.inputs[1:3]
+        with pytest.raises(IndexError):
+            many.inputs[4]
     split["train"]["img"] = [same[0], {"bytes": b"junk", "path": None}]
     with pytest.raises(InputError, match=r"train\[1\]: not a picture that can be read"):
         load_table(DataSpec(hub=saved(tmp_path / "junk", split, features)), seed=0)

@@ -43,7 +43,7 @@ class EncryptedError(Audit):
         in_one_place = permuted_passes.in_one_place if method.protocol == "permuted" else masked.in_one_place
         model = side_model(population)
         index = population.federated.clients[largest_client(population)].train[:ROWS]
-        rows = model.prepare(population.federated.table, index)
+        rows = model.prepare(population.federated.table, index).computed()
         notice("one batch under encryption")
         encrypted, clear = in_one_place(model, rows).tensors[STATES], model.states(rows)
         return [_error(encrypted, clear), _refusals(model, rows.tensors["pixel_values"])]

@@ -44,10 +44,22 @@ def _checks() -> Iterator[tuple[str, str, str]]:
     yield "workers", "ok" if fork else "note", "forked" if fork else "this system cannot fork: set run.workers = 1"
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     yield "disk", "ok" if free > 1 else "bad", f"{free:.1f} GB free here"
+    yield _cache()
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "", "false")
     yield "model hub", "ok", "offline (HF_HUB_OFFLINE is set)" if offline else "models named by a hub id are downloaded"
     off = os.environ.get("FLWR_TELEMETRY_ENABLED") == "0"
     yield "telemetry", "ok", "off" if off else "fedfm turns Flower's off in every process that it starts"
+
+
+def _cache() -> tuple[str, str, str]:
+    """The folder of prepared rows."""
+    from fedfm.runtime import row_cache
+
+    place = row_cache.folder()
+    if place is None:
+        return "cache", "ok", "off (FEDFM_CACHE is empty)"
+    files, total = row_cache.size(place)
+    return "cache", "ok", f"{files} files of prepared rows, {total / 1e9:.2f} GB, in {place}: remove it to clear it"
 
 
 def _model() -> Iterator[tuple[str, str, str]]:

@@ -16,8 +16,9 @@ from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config import dp_sgd
 from fedfm.config.registry import name_of
-from fedfm.core.capabilities import Keeping, Personal, Private, Sampling, Sealed
+from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser, Sampling, Sealed
 from fedfm.core.client import Update
+from fedfm.core.method import nested
 from fedfm.data.spec import IN_MEMORY
 from fedfm.errors import InputError, listed
 from fedfm.training import TrainsLocally
@@ -111,6 +112,8 @@ def check_as_asked(e: Any) -> None:
             raise InputError(f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only')
     if needs.task and e.model.task != needs.task:
         raise InputError(f'model.task: {needs.because or method} takes "{needs.task}" only; set it')
+    if e.data.augment:
+        _check_augmented(e, method)
     if e.data.base_classes is not None and e.model.task != "zero_shot":
         raise InputError(
             'data.base_classes: only names score classes without training rows; set model.task = "zero_shot"'
@@ -138,6 +141,30 @@ def check_as_asked(e: Any) -> None:
         raise InputError("run.patience: validation losses of single clients are covered by no [privacy]; drop one")
     if isinstance(e.aggregation, Secure):
         _check_secagg(e, method)
+
+
+def _check_augmented(e: Any, method: str) -> None:
+    adaptation = e.model.adaptation
+    if e.in_memory:
+        raise InputError("data.augment: the module's own data set changes its rows; drop it")
+    if adaptation is not None and adaptation.name in ("head", "side_adapter", "prompt"):
+        raise InputError(
+            f'data.augment: with model.adaptation.name = "{adaptation.name}" the frozen backbone reads each picture '
+            'once, and its features are trained on; drop it, or train what reads pictures, e.g. "lora"'
+        )
+    declared = (isinstance(m, RowsByOptimiser) and "rows_by_optimiser" in vars(type(m)) for m in _all(e.method))
+    if not all(declared):
+        raise InputError(
+            f"data.augment: the clients of {method} read their pictures beside the local optimiser, which would see "
+            "them unchanged; drop it, or take a method whose clients train by it alone, e.g. fedavg"
+        )
+    if e.privacy is not None and e.privacy.mechanism == "dp_sgd":
+        raise InputError("data.augment: DP-SGD bounds one gradient of each row as it is; drop one of the two")
+
+
+def _all(method: Any) -> tuple[Any, ...]:
+    """The method and those in its fields."""
+    return (method, *nested(method))
 
 
 def hidden(aggregation: Any) -> Any:

@@ -24,6 +24,12 @@ class RunSpec:
         choices=("exact", "fast", "fast_bf16"),
     )
     workers: int = setting(0, "processes on the local engine; 0: one per core, or one on a GPU", ge=0)
+    loader_workers: int = setting(
+        0,
+        "processes that decode pictures ahead of each training client, where they are too many for memory; the results "
+        "do not depend on it",
+        ge=0,
+    )
     wire: bool = setting(False, "local engine: serialise every message as a network would")
     superlink: str | None = setting(None, "deployment: attach to this host:port")
     root_certificates: str | None = setting(None, "PEM file of the superlink's authority")

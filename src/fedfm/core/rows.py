@@ -5,14 +5,38 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm.core.tokens import Tokens
+
 Turn = tuple[str, str]  # a message of a conversation: role, content
 Asked = str | tuple[Turn, ...]  # an instruction, or all that was said before an answer
 Batch = dict[str, Tensor]  # the model's arguments by name, and "labels"
+
+
+class Deferred(Protocol):
+    """n rows of an argument of the model that are computed when a batch needs them; a row's bits depend on it alone.
+
+    Attributes:
+        loaders: processes that compute batches ahead; 0: none.
+    """
+
+    @property
+    def loaders(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def take(self, index: np.ndarray) -> Deferred:
+        """These rows, in this order; none is computed."""
+        ...
+
+    def compute(self) -> Tensor:
+        """The rows (n, ...)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -22,25 +46,36 @@ class Rows:
     Attributes:
         tensors: argument name -> (n, ...), e.g. ``pixel_values`` (n, 3, H, W), ``features`` (n, d), or ``input_ids``
             (n, L) if all rows have the same length.
-        tokens: n token-id vectors of unequal length, or None; batches pad them to the longest of the batch.
+        tokens: n token-id vectors of unequal length, or None; batches pad them to the longest of the batch. Any
+            sequence of vectors is accepted.
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
         pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
         pictures: n paths or encoded pictures of several sizes, for a party without a model; else None.
+        deferred: argument name -> n rows that each batch computes, e.g. pictures that do not fit into memory.
+        augment: names of the random changes that training makes of its pictures.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    tokens: tuple[Tensor, ...] | None = None
+    tokens: Tokens | None = None
     labels: Tensor | None = None
     pad: int = 0
     pairs: tuple[tuple[Asked, str], ...] | None = None
-    pictures: tuple[str | bytes, ...] | None = None
+    pictures: Sequence[str | bytes] | None = None
+    deferred: dict[str, Deferred] = field(default_factory=dict)
+    augment: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and not isinstance(self.tokens, Tokens):
+            object.__setattr__(self, "tokens", Tokens.of(self.tokens))
 
     def __len__(self) -> int:
         if self.pictures is not None:
             return len(self.pictures)
         if self.tokens is not None:
             return len(self.tokens)
+        if self.deferred:
+            return len(next(iter(self.deferred.values())))
         return next(iter(self.tensors.values())).shape[0] if self.tensors else 0
 
     @functools.cached_property
@@ -55,30 +90,44 @@ class Rows:
         x, y = np.ascontiguousarray(self.tensors["features"].numpy(), np.float32), self.labels.numpy()
         return x, y, int(y.min(initial=0)), int(y.max(initial=0))
 
+    @property
+    def names(self) -> set[str]:
+        """The arguments of the model, computed or deferred, without those that ``tokens`` give."""
+        return self.tensors.keys() | self.deferred.keys()
+
     def take(self, index: Sequence[int] | np.ndarray | Tensor) -> Rows:
         """These rows, in this order."""
         index = torch.as_tensor(index, dtype=torch.int64)
         return replace(
             self,
             tensors={name: tensor[index] for name, tensor in self.tensors.items()},
-            tokens=None if self.tokens is None else tuple(self.tokens[i] for i in index.tolist()),
+            tokens=None if self.tokens is None else self.tokens.take(index.numpy()),
             labels=None if self.labels is None else self.labels[index],
             pairs=None if self.pairs is None else tuple(self.pairs[i] for i in index.tolist()),
             pictures=None if self.pictures is None else tuple(self.pictures[i] for i in index.tolist()),
+            deferred={name: rows.take(index.numpy()) for name, rows in self.deferred.items()},
         )
+
+    def computed(self) -> Rows:
+        """The same rows with nothing deferred."""
+        if not self.deferred:
+            return self
+        done = {name: rows.compute() for name, rows in self.deferred.items()}
+        return replace(self, tensors=self.tensors | done, deferred={})
 
     def batch(self, index: Sequence[int] | np.ndarray | Tensor) -> Batch:
         """The model's arguments for these rows; ``attention_mask`` (b, L) is 0 at padding."""
-        part = self.take(index)
-        batch = dict(part.tensors)
-        if part.tokens is not None:
-            batch["input_ids"] = torch.nn.utils.rnn.pad_sequence(
-                list(part.tokens), batch_first=True, padding_value=self.pad
-            )
-            lengths = torch.tensor([len(t) for t in part.tokens])
+        return self.take(index).computed()._as_batch()
+
+    def _as_batch(self) -> Batch:
+        """All of these rows."""
+        batch = dict(self.tensors)
+        if self.tokens is not None:
+            batch["input_ids"] = self.tokens.padded(self.pad)
+            lengths = torch.from_numpy(self.tokens.length)
             batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
-        if part.labels is not None:
-            batch["labels"] = part.labels
+        if self.labels is not None:
+            batch["labels"] = self.labels
         return batch
 
     def padded(self) -> Rows:
@@ -87,9 +136,22 @@ class Rows:
             return self
         batch = self.batch(range(len(self)))
         labels = batch.pop("labels", None)
-        return replace(self, tensors=batch, tokens=None, labels=labels)
+        return replace(self, tensors=batch, tokens=None, labels=labels, deferred={})
 
     def batches(self, size: int) -> Iterator[Batch]:
         """All rows in order, ``size`` at a time."""
-        for start in range(0, len(self), size):
-            yield self.batch(range(start, min(start + size, len(self))))
+        return self.each([np.arange(start, min(start + size, len(self))) for start in range(0, len(self), size)])
+
+    def each(self, orders: Sequence[np.ndarray]) -> Iterator[Batch]:
+        """The batch of each of these indexes; deferred rows may be computed ahead by other processes."""
+        if not self.deferred:
+            return (self.batch(index) for index in orders)
+        return (part._as_batch() for part in self.parts(orders))
+
+    def parts(self, orders: Sequence[np.ndarray]) -> Iterator[Rows]:
+        """As :meth:`each`, as rows of which nothing is deferred."""
+        if not self.deferred:
+            return (self.take(index) for index in orders)
+        from fedfm.core.loader import ahead
+
+        return ahead(self, orders)

@@ -154,18 +154,18 @@ def unseal(sealed: bytes) -> bytes | None:
     return data if sealed.startswith(_SEAL) and hashlib.sha256(data).digest() == digest else None
 
 
-def load(path: Path, hint: Any = Any) -> Any | None:
+def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
     """The value, checked against ``hint`` (Any: all numbers are finite; None: no check); None if the file is absent,
     truncated or altered.
 
-    If it has more bytes than :func:`fedfm.linalg.out_of_core.limit`, its tensors are memory-mapped. Writing to them
-    does not change the file.
+    With ``mapped``, or if it has more bytes than :func:`fedfm.linalg.out_of_core.limit`, its tensors are memory-mapped.
+    Writing to them does not change the file.
     """
     try:
         if (found := _checked(path)) is None:
             return None
         head, data = found
-        return payload.decode(head, data if data.nbytes > limit() else memoryview(data), hint, trusted=True)
+        return payload.decode(head, data if mapped or data.nbytes > limit() else memoryview(data), hint, trusted=True)
     except ClientFault:
         return None
 

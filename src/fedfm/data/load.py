@@ -27,7 +27,7 @@ _SUFFIXES = {
     ".txt": "text",
     ".txt.gz": "text",
 }
-_WORDS: dict[Kind, str] = {
+WORDS: dict[Kind, str] = {
     "image": "pictures",
     "text": "texts",
     "features": "feature vectors",
@@ -95,7 +95,7 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: Kind) -> Table:
     table = _read_path(existing(path, "file"), spec, task, labelled=False)
     kind = "instruction" if kind == "preference" else kind
     if table.kind != kind:
-        raise InputError(f"{path} holds {_WORDS[table.kind]}; the model takes {_WORDS[kind]}")
+        raise InputError(f"{path} holds {WORDS[table.kind]}; the model takes {WORDS[kind]}")
     return scaled(table, spec.scale)
 
 
@@ -132,7 +132,7 @@ def scaled(table: Table, scale: str) -> Table:
     if scale == "none":
         return table
     if table.kind != "features":
-        raise InputError(f'data.scale: "{scale}" is for feature vectors; {table.source} holds {_WORDS[table.kind]}')
+        raise InputError(f'data.scale: "{scale}" is for feature vectors; {table.source} holds {WORDS[table.kind]}')
     x = table.inputs.astype(np.float64)  # (N, d)
     if scale == "row":
         x = x - x.mean(axis=1, keepdims=True)
@@ -178,10 +178,10 @@ def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) 
 def _fit(table: Table, task: str | None) -> Table:
     """Refuse a table that does not fit the task, or has no training rows."""
     if task is not None and table.kind not in _TASKS[task]:
-        wanted = " or ".join(_WORDS[kind] for kind in _TASKS[task])
+        wanted = " or ".join(WORDS[kind] for kind in _TASKS[task])
         fits = next(name for name, kinds in _TASKS.items() if table.kind in kinds)
         raise InputError(
-            f'model.task: "{task}" needs {wanted}; {table.source} holds {_WORDS[table.kind]}, for task "{fits}"'
+            f'model.task: "{task}" needs {wanted}; {table.source} holds {WORDS[table.kind]}, for task "{fits}"'
         )
     if len(table.rows("train")) == 0:
         have = ", ".join(f"{len(table.rows(s))} {s}" for s in ("val", "test"))
@@ -304,7 +304,7 @@ def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 def _form(table: Table) -> str:
     """Words for the form of the rows, which must agree between clients."""
-    words = _WORDS[table.kind]
+    words = WORDS[table.kind]
     if not isinstance(table.inputs, np.ndarray):
         return words + (" as files" if table.kind == "image" else "")
     return f"{words} of {'x'.join(map(str, table.inputs.shape[1:]))}"

@@ -14,6 +14,7 @@ WITHHELD = "(kept by the server)"  # replaces values that clients do not receive
 IN_MEMORY = "(in memory)"  # the name of data and of a model from a Python program: see fedfm.api.federate
 BUILT_IN = ("digits",)
 PARTITIONS = ("iid", "dirichlet", "by_class", "by_column", "flower")
+AUGMENT = ("crop", "flip")
 CLIENT_NAME = r"[^\W_][\w.-]*"  # also the name of a folder
 _TEXT = r"[\s\S]*\S[\s\S]*"  # not blank
 _FILES = '{ north = "north.csv", ... }, each name of letters, digits, "-", "_" and "." only'
@@ -88,6 +89,12 @@ class DataSpec:
     limit: int | None = setting(None, "most training rows, stratified", ge=1)
     test_fraction: float = setting(0.2, "where the source marks no test rows", ge=0, lt=1)
     val_fraction: float = setting(0.0, "of each client's training rows, kept for validation", ge=0, lt=1)
+    augment: tuple[str, ...] = setting(
+        (),
+        "random changes of training pictures, new in every epoch: crop (at a random place of the picture with a margin "
+        "of an eighth), flip (left to right, every second)",
+        choices=AUGMENT,
+    )
     scale: str = setting("none", "feature vectors: none, row or unit", choices=("none", "row", "unit"))
 
 

@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fedfm.data.arrow_texts import ArrowTexts
+
+_PIECE = 1 << 24  # bytes hashed at a time
 Kind = Literal["image", "text", "features", "instruction", "preference", "passages", "own"]
 
 
@@ -21,7 +24,7 @@ class Table:
         kind: the kind of ``inputs``:
             ``image``: a uint8 array (N, H, W, C), C = 1 or 3, or a list of N paths or encoded pictures (bytes), which
                 are decoded when they are needed;
-            ``text``: a list of N strings;
+            ``text``: a list of N strings, or of many :class:`~fedfm.data.arrow_texts.ArrowTexts`;
             ``features``: a float32 array (N, d);
             ``instruction``: a list of N pairs (instruction, output); the instruction of a conversation is all that was
                 said before the last answer, as a tuple of (role, content);
@@ -55,7 +58,12 @@ class Table:
     def take(self, index: Sequence[int] | np.ndarray) -> Table:
         """The table of these rows, in this order."""
         index = np.asarray(index, dtype=np.int64)
-        inputs = self.inputs[index] if isinstance(self.inputs, np.ndarray) else [self.inputs[i] for i in index]
+        if isinstance(self.inputs, np.ndarray):
+            inputs = self.inputs[index]
+        elif isinstance(self.inputs, ArrowTexts):
+            inputs = self.inputs.take(index)
+        else:
+            inputs = [self.inputs[i] for i in index]
         return replace(
             self,
             inputs=inputs,
@@ -79,7 +87,10 @@ def fingerprint(table: Table) -> str:
     def add_array(array: np.ndarray) -> None:
         array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
         add(f"{array.dtype.str} {array.shape}".encode())
-        add(array.tobytes())
+        digest.update(array.nbytes.to_bytes(8, "little"))
+        step = max(_PIECE // max(array[:1].nbytes, 1), 1)  # a memory-mapped array never is in memory as a whole
+        for start in range(0, len(array), step):
+            digest.update(array[start : start + step].data)
 
     add(table.kind.encode())
     if table.kind == "own":  # a random transform may change the rows at each read

@@ -39,11 +39,16 @@ class Backbone:
         """(n, width), float32, on the CPU: of rows that were prepared for the model ``of``."""
         processor = of.tools.processor
         mean, std = (torch.tensor(v).view(3, 1, 1) for v in (processor.image_mean, processor.image_std))
-        seen = (rows.tensors["pixel_values"].float() * std + mean).clamp(0, 1)
-        x = (255 * seen).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        x = np.concatenate([self._bytes(batch["pixel_values"], mean, std) for batch in rows.batches(256)])
         n = len(rows)
         table = Table("image", x, np.zeros(n, int), ("0", "1"), np.full(n, "train"), source="pictures")
         return self.model.encode(self.model.prepare(table, range(n))).tensors["features"].float()
+
+    @staticmethod
+    def _bytes(pixels: Tensor, mean: Tensor, std: Tensor) -> np.ndarray:
+        """Prepared pictures (b, 3, H, W) -> uint8 (b, H, W, 3)."""
+        seen = (pixels.float() * std + mean).clamp(0, 1)
+        return (255 * seen).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
 
 @lru_cache(maxsize=1)

@@ -53,7 +53,7 @@ def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
         return None
     index = 0
     if rows.tokens is not None:
-        lengths = [len(t) for t in rows.tokens[:_LOOK]]
+        lengths = rows.tokens.length[:_LOOK].tolist()
         index = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
     row = rows.take([index])
     total = _count(model, row.batch([0]))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,18 +11,18 @@ import torch
 from torch import Tensor
 
 from fedfm.core.rows import Asked, Batch, Rows
+from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
 from fedfm.models import templates, truncation
+from fedfm.models.pictures import Pictures, Preprocess
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
 
-CHUNK = 256  # pictures decoded at a time
+CHUNK = 4096  # texts tokenised at a time: a tokenizer's own records of a text take kilobytes
 IGNORE = -100  # the target that F.cross_entropy ignores
 LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the model's own adapter in a row's output
-
-Preprocess = Callable[[list[Any]], Tensor]  # PIL pictures -> (n, 3, H, W)
 
 
 def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
@@ -33,7 +32,7 @@ def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
         InputError: rows of another kind.
     """
     part = table.take(np.asarray(index, dtype=np.int64))
-    labels = _labels(part, table.classes)
+    labels = labels_of(part, table.classes)
     if table.kind == "features":
         return Rows({"features": torch.from_numpy(np.array(part.inputs, dtype=np.float32))}, labels=labels)
     if table.kind == "image":
@@ -53,22 +52,32 @@ def prepare(
     max_length: int = 128,
     template: str | None = None,
     language_model: bool = False,
+    most: float | None = math.inf,
+    loaders: int = 0,
 ) -> Rows:
     """Rows ``index`` of ``table`` as a model takes them.
 
     Passages become blocks, so the number of rows differs from that of the indexes: see :func:`passages`.
 
+    Args:
+        most: bytes of prepared pictures that may stay in memory, more are deferred; None: see :mod:`.pictures`.
+        loaders: processes that compute deferred pictures ahead.
+
     Raises:
         InputError: the model does not take this kind of data, or a label is none of ``classes``.
     """
-    part = table.take(np.asarray(index, dtype=np.int64))
-    if table.kind == "features":
-        x = torch.from_numpy(np.array(part.inputs, dtype=np.float32))
-        return Rows({"features": x}, labels=_labels(part, classes))
+    index = np.asarray(index, dtype=np.int64)
     if table.kind == "image":
         if image is None:
             raise InputError(f"{_source(table)} holds images, which model.name does not take")
-        return Rows({"pixel_values": pixels(part.inputs, image)}, labels=_labels(part, classes))
+        labels, found = labels_of(table, classes, index), Pictures(table.inputs, index, image, loaders)
+        if found.exceed(most):
+            return Rows(deferred={"pixel_values": found}, labels=labels)
+        return Rows({"pixel_values": found.compute()}, labels=labels)
+    part = table.take(index)
+    if table.kind == "features":
+        x = torch.from_numpy(np.array(part.inputs, dtype=np.float32))
+        return Rows({"features": x}, labels=labels_of(part, classes))
     if tokenizer is None:
         raise InputError(f"{_source(table)} holds {table.kind}, which model.name does not take")
     pad = int(tokenizer.pad_token_id or 0)
@@ -80,17 +89,22 @@ def prepare(
     if table.kind == "preference":
         tokens, where = preferences(part.inputs, tokenizer, max_length, template)
         return Rows(where, tokens=tokens, pad=pad)
-    return Rows(tokens=texts(list(part.inputs), tokenizer, max_length), labels=_labels(part, classes), pad=pad)
+    return Rows(tokens=texts(part.inputs, tokenizer, max_length), labels=labels_of(part, classes), pad=pad)
 
 
 def _source(table: Table) -> str:
     return table.source or "the data"
 
 
-def _labels(table: Table, classes: tuple[str, ...]) -> Tensor | None:
+def labels_of(table: Table, classes: tuple[str, ...], index: np.ndarray | None = None) -> Tensor | None:
+    """Labels (n,) of the rows ``index``, by default of all, as indexes of ``classes``; None without labels.
+
+    Raises:
+        InputError: a label is none of them.
+    """
     if table.labels is None:
         return None
-    labels = np.asarray(table.labels, dtype=np.int64)
+    labels = np.asarray(table.labels if index is None else table.labels[index], dtype=np.int64)
     if table.classes and table.classes != classes:
         place = {name: i for i, name in enumerate(classes)}
         present = {int(i) for i in np.unique(labels)}
@@ -98,31 +112,6 @@ def _labels(table: Table, classes: tuple[str, ...]) -> Tensor | None:
             raise InputError(f"{_source(table)}: label {unknown[0]!r} is none of the model's classes")
         labels = np.array([place.get(name, -1) for name in table.classes], dtype=np.int64)[labels]
     return torch.from_numpy(labels.copy())
-
-
-def pixels(pictures: Any, preprocess: Preprocess) -> Tensor:
-    """uint8 (N, H, W, C) or N paths -> float32 (N, 3, H', W'); opens one chunk of paths at a time."""
-    done = [preprocess(chunk) for chunk in _opened(pictures)]
-    return torch.cat(done) if done else torch.zeros(0, 3, 1, 1)
-
-
-def _opened(pictures: Any) -> Iterator[list[Any]]:
-    """Chunks of RGB pictures."""
-    from PIL import Image, UnidentifiedImageError
-
-    for start in range(0, len(pictures), CHUNK):
-        chunk = []
-        for x in pictures[start : start + CHUNK]:
-            if isinstance(x, np.ndarray):
-                chunk.append(Image.fromarray(x[..., 0] if x.shape[-1] == 1 else x).convert("RGB"))
-                continue
-            try:
-                with Image.open(io.BytesIO(x) if isinstance(x, bytes) else x) as picture:
-                    chunk.append(picture.convert("RGB"))
-            except (OSError, UnidentifiedImageError) as error:
-                where = "a picture of the data" if isinstance(x, bytes) else Path(x)
-                raise InputError(f"{where}: not readable as a picture ({error})") from None
-        yield chunk
 
 
 def processor_call(processor: Any) -> Preprocess:
@@ -177,27 +166,30 @@ def plain_call(size: int, mean: Sequence[float], std: Sequence[float]) -> Prepro
         x = torch.from_numpy(array.astype(np.float32) / 255).permute(0, 3, 1, 2)  # (n, 3, H, W)
         return ((x - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]).contiguous()
 
+    call.told = (size, tuple(mean), tuple(std))  # type: ignore[attr-defined] # names it
     return call
 
 
-def texts(strings: list[str], tokenizer: Any, max_length: int) -> tuple[Tensor, ...]:
+def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
     """A token vector for each string, cut at ``max_length``, with the tokenizer's special tokens."""
-    if not strings:
-        return ()
-    with quiet():
-        ids = tokenizer(strings, truncation=True, max_length=max_length)["input_ids"]
-    # No model takes a row of length 0.
-    return tuple(torch.tensor(i or [tokenizer.pad_token_id or 0], dtype=torch.int64) for i in ids)
+    empty = [tokenizer.pad_token_id or 0]  # no model takes a row of length 0
+
+    def chunk(start: int) -> list[list[int]]:
+        with quiet():
+            some = list(strings[start : start + CHUNK])
+            return [i or empty for i in tokenizer(some, truncation=True, max_length=max_length)["input_ids"]]
+
+    return Tokens.gathered(map(chunk, range(0, len(strings), CHUNK)))
 
 
-def passages(pieces: list[str], tokenizer: Any, max_length: int) -> tuple[Tensor, ...]:
+def passages(pieces: list[str], tokenizer: Any, max_length: int) -> Tokens:
     """The joined pieces as blocks of ``max_length`` tokens.
 
     Each block starts with the BOS token if the tokenizer adds one by itself. The last block is shorter; it is dropped
     if it has fewer than 2 tokens, since it would predict nothing.
     """
     if not pieces:
-        return ()
+        return Tokens.of([])
     with quiet():
         text = "".join(p if p[-1:].isspace() else p + "\n" for p in pieces)
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -205,12 +197,12 @@ def passages(pieces: list[str], tokenizer: Any, max_length: int) -> tuple[Tensor
     first = empty[:1] if empty and tokenizer.bos_token_id is not None and empty[0] == tokenizer.bos_token_id else []
     step = max_length - len(first)
     blocks = [first + ids[i : i + step] for i in range(0, len(ids), step)]
-    return tuple(torch.tensor(b, dtype=torch.int64) for b in blocks if len(b) > 1)
+    return Tokens.of([b for b in blocks if len(b) > 1])
 
 
 def instructions(
     pairs: Sequence[tuple[Asked, str]], tokenizer: Any, max_length: int, template: str | None
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+) -> tuple[Tokens, dict[str, Tensor]]:
     """Training rows, cut by :mod:`fedfm.models.truncation`: token vectors of all that was said and the answer.
 
     Returns:
@@ -220,7 +212,7 @@ def instructions(
     with quiet():
         whole = (templates.written(said, output, template, tokenizer) for said, output in pairs)
         rows = [truncation.cut(row, max_length, tokenizer) for row in whole]
-    tokens = tuple(torch.tensor(row.ids, dtype=torch.int64) for row in rows)
+    tokens = Tokens.of([row.ids for row in rows])
     where = {"answer_start": torch.tensor([row.start for row in rows], dtype=torch.int64)}
     spans = [_spans(row.counts) for row in rows]
     if any(of != [(row.start, len(row.ids))] for of, row in zip(spans, rows, strict=True)):
@@ -238,7 +230,7 @@ def _spans(counts: Sequence[bool]) -> list[tuple[int, int]]:
 
 def preferences(
     triples: Sequence[tuple[Asked, str, str]], tokenizer: Any, max_length: int, template: str | None
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+) -> tuple[Tokens, dict[str, Tensor]]:
     """Rows of two texts, one after the other: the prompt with the better answer, and with the worse one. Each is cut to
     ``max_length`` as :func:`instructions` are, and both keep the same prompt.
 
@@ -252,11 +244,11 @@ def preferences(
             both = _same_length(
                 [templates.written(said, a, template, tokenizer) for a in answers], max_length, tokenizer
             )
-            tokens.append(torch.tensor([i for row in both for i in row.ids], dtype=torch.int64))
+            tokens.append([i for row in both for i in row.ids])
             second.append(len(both[0].ids))
             starts.append([row.start for row in both])
     where = {"second": torch.tensor(second, dtype=torch.int64)}
-    return tuple(tokens), where | {"answer_start": torch.tensor(starts, dtype=torch.int64).reshape(-1, 2)}
+    return Tokens.of(tokens), where | {"answer_start": torch.tensor(starts, dtype=torch.int64).reshape(-1, 2)}
 
 
 def _same_length(rows: list[templates.Written], max_length: int, tokenizer: Any) -> list[templates.Written]:

@@ -22,6 +22,7 @@ from fedfm.models.families import Parts, unwrapped
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
 from fedfm.models.memory import in_halves, warned
 from fedfm.models.next_token import scored
+from fedfm.models.pictures import Preprocess
 from fedfm.models.polynomial_modules import Replaced
 from fedfm.models.precision import rounded
 from fedfm.models.spec import LANGUAGE, AdaptationSpec, ModelSpec
@@ -47,7 +48,7 @@ class Tools:
         template: how instructions are written, a text with {instruction}; None: by the tokenizer's chat template.
     """
 
-    image: inputs.Preprocess | None = None
+    image: Preprocess | None = None
     processor: Any = None
     tokenizer: Any = None
     max_length: int = 128
@@ -72,9 +73,11 @@ class Model:
         layout: of :meth:`params`.
         train_too: modules in training mode during training; the others stay in evaluation mode.
         kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.packed``).
+        loaders: processes that prepare pictures ahead of a batch, where they are not prepared at once.
     """
 
     kernels: str = "exact"
+    loaders: int = 0
     weights_overridden: int = 0  # above 0: its modules do not compute what its weights define
     share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
@@ -155,8 +158,12 @@ class Model:
         return {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
 
     # --- rows ---------------------------------------------------------------------------------------------------------
-    def prepare(self, table: Table, index: Sequence[int] | np.ndarray) -> Rows:
+    def prepare(self, table: Table, index: Sequence[int] | np.ndarray, most: float | None = None) -> Rows:
         """Rows ``index`` of the table as tensors or tokens of this model, on the CPU.
+
+        Args:
+            most: bytes of pictures that are prepared at once; more are prepared by each batch. None: see
+                :mod:`fedfm.models.pictures`.
 
         Raises:
             InputError: the model does not take this kind of data.
@@ -170,6 +177,8 @@ class Model:
             max_length=self.tools.max_length,
             template=self.tools.template,
             language_model=self.task == "language_modelling",
+            most=most,
+            loaders=self.loaders,
         )
 
     def encode(self, rows: Rows) -> Rows:
@@ -338,16 +347,16 @@ class Model:
 
     def _fixed(self, rows: Rows) -> Iterator[tuple[Batch, int]]:
         """(batch of ENCODE rows, number of valid ones); copies of the last row fill the last batch."""
-        for start in range(0, len(rows), ENCODE):
-            index = list(range(start, min(start + ENCODE, len(rows))))
-            yield rows.batch(index + index[-1:] * (ENCODE - len(index))), len(index)
+        starts = range(0, len(rows), ENCODE)
+        orders = [np.minimum(np.arange(start, start + ENCODE), len(rows) - 1) for start in starts]
+        return zip(rows.each(orders), (min(ENCODE, len(rows) - start) for start in starts), strict=True)
 
 
 def _by_length(rows: Rows) -> tuple[Rows, Tensor]:
     """(rows sorted by length, so that batches have little padding; the inverse permutation)."""
     if rows.tokens is None:
         return rows, torch.arange(len(rows))
-    order = torch.argsort(torch.tensor([len(t) for t in rows.tokens], dtype=torch.int64), stable=True)
+    order = torch.argsort(torch.from_numpy(rows.tokens.length), stable=True)
     return rows.take(order), torch.argsort(order)
 
 
@@ -355,8 +364,7 @@ def _prompts(rows: Rows) -> Rows:
     """Instruction rows without their answers; other rows unchanged."""
     if "answer_start" not in rows.tensors or rows.tokens is None:
         return rows
-    starts = rows.tensors["answer_start"].tolist()
-    return Rows(tokens=tuple(t[:s] for t, s in zip(rows.tokens, starts, strict=True)), pad=rows.pad)
+    return Rows(tokens=rows.tokens.cut(rows.tensors["answer_start"].numpy()), pad=rows.pad)
 
 
 def _travelling(module: nn.Module, *, running_statistics: bool) -> Iterator[tuple[str, Tensor]]:

@@ -42,8 +42,10 @@ def scored(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def rows_at_once(model: Model, rows: Rows, most: int) -> int:
     """Rows of a batch whose logits stay below :data:`MOST`, a power of two from 1 to ``most``."""
-    head, longest = model.last_layer, max((len(t) for t in rows.tokens or ()), default=0)
-    if rows.tokens is None and "input_ids" in rows.tensors:
+    head, longest = model.last_layer, 0
+    if rows.tokens is not None:
+        longest = int(rows.tokens.length.max(initial=0))
+    elif "input_ids" in rows.tensors:
         longest = rows.tensors["input_ids"].shape[1]
     if head is None or not longest:
         return most

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.core.rows import Batch, Rows
+from fedfm.core.tokens import Tokens
 from fedfm.models import metrics
 from fedfm.models.adapters.adaptation import base_alone
 from fedfm.models.inputs import IGNORE, next_tokens
@@ -98,9 +99,8 @@ class PreferenceModel(Model):
         if SECOND not in rows.tensors or rows.tokens is None:
             return super().last_states(rows)
         starts = rows.tensors["answer_start"][:, 0].tolist()
-        return super().last_states(
-            Rows(tokens=tuple(ids[:start] for ids, start in zip(rows.tokens, starts, strict=True)), pad=rows.pad)
-        )
+        asked = Tokens.of([ids[:start] for ids, start in zip(rows.tokens, starts, strict=True)])
+        return super().last_states(Rows(tokens=asked, pad=rows.pad))
 
     def _by_batches(self, rows: Rows, of: Any, most: int = _AT_ONCE) -> Tensor:
         """Two numbers for each row, (n, 2) float32 on the CPU; rows of like length share a batch."""
@@ -132,9 +132,10 @@ class PreferenceModel(Model):
         parts = [row[:at] for row, at in zip(ids, second.tolist(), strict=True)]
         parts += [row[a:b] for row, a, b in zip(ids, second.tolist(), ends.tolist(), strict=True)]
         starts = batch["answer_start"].T.reshape(-1)
-        both = Rows({"answer_start": starts}, tokens=tuple(parts), pad=self.tools.tokenizer.pad_token_id or 0)
+        both = Rows({"answer_start": starts}, tokens=Tokens.of(parts), pad=self.tools.tokenizer.pad_token_id or 0)
         others = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items() if name not in _OWN}
-        return both.batch(range(len(parts))) | others
+        padded = {name: tensor.to(ids.device) for name, tensor in both.batch(range(len(parts))).items()}
+        return padded | others
 
 
 def _losses(rewards: Tensor) -> Tensor:

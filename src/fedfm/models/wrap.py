@@ -43,11 +43,11 @@ class WrappedModel(Model):
             return self.module(*inputs.values())  # type: ignore[no-any-return]
         return self.module(**inputs)  # type: ignore[no-any-return]
 
-    def prepare(self, table: Table, index: Sequence[int] | np.ndarray) -> Rows:
+    def prepare(self, table: Table, index: Sequence[int] | np.ndarray, most: float | None = None) -> Rows:
         """The given preparation, else that of feature vectors."""
         if self.prepare_function is not None:
             return self.prepare_function(table, np.asarray(index, dtype=np.int64))
-        return super().prepare(table, index)
+        return super().prepare(table, index, most)
 
     def encode(self, rows: Rows) -> Rows:
         return rows

@@ -17,7 +17,7 @@ from fedfm.data.table import Table
 from fedfm.errors import RunError
 from fedfm.models import inputs
 from fedfm.models.model import Model
-from fedfm.runtime.model_folder import LazyRows, fits, prepared
+from fedfm.runtime.model_folder import fits, prepared
 from fedfm.training.distil import TAUGHT, Taps
 from fedfm.training.distil_scores import Outputs, outputs
 
@@ -87,7 +87,7 @@ class Taught:
         known: its logits (n, C), inputs of its head (n, d), and labels.
     """
 
-    rows: Rows | LazyRows | LazyBoxes
+    rows: Rows | LazyBoxes
     known: Outputs
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class Lessons:
             self._last = number, Taught(self._rows(boxes), self._known(number, boxes))
         return self._last[1]
 
-    def _rows(self, boxes: list[Box] | None) -> Rows | LazyRows | LazyBoxes:
+    def _rows(self, boxes: list[Box] | None) -> Rows | LazyBoxes:
         student, table, index = self._student, self._table, self._index
         if boxes is None:
             return prepared(student, table, index)

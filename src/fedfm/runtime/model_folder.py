@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fedfm.core import storage
-from fedfm.core.rows import Batch, Rows
+from fedfm.core.rows import Rows
 from fedfm.core.text import to_json
 from fedfm.data.table import Table
 from fedfm.errors import InputError
@@ -167,30 +167,14 @@ def held_out(table: Table) -> np.ndarray:
     return table.rows("val") if len(table.rows("val")) else table.rows("test")
 
 
-@dataclass(frozen=True)
-class LazyRows:
-    """Rows that are prepared batch by batch."""
-
-    model: Model
-    table: Table
-    index: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def batch(self, index: np.ndarray) -> Batch:
-        """The rows ``index`` of these."""
-        return self.model.prepare(self.table, self.index[index]).batch(range(len(index)))
-
-
 def fits(model: Model, table: Table, index: np.ndarray) -> bool:
     """Whether all these rows are prepared at once."""
     if table.kind != "image" or not len(index):
         return True
-    row = sum(x.numel() * x.element_size() for x in model.prepare(table, index[:1]).tensors.values())
+    row = sum(x.nbytes for x in model.prepare(table, index[:1], most=math.inf).tensors.values())
     return row * len(index) <= IN_ADVANCE
 
 
-def prepared(model: Model, table: Table, index: np.ndarray) -> Rows | LazyRows:
+def prepared(model: Model, table: Table, index: np.ndarray) -> Rows:
     """All rows at once if they fit, else batch by batch."""
-    return model.prepare(table, index) if fits(model, table, index) else LazyRows(model, table, index)
+    return model.prepare(table, index, most=IN_ADVANCE)

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from fedfm.models import inputs
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
 from fedfm.runtime.disclosure import fingerprints, tell
+from fedfm.runtime.row_cache import RowCache, encodes
 from fedfm.training import Local, TrainsLocally, private
 from fedfm.training.loop import over_classes
 
@@ -54,11 +55,18 @@ class Partitioned:
     """
 
     def __init__(
-        self, federated: FederatedData, model: Any, attackers: Attackers | None = None, *, shared: bool = True
+        self,
+        federated: FederatedData,
+        model: Any,
+        attackers: Attackers | None = None,
+        *,
+        shared: bool = True,
+        augment: tuple[str, ...] = (),
     ) -> None:
-        self.federated, self.model, self.attackers = federated, model, attackers
+        self.federated, self.model, self.attackers, self.augment = federated, model, attackers, augment
         self.client_model = model if shared else None
         self.encode: Callable[[Rows], Rows] | None = None
+        self.cache = RowCache(model) if isinstance(model, Model) else None
         self._data: dict[ClientId, ClientData] = {}
         self._prepared = self._pictures = 0
 
@@ -78,6 +86,8 @@ class Partitioned:
             train, val, test = (functools.partial(make, index) for index in (rows.train, rows.val, rows.test))
             if self.attackers is not None and client in self.attackers.names:
                 train = functools.partial(self._poisoned, self.attackers, client, rows.train)
+            if self.augment:
+                train = functools.partial(self._augmented, train)
             self._data[client] = ClientData(train, val, test)
         return self._data[client]
 
@@ -95,6 +105,9 @@ class Partitioned:
     def _poisoned(self, attackers: Attackers, client: ClientId, index: np.ndarray) -> Rows:
         return self._ready(attackers.poison(client, self.federated.table.take(index)), np.arange(len(index)))
 
+    def _augmented(self, make: Callable[[], Rows]) -> Rows:
+        return replace(make(), augment=self.augment)
+
     def _pooled(self) -> ClientRows:
         everyone = [self.federated.clients[c] for c in self.clients]
         train, val = (np.sort(np.concatenate([getattr(c, part) for c in everyone])) for part in ("train", "val"))
@@ -105,13 +118,18 @@ class Partitioned:
         return self._ready(self.federated.table, index)
 
     def _ready(self, table: Table, index: np.ndarray) -> Rows:
-        rows: Rows = self.model.prepare(table, index)
-        rows = (self.encode or self.model.encode)(rows) if len(rows) else rows
+        make = functools.partial(self._made, table, index)
+        kept = self.cache if self.encode is None and table is self.federated.table else None
+        rows = make() if kept is None else kept.rows(table, index, make)
         self._pictures += _picture_bytes(rows)
         self._prepared += 1
         if self._prepared % _TIDY == 0:
             _trim_heap()
         return rows
+
+    def _made(self, table: Table, index: np.ndarray) -> Rows:
+        rows: Rows = self.model.prepare(table, index)
+        return (self.encode or self.model.encode)(rows) if len(rows) else rows
 
     @functools.cached_property
     def test(self) -> Rows:
@@ -187,7 +205,8 @@ def populate(experiment: Experiment) -> Partitioned:
     if attack is not None:
         attack.fits(table.kind, model.task, model, table.classes)
         attackers = Attackers(attack, clients, seed, model.task)
-    return Partitioned(federated, model, attackers, shared=experiment.method.needs.model == "everybody")
+    shared, augment = experiment.method.needs.model == "everybody", augmentation(experiment, table, model)
+    return Partitioned(federated, model, attackers, shared=shared, augment=augment)
 
 
 def model_of(experiment: Experiment, table: Table) -> Model:
@@ -197,8 +216,27 @@ def model_of(experiment: Experiment, table: Table) -> Model:
     spec, dim = experiment.model, _feature_dim(table)
     seed, classes, kind = experiment.run.seed, table.classes, table.kind
     model = load_model(spec, classes=classes, kind=kind, task=spec.task, seed=seed, feature_dim=dim)
-    model.kernels = experiment.run.kernels
+    model.kernels, model.loaders = experiment.run.kernels, experiment.run.loader_workers
     return model
+
+
+def augmentation(experiment: Experiment, table: Table, model: Model) -> tuple[str, ...]:
+    """``data.augment``, if the clients train on pictures.
+
+    Raises:
+        InputError: they do not, with the reason.
+    """
+    from fedfm.data.load import WORDS
+
+    names = experiment.data.augment
+    if names and table.kind != "image":
+        raise InputError(f"data.augment: it changes pictures, and {table.source} holds {WORDS[table.kind]}; drop it")
+    if names and encodes(model):
+        raise InputError(
+            "data.augment: the frozen part of this model reads each picture once, and its features are trained on; "
+            'drop it, or train what reads pictures, e.g. model.adaptation.name = "lora"'
+        )
+    return names
 
 
 def _feature_dim(table: Table) -> int | None:
@@ -217,7 +255,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
     notices = [*population.federated.notices, *_no_task(population), *_unjudged(run.experiment.method, population)]
     notices += cut_notices(population)
-    for notice in notices:
+    for notice in (*notices, *_on_disk(population)):
         progress.notice(notice)
     run.manifest |= {
         "clients": list(population.clients),
@@ -262,6 +300,12 @@ def cut_notices(population: Partitioned) -> list[str]:
         f"{' and '.join(found)} have more than {tools.max_length} tokens (model.max_length) and are cut: prompts lose "
         "their beginning, answers what comes before their end"
     ]
+def _on_disk(population: Partitioned) -> list[str]:
+    """A notice if an earlier run has left prepared rows of these clients; it is of this machine, not of the run."""
+    cache, table = population.cache, population.federated.table
+    if cache is None or population.encode is not None or population.client_model is None:
+        return []
+    return cache.notices(table, [rows.train for rows in population.federated.clients.values() if len(rows.train)])
 
 
 def _no_task(population: Partitioned) -> list[str]:

@@ -58,7 +58,7 @@ from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
 from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
 from fedfm.runtime import silo_identity
-from fedfm.runtime.population import Partitioned, model_of
+from fedfm.runtime.population import Partitioned, augmentation, model_of
 
 EXPOSED = {
     "mean": "its update, in a mean",
@@ -210,10 +210,11 @@ def populate(silo: Silo, experiment: Experiment, classes: Sequence[str]) -> Part
         return Partitioned(_to_predict(silo, tuple(classes)), None)
     federated = deal(silo, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
     table = _with_classes(silo, federated.table, tuple(classes))
-    model = None
+    model, augment = None, tuple[str, ...]()
     if experiment.model.name != WITHHELD:
         model = model_of(replace(experiment, model=listed_model(silo, experiment.model)), table)
-    return Partitioned(replace(federated, table=table), model)
+        augment = augmentation(experiment, table, model)
+    return Partitioned(replace(federated, table=table), model, augment=augment)
 
 
 def _to_predict(silo: Silo, classes: tuple[str, ...]) -> FederatedData:

@@ -9,7 +9,9 @@ import numpy as np
 
 from fedfm import seeds
 from fedfm.core.client import Client
+from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
+from fedfm.training import augmentation
 from fedfm.training.optimisers import Local
 
 
@@ -31,6 +33,13 @@ class Job:
     def orders(self) -> Iterator[np.ndarray]:
         """Row indexes of each mini-batch."""
         return mini_batches(len(self.client.data.train), self.local.batch_size, self.local.epochs, self.client.seed)
+
+    def batches(self) -> Iterator[tuple[Rows, np.ndarray]]:
+        """Each mini-batch as (rows, index into them): deferred pictures come computed, augmented ones changed."""
+        rows = self.client.data.train
+        if not rows.deferred and not rows.augment:
+            return ((rows, index) for index in self.orders())
+        return augmentation.views(rows, list(self.orders()), self.client.seed, self.local.epochs)
 
 
 def permutations(n: int, epochs: int, seed: int) -> Iterator[np.ndarray]:

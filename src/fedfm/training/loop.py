@@ -68,7 +68,7 @@ def train(jobs: Sequence[Job]) -> list[Params]:
 
 
 def _train(job: Job) -> Params:
-    model, rows = job.client.model, job.client.data.train
+    model = job.client.model
     model.load(job.w)
     flat = flat_of(model)
     rule = Rule(job.local, flat.p)
@@ -83,7 +83,7 @@ def _train(job: Job) -> Params:
     # LoRA's dropout draws from torch's global generator: give it this client's own stream.
     with torch.random.fork_rng(devices=[]), _without_gradients(frozen.values()):
         torch.manual_seed(job.client.seed)
-        for index in job.orders():
+        for rows, index in job.batches():
             loss = backward(rows, index)
             if job.local.max_grad_norm is not None:
                 flat.g.mul_((job.local.max_grad_norm / flat.g.norm()).clamp(max=1))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.sources import _conversations
 from fedfm.data.sources._files import At, column, listing, str_array
 from fedfm.data.spec import DataSpec
@@ -61,7 +62,7 @@ def to_table(
         raise InputError(f"{source} has no rows below its column names")
     kind: Kind
     used = {spec.split}
-    inputs: list[Any]
+    inputs: Sequence[Any]
     labels, names, notices = UNLABELLED
     told = _conversations.kind_of(columns, spec, task)
     if told == "preference":
@@ -198,13 +199,13 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _texts(columns: Columns, name: str, key: str, source: str, at: At) -> list[str]:
-    """A column of non-empty strings."""
+def _texts(columns: Columns, name: str, key: str, source: str, at: At) -> Sequence[str]:
+    """A column of non-empty strings; texts that stay in a file stay there."""
     values = column(columns, name, key, source)
     for row, value in enumerate(values):
         if value is None or not _text(value, name, at, row).strip():
             raise InputError(f'{at(row)}: column "{name}" is empty: fill it, or remove the row')
-    return list(values)
+    return values if isinstance(values, ArrowTexts) else list(values)
 
 
 def _text(value: Any, name: str, at: At, row: int) -> str:

@@ -7,18 +7,23 @@ rows are the test rows. A split with withheld labels (all -1) is left out.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.sources import images
 from fedfm.data.sources._files import column, existing, listing
 from fedfm.data.sources._tabular import labels_of, others, split_of, to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
+
+DECODED = 1 << 30  # bytes of pictures of one size that are decoded at once; more stay in the data set's Arrow files
+LISTED = 100_000  # texts from which they stay in the data set's Arrow files
 
 
 def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
@@ -51,7 +56,9 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
         kept = {name: "test" if split == "val" else split for name, split in kept.items()}
     features = next(iter(parts.values())).features
     picture = _picture_column(features, spec, notices)
-    columns: dict[str, list[Any]] = {}
+    columns: dict[str, Sequence[Any]] = {}
+    lazy = None if picture else _text_column([parts[name] for name in kept], spec, task)
+    encoded: list[Any] = []
     for name in kept:
         part = parts[name]
         if picture:
@@ -59,7 +66,15 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
         for key in features:
             if key not in part.features:
                 raise InputError(f'data.hub: split "{name}" of {hub} has no column "{key}", which another split has')
-            columns.setdefault(key, []).extend(part[key][:])
+            if key not in (picture, lazy):
+                columns[key] = [*columns.get(key, ()), *part[key][:]]
+        if picture:
+            encoded.append(part.select_columns([picture]))
+    if lazy is not None:
+        import pyarrow
+
+        chunks = [chunk for name in kept for chunk in parts[name].data.column(lazy).chunks]
+        columns[lazy] = ArrowTexts(pyarrow.chunked_array(chunks, pyarrow.string()))
     official = np.array([split for name, split in kept.items() for _ in range(len(parts[name]))])
     places = [(name, row) for name in kept for row in range(len(parts[name]))]
     if not places:
@@ -76,7 +91,7 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
     if not picture:
         table = to_table(columns, spec, source=hub, at=at, task=task, classes=names)
     else:
-        pictures = _pictures(columns.pop(picture), at)
+        pictures = _pictures(Encoded(encoded, picture), at)
         labels, classes, more = labels_of(columns, spec, source=hub, at=at, classes=names)
         further = others(columns, {spec.label, spec.label_name, spec.split})
         marks = split_of(columns, spec, len(places), at)
@@ -127,24 +142,57 @@ def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | 
     return None
 
 
-def _pictures(items: list[dict[str, Any]], at: Any) -> Any:
-    """Pictures of one size as uint8 (N, H, W, C); others as paths, or as encoded bytes without files."""
-    encoded = []
-    for row, item in enumerate(items):
-        data = item and (item.get("bytes") or item.get("path"))
+def _text_column(parts: Sequence[Any], spec: DataSpec, task: str | None) -> str | None:
+    """The column of texts if it stays in its Arrow files, since the texts are many; else None."""
+    if task == "instruction" or sum(map(len, parts)) < LISTED:
+        return None
+    plain = all(
+        spec.text in part.features and str(part.data.schema.field(spec.text).type) == "string" and part._indices is None
+        for part in parts
+    )
+    return spec.text if plain else None
+
+
+class Encoded(Sequence[str | bytes]):
+    """The pictures of several data sets, one after the other, as paths or encoded; each is read when it is asked for.
+
+    Args:
+        parts: data sets with this column, not decoded.
+    """
+
+    def __init__(self, parts: Sequence[Any], column: str) -> None:
+        self._parts, self._column = parts, column
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        part = int(np.searchsorted(self._ends, i, side="right"))
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        item = self._parts[part][int(i) - (int(self._ends[part - 1]) if part else 0)][self._column]
+        return item and (item.get("bytes") or item.get("path"))
+
+
+def _pictures(encoded: Encoded, at: Any) -> Any:
+    """Pictures of one size as uint8 (N, H, W, C) if they are few; others as they are."""
+    from PIL import Image
+
+    sizes, grey = set(), True
+    for row, data in enumerate(encoded):
         if not data:
             raise InputError(f"{at(row)}: no picture")
         why = images.opens(data)
         if why:
             raise InputError(f"{at(row)}: {why}")
-        encoded.append(data)
-    from PIL import Image
-
-    sizes, grey = set(), True
-    for data in encoded:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as picture:
             sizes.add(picture.size)
             grey = grey and picture.mode in ("1", "L", "LA")
-    if len(sizes) > 1:
-        return encoded
-    return np.stack([images.decode(data, 1 if grey else 3) for data in encoded])
+    if len(sizes) == 1:
+        width, height = next(iter(sizes))
+        if len(encoded) * width * height * (1 if grey else 3) <= DECODED:
+            return np.stack([images.decode(data, 1 if grey else 3) for data in encoded])
+    return encoded

@@ -19,6 +19,8 @@ from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
+MAPPED = 1 << 28  # bytes of a file from which its pictures or vectors stay in it, if they are not compressed
+_PIECE = 1 << 22  # bytes read at a time
 _EXPECTED = "uint8 (N, H, W, C) pictures with C = 1 or 3, or float (N, d) feature vectors"
 
 
@@ -62,16 +64,18 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
-    data = read_bytes(path, "an npz file")
+    large = path.is_file() and path.stat().st_size > MAPPED
+    data = _begin(path) if large else read_bytes(path, "an npz file")
     if not data.startswith(b"PK"):
         raise InputError(f"{path} holds {content_of(data)}, not an npz file: write it with numpy.savez")
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+        with np.load(path if large else io.BytesIO(data), allow_pickle=False) as archive:
             names = archive.files
             arrays = {}
             for name in names:
                 try:
-                    arrays[name] = archive[name]
+                    mapped = _mapped(path, archive.zip.getinfo(f"{name}.npy")) if large and name == "x" else None
+                    arrays[name] = archive[name] if mapped is None else mapped
                 except ValueError as error:
                     if "allow_pickle" not in str(error):
                         raise
@@ -87,6 +91,46 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         if not isinstance(array, np.ndarray):
             raise InputError(f'{path}: "{name}" is not a NumPy array: is this an npz file? Write it with numpy.savez')
     return arrays
+
+
+def _begin(path: Path) -> bytes:
+    """The first bytes of a file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(16)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _mapped(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:
+    """An array that lies uncompressed in the archive, memory-mapped; None if it is compressed or small.
+
+    Raises:
+        ValueError: its bytes are not those that were written.
+    """
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size < MAPPED:
+        return None
+    with path.open("rb") as file:
+        file.seek(member.header_offset + 26)
+        lengths = file.read(4)  # of the name and of a further field, after which the array's file begins
+        start = member.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+        file.seek(start)
+        version = np.lib.format.read_magic(file)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = header(file)
+        if fortran or dtype.hasobject:
+            return None
+        array = np.memmap(path, dtype, "r", file.tell(), shape)
+        file.seek(start)
+        found, left = 0, member.file_size
+        while left:
+            piece = file.read(min(left, _PIECE))
+            if not piece:
+                break
+            found, left = zlib.crc32(piece, found), left - len(piece)
+    if left or found != member.CRC:
+        raise ValueError(f"the checksum of {member.filename} is wrong")
+    return array
 
 
 def _array(arrays: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:

@@ -22,6 +22,7 @@ from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, E_SHAPE, ClientFault
 from fedfm.methods.blindfed import orders
 from fedfm.models import inputs
 from fedfm.models.folding import Patches
+from fedfm.models.pictures import pixels
 from fedfm.models.side_adapter import STATES, Release, SideModel, of_states
 
 if TYPE_CHECKING:
@@ -324,7 +325,7 @@ def pictures_of(rows: Rows) -> Iterable[Any]:
 
 def prepared(pictures: Sequence[Any], told: Hello) -> Tensor:
     """Pictures as pixel values (n, 3, H', W'), resized and normalised as the server says."""
-    return inputs.pixels(pictures, inputs.from_told(told.picture))
+    return pixels(pictures, inputs.from_told(told.picture))
 
 
 def _released(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:

@@ -242,14 +242,14 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     Raises:
         InputError: the rows are no pictures.
     """
-    if "pixel_values" not in rows.tensors:
+    if "pixel_values" not in rows.names:
         raise InputError("encrypted passes take pictures")
     backbone, released, _ = model.owned
     matrices, kind, projection = folded(backbone.module), model.adaptation_spec.released, _rows_of(released)
     holder = Holder.new(len(matrices.positions), parameters_of(ring))
     public, ledger, blocks = holder.public(), DistanceLedger(), model.net.shape[0]
     done = [torch.zeros(0, *model.net.shape)]
-    for part in Rows(rows.tensors).batches(holder.layout.samples):
+    for part in Rows(rows.tensors, deferred=rows.deferred).batches(holder.layout.samples):
         session, key = os.urandom(16), os.urandom(32)
         holder.begin(session, key)
         x = matrices.patch(part["pixel_values"]).double().numpy()

@@ -91,7 +91,7 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     Raises:
         InputError: the rows are no pictures, or there is one: it has no secret order.
     """
-    if "pixel_values" not in rows.tensors:
+    if "pixel_values" not in rows.names:
         raise InputError("encrypted passes take pictures")
     if len(rows) == 1:
         raise InputError('1 row: with protocol = "permuted" a batch in a secret order needs at least 2')
@@ -101,7 +101,8 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     public, ledger, secret = holder.public(), DistanceLedger(), os.urandom(32)
     done = [torch.zeros(0, *model.net.shape)]
     for number, span in enumerate(spans_by_part({"train": len(rows), "val": 0, "test": 0}, holder.layout.samples)):
-        x = matrices.patch(rows.tensors["pixel_values"][span.start : span.stop]).double().numpy()
+        part = rows.take(range(span.start, span.stop)).computed()
+        x = matrices.patch(part.tensors["pixel_values"]).double().numpy()
         pi = orders.drawn(secret, "", number, levels, len(x))
         session, key, turned = os.urandom(16), os.urandom(32), list[Tensor]()
         holder.begin(session, key)

@@ -154,8 +154,10 @@ def _nbytes(states: Mapping[int, Filed | None]) -> int:
 
 def _fingerprint(rows: Rows) -> bytes:
     """Names the pictures."""
-    pictures = rows.tensors["pixel_values"].contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(pictures.data).digest()
+    digest = hashlib.sha256()
+    for batch in rows.batches(256):
+        digest.update(batch["pixel_values"].contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _of_texts(model: DualModel, W_g: Params, k: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fedfm.core.rows import Rows
 from fedfm.training.packed.batch import Batch
 from fedfm.training.packed.net import Net
-from fedfm.training.packed.prefix import Cache, Prefix
+from fedfm.training.packed.prefix import Cache, Passing, Prefix
 
 _ENTRIES = 1 << 18  # numbers in one layer's input: its input and output then fit the cache
 
@@ -46,7 +46,10 @@ class Predictor:
         kept = net.lowest and rows.labels is not None
         prefix = self._cache.get(net, rows) if kept else Prefix(net, rows)
         out = torch.empty(len(rows), weights[0][net.head[0]].shape[0])
-        for index in batches(prefix.length, max(_ENTRIES // net.width, 1)):
+        orders = list(batches(prefix.length, max(_ENTRIES // net.width, 1)))
+        if rows.deferred and prefix.x is None:
+            prefix = Passing(net, rows, ((part, np.arange(len(part))) for part in rows.parts(orders)))
+        for index in orders:
             out[torch.from_numpy(index)] = Batch(net, [prefix], [index], weights, [{}]).logits()
         return out
 

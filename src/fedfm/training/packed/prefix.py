@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fedfm.core.rows import Rows
+from fedfm.training.job import Job
 from fedfm.training.packed.attention import Shape
 from fedfm.training.packed.net import Net
 
@@ -25,7 +26,7 @@ class Prefix:
         self.net = net
         self.rows: Rows | None = rows
         if rows.tokens is not None:
-            self.length = np.array([len(t) for t in rows.tokens], dtype=np.int64)
+            self.length = rows.tokens.length
         else:
             self.length = np.full(len(rows), net.positions, dtype=np.int64)
         self.start = np.cumsum(self.length) - self.length
@@ -34,26 +35,32 @@ class Prefix:
 
     def fill(self) -> None:
         """Compute all rows and drop the reference to them: a cached value must not keep its key alive."""
-        n = len(self.length)
-        self.x = torch.cat([self._compute(np.arange(i, min(i + _ROWS, n))) for i in range(0, n, _ROWS)])
+        n, rows = len(self.length), self.rows
+        assert rows is not None
+        orders = [np.arange(i, min(i + _ROWS, n)) for i in range(0, n, _ROWS)]
+        if rows.deferred:
+            parts = ((part, np.arange(len(part))) for part in rows.parts(orders))
+            self.x = torch.cat([self._compute(part, at) for part, at in parts])
+        else:
+            self.x = torch.cat([self._compute(rows, index) for index in orders])
         self.rows = None
 
     def put(self, index: np.ndarray, out: Tensor) -> None:
         """Write the tokens of these rows, one row after the other, into ``out`` (n, d)."""
         if self.x is None:
-            out.copy_(self._compute(index))
+            assert self.rows is not None
+            out.copy_(self._compute(self.rows, index))
             return
         length = self.length[index]
         first = np.repeat(self.start[index] - (np.cumsum(length) - length), length)
         torch.index_select(self.x, 0, torch.from_numpy(first + np.arange(len(first))), out=out)
 
-    def _compute(self, index: np.ndarray) -> Tensor:
-        shape = Shape(self.length[index])
-        assert self.rows is not None
-        part = self.rows.take(index)
+    def _compute(self, rows: Rows, index: np.ndarray) -> Tensor:
+        part = rows.take(index).computed()
+        shape = Shape(np.full(len(part), self.net.positions) if part.tokens is None else part.tokens.length)
         if part.tokens is not None:
             positions = torch.from_numpy(np.concatenate([np.arange(n) for n in shape.lengths]))
-            x = self.net.embed(input_ids=torch.cat(part.tokens)[None], position_ids=positions[None])[0]
+            x = self.net.embed(input_ids=part.tokens.joined()[None], position_ids=positions[None])[0]
         else:
             x = self.net.embed(part.tensors["pixel_values"]).flatten(0, 1)
         if self.net.lowest:
@@ -62,6 +69,19 @@ class Prefix:
             x, _ = layer.forward(x, shape, (), ())
         packed: Tensor = x[: shape.tokens]
         return packed
+
+
+class Passing(Prefix):
+    """Packed tokens of rows whose batches come from a stream, each once: of pictures that are deferred or augmented."""
+
+    def __init__(self, net: Net, rows: Rows, batches: Iterator[tuple[Rows, np.ndarray]]) -> None:
+        super().__init__(net, rows)
+        self._batches = batches
+
+    def put(self, index: np.ndarray, out: Tensor) -> None:
+        """Write the tokens of the next batch of the stream, that of ``index``."""
+        rows, at = next(self._batches)
+        out.copy_(self._compute(rows, at))
 
 
 class Cache:
@@ -82,6 +102,15 @@ class Cache:
             self._by_rows[rows.labels] = prefix
         return prefix
 
+    def of(self, net: Net, job: Job) -> Prefix:
+        """The prefix of a job's rows: cached if it can be, else from the job's stream of batches."""
+        rows = job.client.data.train
+        if not rows.augment:
+            prefix = self.get(net, rows)
+            if prefix.x is not None or not rows.deferred:
+                return prefix
+        return Passing(net, rows, job.batches())
+
     def __len__(self) -> int:
         return len(self._by_rows)
 
@@ -97,9 +126,9 @@ class Cache:
 
 def takes(rows: Rows) -> bool:
     """Whether the rows can be packed: token vectors of any length above 0, or pictures."""
-    if rows.tokens is not None and not all(map(len, rows.tokens)):
+    if rows.tokens is not None and not rows.tokens.length.all():
         return False
-    return set(rows.tensors) == ({"pixel_values"} if rows.tokens is None else set())
+    return rows.names == ({"pixel_values"} if rows.tokens is None else set())
 
 
 def split(lengths: Sequence[int]) -> list[tuple[int, int]]:

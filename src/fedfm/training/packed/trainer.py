@@ -38,7 +38,7 @@ def train(net: Net, cache: Cache, jobs: Sequence[Job], fast: bool) -> list[Param
         for k, job in enumerate(ordered):
             if job.correction is not None:
                 fill(net, correction[k], job.correction)
-    prefixes = [cache.get(net, job.client.data.train) for job in ordered]
+    prefixes = [cache.of(net, job) for job in ordered]
     labels = [job.client.data.train.labels for job in ordered]
     weights, gradients = [net.flat.views(row) for row in p], [net.flat.views(row) for row in g]
     rule = Rule(ordered[0].local, p)

@@ -1,0 +1,61 @@
+"""A torch DataLoader of deferred rows: processes that compute batches before they are needed.
+
+A batch is computed by one process, from its rows alone: its bits do not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from fedfm.core.rows import Rows
+from fedfm.errors import InputError
+
+AHEAD = 2  # batches that each process has ready
+
+
+class _Parts(Dataset[dict[str, Tensor] | InputError]):
+    """Index (b,) -> the deferred arguments of these rows."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._deferred = rows.deferred
+
+    def __getitem__(self, index: np.ndarray) -> dict[str, Tensor] | InputError:
+        try:
+            return {name: rows.take(index).compute() for name, rows in self._deferred.items()}
+        except InputError as error:  # the loader would put a traceback into its text
+            return error
+
+
+def ahead(rows: Rows, orders: Sequence[np.ndarray]) -> Iterator[Rows]:
+    """The rows of each of these indexes, computed.
+
+    Raises:
+        InputError: a row cannot be computed.
+    """
+    count = min(max(d.loaders for d in rows.deferred.values()), len(os.sched_getaffinity(0)), len(orders))
+    loader = DataLoader(
+        _Parts(rows),
+        batch_size=None,
+        sampler=orders,
+        num_workers=count,
+        prefetch_factor=AHEAD if count else None,
+        multiprocessing_context="fork" if count else None,
+        collate_fn=_as_is,  # type: ignore[arg-type] # without batch_size it gets what the data set gives
+        generator=torch.Generator(),  # else it draws from the global one
+    )
+    for index, made in zip(orders, loader, strict=True):
+        if isinstance(made, InputError):
+            raise made
+        part = replace(rows, deferred={}).take(index)
+        yield replace(part, tensors=part.tensors | made)
+
+
+def _as_is(made: dict[str, Tensor] | InputError) -> dict[str, Tensor] | InputError:
+    return made

@@ -1,0 +1,50 @@
+"""Texts that stay in an Arrow column, memory-mapped or not; each is read when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+_READ = 4096  # texts read at a time
+
+
+class ArrowTexts(Sequence[str]):
+    """Rows of a pyarrow ChunkedArray of strings, in the order of an index.
+
+    Args:
+        column: of N strings, maybe some missing ones.
+        index: (n,) rows; None: all.
+    """
+
+    def __init__(self, column: Any, index: np.ndarray | None = None) -> None:
+        self._column, self._index = column, index
+
+    def __len__(self) -> int:
+        return len(self._column if self._index is None else self._index)
+
+    def __getitem__(self, i: Any) -> Any:
+        if not isinstance(i, slice):
+            if not -len(self) <= i < len(self):
+                raise IndexError(i)
+            i = int(i) % len(self)
+            return self._column[i if self._index is None else int(self._index[i])].as_py()
+        start, stop, step = i.indices(len(self))
+        if self._index is None and step == 1:
+            return self._column.slice(start, max(stop - start, 0)).to_pylist()
+        return self.take(np.arange(start, stop, step)).listed()
+
+    def __iter__(self) -> Iterator[str]:
+        for start in range(0, len(self), _READ):
+            yield from self[start : start + _READ]
+
+    def take(self, index: np.ndarray) -> ArrowTexts:
+        """These rows, in this order; none is copied."""
+        return ArrowTexts(self._column, index if self._index is None else self._index[index])
+
+    def listed(self) -> list[str]:
+        """All of these rows."""
+        column = self._column if self._index is None else self._column.take(self._index)
+        found: list[str] = column.to_pylist()
+        return found

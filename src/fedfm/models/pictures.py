@@ -1,0 +1,105 @@
+"""Pictures of a table that each batch decodes and prepares."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.errors import InputError
+from fedfm.linalg.out_of_core import limit
+
+CHUNK = 256  # pictures decoded at a time
+AT_ONCE = 1 << 30  # most bytes of prepared pictures of a client that stay in memory, and at most a quarter of limit()
+
+Preprocess = Callable[[list[Any]], Tensor]  # PIL pictures -> (n, 3, H, W)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Rows of a table's pictures; see :class:`fedfm.core.rows.Deferred`.
+
+    Attributes:
+        inputs: of the table: uint8 (N, H, W, C), or N paths or encoded pictures.
+        index: (n,) the rows.
+        preprocess: of the model.
+        loaders: processes that compute batches ahead.
+    """
+
+    inputs: Any
+    index: np.ndarray
+    preprocess: Preprocess
+    loaders: int = 0
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def take(self, index: np.ndarray) -> Pictures:
+        """These rows, in this order."""
+        return replace(self, index=self.index[index])
+
+    def compute(self) -> Tensor:
+        """float32 (n, 3, H', W')."""
+        return pixels(Chosen(self.inputs, self.index), self.preprocess)
+
+    def exceed(self, most: float | None) -> bool:
+        """Whether the prepared rows have more bytes; None: than may stay in memory."""
+        if len(self) < 2 or most == math.inf:
+            return False
+        most = min(AT_ONCE, limit() // 4) if most is None else most
+        return self.take(np.array([0])).compute().nbytes * len(self) > most
+
+
+class Chosen(Sequence[Any]):
+    """Items of a sequence, in the order of an index; none is copied."""
+
+    def __init__(self, items: Any, index: np.ndarray) -> None:
+        self._items, self._index = items, index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return Chosen(self._items, self._index[i])
+        return self._items[int(self._index[i])]
+
+
+def pixels(pictures: Any, preprocess: Preprocess) -> Tensor:
+    """uint8 (N, H, W, C) or N paths -> float32 (N, 3, H', W'); opens one chunk of paths at a time."""
+    out, at = torch.zeros(0, 3, 1, 1), 0
+    for chunk in _opened(pictures):
+        done = preprocess(chunk)
+        if len(done) == len(pictures):
+            return done
+        if not at:
+            out = torch.empty(len(pictures), *done.shape[1:], dtype=done.dtype)
+        out[at : at + len(done)] = done
+        at += len(done)
+    return out
+
+
+def _opened(pictures: Any) -> Iterator[list[Any]]:
+    """Chunks of RGB pictures."""
+    from PIL import Image, UnidentifiedImageError
+
+    for start in range(0, len(pictures), CHUNK):
+        chunk = []
+        for x in pictures[start : start + CHUNK]:
+            if isinstance(x, np.ndarray):
+                chunk.append(Image.fromarray(x[..., 0] if x.shape[-1] == 1 else x).convert("RGB"))
+                continue
+            try:
+                with Image.open(io.BytesIO(x) if isinstance(x, bytes) else x) as picture:
+                    chunk.append(picture.convert("RGB"))
+            except (OSError, UnidentifiedImageError) as error:
+                where = "a picture of the data" if isinstance(x, bytes) else Path(x)
+                raise InputError(f"{where}: not readable as a picture ({error})") from None
+        yield chunk

@@ -1,0 +1,202 @@
+"""Rows that are expensive to prepare, on this machine's disk: features of a frozen backbone, tokens of many texts.
+
+A file is named by a SHA-256 over all that its content follows from: the rows as read, the preprocessing, every frozen
+tensor, the device and the versions of the libraries. Runs share the folder: a second run reads what the first computed.
+Each file is replaced in one step and carries its own SHA-256, so that two runs may work at once, and a damaged file is
+computed again. Features tell of the rows as the rows themselves do; only the owner can read the files.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedfm.core import storage
+from fedfm.core.rows import Rows
+from fedfm.core.tokens import Tokens
+from fedfm.data.table import Table
+from fedfm.errors import RunError
+from fedfm.linalg.params import to_bytes
+from fedfm.models import inputs
+from fedfm.models.dual_encoder import DualModel
+from fedfm.models.model import Model
+from fedfm.version import __version__
+
+FORMAT = 1
+LEAST_WORK = 2 * 10**9  # rows times frozen parameters from which features are kept: a second or two of one core
+LEAST_TEXTS = 20_000  # rows from which tokens are kept
+
+
+def folder() -> Path | None:
+    """``FEDFM_CACHE``, else ``fedfm`` in ``XDG_CACHE_HOME`` or ``~/.cache``; None if ``FEDFM_CACHE`` is empty."""
+    given = os.environ.get("FEDFM_CACHE")
+    if given is not None:
+        return Path(given).expanduser() if given.strip() else None
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fedfm"
+
+
+class RowCache:
+    """The prepared rows of one model.
+
+    Args:
+        model: at its start; what it trains does not matter.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._folder = model, folder()
+        self._names: dict[bytes, str] = {}
+
+    def rows(self, table: Table, index: np.ndarray, make: Callable[[], Rows]) -> Rows:
+        """The rows ``index`` from the disk, else as made and written to it."""
+        path = self.path(table, index)
+        if path is None:
+            return make()
+        found = self._read(path, table, index)
+        if found is not None:
+            return found
+        made = make()
+        if (kept := _kept(made)) is not None:
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                storage.save(path, kept, 0o600, sync=False)
+            except (OSError, RunError) as error:
+                warnings.warn(f"prepared rows are not kept: {error}", RuntimeWarning, stacklevel=2)
+                return made
+            if made.tokens is not None:  # let the system drop from memory what it can read again
+                return self._read(path, table, index) or made
+        return made
+
+    def path(self, table: Table, index: np.ndarray) -> Path | None:
+        """The file of these rows, whether or not it exists; None if they are not kept."""
+        if self._folder is None or not len(index):
+            return None
+        kind = self._kind(table, len(index))
+        if kind is None or self._preparation is None:
+            return None
+        at = hashlib.sha256(np.ascontiguousarray(index, np.int64).data).digest()
+        if at not in self._names:
+            of_model = self._of_frozen if kind == "features" else ""
+            parts = (FORMAT, __version__, kind, self._preparation, of_model, _of_rows(table, index))
+            self._names[at] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return self._folder / kind / f"{self._names[at]}.safetensors"
+
+    def notices(self, table: Table, parts: Sequence[np.ndarray]) -> list[str]:
+        """What an earlier run has left of the clients' training rows, as a notice for the user."""
+        found = [path for path in (self.path(table, index) for index in parts) if path is not None and path.exists()]
+        if not found:
+            return []
+        place = found[0].parent
+        return [f"{place.name} of {len(found)} of {len(parts)} clients' training rows are read from {place}"]
+
+    def _kind(self, table: Table, n: int) -> str | None:
+        """What is kept of n rows of the table: features, tokens or nothing."""
+        model = self._model
+        if type(model) not in (Model, DualModel) or model.weights_overridden:
+            return None
+        if encodes(model):
+            return "features" if table.kind in ("image", "text") and n * self._frozen >= LEAST_WORK else None
+        return "tokens" if table.kind in ("text", "passages") and n >= LEAST_TEXTS else None
+
+    def _read(self, path: Path, table: Table, index: np.ndarray) -> Rows | None:
+        found: Any = storage.load(path, mapped=True)
+        if found is None:
+            return None
+        labels = None
+        if not self._model.is_language_model:
+            labels = inputs.labels_of(table, self._model.classes, index)
+        if "features" in found:
+            return Rows({"features": found["features"]}, labels=labels)
+        tokens = Tokens.one_after_the_other(found["flat"].numpy(), found["length"].numpy())
+        return Rows(tokens=tokens, labels=labels, pad=found["pad"])
+
+    @functools.cached_property
+    def _frozen(self) -> int:
+        return sum(p.numel() for n, p in self._model.module.named_parameters() if n not in self._model.layout.slots)
+
+    @functools.cached_property
+    def _preparation(self) -> str | None:
+        """The preprocessing; None if it has no description."""
+        tools, model = self._model.tools, self._model
+        said: dict[str, Any] = {"max_length": tools.max_length, "task": model.task}
+        if tools.processor is not None:
+            said |= {"processor": type(tools.processor).__name__, "how": tools.processor.to_dict()}
+        elif tools.image is not None:
+            if (told := getattr(tools.image, "told", None)) is None:
+                return None
+            said["image"] = told
+        if tools.tokenizer is not None:
+            if not getattr(tools.tokenizer, "is_fast", False):
+                return None
+            made = json.loads(tools.tokenizer.backend_tokenizer.to_str())
+            said["tokenizer"] = {k: v for k, v in made.items() if k not in ("truncation", "padding")}
+            said["special"] = [tools.tokenizer.pad_token_id, tools.tokenizer.bos_token_id, tools.tokenizer.padding_side]
+        import transformers
+
+        said["versions"] = [transformers.__version__, torch.__version__]
+        return json.dumps(said, sort_keys=True, default=str)
+
+    @functools.cached_property
+    def _of_frozen(self) -> str:
+        """SHA-256 of the frozen tensors, the configuration, and what decides on the last bits."""
+        model = self._model
+        device, spec = model.device, model.spec
+        where = [str(device.type), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+        if device.type == "cuda":
+            where += [torch.cuda.get_device_name(device), torch.backends.cuda.matmul.allow_tf32]
+        digest = hashlib.sha256(json.dumps([model.fingerprint, spec.dtype, spec.attention, where]).encode())
+        tensors = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
+        for name in sorted(tensors.keys() - model.layout.slots.keys()):
+            tensor = tensors[name].detach().cpu().contiguous()
+            digest.update(f"{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}".encode())
+            digest.update(to_bytes(tensor))
+        return digest.hexdigest()
+
+
+def encodes(model: Model) -> bool:
+    """Whether the model's rows are features."""
+    return model.images_fixed if isinstance(model, DualModel) else model.adaptation == "head"
+
+
+def _kept(rows: Rows) -> dict[str, Any] | None:
+    """What is written of prepared rows; labels and texts stay with their source."""
+    if set(rows.tensors) == {"features"}:
+        return {"features": rows.tensors["features"]}
+    if rows.tokens is not None and not rows.tensors:
+        return {"flat": rows.tokens.joined().int(), "length": torch.from_numpy(rows.tokens.length), "pad": rows.pad}
+    return None
+
+
+def _of_rows(table: Table, index: np.ndarray) -> str:
+    """SHA-256 of the rows as read, without labels and paths."""
+    digest = hashlib.sha256(table.kind.encode())
+    for piece in _pieces(table, index):
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(table: Table, index: np.ndarray) -> Iterator[bytes]:
+    rows = (table.inputs[i] for i in index.tolist())
+    if isinstance(table.inputs, np.ndarray):
+        yield f"{table.inputs.dtype.str} {table.inputs.shape[1:]}".encode()
+        yield from (np.ascontiguousarray(row).tobytes() for row in rows)
+    elif table.kind == "image":
+        yield from (row if isinstance(row, bytes) else Path(row).read_bytes() for row in rows)
+    else:
+        yield from (row.encode("utf-8", "surrogatepass") for row in rows)
+
+
+def size(place: Path) -> tuple[int, int]:
+    """(files, bytes) of a cache folder."""
+    found = [path.stat().st_size for path in place.glob("*/*.safetensors")] if place.is_dir() else []
+    return len(found), sum(found)

@@ -1,0 +1,74 @@
+"""Random changes of training pictures, by name. Evaluation and features see the pictures as they are.
+
+``crop``: the picture, with a margin of an eighth of its side in the mean colour, cut to its size at a random place
+(He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, Section 4.2: 4 pixels of 32). ``flip``:
+mirrored left to right with probability 1/2.
+
+What a row gets in an epoch follows from the client's seed of this round, the epoch and the row's number: it is the same
+on every engine, after a resume, and for every size of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.core.rows import Rows
+
+PIXELS = "pixel_values"
+_MARGIN = 8  # a crop's margin is the side over this
+
+
+class Views:
+    """The random views of one client's pictures in one epoch.
+
+    Args:
+        names: of the changes.
+        n: rows of the client.
+        seed: of the client in this round.
+        epoch: 0, 1, ...
+    """
+
+    def __init__(self, names: Sequence[str], n: int, seed: int, epoch: int) -> None:
+        draws = {name: seeds.generator(seed, "augment", name, epoch) for name in names}
+        self._mirrored = draws["flip"].random(n) < 0.5 if "flip" in draws else None
+        self._place = draws["crop"].random((n, 2)) if "crop" in draws else None
+
+    def __call__(self, x: Tensor, index: np.ndarray) -> Tensor:
+        """The pictures x (b, 3, H, W) of the rows ``index`` (b,), changed; ``x`` stays as it is."""
+        if self._mirrored is not None:
+            mirrored = torch.from_numpy(self._mirrored[index])[:, None, None, None]
+            x = torch.where(mirrored, x.flip(-1), x)
+        if self._place is not None:
+            x = _cropped(x, self._place[index])
+        return x
+
+
+def _cropped(x: Tensor, place: np.ndarray) -> Tensor:
+    """Cut each of x (b, 3, H, W) at its place (b, 2) from 0 to 1 of what the margin leaves."""
+    height, width = x.shape[-2:]
+    dy, dx = height // _MARGIN, width // _MARGIN
+    room = np.array([2 * dy + 1, 2 * dx + 1])
+    wide = F.pad(x, (dx, dx, dy, dy))  # pixels are normalised: 0 is the mean colour
+    corners = np.minimum((place * room).astype(np.int64), room - 1).tolist()
+    return torch.stack([wide[i, :, top : top + height, left : left + width] for i, (top, left) in enumerate(corners)])
+
+
+def views(rows: Rows, orders: Sequence[np.ndarray], seed: int, epochs: int) -> Iterator[tuple[Rows, np.ndarray]]:
+    """(rows, index into them) of each batch of ``epochs`` epochs, with computed and changed pictures."""
+    steps = len(orders) // max(epochs, 1)
+    drawn, last = None, -1
+    for step, (index, part) in enumerate(zip(orders, rows.parts(orders), strict=True)):
+        if rows.augment:
+            if step // steps != last:
+                last = step // steps
+                drawn = Views(rows.augment, len(rows), seed, last)
+            assert drawn is not None  # noqa: S101 - the first step draws
+            part = replace(part, tensors=part.tensors | {PIXELS: drawn(part.tensors[PIXELS], index)})
+        yield part, np.arange(len(index))
