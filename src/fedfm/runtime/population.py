@@ -300,6 +300,8 @@ def cut_notices(population: Partitioned) -> list[str]:
         f"{' and '.join(found)} have more than {tools.max_length} tokens (model.max_length) and are cut: prompts lose "
         "their beginning, answers what comes before their end"
     ]
+
+
 def _on_disk(population: Partitioned) -> list[str]:
     """A notice if an earlier run has left prepared rows of these clients; it is of this machine, not of the run."""
     cache, table = population.cache, population.federated.table
