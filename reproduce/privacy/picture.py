@@ -50,10 +50,11 @@ def few_rows(table: str) -> list[Line]:
     ]
 
 
+CLIENTS = Line("lora", "client_100", "100 clients, LoRA", ORANGE, "fedavg_100")
 PANELS = [
     ("CIFAR-10", "9,402 rows, head on features", heads("cifar10")),
     ("banking77", "10,003 rows, head on features", heads("banking77")),
-    ("CIFAR-10", "1,500 pictures, 5 clients", few_rows("lora")),
+    ("CIFAR-10", "1,500 pictures", [*few_rows("lora"), CLIENTS]),
     ("banking77", "3,850 texts, 5 clients", few_rows("banking77_lora")),
 ]
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)

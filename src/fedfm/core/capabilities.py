@@ -249,7 +249,7 @@ class Private(Protocol):
 
 @runtime_checkable
 class RowsByOptimiser(Protocol):
-    """Clients use training rows by the client optimiser only, besides their number. Callers: the checks of DP-SGD and
+    """Clients use training rows by the client optimiser only, besides their number. Caller: checks of DP-SGD and
     of ``data.augment``.
 
     A subclass declares it anew. The client half of a method that declares it wrongly fails under DP-SGD.
