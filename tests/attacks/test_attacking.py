@@ -120,6 +120,13 @@ class TestLabelShuffle:
         assert sorted(a for _, a in poisoned) == sorted(a for _, a in pairs)
         assert poisoned != pairs
 
+    def test_answers_of_preferences(self):
+        triples = [(f"q{i}", f"good{i}", f"bad{i}") for i in range(12)]
+        poisoned = LabelShuffle(1.0).poison(rows_of("preference", triples), np.random.default_rng(0), "preference")
+        swapped = [(q, b, a) for q, a, b in triples]
+        assert all(new in (old, other) for new, old, other in zip(poisoned.inputs, triples, swapped, strict=True))
+        assert 0 < sum(new != old for new, old in zip(poisoned.inputs, triples, strict=True)) < 12
+
     def test_in_a_run_only_attackers_training_rows_change_once_and_for_all(self, tmp_path):
         with_val = tables(tmp_path)
         with_val["data"] = {**with_val["data"], "val_fraction": 0.2}
@@ -141,6 +148,7 @@ class TestLabelShuffle:
         assert LabelShuffle(0.5, intensity=5).local(local, "classification").epochs == 20
         assert LabelShuffle(0.5, intensity=2).local(local, "language_modelling").epochs == 2
         assert LabelShuffle(0.5, intensity=9).local(local, "instruction").epochs == 1
+        assert LabelShuffle(0.5, intensity=2).local(local, "preference").epochs == 2
         assert LabelShuffle(0.5).local(local, "classification") is local
 
     @pytest.mark.parametrize("workers", [1, 2])

@@ -76,7 +76,7 @@ def test_rows_to_predict_may_end_with_the_users_turn(tmp_path):
         (["hi"], "message 1 of column .messages. is str"),
         ([{"from": "human", "value": "hi"}], r'message 1.*is dict\s+with "from", "value": messages are expected'),
         ([{"role": "humn", "content": "a"}, *said("a", "b")], r"message 1.*is of role 'humn': expected one of"),
-        ([{"role": "asistant", "content": "a"}], r'did you mean "assistant"'),
+        ([{"role": "assistan", "content": "a"}], r'did you mean "assistant"'),
         ([{"role": "user", "content": ["a"]}], "message 1.*holds list .*text is expected"),
         ([{"role": "user", "content": " "}, *said("a", "b")], "message 1.* is empty"),
         ([{"role": "user", "content": "a", "weight": 1}], 'has "weight", which is not read'),

@@ -12,6 +12,7 @@ from tiny_models import load, prose, real, sentences, vectors
 
 from fedfm.data.table import Table
 from fedfm.errors import InputError
+from fedfm.models import metrics
 from fedfm.models.metrics import Answer, answer_limit, answers, evaluate, references, rouge_1, scores
 
 
@@ -165,6 +166,34 @@ def test_prompts_are_answered_together_as_each_alone(folder, family, size):
     assert len(set(rows.tensors["answer_start"].tolist())) > 3
     assert same_as_alone(model, rows, batch_size=size) >= 6
     assert answers(model, rows.take([])) == []
+
+
+@pytest.mark.parametrize("short", ["tokens", "memory"])
+def test_a_batch_of_answers_is_as_large_as_tokens_and_memory_allow(folder, monkeypatch, short):
+    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
+    pairs = [(" ".join(words[:n]), "sing") for n in (1, 9, 2, 8, 3, 7, 4)]
+    model = load(folder("llama"), asking(pairs), "lora", max_length=24, answer_tokens=5)
+    rows = model.prepare(asking(pairs), range(7))
+    expected, sizes, generate = answers(model, rows), [], model.module.generate
+
+    def counted(input_ids, **options):
+        if short == "memory" and len(input_ids) > 2:
+            raise torch.OutOfMemoryError("no room")
+        sizes.append(tuple(input_ids.shape))
+        return generate(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(model.module, "generate", counted)
+    if short == "memory":
+        with pytest.warns(RuntimeWarning, match="out of memory: from here on 2 rows at once"):
+            assert answers(model, rows, batch_size=5) == expected
+        assert [n for n, _ in sizes] == [2, 2, 1, 2]  # the second batch is small from the start
+        return
+    monkeypatch.setattr(metrics, "TOKENS", 40)
+    assert answers(model, rows) == expected
+    assert sum(n for n, _ in sizes) == 7
+    assert max(n for n, _ in sizes) > 1
+    assert all(n == 1 or n * (length + 5) <= 40 for n, length in sizes)
+    assert all(n * (length + 5) > 20 for n, length in sizes[:-1])  # and no smaller
 
 
 def asking(pairs):

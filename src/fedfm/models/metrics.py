@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -198,20 +198,20 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
             out[i] = Answer(tuple(tokens), text, cut=ends.isdisjoint(tokens))
 
     with torch.no_grad(), model.evaluating(), rounded(model.spec.dtype, model.device):
-        for some in _together(order, [len(ids) + limit for ids in asked], batch_size):
-            in_halves(len(some), partial(answer, some), warned)
+        at, most, lengths = 0, batch_size, [len(ids) + limit for ids in asked]
+        while at < len(order):
+            some = _first(order[at:], lengths, most)
+            _, fit = in_halves(len(some), partial(answer, some), warned)
+            at, most = at + len(some), fit if fit < len(some) else most
     return out
 
 
-def _together(order: list[int], lengths: list[int], most: int) -> Iterator[list[int]]:
-    """The rows in this order, of growing length, in batches."""
-    at = 0
-    while at < len(order):
-        size = 1
-        while size < min(most, len(order) - at) and (size + 1) * lengths[order[at + size]] <= TOKENS:
-            size += 1
-        yield order[at : at + size]
-        at += size
+def _first(order: list[int], lengths: list[int], most: int) -> list[int]:
+    """The first rows in this order, of growing length, that fit into one batch."""
+    size = 1
+    while size < min(most, len(order)) and (size + 1) * lengths[order[size]] <= TOKENS:
+        size += 1
+    return order[:size]
 
 
 def _ends(model: Model) -> set[int]:
