@@ -20,7 +20,7 @@ from fedfm.models.quiet import quiet
 if TYPE_CHECKING:
     from fedfm.data.table import Table
 
-CHUNK = 4096  # texts tokenised at a time: a tokenizer's own records of a text take kilobytes
+CHUNK = 1024  # texts tokenised at a time: a tokenizer's own records of a text take kilobytes
 IGNORE = -100  # the target that F.cross_entropy ignores
 LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the model's own adapter in a row's output
 

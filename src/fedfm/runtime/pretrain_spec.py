@@ -114,6 +114,8 @@ def check_central(data: DataSpec, model: ModelSpec, noun: str) -> None:
     for key, default in (("partition", PartitionSpec()), ("val_fraction", 0.0)):
         if getattr(data, key) != default:
             raise InputError(f"data.{key}: {noun} has all rows in one place and chooses nothing; drop it")
+    if data.augment:
+        raise InputError(f"data.augment: {noun} does not take it; drop it")
     if IN_MEMORY in (model.name, data.name):
         raise InputError(f'"{IN_MEMORY}": {noun} reads its rows and makes its model; expected names or paths')
     if model.adaptation is not None and model.adaptation.name != "full":
