@@ -137,6 +137,8 @@ def _property(f: Field[Any], hint: Any) -> Schema:
         told["minLength"] = 1
     if word := f.metadata.get("alone"):
         return told | {"anyOf": [{"const": word}, _value(hint, bounds)]}
+    if "true" in f.metadata:
+        return told | {"anyOf": [{"type": "boolean"}, _value(hint, bounds)]}
     return told | _value(hint, bounds)
 
 

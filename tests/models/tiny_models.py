@@ -79,11 +79,11 @@ def save_tokenizer(folder: Path, kind: str = "bert", pad: bool = True) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tok, **special).save_pretrained(folder)
 
 
-def save(family: str, folder: Path) -> Path:
+def save(family: str, folder: Path, wider: int = 1) -> Path:
     """A random checkpoint with a head of five classes (or none), and its processor or tokenizer."""
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = _build(family)
+        model = _build(family, wider)
         model.save_pretrained(folder)
         if family in (*IMAGE, *OTHER_IMAGE):
             from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -94,15 +94,18 @@ def save(family: str, folder: Path) -> Path:
     return folder
 
 
-def _build(family: str):
+def _build(family: str, wider: int = 1):
     import transformers as t
 
-    text = {**_ENCODER, "vocab_size": 64, "max_position_embeddings": 40}
+    wide = {k: wider * _VISION[k] for k in ("hidden_size", "intermediate_size")}
+    vision = {**_VISION, **wide}
+
+    text = {**_ENCODER, **wide, "vocab_size": 64, "max_position_embeddings": 40}
     special = {"pad_token_id": 0, "bos_token_id": 4, "eos_token_id": 3}
     match family:
         case "vit" | "deit" | "dinov2" | "ijepa":
             stem = {"vit": "ViT", "deit": "DeiT", "dinov2": "Dinov2", "ijepa": "IJepa"}[family]
-            return getattr(t, f"{stem}Model")(getattr(t, f"{stem}Config")(**_VISION))
+            return getattr(t, f"{stem}Model")(getattr(t, f"{stem}Config")(**vision))
         case "siglip":
             return t.SiglipModel(t.SiglipConfig(vision_config=_VISION, text_config={**text, **special}))
         case "clip":
@@ -118,10 +121,10 @@ def _build(family: str):
         case "roberta":
             return t.RobertaForMaskedLM(t.RobertaConfig(**text, **special))
         case "distilbert":
-            shape = {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 24, "vocab_size": 64}
+            shape = {"dim": 16 * wider, "n_layers": 3, "n_heads": 2, "hidden_dim": 24 * wider, "vocab_size": 64}
             return t.DistilBertModel(t.DistilBertConfig(**shape, max_position_embeddings=40, pad_token_id=0))
         case "gpt2":
-            shape = {"n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": 64, "n_positions": 40}
+            shape = {"n_embd": 16 * wider, "n_layer": 3, "n_head": 2, "vocab_size": 64, "n_positions": 40}
             return t.GPT2LMHeadModel(t.GPT2Config(**shape, bos_token_id=4, eos_token_id=3))
         case "electra":
             return t.ElectraModel(t.ElectraConfig(**text, embedding_size=16, pad_token_id=0))

@@ -15,6 +15,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.engines.start import start
 from fedfm.errors import FedfmError, InputError
+from fedfm.models import devices
 from fedfm.runtime import losses
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.progress import Progress
@@ -90,7 +91,7 @@ def drive(
     if run.manifest["result"] is not None:
         return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved
     try:
-        with run.lock(), _stop_flag() as stop:
+        with run.lock(), _stop_flag() as stop, devices.restored():
             for notice in losses.settle(run, accept_loss):
                 progress.notice(notice)
             result = start(run, stop, progress, population, silos)

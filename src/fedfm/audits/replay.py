@@ -1,12 +1,14 @@
 """Replay of a finished run in this process, with a recorder at the server.
 
-A run is deterministic given its experiment, its seed and its secrets, so no messages need to be stored. The replay only
-reads the run directory, and copies the secrets to a temporary folder to draw the same noise. An audit whose messages
-are too large to keep has a watch, which sees every round and keeps what it needs.
+A run is deterministic given its experiment, its seed and its secrets, so no messages need to be stored: on a CPU to the
+bit, on other devices, where sums have no fixed order, within :data:`TOLERANCE`. The replay only reads the run
+directory, and copies the secrets to a temporary folder to draw the same noise. An audit whose messages are too large to
+keep has a watch, which sees every round and keeps what it needs.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +24,9 @@ from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
 from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import E_DUPLICATE, ClientFault, InputError, Lost, RunError
-from fedfm.linalg.params import sha256_of
+from fedfm.linalg.params import Params, sha256_of
 from fedfm.linalg.threads import torch_threads
+from fedfm.models import devices
 from fedfm.runtime import kept_files
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import secret
@@ -31,6 +34,8 @@ from fedfm.runtime.disclosure import fingerprints
 from fedfm.runtime.population import Partitioned, populate
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
+
+TOLERANCE = 0.01  # of what training moved: how far a replay off the CPU may end from its run
 
 
 @dataclass(frozen=True)
@@ -154,24 +159,33 @@ def replay(
 
     Raises:
         InputError: data or model have changed, or the secrets of the noise are missing.
-        RunError: the same experiment gave another result on this machine.
+        RunError: the same experiment gave another result on this machine; off the CPU one further away than
+            :data:`TOLERANCE`.
     """
     experiment, result = run.experiment, run.manifest["result"]
     method: Any = experiment.method
-    watched, seen, state = watched or {}, list[Seen](), None
+    watched, seen, state, first = watched or {}, list[Seen](), None, None
     of = result["details"].get("model_of_round", result["rounds"])
-    with torch_threads(1):
+    with torch_threads(1), devices.restored():
         notice("reading data and model")
         population = populate(experiment)
         _unchanged(run, population)
         notice(f"running {run.path} again, with a recorder at the server")
         for turn in play(run, population):
             seen += turn.seen if keep else ()
+            first = turn.after if turn.round == 0 else first
             state = turn.after if turn.round == of else state
             for watch in watched.values():
                 watch.see(turn, population)
-        models = {c: method.params_for(state, c) for c in (population.clients if personal(method) else ("",))}
-    if sha256_of(models) != result.get("server_sha256", result["params_sha256"]):
+        names = population.clients if personal(method) else ("",)
+        models = {c: method.params_for(state, c) for c in names}
+    same = sha256_of(models) == result.get("server_sha256", result["params_sha256"])
+    if not same and not run.manifest.get("lost") and off_the_cpu(run, population):
+        recorded, start = ({c: method.params_for(s, c) for c in names} for s in (run.state(method.state_type), first))
+        apart = distance(models, recorded, start)
+        if same := apart <= TOLERANCE:
+            notice(f"the replay ends {apart:.1e} of what training moved away from the run, as a device's rounding may")
+    if not same:
         if marks := run.manifest.get("lost"):
             raise RunError(
                 f"{run.path}: the replay ends with other parameters, because the run continued without "
@@ -182,6 +196,32 @@ def replay(
             f"with the versions of its manifest: {run.manifest['versions']}"
         )
     return Replay(run, population, tuple(seen), watched)
+
+
+def off_the_cpu(run: Run, population: Partitioned) -> bool:
+    """Whether the run or its replay computes on a device whose sums have no fixed order."""
+    kinds = {str((run.manifest.get("device") or {}).get("type", "cpu")), population.model.device.type}
+    return kinds != {"cpu"}
+
+
+def distance(
+    replayed: Mapping[ClientId, Params], recorded: Mapping[ClientId, Params], start: Mapping[ClientId, Params]
+) -> float:
+    """Largest L2 distance of a client's replayed parameters from the recorded ones, by how far the run moved them;
+    infinity if names or shapes differ, or if they differ and the run moved nothing.
+    """
+    found = 0.0
+    for client, was in recorded.items():
+        if client not in replayed or replayed[client].layout.entries != was.layout.entries:
+            return math.inf
+        apart = float((replayed[client] - was).norm())
+        moved = (
+            float((was - start[client]).norm())
+            if start[client].layout.entries == was.layout.entries
+            else float(was.norm())
+        )
+        found = max(found, apart and (apart / moved if moved else math.inf))
+    return found
 
 
 def play(run: Run, population: Partitioned) -> Iterator[Turn]:

@@ -34,7 +34,7 @@ def _checks() -> Iterator[tuple[str, str, str]]:
             yield name, "bad" if bad else "ok", f"{found}, expected {expected}" if bad else found
         except PackageNotFoundError:
             yield name, "bad", f"missing: pip install {_DISTRIBUTIONS.get(name, name)}"
-    for name, extra in (("ray", "simulation"), ("datasets", "hub")):
+    for name, extra in (("ray", "simulation"), ("datasets", "hub"), ("bitsandbytes", "quantized")):
         there = importlib.util.find_spec(name) is not None
         yield name, "ok" if there else "note", version(name) if there else f"not installed; extra [{extra}] brings it"
     yield from _model()

@@ -125,6 +125,16 @@ def check_as_asked(e: Any) -> None:
         )
     if run.superlink is not None and run.engine != "deployment":
         raise InputError(f'run.superlink: only engine = "deployment" attaches to one, not "{run.engine}"')
+    if run.gpus_per_client is not None and run.gpus_per_client > 1 and run.gpus_per_client % 1:
+        raise InputError(f"run.gpus_per_client = {run.gpus_per_client}: expected at most 1, or a whole number of GPUs")
+    if e.model.compile and run.kernels != "exact":
+        raise InputError(
+            f'run.kernels = "{run.kernels}": packed clients call no block, and model.compile compiles blocks; drop one'
+        )
+    if run.engine == "simulation" and ":" in e.model.device:
+        raise InputError(
+            f'model.device = "{e.model.device}": Ray shows each client\'s process its own GPUs alone; expected "cuda"'
+        )
     if run.wire and run.engine != "local":
         raise InputError(f'run.wire: engine = "{run.engine}" always serialises; drop it')
     if needs.pooled and run.engine != "local":

@@ -23,12 +23,20 @@ class RunSpec:
         "fast on some processors only (see `fedfm doctor`)",
         choices=("exact", "fast", "fast_bf16"),
     )
-    workers: int = setting(0, "processes on the local engine; 0: one per core, or one on a GPU", ge=0)
+    workers: int = setting(
+        0, "processes on the local engine; 0: one per core; on GPUs as many as run.gpus_per_client allows", ge=0
+    )
     loader_workers: int = setting(
         0,
         "processes that decode pictures ahead of each training client, where they are too many for memory; the results "
         "do not depend on it",
         ge=0,
+    )
+    gpus_per_client: float | None = setting(
+        None, "GPUs that a client takes while it works: 0.5 for two on one, 2 for a model on two [1]", gt=0, finite=True
+    )
+    deterministic: bool = setting(
+        False, "on a GPU: algorithms with the same bits every time, slower; an operation without one is an error"
     )
     wire: bool = setting(False, "local engine: serialise every message as a network would")
     superlink: str | None = setting(None, "deployment: attach to this host:port")

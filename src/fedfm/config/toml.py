@@ -77,6 +77,10 @@ def build(cls: type, table: Any, path: str) -> Any:
             value = value if "name" in value else named(of.default) | dict(value)  # keys of the method's own optimiser
         if isinstance(value, str) and value == of.metadata.get("alone"):
             value = (value,)  # a word in place of a list
+        if isinstance(value, bool) and (word := of.metadata.get("true")):
+            if not value:
+                continue
+            value = word
         found[of.name] = convert(value, hints[of.name], f"{at}{key}", of.metadata.get("help", ""))
     return cls(**found)
 

@@ -113,7 +113,8 @@ def setting(
         required: None and "" are refused.
         of: values of the field ``name`` that take this key; others refuse it.
         metadata: further keys, such as ``server_only`` (withheld from clients), ``usual`` (the default that ``None``
-            stands for) and ``alone`` (a word that may stand in place of a list).
+            stands for), ``alone`` (a word that may stand in place of a list) and ``true`` (the text that true stands
+            for; false is as an absent key).
         bounds: arguments of :class:`Bounds`.
 
     Raises:

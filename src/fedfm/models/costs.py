@@ -68,6 +68,14 @@ def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
 
 
 def _count(model: Model, batch: Batch) -> int:
+    hollow, model.hollow = model.hollow, False  # numbers do not count
+    try:
+        return _counted(model, batch)
+    finally:
+        model.hollow = hollow
+
+
+def _counted(model: Model, batch: Batch) -> int:
     with model.evaluating(), torch.random.fork_rng(devices=[]), _Counter() as counter:
         model.logits(batch)
     return int(counter.macs)

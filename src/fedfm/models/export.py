@@ -14,12 +14,14 @@ from torch import Tensor
 from fedfm.core.text import to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
+from fedfm.models import quantised
 from fedfm.models.adapters import lora
 from fedfm.models.adapters.adaptation import LORA
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL, MIX, one_adapter, weighed_by
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
+from fedfm.models.names import DTYPES
 from fedfm.models.quiet import quiet
 from fedfm.models.side_adapter import SideModel
 
@@ -160,9 +162,14 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
 
 
 def merged(model: Model, w: Params) -> Any:
-    """A copy of the module with weights ``w``, on the CPU, with LoRA merged."""
+    """A copy of the module with weights ``w``, on the CPU, with LoRA merged.
+
+    Of a quantised base it has the weights that the bits stand for, in ``model.dtype``: it computes what the run has
+    trained and judged, at the original's size.
+    """
     with holding(model, w):
-        module: Any = copy.deepcopy(model.module).cpu()
+        module: Any = copy.deepcopy(model.module)
+    module = quantised.rebuilt(module, DTYPES[model.spec.dtype]) if quantised.kind_of(module) else module.cpu()
     if _is_lora(model):
         with quiet():
             module = module.merge_and_unload()

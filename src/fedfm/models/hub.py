@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fedfm import seeds
 from fedfm.core.fields import check
 from fedfm.errors import InputError, close
-from fedfm.models import families, fhe_friendly, inputs, templates
+from fedfm.models import devices, families, fhe_friendly, inputs, quantised, templates, weights
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
 from fedfm.models.model import Tools
-from fedfm.models.names import BUILT_IN, DTYPES, locate
+from fedfm.models.names import DTYPES, locate
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
@@ -40,6 +38,9 @@ class Loaded:
         new: paths of the modules that were created for this task.
         tools: preprocessing of its rows.
         missing: names of the weights that the checkpoint lacks, or has in another shape.
+        stored: the weights as the checkpoint has them, where the module has others: a quantised base; else None.
+        placed: whether the module is on its devices already.
+        hollow: whether its weights are zeros that take no memory.
     """
 
     module: nn.Module
@@ -48,10 +49,25 @@ class Loaded:
     new: list[str]
     tools: Tools
     missing: frozenset[str] = frozenset()
+    stored: Mapping[str, Tensor] | None = None
+    placed: bool = False
+    hollow: bool = False
 
 
-def pretrained(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], kind: str, task: str, seed: int) -> Loaded:
-    """The model for the task, with a new head for ``classes`` unless it is a language model."""
+def pretrained(
+    path: Path | str,
+    spec: ModelSpec,
+    classes: tuple[str, ...],
+    kind: str,
+    task: str,
+    seed: int,
+    hollow: bool = False,
+) -> Loaded:
+    """The model for the task, with a new head for ``classes`` unless it is a language model.
+
+    Args:
+        hollow: as of :func:`fedfm.models.load.load_model`.
+    """
     import transformers
 
     with quiet():
@@ -67,11 +83,14 @@ def pretrained(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], kind
         if kind != "image" and getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = tools.tokenizer.pad_token_id
         auto_class = getattr(transformers, f"AutoModelFor{auto}")
-        module, missing = _weights(auto_class, path, spec, config, seed, DTYPES[spec.dtype])
+        about = config.to_diff_dict()
+        shape = weights.hollow(auto_class, path, spec, config, task) if hollow else None
+        module, missing, stored = shape or weights.module_of(auto_class, path, spec, config, seed, task)
     if fhe_friendly.is_twin(module):
         fhe_friendly.install(module, module.config)
-    new = _new_modules(module, config.model_type, missing) if task == "classification" else []
-    return Loaded(module, config.model_type, config.to_diff_dict(), new, tools, frozenset(missing))
+    new = weights.new_modules(module, config.model_type, missing) if task == "classification" else []
+    placed = stored is not None or bool(devices.placement(spec.device))
+    return Loaded(module, config.model_type, about, new, tools, frozenset(missing), stored, placed, shape is not None)
 
 
 def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed: int) -> Loaded:
@@ -90,8 +109,13 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
                 f'model.name: model.task = "zero_shot" needs a model of two encoders, such as a CLIP or a SigLIP; '
                 f"{spec.name!r} is of type {config.model_type!r}"
             )
+        if quantised.asked(spec, config):
+            raise InputError(
+                "model.quantization: models of two encoders are read whole; drop it, or take a classifier with "
+                'model.task = "classification"'
+            )
         tools = _tools(path, spec, config.text_config, "text")
-        clip, missing = _weights(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype])
+        clip, missing = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype])
         if missing:
             raise InputError(f"model.name: the weights of {spec.name!r} lack {min(missing)}, which zero_shot needs")
         siglip = config.model_type == "siglip"
@@ -145,7 +169,7 @@ def _config(path: Path | str, spec: ModelSpec) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise _refusal(path, spec.name, error) from None
+        raise weights.refusal(path, spec.name, error) from None
     return _changed(config, spec.options) if spec.options else config
 
 
@@ -170,7 +194,7 @@ def _changed(config: Any, options: Mapping[str, Any]) -> Any:
     try:
         return type(config)(**{**table, **options})
     except Exception as error:  # the library's error classes differ between releases
-        raise InputError(f"model.options: {_first(error)}") from None
+        raise InputError(f"model.options: {weights.first_of(error)}") from None
 
 
 def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
@@ -178,8 +202,10 @@ def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, se
     spec = ModelSpec(name)
     with quiet():
         config = _config(path, spec)
+        if quantised.of_folder(config) is not None:
+            raise InputError(f"{name}: its weights are quantised, and are compared with a model's; name the originals")
         families.check_alike(name, config.model_type, families.type_of(like))
-        module, drawn = _weights(_class_for(like, config), path, spec, config, 0, torch.float32)
+        module, drawn = weights.load(_class_for(like, config), path, spec, config, 0, torch.float32)
     if fhe_friendly.is_twin(module):
         fhe_friendly.install(module, module.config)
     return module, str(config.model_type), drawn
@@ -220,94 +246,6 @@ def _check_kind(config: Any, name: str, kind: str, task: str) -> None:
         )
 
 
-def _first(error: Exception) -> str:
-    """The first line of a library's message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _refusal(path: Path | str, name: str, error: Exception) -> InputError:
-    from huggingface_hub import is_offline_mode
-
-    first = _first(error)
-    if found := re.search(r"(\w+)Config'> for this kind of AutoModel: (?:AutoModelFor)?(\w+)", str(error)):
-        first = f"transformers has no {found[1]} for {found[2]}, which model.task and the data ask for"
-        return InputError(f"model.name: {name!r} does not fit: {first}")
-    if isinstance(path, Path):
-        return InputError(f"model.name: {path} cannot be read as a model: {first}")
-    if is_offline_mode():
-        first += " (HF_HUB_OFFLINE is set: nothing is downloaded)"
-    return InputError(
-        f"model.name: {name!r} is not built in ({', '.join(BUILT_IN)}), no folder here, "
-        f"and no hub id that could be read: {first}"
-    )
-
-
-def _attention(spec: ModelSpec) -> dict[str, str]:
-    return {"attn_implementation": spec.attention} if spec.attention else {}
-
-
-def _weights(
-    auto: Any, path: Path | str, spec: ModelSpec, config: Any, seed: int, dtype: torch.dtype
-) -> tuple[nn.Module, set[str]]:
-    """The module, and the names of the weights that the checkpoint lacks."""
-    if spec.weights == "random":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seeds.derive(seed, "weights"))
-            try:
-                module: nn.Module = auto.from_config(config, **_attention(spec)).to(dtype)
-            except Exception as error:  # incompatible options fail anywhere
-                if spec.options:
-                    raise InputError(f"model.options: {_first(error)}") from None
-                if isinstance(error, ValueError):
-                    raise _refusal(path, spec.name, error) from None
-                raise
-        return module, set()
-    from safetensors import SafetensorError
-
-    if isinstance(path, Path) and not any(path.glob("*.safetensors")):
-        if pickled := next((f.name for p in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in sorted(path.glob(p))), ""):
-            raise InputError(
-                f"model.name: {path} has {pickled}, expected model.safetensors (pickled weights are not read)"
-            )
-        raise InputError(
-            f'model.name: {spec.name!r} is an architecture without weights: set model.weights = "random", '
-            "or make weights with `fedfm pretrain` and name their folder"
-        )
-    try:
-        # It draws the missing weights, which must neither depend on the global generator nor change it.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seeds.derive(seed, "adaptation"))
-            module, info = auto.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                trust_remote_code=False,
-                **_attention(spec),
-            )
-    except ImportError as error:
-        raise InputError(f"model.attention: {_first(error)}") from None
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise _refusal(path, spec.name, error) from None
-    mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
-    return module, set(info["missing_keys"]) | mismatched
-
-
-def _new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[str]:
-    """Paths of the modules that were created for this task: the whole head, and modules that the checkpoint lacks.
-    They do not nest.
-    """
-    head = families.find(module, model_type).head
-    if not head:
-        raise InputError(f"model.name: no classification head found in a model of type {model_type!r}")
-    known = {name for name, _ in module.named_parameters()}
-    paths = {head.partition(".")[0], *(name.rpartition(".")[0] for name in missing & known)}
-    top = sorted(p for p in paths if not any(p != q and p.startswith(f"{q}.") for q in paths))
-    return [p for p in top if p]
-
-
 def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
     if kind == "image":
         processor = _image_processor(path, config)
@@ -320,7 +258,9 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"model.name: {path} has no tokenizer for data of kind {kind}: {_first(error)}") from None
+        raise InputError(
+            f"model.name: {path} has no tokenizer for data of kind {kind}: {weights.first_of(error)}"
+        ) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)

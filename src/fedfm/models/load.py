@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
-from fedfm.models import checkpointing, families, hub, inputs, precision, side_adapter
+from fedfm.models import checkpointing, compiled, devices, families, hub, inputs, precision, side_adapter
 from fedfm.models.adapters import adaptation
 from fedfm.models.architectures import resnet
 from fedfm.models.architectures.dual_encoder import DualEncoder
@@ -64,6 +64,7 @@ def load_model(
     seed: int = 0,
     feature_dim: int | None = None,
     keep_head: bool = False,
+    hollow: bool = False,
 ) -> Model:
     """The model of an experiment.
 
@@ -75,6 +76,8 @@ def load_model(
         seed: the new head, LoRA's A and random weights derive from it, so that they are the same everywhere.
         feature_dim: d, for kind "features".
         keep_head: do not draw a saved head with as many outputs as classes again.
+        hollow: where possible, without the frozen weights, on the CPU: for a server that handles parameters and
+            computes no outputs. Trained tensors and fingerprint are those of the whole model.
 
     Raises:
         InputError: no such model, or it does not fit the data, the task or the adaptation.
@@ -92,22 +95,29 @@ def load_model(
     adapt = spec.adaptation or AdaptationSpec("head" if spec.name == "features" else "lora")
     adapt = adaptation.with_defaults(adapt, task)
     spec = dataclasses.replace(spec, task=task, adaptation=adapt)
-    device = _device(spec.device)
-    loaded = _load(spec, tuple(classes), kind, task, seed, feature_dim)
+    device = devices.pick(spec.device)
+    hollow = hollow and adapt.name in adaptation.LORA and not adapt.dora and spec.weights == "pretrained"
+    loaded = _load(spec, tuple(classes), kind, task, seed, feature_dim, hollow)
+    device = torch.device("cpu") if loaded.hollow else device
     if keep_head:
         loaded.new = [p for p in loaded.new if any(name.startswith(f"{p}.") for name in loaded.missing)]
     parts = families.find(loaded.module, loaded.model_type)
     if spec.gradient_checkpointing:
         checkpointing.check(parts, adapt.name)
+    if spec.compile:
+        compiled.check(spec, parts)
     _draw_head(loaded.module, loaded.new, seed)
-    print_ = fingerprint(loaded.module.state_dict(), loaded.config, loaded.new)
+    weights = loaded.module.state_dict() if loaded.stored is None else loaded.stored
+    print_ = fingerprint(weights, loaded.config, loaded.new)
+    del weights
+    loaded.stored = None
     loaded.module.eval()
     if adapt.name == "side_adapter":
         if task != "classification":
             raise InputError(
                 f'model.adaptation.name = "side_adapter": it has a classification head, task {task!r} none'
             )
-        module, tools = loaded.module.to(device), loaded.tools
+        module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
         return side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
     head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
@@ -121,7 +131,7 @@ def load_model(
             'adaptation that keeps both encoders, such as "lora"'
         )
     model = kind_of(
-        module.to(device),
+        module if loaded.placed else module.to(device),
         spec=spec,
         task=task,
         classes=classes,
@@ -130,7 +140,9 @@ def load_model(
         fingerprint=print_,
         head=head,
     )
-    model.new = tuple(loaded.new)
+    model.new, model.hollow = tuple(loaded.new), loaded.hollow
+    if spec.compile and not loaded.hollow and (why := compiled.compile_blocks(parts, spec.compile, model.device)):
+        model.notices = (why,)
     return model
 
 
@@ -164,20 +176,14 @@ def _task(task: str | None, kind: str, classes: Sequence[str]) -> str:
     return task
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        mps = torch.backends.mps.is_available()
-        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise InputError(f"model.device: {name!r} is not available here, expected auto, cpu, cuda or mps") from None
-    return device
-
-
 def _load(
-    spec: ModelSpec, classes: tuple[str, ...], kind: str, task: str, seed: int, feature_dim: int | None
+    spec: ModelSpec,
+    classes: tuple[str, ...],
+    kind: str,
+    task: str,
+    seed: int,
+    feature_dim: int | None,
+    hollow: bool = False,
 ) -> Loaded:
     if (spec.name == "features") != (kind == "features"):
         right = '"features"' if kind == "features" else "a model that reads them"
@@ -194,7 +200,7 @@ def _load(
         return _resnet(path, spec, classes, kind, seed)
     if task == "zero_shot":
         return hub.zero_shot(path, spec, classes, seed)
-    return hub.pretrained(path, spec, classes, kind, task, seed)
+    return hub.pretrained(path, spec, classes, kind, task, seed, hollow)
 
 
 def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, kind: str, seed: int) -> Loaded:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
+from fedfm.errors import RunError
 from fedfm.linalg.params import Layout, Params, layout_of
 from fedfm.models import checkpointing, inputs, metrics
 from fedfm.models.adapters.adaptation import live_head
@@ -74,10 +75,14 @@ class Model:
         train_too: modules in training mode during training; the others stay in evaluation mode.
         kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.packed``).
         loaders: processes that prepare pictures ahead of a batch, where they are not prepared at once.
+        notices: what of its table does nothing on this machine.
+        hollow: its frozen weights were not loaded, so that it computes no outputs.
     """
 
     kernels: str = "exact"
     loaders: int = 0
+    notices: tuple[str, ...] = ()
+    hollow: bool = False
     weights_overridden: int = 0  # above 0: its modules do not compute what its weights define
     share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
@@ -316,6 +321,8 @@ class Model:
 
     # --- inside -------------------------------------------------------------------------------------------------------
     def _outputs(self, batch: Batch) -> Tensor:
+        if self.hollow:
+            raise RunError("this server has not loaded the model's weights, since it has no test rows to judge it on")
         device, self.share = self.device, batch.get(LOCAL_SHARE)
         fixed = {"use_cache": False} if "use_cache" in self._arguments else {}
         given = {k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
+
+# PEFT imports it where it is installed. It then warns of a kernel for CPUs that fedfm does not use, and at products in
+# 8 bits of the rounding.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager

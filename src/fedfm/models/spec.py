@@ -14,6 +14,8 @@ TASKS = ("classification", "zero_shot", *LANGUAGE)
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 ALL_LINEAR = "all-linear"
 _NUMBERS = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("nf4", "int8")
+COMPILES = ("default", "reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,17 @@ class ModelSpec:
         "how attention is computed: eager, sdpa, flash_attention_2, flex_attention [transformers' choice]",
         choices=ATTENTION,
     )
+    compile: str | None = setting(
+        None,
+        "torch.compile of the blocks: true, or a mode: default, reduce-overhead, max-autotune; equal within rounding",
+        choices=COMPILES,
+        metadata={"true": "default"},
+    )
+    quantization: str | None = setting(
+        None,
+        "frozen linear maps in 4 bits (nf4) or 8 (int8), by bitsandbytes, extra [quantized]; they multiply in dtype",
+        choices=QUANTIZATIONS,
+    )
     gradient_checkpointing: bool = setting(
         False, "training keeps the inputs of blocks alone and computes the blocks twice: less memory, a third slower"
     )
@@ -106,7 +119,10 @@ class ModelSpec:
         ge=0,
     )
     device: str = setting(
-        "auto", "auto, cpu, cuda, mps", pattern="(auto|cpu|cuda|mps)(:.*)?", words='"auto", "cpu", "cuda" or "mps"'
+        "auto",
+        "auto, cpu, cuda, mps, or auto-map: a model's layers over all GPUs of the machine, by accelerate",
+        pattern="auto-map|(auto|cpu|cuda|mps)(:.*)?",
+        words='"auto", "cpu", "cuda", "mps" or "auto-map"',
     )
     dtype: str = setting(
         "float32",

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedfm.attacks.attack import Attackers
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.capabilities import Costing, Modelled, Viewing
+from fedfm.core.capabilities import Costing, Modelled, Needs, ServerFoundation, Viewing
 from fedfm.core.client import POOLED, ClientData, ClientId
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
@@ -25,15 +25,17 @@ from fedfm.data.spec import WITHHELD
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.linalg.out_of_core import limit
-from fedfm.models import inputs
+from fedfm.models import devices, inputs
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
 from fedfm.runtime.disclosure import fingerprints, tell
 from fedfm.runtime.row_cache import RowCache, encodes
-from fedfm.training import Local, TrainsLocally, private
+from fedfm.training import Local, TrainsLocally, packed, private
 from fedfm.training.loop import over_classes
+from fedfm.training.scheduler import trains_without
 
 if TYPE_CHECKING:
+    from fedfm.config.run_spec import RunSpec
     from fedfm.runtime.progress import Progress
     from fedfm.runtime.run_directory import Run
 
@@ -180,8 +182,11 @@ def _trim_heap() -> None:
         trim(0)
 
 
-def populate(experiment: Experiment) -> Partitioned:
+def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
     """Read the data, partition them, load the model.
+
+    Args:
+        server: for a server without clients in this process: one that judges nothing loads no frozen weights.
 
     Raises:
         InputError: with the key of the experiment or the place in the file.
@@ -200,7 +205,8 @@ def populate(experiment: Experiment) -> Partitioned:
     federated = deal(table, experiment.data, seed=seed)
     if experiment.model.name == WITHHELD:  # at a site: only the server has the model
         return Partitioned(federated, None)
-    model = model_of(experiment, table)
+    idle = server and not len(federated.test) and handles_parameters(experiment)
+    model = model_of(experiment, table, hollow=idle)
     clients, attack, attackers = sorted(federated.clients), experiment.attack, None
     if attack is not None:
         attack.fits(table.kind, model.task, model, table.classes)
@@ -209,13 +215,23 @@ def populate(experiment: Experiment) -> Partitioned:
     return Partitioned(federated, model, attackers, shared=shared, augment=augment)
 
 
-def model_of(experiment: Experiment, table: Table) -> Model:
-    """The experiment's model for the rows of a table."""
+def handles_parameters(experiment: Experiment) -> bool:
+    """Whether the server half is known to compute with parameters alone, and with no output of the model."""
+    method: Any = experiment.method
+    ours = type(method).__module__.startswith("fedfm.methods.") and experiment.attack is None
+    plain = isinstance(method, TrainsLocally) and not isinstance(method, ServerFoundation | Viewing | Modelled)
+    return ours and plain and method.needs == Needs()
+
+
+def model_of(experiment: Experiment, table: Table, *, hollow: bool = False) -> Model:
+    """The experiment's model for the rows of a table; ``hollow`` as of :func:`fedfm.models.load.load_model`."""
     from fedfm.models.load import load_model
 
+    if experiment.run.deterministic:
+        devices.make_deterministic()
     spec, dim = experiment.model, _feature_dim(table)
     seed, classes, kind = experiment.run.seed, table.classes, table.kind
-    model = load_model(spec, classes=classes, kind=kind, task=spec.task, seed=seed, feature_dim=dim)
+    model = load_model(spec, classes=classes, kind=kind, task=spec.task, seed=seed, feature_dim=dim, hollow=hollow)
     model.kernels, model.loaders = experiment.run.kernels, experiment.run.loader_workers
     return model
 
@@ -254,13 +270,15 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
         if name in before and before[name] != value:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
     notices = [*population.federated.notices, *_no_task(population), *_unjudged(run.experiment.method, population)]
-    notices += cut_notices(population)
+    notices += [*cut_notices(population), *_idle(run.experiment.run, population.model)]
+    notices += _elsewhere(run, population.model)
     for notice in (*notices, *_on_disk(population)):
         progress.notice(notice)
     run.manifest |= {
         "clients": list(population.clients),
         "attackers": list(population.attackers.names) if population.attackers else [],
         "fingerprints": prints,
+        "device": run.manifest.get("device") or devices.about(population.model.device),
         "model": {
             "classes": list(table.classes),
             "kind": table.kind,
@@ -328,6 +346,34 @@ def _unjudged(method: Method[Any], population: Partitioned) -> list[str]:
         return []
     rest, total = len(population.pieces[REST]), len(population.federated.test)
     return [f"{rest} of {total} global test rows are with no client: the accuracy is over the others"]
+
+
+def _idle(spec: RunSpec, model: Model) -> list[str]:
+    """Notices of settings that do nothing for this model on this device."""
+    found = [*model.notices]
+    if model.spec.compile and not model.notices and trains_without(model):
+        found.append(
+            f"model.compile does nothing in training here: {model.adaptation} of {model.spec.name} trains in loops of "
+            "fedfm's own, which call no block"
+        )
+    if spec.kernels != "exact" and not packed.packs(model):
+        where = "" if model.device.type == "cpu" else f" and a model on {model.device.type}"
+        found.append(
+            f'run.kernels = "{spec.kernels}" does nothing here: it packs LoRA of ViT and BERT classifiers in float32 '
+            f"on a CPU, not {model.adaptation} of {model.spec.name}{where}; clients train one at a time"
+        )
+    if spec.gpus_per_client is not None and model.device.type != "cuda":
+        found.append(f"run.gpus_per_client does nothing here: the model is on {model.device.type}")
+    return found
+
+
+def _elsewhere(run: Run, model: Model) -> list[str]:
+    """A notice if a run goes on with another device, or other settings of it, than it began with."""
+    before, now = run.manifest.get("device"), devices.about(model.device)
+    if before in (None, now):
+        return []
+    names = (f"{d['type']} ({d['name']})" for d in (before, now))
+    return ["the run began on {} and goes on on {}: its bits are no longer those of one device".format(*names)]
 
 
 def _check_optimiser(method: Method[Any], model: Model) -> None:

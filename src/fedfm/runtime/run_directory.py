@@ -345,6 +345,7 @@ def _manifest(experiment: Experiment) -> dict[str, Any]:
         "experiment": experiment.to_dict(),
         "versions": versions(),
         "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+        "device": None,
         "fingerprints": {},
         "split": None,
         "clients": [],

@@ -6,6 +6,7 @@
     classes = ["benign", "malignant"]       # as the federation agreed; absent: exactly those of the rows
     models = ["/srv/models/bert-small"]     # folders and hub ids that experiments may name, besides the built-in models
     methods = ["my_methods:Cautious"]       # code from outside fedfm that experiments may name
+    device = "cuda:1"                       # where the model is; absent: where the experiment says
     downloads = false                       # true: hub ids in models are downloaded
     allow = ["mean", "scores"]              # what requests may expose: mean, reply, scores, reveal
     allow_methods = ["fedavg", "fedpft"]    # the only methods that experiments may name; absent: all
@@ -109,6 +110,12 @@ class Silo:
     )
     models: tuple[str, ...] = setting((), "folders and hub ids that experiments may name, besides the built-in models")
     methods: tuple[str, ...] = setting((), 'methods and aggregations from outside fedfm, e.g. "my_methods:Cautious"')
+    device: str = setting(
+        "",
+        "where this silo's model is: auto, cpu, cuda, cuda:1, mps, auto-map [as the experiment says]",
+        pattern="|auto-map|(auto|cpu|cuda|mps)(:.*)?",
+        words='"auto", "cpu", "cuda", "mps" or "auto-map"',
+    )
     downloads: bool = setting(False, "whether models are downloaded from a hub")
     text: str = _column("text")
     image: str = _column("image")
@@ -212,7 +219,9 @@ def populate(silo: Silo, experiment: Experiment, classes: Sequence[str]) -> Part
     table = _with_classes(silo, federated.table, tuple(classes))
     model, augment = None, tuple[str, ...]()
     if experiment.model.name != WITHHELD:
-        model = model_of(replace(experiment, model=listed_model(silo, experiment.model)), table)
+        spec = listed_model(silo, experiment.model)
+        here = replace(spec, device=silo.device or spec.device)
+        model = model_of(replace(experiment, model=here), table)
         augment = augmentation(experiment, table, model)
     return Partitioned(replace(federated, table=table), model, augment=augment)
 
@@ -268,6 +277,7 @@ def report(path: Path) -> dict[str, Any]:
         "classes": list(_agreed(silo, federated.table)),
         "models": list(silo.models),
         "methods": list(silo.methods),
+        "device": silo.device or None,
         "downloads": silo.downloads,
         "allow": list(silo.allow),
         "allow_by_method": {name: list(words) for name, words in silo.allow_by_method.items()},

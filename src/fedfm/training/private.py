@@ -60,13 +60,13 @@ def fits(model: Model) -> None:
     """Refuse a model whose rows are not independent of each other.
 
     Raises:
-        InputError: batch norm in training mode; checkpointing, which computes layers twice.
+        InputError: batch norm in training mode; checkpointing, which computes layers twice; compiled blocks.
     """
-    if model.spec.gradient_checkpointing:
-        raise InputError(
-            'privacy.mechanism = "dp_sgd" reads gradients inside of layers, which model.gradient_checkpointing hides; '
-            "drop gradient_checkpointing"
-        )
+    for key in ("gradient_checkpointing", "compile"):
+        if getattr(model.spec, key):
+            raise InputError(
+                f'privacy.mechanism = "dp_sgd" reads gradients inside of layers, which model.{key} hides; drop {key}'
+            )
     if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in getattr(model, "train_too", ())):
         raise InputError(
             'privacy.mechanism = "dp_sgd": the statistics of batch norm mix the rows of a batch, so that no gradient '

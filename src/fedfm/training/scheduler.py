@@ -49,6 +49,11 @@ def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = No
     return packed.train if packed.applies(model, getattr(model, "kernels", "exact")) else loop.train
 
 
+def trains_without(model: Model) -> bool:
+    """Whether the model's training calls no module: it has a trainer of its own."""
+    return trainer_for(model) is not loop.train
+
+
 def width(model: Model) -> int:
     """Most clients in a chunk."""
     return _HEADS[0] if heads.applies(model) else packed.width(model)

@@ -80,20 +80,24 @@ def identity(run_id: int = 1) -> Iterator[None]:
         TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = saved
 
 
-def simulate(main: Callable[[Any, Any], None], client: Any, nodes: int) -> None:
-    """Run a ServerApp's main and a ClientApp under Flower's simulation, on a running Ray."""
+def simulate(main: Callable[[Any, Any], None], client: Any, nodes: int, gpus: float = 0.0) -> None:
+    """Run a ServerApp's main and a ClientApp under Flower's simulation, on a running Ray.
+
+    Args:
+        gpus: of each actor; Ray shows it these alone.
+    """
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
     app = ServerApp()
     app.main()(main)
     # Flower passes these to Ray, which restarts an actor that dies; else every later message to it would fail.
-    resources = {"num_cpus": 1, "num_gpus": 0.0, "max_restarts": -1}
+    resources = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": -1}
     run_simulation(app, client, nodes, backend_config={"client_resources": resources})
 
 
-def start_ray(workers: int, folder: str) -> None:
-    """Start Ray with ``workers`` cores and its files in ``folder``.
+def start_ray(workers: int, folder: str, gpus: int = 0) -> None:
+    """Start Ray with ``workers`` cores, ``gpus`` GPUs, and its files in ``folder``.
 
     Raises:
         ImportError: Ray is not installed.
@@ -102,6 +106,7 @@ def start_ray(workers: int, folder: str) -> None:
 
     ray.init(
         num_cpus=workers,
+        num_gpus=gpus,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

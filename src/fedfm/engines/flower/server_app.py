@@ -85,7 +85,7 @@ def host(
         watcher.notice(text)
 
     with torch_threads(1):
-        population = population or populate(experiment)
+        population = population or populate(experiment, server=True)
         describe(run, population, watcher)
         link = FlowerLink(
             grid,

@@ -30,6 +30,7 @@ from fedfm.engines.flower.private_api import kill_ray, quiet, simulate, start_ra
 from fedfm.engines.flower.reaper import end_all, reaping
 from fedfm.engines.flower.server_app import host
 from fedfm.errors import ClientFault, MissingExtra
+from fedfm.models import devices
 from fedfm.runtime.population import populate
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     spec = run.experiment.run
     workers = spec.workers or os.cpu_count() or 1
     outcome: dict[str, Any] = {}
-    population = populate(run.experiment)
+    population = populate(run.experiment, server=True)
+    each, gpus = shares(spec.gpus_per_client, run.experiment.model.device)
+    slots = min(workers, len(devices.dealt(gpus, each))) if gpus else workers
 
     end = run.path / _END
     end.unlink(missing_ok=True)
@@ -58,15 +61,15 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
 
     def main(grid: Any, context: Context) -> None:
         try:
-            outcome["result"] = host(run, grid, population, stop=stop, progress=progress, slots=workers, ended=ended)
+            outcome["result"] = host(run, grid, population, stop=stop, progress=progress, slots=slots, ended=ended)
         except BaseException as error:  # raised by the caller below: Flower's thread would only print it
             outcome["error"] = error
 
     app = SimulatedSites(run.experiment.for_clients().to_toml(), str(run.path.resolve()))
     try:
-        with _ray(workers, run.path / "private" / "flower.log") as give_up:
+        with _ray(workers, run.path / "private" / "flower.log", len(gpus)) as give_up:
             try:
-                _watched(lambda: simulate(main, app, len(population.clients)), outcome, give_up)
+                _watched(lambda: simulate(main, app, len(population.clients), each), outcome, give_up)
             except RuntimeError as error:
                 outcome.setdefault("error", error)
     finally:
@@ -74,6 +77,24 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     if "result" not in outcome:
         raise outcome["error"]
     return dict(outcome["result"])
+
+
+def shares(each: float | None, device: str) -> tuple[float, list[str]]:
+    """(GPUs of each actor, this machine's GPUs) for ``run.gpus_per_client`` and ``model.device``; (0, []) without any.
+
+    Without a share Ray would show every actor all GPUs, and all would take the first.
+
+    Raises:
+        InputError: an actor takes more than there is.
+    """
+    import torch
+
+    if not devices.opens(device) or not torch.cuda.is_available():
+        return 0.0, []
+    gpus = devices.visible(os.environ, torch.cuda.device_count())
+    each = each or (float(len(gpus)) if device == devices.MAP else 1.0)
+    devices.dealt(gpus, each)  # raises
+    return each, gpus
 
 
 def _watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_up: Callable[[], None]) -> None:
@@ -154,7 +175,7 @@ def _end_with(end: Path) -> None:
 
 
 @contextlib.contextmanager
-def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
+def _ray(workers: int, log: Path, gpus: int = 0) -> Iterator[Callable[[], None]]:
     """Run Ray and Flower without output, in a temporary folder, with our signal handlers; yields how to kill Ray."""
     _sweep()
     folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")  # a short path: Ray makes sockets in it
@@ -175,7 +196,7 @@ def _ray(workers: int, log: Path) -> Iterator[Callable[[], None]]:
             raise MissingExtra('run.engine = "simulation" needs Ray: pip install "fedfm[simulation]"') from None
         with reaping(folder), _our_signals() as again, quiet(log):
             try:
-                start_ray(workers, folder)
+                start_ray(workers, folder, gpus)
                 again()
                 yield kill_ray
             finally:

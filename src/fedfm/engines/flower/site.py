@@ -66,6 +66,13 @@ class Site:
     ) -> None:
         self._read, self._memory, self._populate = experiment, memory, population
         self._on_error, self._own = on_error, own
+        self._round = 0  # of the latest message
+
+    @property
+    def may_end(self) -> bool:
+        """Whether it holds an accelerator in vain: the last message was of the last round. A later one loads again."""
+        model = self.__dict__["silos"].population.client_model if "silos" in self.__dict__ else None
+        return model is not None and model.device.type != "cpu" and self._round >= self.experiment.method.rounds
 
     @cached_property
     def experiment(self) -> Experiment:
@@ -139,6 +146,7 @@ class Site:
             if not isinstance(message, Mapping) or message.keys() != {"round", "call", "body"}:
                 raise ClientFault(E_FORMAT, "the request is not an envelope")
             round, call = (_counted(message[key], key, most) for key, most in (("round", ROUNDS), ("call", CALLS)))
+            self._round = round
             name = self._name(client)
             if self._own is not None and self._own.changed():
                 self.__dict__.pop("silos", None)

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING, TextIO
 
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.processes import die_with, watch_parent
+from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
 
 if TYPE_CHECKING:
     from fedfm.engines.flower import site
 
 IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE overrides it
+ENDED = 30.0  # the same after a message of the last round, if the site holds an accelerator that others may want
 
 
 def main() -> None:
@@ -39,6 +42,9 @@ def main() -> None:
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # read when those libraries are imported
     from fedfm.engines.flower import site as sites
 
+    if len(posts) > 1 and (places := _places(posts[0].folder, len(posts))):
+        _spawn(posts, places)
+        return
     with torch_threads(1):
         shared = sites.of_folder(posts[0].folder)[0]
         shared.warm()
@@ -63,6 +69,43 @@ def main() -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
+
+
+def _places(folder: Path, count: int) -> list[str | None]:
+    """The GPUs that each of the workers sees (None: all of them) if the model is on an accelerator; else nothing.
+
+    A process that has opened an accelerator cannot fork, so that each worker is then a program of its own.
+    """
+    import torch
+
+    from fedfm.models import devices
+
+    told = tomllib.loads(json.loads((folder / "site.json").read_text(encoding="utf-8"))["experiment"])
+    device, run = told.get("model", {}).get("device", "auto"), told.get("run", {})
+    if not devices.opens(device):
+        return []
+    if device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return [None] * count
+    gpus = devices.visible(os.environ, torch.cuda.device_count())
+    try:
+        found = devices.dealt(gpus, float(run.get("gpus_per_client") or 1.0))
+    except InputError:  # the ServerApp says so
+        return [None] * count
+    return [found[i % len(found)] for i in range(count)]
+
+
+def _spawn(posts: list[_Post], places: list[str | None]) -> None:
+    """Start a program for each post, and wait until all have ended."""
+    from fedfm.models import devices
+
+    started = []
+    for post, place in zip(posts, places, strict=True):
+        post.leave()
+        seen = {} if place is None else {devices.VISIBLE: place}
+        program = [sys.executable, "-P", "-m", "fedfm.engines.flower.site_worker", str(post.folder.resolve())]
+        started.append(subprocess.Popen(program, env=os.environ | seen, stdin=subprocess.DEVNULL))
+    for worker in started:
+        worker.wait()
 
 
 def _downloads(folder: Path) -> bool:
@@ -127,6 +170,7 @@ def _serve(folder: Path, listener: socket.socket, shared: site.Site) -> None:
     with torch_threads(1):
         here, own = sites.of_folder(folder)
         here.warm(shared)
+        idle = listener.gettimeout() or IDLE
         while True:
             try:
                 link, _ = listener.accept()
@@ -141,6 +185,7 @@ def _serve(folder: Path, listener: socket.socket, shared: site.Site) -> None:
                 link.settimeout(None)
                 answer = here.answer(own if own is not None else json.loads(client), handler, head, data)
                 client_stub.send(link, "", "", *answer)
+                listener.settimeout(min(ENDED, idle) if here.may_end else idle)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The local engine: all clients on this machine, without network sockets or start-up cost.
 
 With one worker the clients run in this process, and tensors are passed by reference. With more, they run in forked
-worker processes that share the model and the data with this one. The results do not depend on the number of workers.
+worker processes that share the model and the data with this one, or, on GPUs, in spawned ones that load their own. The
+results do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from fedfm.core.capabilities import Viewing, has
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec
+from fedfm.engines.local.spawned import Spawned, spawn
 from fedfm.engines.local.worker_pool import Pool
 from fedfm.errors import E_EXCEPTION, E_TIMEOUT, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
+from fedfm.models import devices
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import ROUNDS
 from fedfm.runtime.evaluation import judge
@@ -31,6 +34,7 @@ from fedfm.runtime.population import Partitioned, describe, populate, record_err
 from fedfm.runtime.server import Server
 
 if TYPE_CHECKING:
+    from fedfm.config.run_spec import RunSpec
     from fedfm.runtime.progress import Progress
     from fedfm.runtime.run_directory import Run
 
@@ -63,6 +67,7 @@ class LocalLink:
         timeout: seconds that one client may take (only worker processes can be stopped).
         wire: serialise and decode every message as Flower would.
         stop: called between clients; True raises :class:`Interrupted`.
+        spawn: starts the worker with this number as a program of its own; None: workers are forked.
     """
 
     def __init__(
@@ -74,9 +79,10 @@ class LocalLink:
         wire: bool = False,
         stop: Callable[[], bool] = lambda: False,
         progress: Callable[[], None] = lambda: None,
+        spawn: Callable[[int], Spawned] | None = None,
     ) -> None:
         self._silos, self._wire, self._stop, self._progress = silos, wire, stop, progress
-        self._pool = Pool(silos, workers, timeout) if workers > 1 else None
+        self._pool = Pool(silos, workers, timeout, spawn) if workers > 1 else None
         self._timeout, self._judged = timeout, 0
 
     @property
@@ -167,13 +173,13 @@ def fidelity(silos: Silos, population: Partitioned) -> dict[str, float]:
 
 
 def processes(workers: int, device: torch.device) -> int:
-    """Number of processes for ``run.workers``: 0 is one per core on a CPU.
+    """Number of forked processes for ``run.workers``: 0 is one per core on a CPU.
 
-    A model on an accelerator runs in one process, since forked processes cannot use an accelerator that their parent
-    has opened.
+    A model on an accelerator is not forked: a child process cannot use an accelerator that its parent has opened. On
+    GPUs workers are spawned, see :func:`seats`.
 
     Raises:
-        InputError: several processes on an accelerator.
+        InputError: several processes on an accelerator other than GPUs.
 
     Example:
         >>> processes(3, torch.device("cpu")), processes(0, torch.device("cuda"))
@@ -189,6 +195,48 @@ def processes(workers: int, device: torch.device) -> int:
     return 1
 
 
+def seats(spec: RunSpec, name: str, device: torch.device) -> list[str]:
+    """Which GPUs each spawned worker sees, as CUDA_VISIBLE_DEVICES has them; none where this process does the work.
+
+    Args:
+        name: ``model.device``.
+        device: where this process has the model.
+
+    Raises:
+        InputError: more workers than ``run.gpus_per_client`` leaves room for.
+    """
+    if device.type != "cuda" or (name == devices.MAP and spec.gpus_per_client is None):
+        return []
+    gpus = devices.visible(os.environ, torch.cuda.device_count())
+    if ":" in name:
+        gpus = [gpus[device.index or 0]]
+    each = spec.gpus_per_client or 1.0
+    found = devices.dealt(gpus, each)
+    count = spec.workers or len(found)
+    if count > len(found):
+        raise InputError(
+            f"run.workers = {count}: with run.gpus_per_client = {each:g} there is room for {len(found)} on "
+            f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}; expected at most that, or less of a GPU for each"
+        )
+    return found[:count] if count > 1 else []
+
+
+def silos_of(run: Run, population: Partitioned) -> Judges:
+    """The clients of a run in one process."""
+    experiment = run.experiment
+    return Judges(
+        experiment.method,
+        experiment.aggregation,
+        population,
+        memory=run.path / "private" / "memory",
+        seed=experiment.run.seed,
+        attack=population.attackers,
+        on_error=partial(record_error, run.path),
+        reveal=experiment.privacy is None,
+        local_scores=experiment.run.local_scores,
+    )
+
+
 def start(
     run: Run, stop: Callable[[], bool], progress: Progress, given: Callable[[], Partitioned] | None = None
 ) -> dict[str, Any]:
@@ -199,24 +247,17 @@ def start(
         population = given() if given is not None else populate(experiment)
         describe(run, population, progress)
         enough(experiment, len(population.clients))
-        silos = Judges(
-            experiment.method,
-            experiment.aggregation,
-            population,
-            memory=run.path / "private" / "memory",
-            seed=spec.seed,
-            attack=population.attackers,
-            on_error=partial(record_error, run.path),
-            reveal=experiment.privacy is None,
-            local_scores=spec.local_scores,
-        )
+        silos, device = silos_of(run, population), population.model.device
+        places = seats(spec, experiment.model.device, device) if given is None else []
+        start = partial(spawn, run.path) if places else None
         link = LocalLink(
             silos,
-            workers=processes(spec.workers, population.model.device),
+            workers=len(places) or processes(spec.workers, device),
             timeout=spec.timeout,
             wire=spec.wire,
             stop=stop,
             progress=progress.client,
+            spawn=None if start is None else lambda slot: start(places[slot]),
         )
         try:
             scores = judge(population, experiment.method, link.judge, experiment.data.base_classes)

@@ -1,4 +1,5 @@
-"""Worker processes of the local engine: forked, so that they share model and data; messages use no pickle.
+"""Worker processes of the local engine: forked, so that they share model and data, or spawned on GPUs; messages use no
+pickle.
 
 Payloads and replies are in memory files (:mod:`fedfm.engines.local.shared_memory`). Control messages are short JSON
 texts on a socket pair, with the descriptors of new files. A worker whose clients take milliseconds gets its next chunk
@@ -31,6 +32,7 @@ from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec, payload
 from fedfm.engines.flower.processes import cause, die_with
 from fedfm.engines.local.shared_memory import Outbox, Payloads, data_at, laid_out, mapped, message
+from fedfm.engines.local.spawned import MOST, Spawned
 from fedfm.errors import E_DIED, E_EXCEPTION, E_TIMEOUT, ClientFault, RunError
 from fedfm.linalg.kernels import buffers
 from fedfm.runtime.client import Silos
@@ -79,12 +81,16 @@ _ours: WeakSet[socket.socket] = WeakSet()  # server ends of all workers' sockets
 
 
 class Pool:
-    """``count`` workers. Each client has a home, the worker that has its rows; idle workers take others' clients."""
+    """``count`` workers. Each client has a home, the worker that has its rows; idle workers take others' clients.
 
-    def __init__(self, silos: Silos, count: int, timeout: float) -> None:
-        if not hasattr(os, "fork"):
+    Args:
+        spawn: starts the worker of a slot as a program; None: workers are forked.
+    """
+
+    def __init__(self, silos: Silos, count: int, timeout: float, spawn: Callable[[int], Spawned] | None = None) -> None:
+        if spawn is None and not hasattr(os, "fork"):
             raise RunError('this system cannot fork: set run.workers = 1 for engine = "local"')
-        self._silos, self._count, self._timeout = silos, count, timeout
+        self._silos, self._count, self._timeout, self._spawn = silos, count, timeout, spawn
         self._workers: list[_Worker] = []
         self._home: dict[ClientId, int] = {}  # client -> slot of its worker
         self._last: dict[ClientId, int] = {}  # client -> slot of the worker that answered last
@@ -100,8 +106,7 @@ class Pool:
         missing = min(self._count, max(len(requests), 1)) - len(self._workers)
         if missing > 0:
             self._silos.prepare(requests)
-        for _ in range(missing):
-            self._workers.append(self._fork())
+            self._workers += self._started(range(len(self._workers), len(self._workers) + missing))
         for worker in self._workers:
             worker.known.clear()
         places = self._last if again else self._home
@@ -224,7 +229,7 @@ class Pool:
         selector.unregister(worker.socket)
         worker.socket.close()
         _, status = os.waitpid(worker.pid, 0)
-        self._workers[slot] = self._fork()
+        (self._workers[slot],) = self._started([slot])
         selector.register(self._workers[slot].socket, selectors.EVENT_READ, slot)
         return status
 
@@ -254,6 +259,24 @@ class Pool:
             fault = ClientFault(E_DIED, f"its process was ended, and a second one too: {cause(status)}")
         yield Reply(request.client, None, request.round, request.call, 0, 0, fault)
 
+    def _started(self, slots: Sequence[int]) -> list[_Worker]:
+        """New workers of these slots, ready for their first task: their clients' time does not begin before.
+
+        Raises:
+            RunError: one could not load rows or model.
+        """
+        if self._spawn is None:
+            return [self._fork() for _ in slots]
+        workers = [_Worker(*self._spawn(slot)) for slot in slots]
+        for worker in workers:  # they load at the same time
+            text = worker.socket.recv(MOST)
+            if not text or json.loads(text):
+                for other in workers:
+                    other.socket.close()
+                    os.waitpid(other.pid, 0)
+                raise RunError(f"a worker on a GPU did not start: {json.loads(text) if text else 'it was ended'}")
+        return workers
+
     def _fork(self) -> _Worker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
@@ -273,7 +296,7 @@ class Pool:
             buffers.keep_freed()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            _work(self._silos, theirs)
+            work(self._silos, theirs)
             status = 0
         finally:
             os._exit(status)
@@ -320,7 +343,7 @@ def _replies(
         yield Reply(request.client, value, request.round, request.call, payloads.nbytes(request), up, fault)
 
 
-def _work(silos: Silos, link: socket.socket) -> None:
+def work(silos: Silos, link: socket.socket) -> None:
     """Main loop of a worker: receive tasks and answer them, until the socket closes."""
     payloads: dict[int, Any] = {}
     exchange, outbox = (-1, -1), Outbox()

@@ -43,6 +43,11 @@ def applies(model: Model, kernels: str) -> bool:
     return kernels in KERNELS and _net(model, kernels == FAST_BF16) is not None
 
 
+def packs(model: Model) -> bool:
+    """Whether the model's kernels, which are not ``exact``, train it otherwise than ``exact`` ones do."""
+    return _fast_net(model) is not None
+
+
 def width(model: Model) -> int:
     """Clients in a chunk."""
     found = _fast_net(model)

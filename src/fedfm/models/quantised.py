@@ -1,0 +1,321 @@
+"""Quantised bases: frozen linear maps in 4 or 8 bits, by bitsandbytes.
+
+QLoRA: Efficient Finetuning of Quantized LLMs. Dettmers, Pagnoni, Holtzman, Zettlemoyer. NeurIPS 2023. arXiv:2305.14314:
+``nf4``, blocks of 64 weights with a scale, and blocks of 256 scales with a scale of theirs (double quantisation).
+LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale. Dettmers et al. NeurIPS 2022. arXiv:2208.07339:
+``int8``, a scale for each output; columns of outliers multiply in float16.
+
+What is trained is float32, beside or below these maps. Heads, embeddings, norms and modules that are new for the task
+keep ``model.dtype``, in which the maps multiply too. PEFT's ``prepare_model_for_kbit_training`` would make all of these
+float32, which for embeddings and a head of 128,000 tokens takes as much memory again as the maps in 4 bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.errors import InputError
+from fedfm.models.names import DTYPES
+from fedfm.models.quiet import quiet
+from fedfm.models.spec import ModelSpec
+
+BLOCK = 64  # weights of one scale
+KINDS = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}  # by the class of a map
+TRAINS_WEIGHTS = ("full", "top_layers")
+_EXTRA = 'pip install "fedfm[quantized]"'
+
+
+def of_folder(config: Any) -> dict[str, Any] | None:
+    """``quantization_config`` of a configuration; None if its weights are not quantised."""
+    found = getattr(config, "quantization_config", None)
+    return None if found is None else dict(found if isinstance(found, Mapping) else found.to_dict())
+
+
+def asked(spec: ModelSpec, config: Any) -> str | None:
+    """How the base is held, in words for messages; None if it is not quantised.
+
+    Raises:
+        InputError: bitsandbytes is missing, or folder, adaptation and ``model.quantization`` do not go together.
+    """
+    stored = of_folder(config)
+    if stored is None and spec.quantization is None:
+        return None
+    word = f'model.quantization = "{spec.quantization}"' if spec.quantization else f"model.name: {spec.name!r}"
+    if stored is not None:
+        if stored.get("quant_method") != "bitsandbytes":
+            raise InputError(
+                f"model.name: {spec.name!r} is quantised with {stored.get('quant_method')}; of quantised folders fedfm "
+                "reads those of bitsandbytes"
+            )
+        own = "int8" if stored.get("load_in_8bit") else str(stored.get("bnb_4bit_quant_type", "fp4"))
+        if spec.quantization not in (None, own):
+            raise InputError(f"{word}: {spec.name!r} is quantised already, as {own}; drop it")
+    if spec.weights == "random":
+        raise InputError(f'{word}: it rounds the weights of a checkpoint; expected model.weights = "pretrained"')
+    check_adaptation(spec, word)
+    need(word)
+    return word
+
+
+def check_adaptation(spec: ModelSpec, word: str) -> None:
+    """Refuse an adaptation that trains rounded weights.
+
+    Raises:
+        InputError: it does.
+    """
+    if spec.adaptation is not None and spec.adaptation.name in TRAINS_WEIGHTS:
+        raise InputError(
+            f'{word}: adaptation "{spec.adaptation.name}" trains weights that are rounded to a few bits, in which a '
+            'step of an optimiser vanishes; expected "lora", "ffa_lora" or "head"'
+        )
+
+
+def need(word: str) -> None:
+    """Raise an InputError if bitsandbytes is missing or too old for transformers."""
+    from transformers.utils import is_bitsandbytes_available
+
+    if not is_bitsandbytes_available():
+        from transformers.utils.import_utils import BITSANDBYTES_MIN_VERSION
+
+        raise InputError(f"{word} needs bitsandbytes {BITSANDBYTES_MIN_VERSION} or newer: {_EXTRA}")
+
+
+def keep_format(module: nn.Module) -> None:
+    """Keep the bits as they were loaded. On processors with bfloat16 bitsandbytes would pack them anew at the first
+    evaluation, with scales of 8 bits, so that results depend on what was computed before.
+
+    Raises:
+        InputError: a folder's map that bitsandbytes would compute wrongly here, see :func:`odd_maps`.
+    """
+    for path, linear in maps(module):
+        linear.support_avx512bf16_for_cpu = False
+        four = type(linear).__name__ == "Linear4bit" and linear.weight.device.type == "cpu"
+        if four and linear.in_features % BLOCK:
+            raise InputError(
+                f"model.name: {path} has {linear.in_features} inputs in 4 bits, and on a CPU bitsandbytes computes "
+                f"with multiples of {BLOCK} alone; expected a GPU, or the folder with the whole weights"
+            )
+
+
+def odd_maps(skeleton: nn.Module, spec: ModelSpec) -> list[str]:
+    """Paths of the linear maps that ``nf4`` leaves as they are: bitsandbytes (0.50) on a CPU takes wrong scales where a
+    row of weights does not end with a block. They are left on every device, so that all silos have the same base.
+    """
+    if spec.quantization != "nf4":
+        return []
+    linear = [(n, m) for n, m in skeleton.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    widths = {n: m.in_features if isinstance(m, nn.Linear) else m.weight.shape[0] for n, m in linear}
+    return [n for n, width in widths.items() if width % BLOCK]
+
+
+def settings(spec: ModelSpec, stored: Mapping[str, Any] | None, keep: Sequence[str]) -> Any:
+    """The ``BitsAndBytesConfig``: that of the folder if its weights are quantised, else that of ``model.quantization``.
+
+    Args:
+        keep: paths of the modules that stay as they are.
+    """
+    from transformers import BitsAndBytesConfig
+
+    about: dict[str, Any] = dict(stored) if stored is not None else {"load_in_8bit": spec.quantization == "int8"}
+    if stored is None and spec.quantization == "nf4":
+        about |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    about["llm_int8_skip_modules"] = sorted({*(about.get("llm_int8_skip_modules") or ()), *keep})
+    about["bnb_4bit_compute_dtype"] = DTYPES[spec.dtype]
+    known = {k: v for k, v in about.items() if not k.startswith("_") and k != "quant_method"}
+    return BitsAndBytesConfig(**known)
+
+
+def maps(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(path, module) of the quantised linear maps, below PEFT's wrappers."""
+    return ((path, m) for path, m in module.named_modules() if type(m).__module__.startswith("bitsandbytes."))
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """nf4 or int8 if the module holds quantised maps (fp4 counts as nf4); None if not."""
+    for _, linear in maps(module):
+        return str(KINDS[type(linear).__name__])
+    return None
+
+
+def weight_of(linear: Any) -> Tensor:
+    """The weight (n, m) for which the bits of a quantised map stand, on its device."""
+    from bitsandbytes import functional
+
+    if type(linear).__name__ == "Linear4bit":
+        return functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state)  # type: ignore[no-any-return]
+    scales = linear.state.SCB if linear.weight.SCB is None else linear.weight.SCB
+    return functional.int8_vectorwise_dequant(linear.weight.data, scales)  # type: ignore[no-any-return]
+
+
+def nbytes(module: nn.Module) -> int:
+    """Bytes of its parameters, buffers, and of the scales and tables of its quantised maps."""
+    found = {t.untyped_storage().data_ptr(): t for t in (*module.parameters(), *module.buffers())}
+    for _, linear in maps(module):
+        state = getattr(linear.weight, "quant_state", None)
+        scales = [linear.state.SCB if linear.weight.SCB is None else linear.weight.SCB] if state is None else _of(state)
+        found |= {t.untyped_storage().data_ptr(): t for t in scales}
+    return sum(t.untyped_storage().nbytes() for t in found.values())
+
+
+def _of(state: Any) -> Iterator[Tensor]:
+    """The tensors of a 4-bit map beside its bits."""
+    yield from (state.absmax, state.code)
+    if state.nested:
+        yield from (state.state2.absmax, state.state2.code, state.offset)
+
+
+def make_plain(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace every quantised map by one with the weights that its bits stand for, in this dtype, on the CPU."""
+    from transformers.pytorch_utils import Conv1D
+
+    for path, linear in list(maps(module)):
+        n, m = linear.out_features, linear.in_features
+        transposed = getattr(linear, "source_cls", nn.Linear) is Conv1D  # GPT-2's, which hold (m, n)
+        with torch.device("meta"):
+            new = Conv1D(n, m) if transposed else nn.Linear(m, n, bias=linear.bias is not None)
+        weight = weight_of(linear).to("cpu", dtype)
+        new.weight = nn.Parameter(weight.T.contiguous() if transposed else weight, requires_grad=False)
+        if linear.bias is not None:
+            new.bias = nn.Parameter(linear.bias.detach().to("cpu", dtype), requires_grad=False)
+        module.set_submodule(path, new)
+    for name in ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized", "hf_quantizer", "quantization_method"):
+        vars(module).pop(name, None)
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+
+
+def rebuilt(module: Any, dtype: torch.dtype) -> nn.Module:
+    """A module with the same trained tensors on the plain base; changes ``module``. PEFT would merge an adapter into
+    the bits, and round the sum.
+    """
+    if not hasattr(module, "peft_config"):
+        make_plain(module, dtype)
+        return module  # type: ignore[no-any-return]
+    from peft import get_peft_model
+
+    config = copy.copy(module.peft_config["default"])
+    floats = ((name, p) for name, p in module.named_parameters() if p.dtype.is_floating_point)
+    held = {name: p.detach().to("cpu", copy=True) for name, p in floats}  # copies: the base takes the trained heads
+    base = module.unload()
+    make_plain(base, dtype)
+    config.fan_in_fan_out = any(type(m).__name__ == "Conv1D" for m in base.modules())
+    with quiet():
+        again: nn.Module = get_peft_model(base.cpu(), config)
+    with torch.no_grad():
+        for name, p in again.named_parameters():
+            if name in held:
+                p.copy_(held[name])
+    return again
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The tensors in a checkpoint's safetensors files by name, each read when it is asked for.
+
+    Args:
+        path: folder or hub id.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = path
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        """File of each tensor."""
+        from safetensors import safe_open
+        from transformers.utils import cached_file
+
+        def find(name: str) -> str | None:
+            found = cached_file(str(self._path), name, _raise_exceptions_for_missing_entries=False)
+            return None if found is None else str(found)
+
+        if index := find("model.safetensors.index.json"):
+            names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            return {tensor: str(find(file)) for tensor, file in names.items()}
+        whole = find("model.safetensors")
+        if whole is None:
+            return {}
+        with safe_open(whole, "pt") as file:
+            return dict.fromkeys(file.keys(), whole)
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], "pt") as file:
+            return file.get_tensor(name)  # type: ignore[no-any-return]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read."""
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], "pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+class Unquantised(Mapping[str, Tensor]):
+    """The state that a module would have if it were loaded without quantisation, one tensor at a time.
+
+    Args:
+        skeleton: the module without numbers, on the device ``meta``.
+        alike: whether the file's tensors have the module's shapes; those of a quantised folder do not.
+    """
+
+    def __init__(self, skeleton: Any, checkpoint: Checkpoint, *, alike: bool = True) -> None:
+        self._state, self._checkpoint = skeleton.state_dict(), checkpoint
+        prefix = f"{skeleton.base_model_prefix}."
+        tied: dict[str, str] = dict(getattr(skeleton, "all_tied_weights_keys", {}))
+        tied |= {source: target for target, source in tied.items()}
+        self._names: dict[str, str] = {}
+        for name in self._state:
+            options = [name, tied.get(name, name)]
+            options += [n.removeprefix(prefix) for n in options] + [f"{prefix}{n}" for n in options]
+            found = next((n for n in options if n in checkpoint), None)
+            if found is not None and (not alike or checkpoint.shape(found) == tuple(self._state[name].shape)):
+                self._names[name] = found
+
+    @property
+    def missing(self) -> set[str]:
+        """Names of which there is no tensor of this shape."""
+        return set(self._state) - set(self._names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._checkpoint[self._names[name]].to(self._state[name].dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def readable(weights: Unquantised, skeleton: Any, head: str, dtype: torch.dtype) -> bool:
+    """Whether all tensors but a new head's are in the files under the module's names, in the dtype of the load.
+
+    Else the files have other names, which transformers changes on the way, or lack more than a head.
+    """
+    if dtype != torch.float32 and getattr(skeleton, "_keep_in_fp32_modules", None):
+        return False
+    return all(name.partition(".")[0] == head.partition(".")[0] for name in weights.missing)
+
+
+def empty(module: nn.Module, new: Sequence[str]) -> None:
+    """Give each parameter on ``meta`` one zero on the CPU in place of all its numbers, the new modules' own memory."""
+    for path, part in module.named_modules():
+        for name, p in list(part.named_parameters(recurse=False)):
+            own = any(path == n or path.startswith(f"{n}.") for n in new)
+            zeros = torch.zeros(p.shape if own else (), dtype=p.dtype).expand(p.shape)
+            setattr(part, name, nn.Parameter(zeros, requires_grad=False))
