@@ -26,20 +26,13 @@ from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.linalg.out_of_core import limit
 from fedfm.models import devices, inputs
-from fedfm.models.adapters import lora
 from fedfm.models.model import Model
-from fedfm.runtime.disclosure import fingerprints, tell
 from fedfm.runtime.row_cache import RowCache, encodes
-from fedfm.training import Local, TrainsLocally, packed, private
-from fedfm.training.loop import over_classes
-from fedfm.training.scheduler import trains_without
+from fedfm.training import TrainsLocally
 
 if TYPE_CHECKING:
-    from fedfm.config.run_spec import RunSpec
-    from fedfm.runtime.progress import Progress
-    from fedfm.runtime.run_directory import Run
+    pass
 
-LORA_ALONE = ("lora",)
 _LOOK = 64  # training rows prepared to count the operations per row
 REST = ""  # name of the piece of global test rows that no client holds
 _TIDY = 50  # preparations of rows between two trims of the heap
@@ -229,7 +222,7 @@ def model_of(experiment: Experiment, table: Table, *, hollow: bool = False) -> M
 
     if experiment.run.deterministic:
         devices.make_deterministic()
-    spec, dim = experiment.model, _feature_dim(table)
+    spec, dim = experiment.model, feature_dim(table)
     seed, classes, kind = experiment.run.seed, table.classes, table.kind
     model = load_model(spec, classes=classes, kind=kind, task=spec.task, seed=seed, feature_dim=dim, hollow=hollow)
     model.kernels, model.loaders = experiment.run.kernels, experiment.run.loader_workers
@@ -255,137 +248,9 @@ def augmentation(experiment: Experiment, table: Table, model: Model) -> tuple[st
     return names
 
 
-def _feature_dim(table: Table) -> int | None:
+def feature_dim(table: Table) -> int | None:
+    """D of rows that are feature vectors (N, d); None for others."""
     return table.inputs.shape[1] if table.kind == "features" else None
-
-
-def describe(run: Run, population: Partitioned, progress: Progress) -> None:
-    """Write clients, split, fingerprints and notices into the manifest; refuse to resume on other data."""
-    from fedfm.data.partition import summary
-
-    table = population.federated.table
-    prints = fingerprints(run, table, population.model.fingerprint)
-    before = run.manifest["fingerprints"]
-    for name, value in prints.items():
-        if name in before and before[name] != value:
-            raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
-    notices = [*population.federated.notices, *_no_task(population), *_unjudged(run.experiment.method, population)]
-    notices += [*cut_notices(population), *_idle(run.experiment.run, population.model)]
-    notices += _elsewhere(run, population.model)
-    for notice in (*notices, *_on_disk(population)):
-        progress.notice(notice)
-    run.manifest |= {
-        "clients": list(population.clients),
-        "attackers": list(population.attackers.names) if population.attackers else [],
-        "fingerprints": prints,
-        "device": run.manifest.get("device") or devices.about(population.model.device),
-        "model": {
-            "classes": list(table.classes),
-            "kind": table.kind,
-            "feature_dim": _feature_dim(table),
-            "trainable": sum(population.model.layout.sizes.values()),
-        },
-    }
-    tell(run, summary(population.federated), notices)
-    _check_optimiser(run.experiment.method, population.model)
-    if run.experiment.aggregation.mechanism.plan is not None:
-        private.fits(population.model)
-    # No ledger of operations under [privacy]: it would disclose the exact numbers of rows.
-    if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:
-        run.manifest["ledger"]["operations"] = costs
-    run.write_manifest()
-
-
-def cut_notices(population: Partitioned) -> list[str]:
-    """A notice if rows of a prompt and answers are longer than the model reads.
-
-    Raises:
-        InputError: the model's template cannot write a row.
-    """
-    table, model = population.federated.table, population.model
-    if table.kind not in ("instruction", "preference") or model is None or model.tools.tokenizer is None:
-        return []
-    tools, clients = model.tools, population.federated.clients.values()
-    trained = [i for rows in clients for i in (*rows.train, *rows.val)]
-    tested = {*population.federated.test.tolist(), *(int(i) for rows in clients for i in rows.test)}
-    found = []
-    for index, words in ((trained, "training"), (sorted(tested), "test")):
-        if count := inputs.cut_rows(table, index, tools.tokenizer, tools.max_length, tools.template):
-            found.append(f"{count} of {len(index)} {words} rows")
-    if not found:
-        return []
-    return [
-        f"{' and '.join(found)} have more than {tools.max_length} tokens (model.max_length) and are cut: prompts lose "
-        "their beginning, answers what comes before their end"
-    ]
-
-
-def _on_disk(population: Partitioned) -> list[str]:
-    """A notice if an earlier run has left prepared rows of these clients; it is of this machine, not of the run."""
-    cache, table = population.cache, population.federated.table
-    if cache is None or population.encode is not None or population.client_model is None:
-        return []
-    return cache.notices(table, [rows.train for rows in population.federated.clients.values() if len(rows.train)])
-
-
-def _no_task(population: Partitioned) -> list[str]:
-    """A notice if all training rows of all clients have the same label."""
-    table, clients = population.federated.table, population.federated.clients.values()
-    if table.labels is None:
-        return []
-    found = np.unique(np.concatenate([table.labels[rows.train] for rows in clients]))
-    if len(found) != 1:
-        return []
-    name = table.classes[found[0]] if found[0] < len(table.classes) else found[0]
-    return [f'all training rows are of one class, "{name}": there is nothing to tell apart, accuracies say nothing']
-
-
-def _unjudged(method: Method[Any], population: Partitioned) -> list[str]:
-    """A notice if the clients' rows judge the model, and no client has some of the global test rows."""
-    if not (isinstance(method, Viewing) and method.clients_judge) or REST not in population.pieces:
-        return []
-    rest, total = len(population.pieces[REST]), len(population.federated.test)
-    return [f"{rest} of {total} global test rows are with no client: the accuracy is over the others"]
-
-
-def _idle(spec: RunSpec, model: Model) -> list[str]:
-    """Notices of settings that do nothing for this model on this device."""
-    found = [*model.notices]
-    if model.spec.compile and not model.notices and trains_without(model):
-        found.append(
-            f"model.compile does nothing in training here: {model.adaptation} of {model.spec.name} trains in loops of "
-            "fedfm's own, which call no block"
-        )
-    if spec.kernels != "exact" and not packed.packs(model):
-        where = "" if model.device.type == "cpu" else f" and a model on {model.device.type}"
-        found.append(
-            f'run.kernels = "{spec.kernels}" does nothing here: it packs LoRA of ViT and BERT classifiers in float32 '
-            f"on a CPU, not {model.adaptation} of {model.spec.name}{where}; clients train one at a time"
-        )
-    if spec.gpus_per_client is not None and model.device.type != "cuda":
-        found.append(f"run.gpus_per_client does nothing here: the model is on {model.device.type}")
-    return found
-
-
-def _elsewhere(run: Run, model: Model) -> list[str]:
-    """A notice if a run goes on with another device, or other settings of it, than it began with."""
-    before, now = run.manifest.get("device"), devices.about(model.device)
-    if before in (None, now):
-        return []
-    names = (f"{d['type']} ({d['name']})" for d in (before, now))
-    return ["the run began on {} and goes on on {}: its bits are no longer those of one device".format(*names)]
-
-
-def _check_optimiser(method: Method[Any], model: Model) -> None:
-    """Refuse a client optimiser that does not fit the model's loss or its trainable parameters."""
-    for value in vars(method).values():
-        if isinstance(value, Local):
-            over_classes(model, value)
-            if value.adaptations == LORA_ALONE:
-                lora.need(model)
-            value.fits(model)
-        elif isinstance(value, Method):
-            _check_optimiser(value, model)
 
 
 def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] | None:

@@ -17,7 +17,8 @@ from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
 from fedfm.privacy.policy import EXPOSES, HELLO
 from fedfm.runtime import silo_file, silo_identity, silo_terms
-from fedfm.runtime.population import Partitioned, cut_notices
+from fedfm.runtime.description import cut_notices
+from fedfm.runtime.population import Partitioned
 from fedfm.runtime.release_cost import ReleaseCosts
 from fedfm.runtime.silo_ledger import NOTHING, Entry, Ledger, epsilon_alone, now
 

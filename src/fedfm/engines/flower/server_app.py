@@ -28,9 +28,10 @@ from fedfm.engines.flower.processes import watch_parent
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime import losses
+from fedfm.runtime.description import describe
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.evaluation import judge
-from fedfm.runtime.population import Partitioned, describe, populate
+from fedfm.runtime.population import Partitioned, populate
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.server import Server

@@ -29,8 +29,9 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import ROUNDS
+from fedfm.runtime.description import describe
 from fedfm.runtime.evaluation import judge
-from fedfm.runtime.population import Partitioned, describe, populate, record_error
+from fedfm.runtime.population import Partitioned, populate, record_error
 from fedfm.runtime.server import Server
 
 if TYPE_CHECKING:

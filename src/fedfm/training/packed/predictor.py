@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fedfm.core.rows import Rows
 from fedfm.training.packed.batch import Batch
 from fedfm.training.packed.net import Net
-from fedfm.training.packed.prefix import Cache, Passing, Prefix
+from fedfm.training.packed.prefix import Cache, Prefix, PrefixByPart
 
 _ENTRIES = 1 << 18  # numbers in one layer's input: its input and output then fit the cache
 
@@ -48,7 +48,7 @@ class Predictor:
         out = torch.empty(len(rows), weights[0][net.head[0]].shape[0])
         orders = list(batches(prefix.length, max(_ENTRIES // net.width, 1)))
         if rows.deferred and prefix.x is None:
-            prefix = Passing(net, rows, ((part, np.arange(len(part))) for part in rows.parts(orders)))
+            prefix = PrefixByPart(net, rows, ((part, np.arange(len(part))) for part in rows.parts(orders)))
         for index in orders:
             out[torch.from_numpy(index)] = Batch(net, [prefix], [index], weights, [{}]).logits()
         return out

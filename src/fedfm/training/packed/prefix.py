@@ -71,7 +71,7 @@ class Prefix:
         return packed
 
 
-class Passing(Prefix):
+class PrefixByPart(Prefix):
     """Packed tokens of rows whose batches come from a stream, each once: of pictures that are deferred or augmented."""
 
     def __init__(self, net: Net, rows: Rows, batches: Iterator[tuple[Rows, np.ndarray]]) -> None:
@@ -109,7 +109,7 @@ class Cache:
             prefix = self.get(net, rows)
             if prefix.x is not None or not rows.deferred:
                 return prefix
-        return Passing(net, rows, job.batches())
+        return PrefixByPart(net, rows, job.batches())
 
     def __len__(self) -> int:
         return len(self._by_rows)

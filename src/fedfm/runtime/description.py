@@ -1,0 +1,155 @@
+"""What a run says before its first round: clients, split and fingerprints in the manifest, and notices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedfm.core.capabilities import Viewing
+from fedfm.core.method import Method
+from fedfm.errors import InputError
+from fedfm.models import devices, inputs
+from fedfm.models.adapters import lora
+from fedfm.models.model import Model
+from fedfm.runtime.disclosure import fingerprints, tell
+from fedfm.runtime.population import REST, Partitioned, feature_dim, operations
+from fedfm.training import Local, packed, private
+from fedfm.training.loop import over_classes
+from fedfm.training.scheduler import trains_without
+
+if TYPE_CHECKING:
+    from fedfm.config.run_spec import RunSpec
+    from fedfm.runtime.progress import Progress
+    from fedfm.runtime.run_directory import Run
+
+LORA_ALONE = ("lora",)
+
+
+def describe(run: Run, population: Partitioned, progress: Progress) -> None:
+    """Write clients, split, fingerprints and notices into the manifest; refuse to resume on other data."""
+    from fedfm.data.partition import summary
+
+    table = population.federated.table
+    prints = fingerprints(run, table, population.model.fingerprint)
+    before = run.manifest["fingerprints"]
+    for name, value in prints.items():
+        if name in before and before[name] != value:
+            raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
+    notices = [*population.federated.notices, *_no_task(population), *_unjudged(run.experiment.method, population)]
+    notices += [*cut_notices(population), *_idle(run.experiment.run, population.model)]
+    notices += _elsewhere(run, population.model)
+    for notice in (*notices, *_on_disk(population)):
+        progress.notice(notice)
+    run.manifest |= {
+        "clients": list(population.clients),
+        "attackers": list(population.attackers.names) if population.attackers else [],
+        "fingerprints": prints,
+        "device": run.manifest.get("device") or devices.about(population.model.device),
+        "model": {
+            "classes": list(table.classes),
+            "kind": table.kind,
+            "feature_dim": feature_dim(table),
+            "trainable": sum(population.model.layout.sizes.values()),
+        },
+    }
+    tell(run, summary(population.federated), notices)
+    _check_optimiser(run.experiment.method, population.model)
+    if run.experiment.aggregation.mechanism.plan is not None:
+        private.fits(population.model)
+    # No ledger of operations under [privacy]: it would disclose the exact numbers of rows.
+    if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:
+        run.manifest["ledger"]["operations"] = costs
+    run.write_manifest()
+
+
+def cut_notices(population: Partitioned) -> list[str]:
+    """A notice if rows of a prompt and answers are longer than the model reads.
+
+    Raises:
+        InputError: the model's template cannot write a row.
+    """
+    table, model = population.federated.table, population.model
+    if table.kind not in ("instruction", "preference") or model is None or model.tools.tokenizer is None:
+        return []
+    tools, clients = model.tools, population.federated.clients.values()
+    trained = [i for rows in clients for i in (*rows.train, *rows.val)]
+    tested = {*population.federated.test.tolist(), *(int(i) for rows in clients for i in rows.test)}
+    found = []
+    for index, words in ((trained, "training"), (sorted(tested), "test")):
+        if count := inputs.cut_rows(table, index, tools.tokenizer, tools.max_length, tools.template):
+            found.append(f"{count} of {len(index)} {words} rows")
+    if not found:
+        return []
+    return [
+        f"{' and '.join(found)} have more than {tools.max_length} tokens (model.max_length) and are cut: prompts lose "
+        "their beginning, answers what comes before their end"
+    ]
+
+
+def _on_disk(population: Partitioned) -> list[str]:
+    """A notice if an earlier run has left prepared rows of these clients; it is of this machine, not of the run."""
+    cache, table = population.cache, population.federated.table
+    if cache is None or population.encode is not None or population.client_model is None:
+        return []
+    return cache.notices(table, [rows.train for rows in population.federated.clients.values() if len(rows.train)])
+
+
+def _no_task(population: Partitioned) -> list[str]:
+    """A notice if all training rows of all clients have the same label."""
+    table, clients = population.federated.table, population.federated.clients.values()
+    if table.labels is None:
+        return []
+    found = np.unique(np.concatenate([table.labels[rows.train] for rows in clients]))
+    if len(found) != 1:
+        return []
+    name = table.classes[found[0]] if found[0] < len(table.classes) else found[0]
+    return [f'all training rows are of one class, "{name}": there is nothing to tell apart, accuracies say nothing']
+
+
+def _unjudged(method: Method[Any], population: Partitioned) -> list[str]:
+    """A notice if the clients' rows judge the model, and no client has some of the global test rows."""
+    if not (isinstance(method, Viewing) and method.clients_judge) or REST not in population.pieces:
+        return []
+    rest, total = len(population.pieces[REST]), len(population.federated.test)
+    return [f"{rest} of {total} global test rows are with no client: the accuracy is over the others"]
+
+
+def _idle(spec: RunSpec, model: Model) -> list[str]:
+    """Notices of settings that do nothing for this model on this device."""
+    found = [*model.notices]
+    if model.spec.compile and not model.notices and trains_without(model):
+        found.append(
+            f"model.compile does nothing in training here: {model.adaptation} of {model.spec.name} trains in loops of "
+            "fedfm's own, which call no block"
+        )
+    if spec.kernels != "exact" and not packed.packs(model):
+        where = "" if model.device.type == "cpu" else f" and a model on {model.device.type}"
+        found.append(
+            f'run.kernels = "{spec.kernels}" does nothing here: it packs LoRA of ViT and BERT classifiers in float32 '
+            f"on a CPU, not {model.adaptation} of {model.spec.name}{where}; clients train one at a time"
+        )
+    if spec.gpus_per_client is not None and model.device.type != "cuda":
+        found.append(f"run.gpus_per_client does nothing here: the model is on {model.device.type}")
+    return found
+
+
+def _elsewhere(run: Run, model: Model) -> list[str]:
+    """A notice if a run goes on with another device, or other settings of it, than it began with."""
+    before, now = run.manifest.get("device"), devices.about(model.device)
+    if before in (None, now):
+        return []
+    names = (f"{d['type']} ({d['name']})" for d in (before, now))
+    return ["the run began on {} and goes on on {}: its bits are no longer those of one device".format(*names)]
+
+
+def _check_optimiser(method: Method[Any], model: Model) -> None:
+    """Refuse a client optimiser that does not fit the model's loss or its trainable parameters."""
+    for value in vars(method).values():
+        if isinstance(value, Local):
+            over_classes(model, value)
+            if value.adaptations == LORA_ALONE:
+                lora.need(model)
+            value.fits(model)
+        elif isinstance(value, Method):
+            _check_optimiser(value, model)
