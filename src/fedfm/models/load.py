@@ -125,6 +125,12 @@ def load_model(
     kind_of: type[Model] = PreferenceModel if task == "preference" else Model
     if isinstance(loaded.module, DualEncoder):
         kind_of = DualModel
+    if loaded.placed and spec.device == devices.MAP:
+        if adapt.dora or adapt.name not in ("head", *adaptation.LORA):
+            raise InputError(
+                'model.device = "auto-map" trains lora without dora, ffa_lora or head; expected one of these'
+            )
+        devices.gather_trained(module, device)
     if spec.loss == "contrastive" and kind_of is Model:
         raise InputError(
             'model.loss = "contrastive" compares pictures with texts: it needs model.task = "zero_shot" and an '
