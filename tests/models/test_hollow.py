@@ -13,7 +13,8 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models import costs
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.population import describe, populate
+from fedfm.runtime.description import describe
+from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.server import Server
