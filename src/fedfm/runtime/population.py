@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from fedfm.models import devices, inputs
 from fedfm.models.model import Model
 from fedfm.runtime.row_cache import RowCache, encodes
 from fedfm.training import TrainsLocally
-
-if TYPE_CHECKING:
-    pass
 
 _LOOK = 64  # training rows prepared to count the operations per row
 REST = ""  # name of the piece of global test rows that no client holds
@@ -249,7 +246,7 @@ def augmentation(experiment: Experiment, table: Table, model: Model) -> tuple[st
 
 
 def feature_dim(table: Table) -> int | None:
-    """D of rows that are feature vectors (N, d); None for others."""
+    """The width d of rows that are feature vectors (N, d); None for others."""
     return table.inputs.shape[1] if table.kind == "features" else None
 
 
