@@ -277,6 +277,11 @@ def test_many_pictures_are_prepared_batch_by_batch(whole, tmp_path, monkeypatch)
     assert pretrain(tables(), tmp_path / "net")["params_sha256"] == whole[1]["params_sha256"]
 
 
+def test_random_changes_of_pictures_are_refused():
+    with pytest.raises(InputError, match=r"data\.augment: .* does not take it; drop it"):
+        Pretraining.from_dict({**TABLES, "data": {**TABLES["data"], "augment": ["flip"]}})
+
+
 def test_tables_round_trip():
     what = Pretraining.from_dict(TABLES)
     assert Pretraining.from_dict(what.to_dict()) == what

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
+from fedfm.runtime.progress import Progress
 from fedfm.training import SGD
 from fedfm.training.job import Job
 from small import features, pictures, tiny_vit
@@ -66,6 +68,14 @@ def tables(folder: Path, **data: Any) -> dict[str, Any]:
     }
 
 
+class Stop(Progress):
+    """Stops a run after its first round."""
+
+    def round(self, line: Mapping[str, Any]) -> None:
+        if line["round"] == 1:
+            raise KeyboardInterrupt
+
+
 def test_a_run_has_the_same_bits_with_workers_wire_resume_and_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +84,9 @@ def test_a_run_has_the_same_bits_with_workers_wire_resume_and_decoding(
     assert expected != fedfm.run(tables(tmp_path), tmp_path / "plain")["params_sha256"]
     assert fedfm.run({**exp, "run": {"workers": 2}}, tmp_path / "two")["params_sha256"] == expected
     assert fedfm.run({**exp, "run": {"workers": 1, "wire": True}}, tmp_path / "wire")["params_sha256"] == expected
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(exp, tmp_path / "stopped", progress=Stop())
+    assert fedfm.resume(tmp_path / "stopped")["params_sha256"] == expected
     monkeypatch.setenv("FEDFM_MEMORY", "20000")  # a client's pictures are 50 kB
     little = {**exp, "run": {"workers": 1, "loader_workers": 2}}
     assert fedfm.run(little, tmp_path / "little")["params_sha256"] == expected
