@@ -249,3 +249,14 @@ def test_a_letter_that_joins_question_and_answer_counts():
     row = written((("user", "q"),), "\na", None, tokenizer)
     assert [tokenizer.decode([i]) for i in row.ids] == ["q", "\n\n", "a", "\n"]
     assert row.counts == [False, True, True, True]
+
+
+@pytest.mark.parametrize("template", [CHAT, MARKED], ids=["prefixes", "marks"])
+def test_a_row_is_the_same_on_every_day(folder, tmp_path, template):
+    today = "{{ strftime_now('%Y') + ' ' + strftime_now('%d %b') }} "
+    model = load(with_chat(folder, tmp_path, today + template), talks((TALK, "birds sing")), "lora", max_length=60)
+    tokenizer = model.tools.tokenizer
+    tokenizer.add_tokens(["2024", "26", "Jul"])
+    row = written(TALK, "birds sing", None, tokenizer)
+    assert tokenizer.decode(row.ids).replace(" ", "").startswith("202426Jul<s>")
+    assert tokenizer.decode([i for i, c in zip(row.ids, row.counts, strict=True) if c][-3:]) == "birds sing [SEP]"

@@ -264,7 +264,7 @@ class Model:
 
     @property
     def is_language_model(self) -> bool:
-        """Whether the logits are over tokens."""
+        """Whether it is a causal language model, whose rows are tokens without labels."""
         return self.task in LANGUAGE
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:

@@ -9,7 +9,7 @@ from fedfm.core.fields import setting
 
 ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt", "side_adapter")
 RELEASED = ("class", "grid", "tokens")
-LANGUAGE = ("language_modelling", "instruction", "preference")  # tasks whose logits are over tokens
+LANGUAGE = ("language_modelling", "instruction", "preference")  # tasks of causal language models
 TASKS = ("classification", "zero_shot", *LANGUAGE)
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 ALL_LINEAR = "all-linear"

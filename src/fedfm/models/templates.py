@@ -10,6 +10,7 @@ else it is what each answer adds to the text before it.
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ CHAT = "chat"
 ASSISTANT = "assistant"
 _PLACE = "{instruction}"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds them
+_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_DAY = datetime.date(2024, 7, 26)  # what templates take for today, as Llama 3's does by itself
 _SHOWN = 40  # characters of a text in a message
 _RIGHT = 'set model.template = "alpaca" or a text with {instruction}, or mark answers with {% generation %}'
 
@@ -120,7 +123,7 @@ def written(said: Asked, output: str, text: str | None, tokenizer: Any) -> Writt
         answer = [*tokenizer(output, add_special_tokens=False)["input_ids"], *eos]
         return Written(prompt + answer, [False] * len(prompt) + [True] * len(answer), len(prompt))
     turns = (*_turns(said), (ASSISTANT, output))
-    if _MARKS.search(tokenizer.get_chat_template()):
+    if _MARKS.search(_of(tokenizer)):
         ids, counts = _marked(turns, tokenizer)
     else:
         ids, counts = _by_prefixes(turns, tokenizer)
@@ -129,6 +132,11 @@ def written(said: Asked, output: str, text: str | None, tokenizer: Any) -> Writt
         raise InputError(f"model.template: the chat template leaves no token to the assistant in {_named(turns)}")
     start = next((i + 1 for i in range(last, -1, -1) if not counts[i]), 0)
     return Written(ids, counts, start)
+
+
+def _of(tokenizer: Any) -> str:
+    """The chat template, with one day for today: a row is the same on every day, hence the bits of a run."""
+    return _NOW.sub(lambda found: json.dumps(_DAY.strftime(found[2])), tokenizer.get_chat_template())
 
 
 def _turns(said: Asked) -> tuple[Turn, ...]:
@@ -177,8 +185,9 @@ def _render(turns: Sequence[Turn], tokenizer: Any, **options: Any) -> str:
 def _applied(turns: Sequence[Turn], tokenizer: Any, **options: Any) -> Any:
     from jinja2.exceptions import TemplateError
 
+    messages = [{"role": role, "content": text} for role, text in turns]
     try:
-        return tokenizer.apply_chat_template([{"role": role, "content": text} for role, text in turns], **options)
+        return tokenizer.apply_chat_template(messages, chat_template=_of(tokenizer), **options)
     except (TemplateError, TypeError) as error:  # TypeError: it expects another content
         raise InputError(f"model.template: the chat template refuses {_named(turns)}: {first_line(error)}") from None
 
