@@ -97,6 +97,7 @@ def test_more_workers_than_there_is_room_for_are_refused(gpus):
         )
 
 
+@pytest.mark.deployment
 def test_spawned_workers_load_their_own_model_and_give_the_same_bits(tmp_path):
     whole = fedfm.run(TABLES, tmp_path / "whole")
     run = Run.create(Experiment.from_dict(TABLES), tmp_path / "spawned")
@@ -120,6 +121,7 @@ def test_spawned_workers_load_their_own_model_and_give_the_same_bits(tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in seen.values())
 
 
+@pytest.mark.deployment
 def test_a_worker_that_cannot_load_says_why(tmp_path):
     run = Run.create(Experiment.from_dict(TABLES), tmp_path / "run")
     population = populate(run.experiment)
@@ -144,6 +146,7 @@ site_worker.main()
 """
 
 
+@pytest.mark.deployment
 def test_sites_of_one_machine_on_gpus_are_spawned_before_a_model_is_loaded(tmp_path):
     """The parent would take the GPU and fork, after which no child can use it."""
     text = Experiment.from_dict(TABLES).to_toml()

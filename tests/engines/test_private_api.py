@@ -299,7 +299,8 @@ def ray_knows_the_node_that_it_has_started(worker: Any) -> None:
 
 @needs("start_ray", "ray.init")
 def ray_takes_a_folder_for_its_files(init: Any) -> None:
-    takes(init, num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _temp_dir="x")
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    takes(init, num_cpus=1, num_gpus=0, **quiet, _temp_dir="x")
     assert '"_temp_dir"' in inspect.getsource(inspect.unwrap(init))  # one of its **kwargs
 
 

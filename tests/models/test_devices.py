@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fedfm
 from fedfm.audits.replay import TOLERANCE, finished, replay
@@ -144,3 +145,41 @@ def test_a_silos_own_device_wins(tmp_path):
             silo_file.populate(silo(tmp_path), experiment, classes)
     with pytest.raises(InputError, match=r'device = "tpu": expected "auto"'):
         silo(tmp_path, device="tpu")
+
+
+class Chain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = (torch.nn.Linear(6, 6) for _ in range(3))
+        self.between = None  # the device of b and head
+
+    def forward(self, x):
+        x = torch.relu(self.a(x))
+        return self.head(self.b(x if self.between is None else x.to(self.between)))
+
+
+def adapted():
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["a", "b"], modules_to_save=["head"], init_lora_weights=False)
+    return get_peft_model(Chain(), config)
+
+
+def test_what_is_trained_of_a_model_on_two_devices_is_on_one():
+    """On devices that are pretended: a product of tensors from two devices would raise."""
+    module = adapted()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        for name, part in module.named_modules():
+            where = "cuda:0" if ".a" in name else "cuda:1"
+            for key, p in list(part.named_parameters(recurse=False)):
+                fake = torch.nn.Parameter(mode.from_tensor(p.detach()).to(where), requires_grad=p.requires_grad)
+                part._parameters[key] = fake
+        module.get_base_model().between = "cuda:1"
+        x = torch.empty(2, 6, device="cuda:0")
+        assert str(module(x).device) == "cuda:1"
+        devices.gather_trained(module, torch.device("cuda:0"))
+        trained = {str(p.device) for p in module.parameters() if p.requires_grad}
+        frozen = {str(p.device) for p in module.parameters() if not p.requires_grad}
+        assert (trained, frozen) == ({"cuda:0"}, {"cuda:0", "cuda:1"})
+        assert str(module(x).device) == "cuda:1"

@@ -52,7 +52,8 @@ def run(
 def resume(path: str | Path, *, progress: Progress | None = None, accept_loss: bool = False) -> dict[str, Any]:
     """Continue a run after its last committed round; return the result of a finished run.
 
-    On the local engine the final parameters equal, bit for bit, those of a run that was never stopped.
+    On the local engine the final parameters equal those of a run that was never stopped: on a CPU bit for bit, on a GPU
+    with ``run.deterministic``, else within rounding.
 
     Args:
         accept_loss: continue although secrets, clients' memories or all checkpoints are damaged or missing. The run

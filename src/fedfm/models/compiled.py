@@ -42,6 +42,7 @@ def compile_blocks(parts: Parts, mode: str, device: torch.device) -> str:
             f'model.compile = "{mode}": there is no compiler for {device.type} here ({reason}); the model runs as it is'
         )
     torch._dynamo.config.skip_nnmodule_hook_guards = False
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # as it traces
     for blocks in parts.encoders:
         for _, block in blocks:
             block.compile(mode=None if mode == "default" else mode)

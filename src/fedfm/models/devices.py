@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from fedfm.errors import InputError
 
@@ -109,3 +110,26 @@ def dealt(gpus: list[str], each: float) -> list[str]:
         return [gpu for gpu in gpus for _ in range(int(1 / each + 1e-9))]
     whole = int(each)
     return [",".join(gpus[i : i + whole]) for i in range(0, len(gpus) - whole + 1, whole)]
+
+
+def gather_trained(module: nn.Module, device: torch.device) -> None:
+    """Put what is trained onto one device, where an optimiser has it as one vector: what goes into these modules is
+    brought there, and what comes out of them back to where they were.
+    """
+    from accelerate.hooks import remove_hook_from_module
+
+    for part in list(module.modules()):
+        own = {n: p for n, p in part.named_parameters(recurse=False) if p.requires_grad}
+        home = next((p.device for p in own.values()), device)
+        if home == device:
+            continue
+        if hasattr(part, "_hf_hook"):  # a copied head has accelerate's, which brings what goes in to where it was
+            remove_hook_from_module(part)
+        for name, p in own.items():
+            setattr(part, name, nn.Parameter(p.detach().to(device)))
+        part.register_forward_pre_hook(lambda _, args: tuple(_moved(x, device) for x in args))
+        part.register_forward_hook(lambda _, args, y, home=home: _moved(y, home))
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    return x.to(device) if isinstance(x, torch.Tensor) else x

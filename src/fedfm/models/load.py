@@ -120,6 +120,12 @@ def load_model(
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
     head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
     precision.train_in_single(module)
+    if loaded.placed and spec.device == devices.MAP:
+        if adapt.dora or adapt.name not in ("head", *adaptation.LORA):
+            raise InputError(
+                'model.device = "auto-map" trains lora without dora, ffa_lora or head; expected one of these'
+            )
+        devices.gather_trained(module, device)
     kind_of = DualModel if isinstance(loaded.module, DualEncoder) else Model
     if spec.loss == "contrastive" and kind_of is Model:
         raise InputError(

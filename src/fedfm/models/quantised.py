@@ -217,7 +217,7 @@ def rebuilt(module: Any, dtype: torch.dtype) -> nn.Module:
     return again
 
 
-class Checkpoint(Mapping[str, Tensor]):
+class StoredWeights(Mapping[str, Tensor]):
     """The tensors in a checkpoint's safetensors files by name, each read when it is asked for.
 
     Args:
@@ -274,7 +274,7 @@ class Unquantised(Mapping[str, Tensor]):
         alike: whether the file's tensors have the module's shapes; those of a quantised folder do not.
     """
 
-    def __init__(self, skeleton: Any, checkpoint: Checkpoint, *, alike: bool = True) -> None:
+    def __init__(self, skeleton: Any, checkpoint: StoredWeights, *, alike: bool = True) -> None:
         self._state, self._checkpoint = skeleton.state_dict(), checkpoint
         prefix = f"{skeleton.base_model_prefix}."
         tied: dict[str, str] = dict(getattr(skeleton, "all_tied_weights_keys", {}))

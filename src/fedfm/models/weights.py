@@ -31,7 +31,7 @@ def hollow(
         del plain.quantization_config
     with init_empty_weights(include_buffers=False):
         module = auto.from_config(plain, dtype=DTYPES[spec.dtype])
-    checkpoint = quantised.Checkpoint(path)
+    checkpoint = quantised.StoredWeights(path)
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
     if not quantised.readable(weights, module, families.find(module, config.model_type).head, DTYPES[spec.dtype]):
         return None
@@ -59,7 +59,7 @@ def module_of(
         del plain.quantization_config
     with torch.device("meta"):
         skeleton = auto.from_config(plain, dtype=dtype)
-    checkpoint = quantised.Checkpoint(path)
+    checkpoint = quantised.StoredWeights(path)
     lazily = quantised.Unquantised(skeleton, checkpoint, alike=stored is None)
     weights: Mapping[str, Tensor] = checkpoint if stored is not None else lazily
     missing = lazily.missing

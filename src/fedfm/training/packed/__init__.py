@@ -121,6 +121,7 @@ def _net(model: Model, low: bool, *, fresh: bool = False) -> _Found | None:
         not hasattr(getattr(model, "module", None), "peft_config")
         or not getattr(model, "softmax", True)
         or getattr(model, "weights_overridden", 0) > 0
+        or getattr(model, "hollow", False)
     ):
         return None
     known = _known.setdefault(model, {})

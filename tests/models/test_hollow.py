@@ -1,0 +1,97 @@
+"""A server that judges nothing loads no frozen weights, and ends with the same bits."""
+
+import json
+
+import pytest
+from tiny_models import CLASSES, images, sentences
+
+import fedfm
+from fedfm.config.experiment import Experiment
+from fedfm.engines.local.engine import LocalLink, silos_of
+from fedfm.errors import RunError
+from fedfm.linalg.threads import torch_threads
+from fedfm.models import costs
+from fedfm.models.load import load_model
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.runtime.population import describe, populate
+from fedfm.runtime.progress import Progress
+from fedfm.runtime.run_directory import Run
+from fedfm.runtime.server import Server
+
+
+def pair(path, **adaptation):
+    spec = ModelSpec(str(path), adaptation=AdaptationSpec("lora", **adaptation))
+    return [load_model(spec, classes=CLASSES, kind="text", seed=3, hollow=hollow) for hollow in (False, True)]
+
+
+def held(model):
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.module.parameters()}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "roberta"])
+def test_trained_tensors_and_fingerprint_are_those_of_the_whole_model(folder, family):
+    whole, hollow = pair(folder(family), rank=2)
+    assert hollow.hollow
+    assert not whole.hollow
+    assert hollow.params().sha256() == whole.params().sha256()
+    assert hollow.fingerprint == whole.fingerprint
+    sent = sum(t.nbytes for t in hollow.params().values())
+    assert held(hollow) < 2 * sent + 1_000 < held(whole)
+    rows = whole.prepare(sentences(), range(4))
+    assert costs.per_sample(hollow, rows) == costs.per_sample(whole, rows)
+    with pytest.raises(RunError, match="has not loaded the model's weights"):
+        hollow.predict(rows)
+
+
+def test_files_with_other_names_are_loaded_whole(folder):
+    """Those of a ViT have other names than its modules."""
+    spec = ModelSpec(str(folder("vit")), adaptation=AdaptationSpec("lora"))
+    model = load_model(spec, classes=CLASSES, kind="image", hollow=True)
+    assert not model.hollow
+    model.predict(model.prepare(images(), range(2)))
+
+
+def test_what_needs_the_weights_gets_them(folder):
+    _, dora = pair(folder("llama"), rank=2, dora=True)  # its norms are those of the weights
+    assert not dora.hollow
+    spec = ModelSpec(str(folder("llama")), adaptation=AdaptationSpec("full"))
+    assert not load_model(spec, classes=CLASSES, kind="text", hollow=True).hollow
+
+
+def experiment(folder, tmp_path, method="fedavg", fraction=0.0):
+    rows = [{"text": t, "label": "ab"[i % 2], "split": "train"} for i, t in enumerate(sentences(24).inputs)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return {
+        "data": {
+            "path": str(tmp_path / "rows.jsonl"),
+            "partition": {"name": "iid", "clients": 2},
+            "test_fraction": fraction,
+        },
+        "model": {"name": str(folder("llama")), "adaptation": {"name": "lora", "rank": 2}},
+        "method": {"name": method, "rounds": 2},
+        "run": {"workers": 1},
+    }
+
+
+def test_a_run_whose_server_is_hollow_ends_with_the_same_bits(folder, tmp_path):
+    tables = experiment(folder, tmp_path)
+    whole = fedfm.run(tables, tmp_path / "whole")
+    run = Run.create(Experiment.from_dict(tables), tmp_path / "run")
+    server, clients = populate(run.experiment, server=True), populate(run.experiment)
+    assert server.model.hollow
+    assert not clients.model.hollow
+    describe(run, server, Progress())
+    with torch_threads(1):
+        link = LocalLink(silos_of(run, clients))
+        result = Server(run, link, server.model, judge=None, progress=Progress()).go()
+    assert result["params_sha256"] == whole["params_sha256"]
+    told = [Run.open(tmp_path / name).manifest for name in ("run", "whole")]
+    assert told[0]["ledger"]["operations"] == told[1]["ledger"]["operations"]
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("method", "fraction"), [("fedavg", 0.25), ("feddpa", 0.0)])
+def test_other_servers_load_the_weights(folder, tmp_path, method, fraction):
+    found = populate(Experiment.from_dict(experiment(folder, tmp_path, method, fraction)), server=True)
+    assert not found.model.hollow
