@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedfm.core.rows import Rows
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
-from fedfm.models.memory import in_halves, warned
+from fedfm.models.memory import by_tokens, in_halves, warned
 from fedfm.models.next_token import rows_at_once, scored
 from fedfm.models.precision import rounded
 
@@ -165,12 +165,13 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     asked = prompts(rows.pairs or (), model.tools.tokenizer, room, model.tools.template)
     share = rows.tensors.get(LOCAL_SHARE)
     order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
-    out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
     ends = _ends(model)
-    with torch.no_grad(), model.evaluating(), rounded(model.spec.dtype, model.device):
-        for at in range(0, len(order), batch_size):
-            some = order[at : at + batch_size]
+
+    def by(size: int) -> list[Answer]:
+        out = [Answer((), "", False)] * len(asked)
+        for at in range(0, len(order), size):
+            some = order[at : at + size]
             longest = len(asked[some[-1]])
             batch = torch.full((len(some), longest), rows.pad)  # (b, L)
             mask = torch.zeros_like(batch)  # (b, L)
@@ -191,7 +192,11 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
                 tokens = _until(ids, ends)
                 text = model.tools.tokenizer.decode(tokens, skip_special_tokens=True)
                 out[i] = Answer(tuple(tokens), text, cut=ends.isdisjoint(tokens))
-    return out
+        return out
+
+    longest = max(map(len, asked), default=0) + limit
+    with torch.no_grad(), model.evaluating(), rounded(model.spec.dtype, model.device):
+        return in_halves(by_tokens(longest, batch_size), by, warned)[0]
 
 
 def _ends(model: Model) -> set[int]:

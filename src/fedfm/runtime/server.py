@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,13 @@ from fedfm.core.checks import nonfinite
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Link
 from fedfm.core.method import Method
+from fedfm.core.transport import CodedLink, linked
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE, PASSES
 from fedfm.core.wire import payload
 from fedfm.errors import RunError
+from fedfm.linalg import pages
 from fedfm.linalg.out_of_core import limit
+from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.runtime import early_stopping
 from fedfm.runtime.client_memory import Store, of_server, secret
@@ -26,6 +30,17 @@ from fedfm.runtime.run_directory import Run
 
 if TYPE_CHECKING:
     from fedfm.runtime.progress import Progress
+
+
+def _has_large(state: Any) -> bool:
+    """Whether a vector in the state is as large as a whole model."""
+    if isinstance(state, Params):
+        return state.nbytes >= pages.LARGE
+    if isinstance(state, Mapping):
+        return any(map(_has_large, state.values()))
+    return dataclasses.is_dataclass(state) and any(
+        _has_large(getattr(state, f.name)) for f in dataclasses.fields(state)
+    )
 
 
 class Server:
@@ -51,8 +66,9 @@ class Server:
         self.run, self._progress, self._aside = run, progress, aside
         self.method: Method[Any] = run.experiment.method
         self._start = time.perf_counter()
+        self._link = linked(link, run.experiment.run.transport, model)
         self.fed = Federation(
-            link,
+            self._link,
             model=model,
             aggregator=run.experiment.aggregation,
             seed=run.experiment.run.seed,
@@ -81,7 +97,8 @@ class Server:
             state, t, of = self._commit(0, state), 0, None
         else:
             run.into(fed, record)
-            state, t, of = record["state"], record["round"], record["extra"].get("model_of_round")
+            t, of = record["round"], record["extra"].get("model_of_round")
+            state = self._lean(record.pop("state"))
         again = run.repeated(t)
         last = fed.aggregator.mechanism.affordable(method.rounds + again) - again
         self._progress.started(run, last, t)
@@ -126,6 +143,12 @@ class Server:
         if t and isinstance(self.method, Charting):
             self.run.keep_arrays(t, self.method.arrays(state))
         self.run.commit(t, state, self.fed, self._seconds(), spared=early_stopping.best_round(self.run))
+        return self._lean(state)
+
+    def _lean(self, state: Any) -> Any:
+        """The committed state; a large one is mapped from the checkpoint, so that training has its memory."""
+        if _has_large(state):
+            return self.run.state(self.method.state_type, mapped=True)
         return self.run.state(self.method.state_type) if payload.size(state)[1] > limit() else state
 
     def _seconds(self) -> float:
@@ -151,6 +174,8 @@ class Server:
         figures = self.method.figures if isinstance(self.method, Measuring) else ()
         told = (PASSES, *figures, *self.fed.aggregator.mechanism.figures)
         line |= {name: self.fed.metrics[name] for name in told if name in self.fed.metrics}
+        if isinstance(self._link, CodedLink):
+            line["transport"] = self._link.errors()
         self.run.note_messages(self.fed)
         self.run.log(line)
         self._progress.round(line)

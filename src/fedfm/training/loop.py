@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
+from fedfm.linalg import pages
 from fedfm.linalg.params import Params
 from fedfm.models.memory import in_halves
 from fedfm.models.model import Model
@@ -30,12 +31,29 @@ class Flat:
             raise TypeError("the trainable parameters of one model must have one dtype")
         self.names = tuple(live)
         self.p = torch.cat([tensor.detach().reshape(-1) for tensor in live.values()])
-        self.g = torch.zeros_like(self.p)
-        at = 0
-        for tensor in live.values():
-            piece = slice(at, at + tensor.numel())
+        self.g, self._live = torch.empty(0), tuple(live.values())
+        for tensor, piece in self._pieces():
             tensor.data = self.p[piece].view(tensor.shape)
-            tensor.grad = self.g[piece].view(tensor.shape)
+
+    def wake(self) -> None:
+        """Have gradients, all 0."""
+        if len(self.g) != len(self.p):
+            self.g = torch.zeros_like(self.p)
+            for tensor, piece in self._pieces():
+                tensor.grad = self.g[piece].view(tensor.shape)
+
+    def rest(self) -> None:
+        """Free the gradients of a large model until it trains again."""
+        if self.g.nbytes >= pages.LARGE:
+            self.g = torch.empty(0)
+            for tensor in self._live:
+                tensor.grad = None
+
+    def _pieces(self) -> Iterator[tuple[Tensor, slice]]:
+        """Each trained tensor and its place."""
+        at = 0
+        for tensor in self._live:
+            yield tensor, slice(at, at + tensor.numel())
             at += tensor.numel()
 
     def flat(self, w: Params) -> Tensor:
@@ -54,11 +72,12 @@ _flats: WeakKeyDictionary[Any, Flat] = WeakKeyDictionary()
 
 
 def flat_of(model: Model) -> Flat:
-    """The model's Flat, made at the first call."""
+    """The model's Flat with gradients, made at the first call."""
     live = model.live()
     flat = _flats.get(model)
     if flat is None or not flat.bound(live):
         flat = _flats[model] = Flat(live)
+    flat.wake()
     return flat
 
 
@@ -99,6 +118,8 @@ def _train(job: Job) -> Params:
             seen, total = seen + len(index), total + loss * len(index)
     model.eval_mode()
     job.client.metrics["loss"] = total / max(seen, 1)
+    del rule, start, correction, values, backward  # the result takes their memory
+    flat.rest()
     trained: Params = model.params()
     return trained if job.only is None else job.w.replace(trained.only(job.only))  # running statistics, too
 

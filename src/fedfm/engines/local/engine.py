@@ -6,6 +6,7 @@ worker processes that share the model and the data with this one. The results do
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import ROUNDS
 from fedfm.runtime.evaluation import judge
+from fedfm.runtime.patience import patience
 from fedfm.runtime.population import Partitioned, describe, populate, record_error
 from fedfm.runtime.server import Server
 
@@ -209,11 +211,16 @@ def start(
             on_error=partial(record_error, run.path),
             reveal=experiment.privacy is None,
             local_scores=spec.local_scores,
+            transport=spec.transport,
         )
+        workers = processes(spec.workers, population.model.device)
+        seconds = math.inf  # a client in this process cannot be stopped, and what it has trained is kept
+        if workers > 1 or not spec.extend_timeout:
+            seconds = patience(experiment.method, population, spec, progress.notice)
         link = LocalLink(
             silos,
-            workers=processes(spec.workers, population.model.device),
-            timeout=spec.timeout,
+            workers=workers,
+            timeout=seconds,
             wire=spec.wire,
             stop=stop,
             progress=progress.client,
