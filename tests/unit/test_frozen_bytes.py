@@ -47,10 +47,13 @@ def test_only_what_is_trained_crosses_and_is_kept(
         "run": {"workers": 1, "evaluate_every": 0},
     }
     found = fedfm.run(tables, tmp_path / "run")
-    spec = ModelSpec("nano-vit", adaptation=AdaptationSpec(**adaptation))
-    made = load_model(spec, classes=("ant", "bee", "cow", "dog"), kind="image")
-    everything = sum(p.numel() * 4 for p in made.module.parameters())
-    trained = made.layout.nbytes
+    classes = ("ant", "bee", "cow", "dog")
+    of = {name: load_model(ModelSpec("nano-vit", adaptation=a), classes=classes, kind="image") for name, a in (
+        ("all", AdaptationSpec("head")),
+        ("trained", AdaptationSpec(**adaptation)),
+    )}
+    everything = sum(p.numel() * 4 for p in of["all"].module.parameters())
+    trained = of["trained"].layout.nbytes
     assert trained + HEADS < everything / 2  # else the test shows nothing
     for way in ("up", "down"):
         assert 4 * trained <= found[f"bytes_{way}"] <= 4 * (trained + HEADS)  # two clients, two rounds

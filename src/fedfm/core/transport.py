@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
-
 from fedfm.core.checks import conform
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Link, Reply, Request
 from fedfm.errors import E_FORMAT, E_NONFINITE, E_VERSION, ClientFault
 from fedfm.linalg.params import Params
-from fedfm.linalg.quantised import EXACT, Coded, Error, can_code, code, decode
+from fedfm.linalg.quantised import CODES, EXACT, Coded, Error, can_code, code, decode
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -97,7 +95,7 @@ class Coding:
             found = decode(sent.values, sent.relative, self._start)
         except ValueError as error:
             raise ClientFault(E_FORMAT, str(error)) from None
-        told(Error(sent.largest, sent.squares, found.layout.sizes[torch.float32]))
+        told(Error(sent.largest, sent.squares, sum(sent.values.layout.sizes.get(kind, 0) for kind in CODES.values())))
         return found
 
 

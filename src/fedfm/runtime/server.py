@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE, PASSES
 from fedfm.core.wire import payload
 from fedfm.errors import RunError
 from fedfm.linalg import pages
+from fedfm.linalg.kernels import buffers
 from fedfm.linalg.out_of_core import limit
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
@@ -32,15 +33,14 @@ if TYPE_CHECKING:
     from fedfm.runtime.progress import Progress
 
 
-def _has_large(state: Any) -> bool:
-    """Whether a vector in the state is as large as a whole model."""
+def _vectors(state: Any) -> Iterator[Params]:
+    """The parameters in a state."""
     if isinstance(state, Params):
-        return state.nbytes >= pages.LARGE
-    if isinstance(state, Mapping):
-        return any(map(_has_large, state.values()))
-    return dataclasses.is_dataclass(state) and any(
-        _has_large(getattr(state, f.name)) for f in dataclasses.fields(state)
-    )
+        yield state
+    elif isinstance(state, Mapping):
+        yield from (w for part in state.values() for w in _vectors(part))
+    elif dataclasses.is_dataclass(state):
+        yield from (w for f in dataclasses.fields(state) for w in _vectors(getattr(state, f.name)))
 
 
 class Server:
@@ -147,9 +147,13 @@ class Server:
 
     def _lean(self, state: Any) -> Any:
         """The committed state; a large one is mapped from the checkpoint, so that training has its memory."""
-        if _has_large(state):
-            return self.run.state(self.method.state_type, mapped=True)
-        return self.run.state(self.method.state_type) if payload.size(state)[1] > limit() else state
+        if not any(w.nbytes >= pages.LARGE for w in _vectors(state)):
+            whole = payload.size(state)[1] > limit()
+            return self.run.state(self.method.state_type) if whole else state
+        for flat in (flat for w in _vectors(state) for flat in w.flats.values()):
+            pages.release(flat)  # of a vector that has been in a file already
+        buffers.give_back()
+        return self.run.state(self.method.state_type, mapped=True)
 
     def _seconds(self) -> float:
         return self.run.seconds + time.perf_counter() - self._start

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from fedfm.training.optimisers import SGD, AdamW, Adaptive, Local
 
-_PIECE = 1 << 20  # entries of one step of Adam, whose roots take memory of their own; whole vectors of the processor
+PIECE = 1 << 20  # entries of one step of Adam, whose roots take memory of their own; whole vectors of the processor
 
 
 class Rule:
@@ -32,14 +33,21 @@ class Rule:
     def step(self, p: Tensor, g: Tensor) -> None:
         """P <- p - eta * direction(g); ``g`` is overwritten."""
         self.t += 1
-        if self.adam is None or p.numel() <= _PIECE or not (p.is_contiguous() and g.is_contiguous()):
+        if self.adam is None or p.numel() <= PIECE or not (p.is_contiguous() and g.is_contiguous()):
             self._step(p, g, self.m, self.v)
             return
         assert self.m is not None
         assert self.v is not None
         flats = [x.view(-1) for x in (p, g, self.m, self.v)]
-        for at in range(0, p.numel(), _PIECE):
-            self._step(*(x[at : at + _PIECE] for x in flats))
+        for at in range(0, p.numel(), PIECE):
+            self._step(*(x[at : at + PIECE] for x in flats))
+
+    def step_by(self, p: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> None:
+        """One step on a vector (P,) by (place, gradient there) of :data:`PIECE` entries each, but the last."""
+        self.t += 1
+        for at, g in gradients:
+            m, v = (None if x is None else x[at] for x in (self.m, self.v))
+            self._step(p[at], g, m, v)
 
     def _step(self, p: Tensor, g: Tensor, m: Tensor | None, v: Tensor | None) -> None:
         eta, decay = self.eta, self.local.weight_decay
