@@ -48,10 +48,13 @@ def test_only_what_is_trained_crosses_and_is_kept(
     }
     found = fedfm.run(tables, tmp_path / "run")
     classes = ("ant", "bee", "cow", "dog")
-    of = {name: load_model(ModelSpec("nano-vit", adaptation=a), classes=classes, kind="image") for name, a in (
-        ("all", AdaptationSpec("head")),
-        ("trained", AdaptationSpec(**adaptation)),
-    )}
+    of = {
+        name: load_model(ModelSpec("nano-vit", adaptation=a), classes=classes, kind="image")
+        for name, a in (
+            ("all", AdaptationSpec("head")),
+            ("trained", AdaptationSpec(**adaptation)),
+        )
+    }
     everything = sum(p.numel() * 4 for p in of["all"].module.parameters())
     trained = of["trained"].layout.nbytes
     assert trained + HEADS < everything / 2  # else the test shows nothing

@@ -19,9 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("method", "last"),
     [("local", 6), ("fedamp", 9), ("ditto", 9), ("fedbip", 9), ("fedavg", 4)],  # 9: also the starts of the last pass
 )
-def test_once_a_round(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, last: int
-) -> None:
+def test_once_a_round(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, last: int) -> None:
     judged: list[int] = []
     evaluate = Model.evaluate
 

@@ -49,7 +49,8 @@ def patience(method: Any, population: Partitioned, spec: RunSpec, notice: Callab
 
 def _work(method: Any, population: Partitioned) -> tuple[Rows, int, int] | None:
     """(rows of the largest client, rows of a step, its steps in a round); None if they take seconds or are unknown."""
-    if population.client_model is None or not isinstance(method, TrainsLocally) or not method.rounds:
+    trains = isinstance(method, TrainsLocally)  # kept apart: mypy would know of no other member
+    if population.client_model is None or not trains or not method.rounds:
         return None
     if method.needs.pooled or population.federated.table.kind == "own":
         return None
