@@ -21,10 +21,12 @@ from typing import Any, Protocol
 from fedfm.aggregation.base import Aggregator
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
-from fedfm.core.messages import Reply, Request
+from fedfm.core.messages import Link, Reply, Request
+from fedfm.core.transport import linked
 from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import E_DUPLICATE, ClientFault, InputError, Lost, RunError
 from fedfm.linalg.params import Params, sha256_of
+from fedfm.linalg.quantised import EXACT
 from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
 from fedfm.runtime import kept_files
@@ -98,7 +100,7 @@ class Replay:
 class _Recorder:
     """A link that keeps a round's messages; it excludes the clients that the run excluded."""
 
-    def __init__(self, link: LocalLink, excluded: Mapping[tuple[int, ClientId], ClientFault]) -> None:
+    def __init__(self, link: Link, excluded: Mapping[tuple[int, ClientId], ClientFault]) -> None:
         self._link, self._excluded = link, excluded
         self.begin()
 
@@ -246,6 +248,7 @@ def play(run: Run, population: Partitioned) -> Iterator[Turn]:
             excluded=excluded,
             aggregator=experiment.aggregation,
             attack=population.attackers,
+            transport=experiment.run.transport,
         ):
             if drawn := _parties(private) - copied:
                 raise InputError(
@@ -266,16 +269,18 @@ def turns(
     excluded: Mapping[tuple[int, ClientId], ClientFault] | None = None,
     aggregator: Aggregator | None = None,
     attack: Any = None,
+    transport: str = EXACT,
 ) -> Iterator[Turn]:
     """A method's rounds on a population from round 0 on, in this process, with a recorder.
 
     Args:
         private: folder of secrets and memories.
         excluded: excluded clients, by (round, client).
+        transport: precision of the Params in messages, ``run.transport``.
     """
-    aggregator = aggregator or Aggregator()
-    silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, attack=attack)
-    recorder = _Recorder(LocalLink(silos), excluded or {})
+    aggregator, told = aggregator or Aggregator(), {"attack": attack, "transport": transport}
+    silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, **told)
+    recorder = _Recorder(linked(LocalLink(silos), transport, population.model), excluded or {})
     fed = Federation(
         recorder,
         model=population.model,

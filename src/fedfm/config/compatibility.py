@@ -21,7 +21,10 @@ from fedfm.core.client import Update
 from fedfm.core.method import nested
 from fedfm.data.spec import IN_MEMORY
 from fedfm.errors import InputError, listed
+from fedfm.linalg.params import Params
+from fedfm.linalg.quantised import EXACT
 from fedfm.training import TrainsLocally
+from fedfm.training.fit_head import HeadSpec
 from fedfm.training.personal import TwoModels
 
 
@@ -151,6 +154,26 @@ def check_as_asked(e: Any) -> None:
         raise InputError("run.patience: validation losses of single clients are covered by no [privacy]; drop one")
     if isinstance(e.aggregation, Secure):
         _check_secagg(e, method)
+    if run.transport != EXACT:
+        _check_transport(e, method)
+
+
+def _check_transport(e: Any, method: str) -> None:
+    """Refuse ``run.transport`` where rounding would break a promise, or where no trained values cross."""
+    where, halves = f'run.transport = "{e.run.transport}":', halves_of(e.method)
+    if isinstance(e.aggregation, Secure):
+        raise InputError(f"{where} secure aggregation codes updates itself, as whole numbers that add up; drop one")
+    if e.privacy is not None:
+        raise InputError(f"{where} [privacy] bounds the exact update of a client, and rounding may exceed it; drop one")
+    if (own := vars(e.method).get("transport", EXACT)) != EXACT:
+        raise InputError(f'{where} method.transport = "{own}" codes what {method} sends already; drop one')
+    if e.method.needs.model == "server":
+        raise InputError(f"{where} {method} sends ciphertexts, of which no bit may change; drop it")
+    if e.method.needs.pooled:
+        raise InputError(f"{where} {method} pools all rows in one place, and nothing crosses; drop it")
+    statistics = not locals_of(e.method) and not any(isinstance(v, HeadSpec) for v in vars(e.method).values())
+    if statistics or not any({Params, Update} & set(get_type_hints(half).values()) for half in halves):
+        raise InputError(f"{where} {method} sends no trained values but statistics or predictions; drop it")
 
 
 def _check_augmented(e: Any, method: str) -> None:

@@ -95,7 +95,10 @@ class Experiment:
             aggregation = build_named("aggregation", aggregation or {}, "aggregation", default="mean")[1]
         if privacy is not None and privacy.aggregator == "secagg":
             aggregation = compatibility.hidden(aggregation)
+        stated = isinstance(run, Mapping) and "timeout" in run
         run = _built(RunSpec, {} if run is None else run, "run")
+        if run.extend_timeout is None:
+            run = dataclasses.replace(run, extend_timeout=not stated and run.timeout == RunSpec.timeout)
         method_name = method_name or name_of("methods", method)
         if model.adaptation is not None or model.name != IN_MEMORY:
             default = "head" if model.name == "features" else method.needs.adaptation

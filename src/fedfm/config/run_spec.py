@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedfm.core.fields import setting
+from fedfm.linalg.quantised import CODES, EXACT
 
 ENGINES = ("local", "simulation", "deployment")
 
@@ -17,6 +18,9 @@ class RunSpec:
     seed: int = setting(0, "seed of all random streams except secrets", ge=0)
     min_clients: int = setting(1, "the run stops if fewer clients give a valid reply", ge=1)
     timeout: float = setting(600.0, "seconds that a client may take", gt=0)
+    extend_timeout: bool | None = setting(
+        None, "wait longer if the measured time of its steps says so [true, or false where timeout is given]"
+    )
     kernels: str = setting(
         "exact",
         "exact, or fast: packed cohorts, equal within a tolerance; fast_bf16 also multiplies in bfloat16, which is "
@@ -39,6 +43,12 @@ class RunSpec:
         False, "on a GPU: algorithms with the same bits every time, slower; an operation without one is an error"
     )
     wire: bool = setting(False, "local engine: serialise every message as a network would")
+    transport: str = setting(
+        EXACT,
+        "what trained values cross as, in both directions: float32, bfloat16 (half of the bytes), or int8 (a quarter, "
+        "with a step for each 256 values); the result states the error",
+        choices=(EXACT, *CODES),
+    )
     superlink: str | None = setting(None, "deployment: attach to this host:port")
     root_certificates: str | None = setting(None, "PEM file of the superlink's authority")
     evaluate_every: int = setting(1, "rounds between evaluations; 0: only at the end", ge=0)

@@ -14,7 +14,7 @@ from fedfm.core.client import ClientId, Update, action, each, no_secret
 from fedfm.core.messages import Excluded, Link, Reply, Request
 from fedfm.core.transcript import Crossing, Transcript
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_READONLY, E_ROUND, E_TIMEOUT, ClientFault, RunError
-from fedfm.linalg.out_of_core import Shelf
+from fedfm.linalg.out_of_core import Shelf, filed
 from fedfm.linalg.params import Layout, Params
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Federation:
         self.tell = tell
         self.process_memory: dict[str, Any] = {}
         self.model = model
-        self.initial: Params = model.params()
+        self.initial: Params = filed(model.params())
         self.aggregator = aggregator
         self.seed, self.min_clients = seed, min_clients
         self.round, self.call = 0, 0

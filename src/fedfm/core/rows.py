@@ -78,6 +78,13 @@ class Rows:
             return len(next(iter(self.deferred.values())))
         return next(iter(self.tensors.values())).shape[0] if self.tensors else 0
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row; 0 if the rows have none."""
+        if self.tokens is None:
+            return self.tensors["input_ids"].shape[1] if "input_ids" in self.tensors else 0
+        return int(self.tokens.length.max(initial=0))
+
     @functools.cached_property
     def labelled(self) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Features (n, d) and labels (n,) for compiled loops, and the smallest and largest label.

@@ -20,6 +20,7 @@ import numpy as np
 
 from fedfm.core.wire import payload
 from fedfm.errors import ClientFault, RunError
+from fedfm.linalg import pages
 from fedfm.linalg.out_of_core import limit, open_again, remember
 
 LONGEST = 8 << 20  # bytes of a log
@@ -158,14 +159,19 @@ def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
     """The value, checked against ``hint`` (Any: all numbers are finite; None: no check); None if the file is absent,
     truncated or altered.
 
-    With ``mapped``, or if it has more bytes than :func:`fedfm.linalg.out_of_core.limit`, its tensors are memory-mapped.
-    Writing to them does not change the file.
+    If it has more bytes than :func:`fedfm.linalg.out_of_core.limit`, its tensors are memory-mapped; with ``mapped``
+    always, and passes over them release their pages (:mod:`fedfm.linalg.pages`). Writing to them does not change the
+    file.
     """
     try:
         if (found := _checked(path)) is None:
             return None
         head, data = found
-        return payload.decode(head, data if mapped or data.nbytes > limit() else memoryview(data), hint, trusted=True)
+        if not mapped and data.nbytes <= limit():
+            return payload.decode(head, memoryview(data), hint, trusted=True)
+        if mapped:
+            pages.register(data.base)
+        return payload.decode(head, data, hint, trusted=True)
     except ClientFault:
         return None
 

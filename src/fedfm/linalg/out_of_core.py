@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fedfm.errors import InputError
+from fedfm.linalg import pages
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Layout, Params
 
@@ -81,7 +82,22 @@ def allocate(count: int, layout: Layout, most: int | None = None) -> list[Params
     return made
 
 
-def _in_file(nbytes: int) -> Tensor:
+def filed(x: Params) -> Params:
+    """The same vector, in an anonymous file if it is as large as a whole model and the disk has room."""
+    if x.nbytes < pages.LARGE or len(x.flats) > 1:
+        return x
+    ((dtype, flat),) = x.flats.items()
+    try:
+        memory = _in_file(x.nbytes, passed=True).view(dtype)
+    except OSError:
+        return x
+    memory.copy_(flat)
+    pages.release(memory)
+    return Params.from_flat(x.layout, {dtype: memory})
+
+
+def _in_file(nbytes: int, passed: bool = False) -> Tensor:
+    """Bytes (nbytes,) in an anonymous file; ``passed``: passes over them release their pages."""
     handle, name = tempfile.mkstemp()
     with os.fdopen(handle, "r+b") as file:
         try:
@@ -98,6 +114,8 @@ def _in_file(nbytes: int) -> Tensor:
             opened.close()
             raise
     remember(memory, opened)
+    if passed:
+        pages.register(memory)
     return torch.from_numpy(memory)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm.linalg import pages
 from fedfm.linalg.kernels import buffers
 
 _BLOCK = 1 << 16  # entries in one float64 sum: it fits the cache, and norms of 10^8 entries are exact to 1e-15
@@ -182,10 +183,10 @@ class Params(Mapping[str, Tensor]):
                 raise ValueError(f"{name}: {own[0]} {own[1]} against {expected[0]} {expected[1]}")
 
     def __add__(self, other: Params) -> Params:
-        return self.map(lambda a, b: torch.add(a, b, out=buffers.like(a)), other)
+        return self.map(lambda a, b: pages.combined(torch.add, a, b), other)
 
     def __sub__(self, other: Params) -> Params:
-        return self.map(lambda a, b: torch.sub(a, b, out=buffers.like(a)), other)
+        return self.map(lambda a, b: pages.combined(torch.sub, a, b), other)
 
     def __mul__(self, scalar: float) -> Params:
         return self.map(lambda t: torch.mul(t, scalar, out=buffers.like(t)))

@@ -247,8 +247,14 @@ def _peft_name(model: Model, name: str) -> str:
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
-    # Cloned: the format does not allow tensors that share memory, as tied ones do.
-    save_file({k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}, path, {"format": "pt"})
+    found, places = dict[str, Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.data_ptr() in places:  # the format does not allow tensors that share memory, as tied ones do
+            tensor = tensor.clone()
+        places.add(tensor.data_ptr())
+        found[name] = tensor
+    save_file(found, path, {"format": "pt"})
 
 
 def _about(model: Model, folder: Path, head_takes: str | None = None) -> None:

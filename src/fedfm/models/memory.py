@@ -1,4 +1,4 @@
-"""Out of memory: the same work in smaller parts."""
+"""Work on many rows in parts that fit the memory: by a budget of tokens, and after an error in halves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,27 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+TOKENS = 1 << 15  # of a batch without gradients: 64 rows of 512
 
 
 def warned(text: str) -> None:
     """Say it as a warning."""
     warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def by_tokens(longest: int, most: int, each: int = 1, budget: int = TOKENS) -> int:
+    """Rows of a batch, a power of two from 1 to ``most``, or ``most`` itself.
+
+    Args:
+        longest: tokens of a row.
+        each: units of the budget that a token takes.
+
+    Example:
+        >>> by_tokens(128, 64), by_tokens(2048, 64), by_tokens(100_000, 64)
+        (64, 16, 1)
+    """
+    fit = max(budget // max(longest * each, 1), 1)
+    return min(most, 1 << (fit.bit_length() - 1))
 
 
 def in_halves(most: int, work: Callable[[int], T], say: Callable[[str], None]) -> tuple[T, int]:

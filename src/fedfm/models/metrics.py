@@ -16,7 +16,7 @@ from torch import Tensor
 from fedfm.core.rows import Rows
 from fedfm.models import truncation
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
-from fedfm.models.memory import in_halves, warned
+from fedfm.models.memory import TOKENS, in_halves, warned
 from fedfm.models.next_token import rows_at_once, scored
 from fedfm.models.precision import rounded
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 Scores = dict[str, Any]
-TOKENS = 1 << 15  # of prompts and answers in a batch, whose keys and values are kept
 BASE_AND_NEW = ("base_accuracy", "new_accuracy", "harmonic_mean")
 
 
@@ -161,7 +160,8 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     """Greedy answers to instruction rows, independent of the right answers.
 
     A batch has prompts of similar length with masked padding on the left, and at most ``batch_size`` rows or
-    :data:`TOKENS` tokens. A row's answer is the same alone, except for a tie of two tokens that the last bit decides.
+    :data:`~fedfm.models.memory.TOKENS` tokens. A row's answer is the same alone, except for a tie of two tokens that
+    the last bit decides.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
     room = min(window, places - limit) if places else window

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import RunError
+from fedfm.linalg import pages
 from fedfm.linalg.params import Layout, Params, layout_of
 from fedfm.models import checkpointing, inputs, metrics
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
-from fedfm.models.memory import in_halves, warned
+from fedfm.models.memory import by_tokens, in_halves, warned
 from fedfm.models.next_token import scored
 from fedfm.models.pictures import Preprocess
 from fedfm.models.polynomial_modules import Replaced
@@ -157,6 +158,8 @@ class Model:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(w[name])
+        for flat in w.flats.values():
+            pages.release(flat)
 
     def live(self) -> dict[str, Tensor]:
         """The trainable parameters themselves, not copies."""
@@ -296,7 +299,8 @@ class Model:
             with self.evaluating():
                 return [self.logits(batch).float().cpu() for batch in rows.batches(size)]
 
-        done, _ = in_halves(min(batch_size, max(len(rows), 1)), by, warned)
+        size = by_tokens(rows.longest, min(batch_size, max(len(rows), 1)))
+        done, _ = in_halves(size, by, warned)
         return torch.cat(done)[back] if done else torch.zeros(0, len(self.classes))
 
     def evaluate(self, rows: Rows, logits: Tensor | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.models.inputs import IGNORE, next_tokens
+from fedfm.models.memory import by_tokens
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -41,13 +42,6 @@ def scored(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def rows_at_once(model: Model, rows: Rows, most: int) -> int:
-    """Rows of a batch whose logits stay below :data:`MOST`, a power of two from 1 to ``most``."""
-    head, longest = model.last_layer, 0
-    if rows.tokens is not None:
-        longest = int(rows.tokens.length.max(initial=0))
-    elif "input_ids" in rows.tensors:
-        longest = rows.tensors["input_ids"].shape[1]
-    if head is None or not longest:
-        return most
-    fit = max(MOST // (longest * head.out_features), 1)
-    return min(most, 1 << (fit.bit_length() - 1))
+    """Rows of a batch within the budget of tokens, whose logits stay below :data:`MOST`."""
+    head, most = model.last_layer, by_tokens(rows.longest, most)
+    return most if head is None else by_tokens(rows.longest, most, head.out_features, MOST)

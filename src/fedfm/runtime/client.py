@@ -6,6 +6,7 @@ calls it, and encodes the result.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,9 +21,12 @@ from fedfm.core.checks import conform
 from fedfm.core.client import SCALE, TOLD, Client, ClientData, ClientId, Update, action
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
+from fedfm.core.transport import Coding
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE
+from fedfm.core.wire import limits
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_LOST, E_READONLY, E_REFUSED, ClientFault, Lost, first_line
 from fedfm.linalg.params import Params
+from fedfm.linalg.quantised import EXACT
 from fedfm.privacy.policy import EXPOSES, WORDS
 from fedfm.runtime.client_memory import DiskMemory, Store, first, secret
 from fedfm.runtime.evaluation import Evaluation
@@ -57,6 +61,7 @@ class Silos:
         local_scores: an update for a mean also carries the accuracy of the client's model on the client's own test
             rows before aggregation.
         reveal: the server receives an exception's text, which may hold paths and values, and not only its type.
+        transport: precision of the Params in messages, ``run.transport``.
         own: what a silo's file says of each :class:`~fedfm.core.client.Client`: ``smallest_cohort``, ``identity``,
             ``roster``, ``note``.
     """
@@ -74,8 +79,12 @@ class Silos:
         on_error: Callable[[ClientId, str], None] = lambda client, text: None,
         reveal: bool = True,
         local_scores: bool = False,
+        transport: str = EXACT,
         own: Mapping[str, Any] | None = None,
     ) -> None:
+        # Made before any message changes the model's parameters.
+        self._coding = None if transport == EXACT else Coding(transport, population.client_model)
+        self._rebuilt: tuple[Any, Any] = (None, None)  # the last payload, as it came and rebuilt
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
         self.method, self._reveal, self._local_scores = method, reveal, local_scores
@@ -94,6 +103,11 @@ class Silos:
         """Smallest efficient number of clients for one call of :meth:`answer`."""
         return scheduler.least(self.population.client_model)
 
+    @functools.cached_property
+    def room(self) -> int:
+        """Most bytes of a message to or from these clients."""
+        return limits.room(getattr(self.population.client_model, "layout", None))
+
     def prepare(self, requests: Sequence[Request]) -> None:
         """Load shared resources before processes are forked."""
         if any(request.handler.startswith(("train.", "aggregate.")) for request in requests[:1]):
@@ -101,6 +115,8 @@ class Silos:
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
         """Run the requests together; each result is the reply's value, or a ClientFault."""
+        if self._coding is not None:
+            requests = [request._replace(payload=self._payload(request.payload)) for request in requests]
         calls = [partial(self._answer, request) for request in requests]
         together = len(calls) > 1 and scheduler.batched(self.population.client_model)
         results = scheduler.run_chunk(calls, together=together)
@@ -109,14 +125,24 @@ class Silos:
             for request, r in zip(requests, results, strict=True)
         ]
 
+    def _payload(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A payload without coded Params: of one that several clients share, one object."""
+        if self._coding is None:
+            return payload
+        if self._rebuilt[0] is not payload:
+            self._rebuilt = payload, self._coding.rebuilt(payload)
+        return self._rebuilt[1]  # type: ignore[no-any-return]
+
     def conform(self, handler: str, payload: Any) -> Any:
-        """Check a decoded payload against the handler's annotations.
+        """Check a received payload against the handler's annotations.
 
         Raises:
             ClientFault: the handler does not take this payload.
         """
         if not isinstance(payload, Mapping) or handler not in self._hints:
             return payload  # answer() reports the error
+        if self._coding is not None:
+            payload = self._coding.rebuilt(payload)
         hints = self._hints[handler]
         if handler.startswith("train."):
             hints = hints | {TOLD: self.aggregator.transport.told_type, SCALE: self.aggregator.mechanism.told_type}
@@ -151,6 +177,8 @@ class Silos:
             if self._local_scores and isinstance(reply, Update):
                 reply = replace(reply, metrics=reply.metrics | self._before_aggregation(client))
             reply = self.aggregator.protect(client, reply)
+        if self._coding is not None:
+            reply = self._coding.coded(reply)
         client.memory.commit()  # type: ignore[attr-defined]
         return reply
 

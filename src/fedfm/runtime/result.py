@@ -12,8 +12,10 @@ from fedfm.core.capabilities import Detailed, Noticing, Private
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.method import Method
+from fedfm.core.transport import over_rounds
 from fedfm.core.update_metrics import BEFORE, LOSS_BEFORE, PASSES
 from fedfm.linalg.params import Params, sha256_of
+from fedfm.linalg.quantised import BLOCK
 from fedfm.models.metrics import BASE_AND_NEW
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
@@ -86,6 +88,11 @@ def finish(
         notice(text)
     result["details"] |= run.join_arrays(fed.clients)
     lines = run.metrics()
+    if coded := [line["transport"] for line in lines if "transport" in line]:
+        how = {"precision": run.experiment.run.transport} | (
+            {"block": BLOCK} if run.experiment.run.transport == "int8" else {}
+        )
+        result["details"]["transport"] = how | over_rounds(coded)
     if run.experiment.run.local_scores:
         for key in (BEFORE, LOSS_BEFORE):
             result["details"][key] = next((m[key] for m in reversed(lines) if m.get(key) is not None), None)

@@ -206,11 +206,11 @@ class Run:
         text = "".join(crossing.line() + "\n" for crossing in fed.transcript.drain())
         return logs.append(self.path / logs.MESSAGES, text)
 
-    def newest(self) -> tuple[dict[str, Any] | None, list[Path]]:
+    def newest(self, *, mapped: bool = False) -> tuple[dict[str, Any] | None, list[Path]]:
         """The newest undamaged checkpoint, its state unchecked, and the damaged files of later ones. Reads only."""
         damaged: list[Path] = []
         for path in reversed(self._checkpoints()):
-            record = storage.load(path)
+            record = storage.load(path, mapped=mapped)
             if record is not None:
                 return dict(record), damaged
             damaged.append(path)
@@ -248,13 +248,16 @@ class Run:
         if notice not in self.manifest["notices"]:
             self.manifest["notices"].append(notice)
 
-    def state(self, state_type: Any) -> Any:
+    def state(self, state_type: Any, *, mapped: bool = False) -> Any:
         """The server's state after the last committed round; for a finished run, after its end. Reads only.
+
+        Args:
+            mapped: as of :func:`fedfm.core.storage.load`.
 
         Raises:
             InputError: its checkpoint is damaged or missing.
         """
-        record, damaged = self.newest()
+        record, damaged = self.newest(mapped=mapped)
         result = self.manifest["result"]
         if record is None or (result is not None and record["round"] != result["rounds"]):
             path = next(iter(damaged), self._folder if result is None else self.checkpoint(result["rounds"]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,14 @@ from fedfm.core.checks import nonfinite
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Link
 from fedfm.core.method import Method
+from fedfm.core.transport import CodedLink, linked
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE, PASSES
 from fedfm.core.wire import payload
 from fedfm.errors import RunError
+from fedfm.linalg import pages
+from fedfm.linalg.kernels import buffers
 from fedfm.linalg.out_of_core import limit
+from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.runtime import early_stopping
 from fedfm.runtime.client_memory import Store, of_server, secret
@@ -26,6 +31,16 @@ from fedfm.runtime.run_directory import Run
 
 if TYPE_CHECKING:
     from fedfm.runtime.progress import Progress
+
+
+def _vectors(state: Any) -> Iterator[Params]:
+    """The parameters in a state."""
+    if isinstance(state, Params):
+        yield state
+    elif isinstance(state, Mapping):
+        yield from (w for part in state.values() for w in _vectors(part))
+    elif dataclasses.is_dataclass(state):
+        yield from (w for f in dataclasses.fields(state) for w in _vectors(getattr(state, f.name)))
 
 
 class Server:
@@ -51,8 +66,9 @@ class Server:
         self.run, self._progress, self._aside = run, progress, aside
         self.method: Method[Any] = run.experiment.method
         self._start = time.perf_counter()
+        self._link = linked(link, run.experiment.run.transport, model)
         self.fed = Federation(
-            link,
+            self._link,
             model=model,
             aggregator=run.experiment.aggregation,
             seed=run.experiment.run.seed,
@@ -81,7 +97,8 @@ class Server:
             state, t, of = self._commit(0, state), 0, None
         else:
             run.into(fed, record)
-            state, t, of = record["state"], record["round"], record["extra"].get("model_of_round")
+            t, of = record["round"], record["extra"].get("model_of_round")
+            state = self._lean(record.pop("state"))
         again = run.repeated(t)
         last = fed.aggregator.mechanism.affordable(method.rounds + again) - again
         self._progress.started(run, last, t)
@@ -126,7 +143,17 @@ class Server:
         if t and isinstance(self.method, Charting):
             self.run.keep_arrays(t, self.method.arrays(state))
         self.run.commit(t, state, self.fed, self._seconds(), spared=early_stopping.best_round(self.run))
-        return self.run.state(self.method.state_type) if payload.size(state)[1] > limit() else state
+        return self._lean(state)
+
+    def _lean(self, state: Any) -> Any:
+        """The committed state; a large one is mapped from the checkpoint, so that training has its memory."""
+        if not any(w.nbytes >= pages.LARGE for w in _vectors(state)):
+            whole = payload.size(state)[1] > limit()
+            return self.run.state(self.method.state_type) if whole else state
+        for flat in (flat for w in _vectors(state) for flat in w.flats.values()):
+            pages.release(flat)  # of a vector that has been in a file already
+        buffers.give_back()
+        return self.run.state(self.method.state_type, mapped=True)
 
     def _seconds(self) -> float:
         return self.run.seconds + time.perf_counter() - self._start
@@ -151,6 +178,8 @@ class Server:
         figures = self.method.figures if isinstance(self.method, Measuring) else ()
         told = (PASSES, *figures, *self.fed.aggregator.mechanism.figures)
         line |= {name: self.fed.metrics[name] for name in told if name in self.fed.metrics}
+        if isinstance(self._link, CodedLink):
+            line["transport"] = self._link.errors()
         self.run.note_messages(self.fed)
         self.run.log(line)
         self._progress.round(line)

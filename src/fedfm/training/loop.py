@@ -14,12 +14,14 @@ from torch import Tensor
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
+from fedfm.linalg import pages
+from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
 from fedfm.models.memory import in_halves
 from fedfm.models.model import Model
 from fedfm.training.job import Job
 from fedfm.training.optimisers import ABSENT, Local
-from fedfm.training.update_rules import Rule
+from fedfm.training.update_rules import PIECE, Rule
 
 
 class Flat:
@@ -30,12 +32,66 @@ class Flat:
             raise TypeError("the trainable parameters of one model must have one dtype")
         self.names = tuple(live)
         self.p = torch.cat([tensor.detach().reshape(-1) for tensor in live.values()])
-        self.g = torch.zeros_like(self.p)
-        at = 0
-        for tensor in live.values():
-            piece = slice(at, at + tensor.numel())
+        self.g, self._live = torch.empty(0), tuple(live.values())
+        for tensor, piece in self._pieces():
             tensor.data = self.p[piece].view(tensor.shape)
-            tensor.grad = self.g[piece].view(tensor.shape)
+        self.wake()
+
+    @property
+    def lean(self) -> bool:
+        """Whether the gradients of so large a model have no memory of their own between two steps."""
+        return self.p.nbytes >= pages.LARGE
+
+    def wake(self) -> None:
+        """Have gradients, all 0."""
+        if len(self.g) != len(self.p):
+            self.g = torch.zeros_like(self.p)
+            for tensor, piece in self._pieces():
+                tensor.grad = self.g[piece].view(tensor.shape)
+
+    def clear(self) -> None:
+        """Set the gradients to 0; those of a large model take no memory until a backward pass makes them."""
+        if not self.lean:
+            self.wake()
+            self.g.zero_()
+            return
+        self.g = torch.empty(0)
+        for tensor in self._live:
+            tensor.grad = None
+
+    def collect(self) -> None:
+        """Have the gradients of the last backward passes in ``g``; those of single tensors are freed one by one."""
+        if len(self.g) != len(self.p):
+            self.g = torch.zeros_like(self.p)
+            for tensor, piece in self._pieces():
+                if tensor.grad is not None:
+                    self.g[piece].add_(tensor.grad.reshape(-1))
+                    tensor.grad = None
+
+    def staged(self, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Places and gradients of ``size`` entries each, the same memory again and again; what is passed is freed."""
+        stage, at, filled = torch.empty(size, dtype=self.p.dtype, device=self.p.device), 0, 0
+        for tensor, piece in self._pieces():
+            gradient = None if tensor.grad is None else tensor.grad.reshape(-1)
+            done, count = 0, piece.stop - piece.start
+            while done < count:
+                take = min(size - filled, count - done)
+                part = stage[filled : filled + take].zero_()
+                if gradient is not None:
+                    part.add_(gradient[done : done + take])  # to zeros, as in a vector of all gradients
+                done, filled = done + take, filled + take
+                if filled == size:
+                    yield slice(at, at + size), stage
+                    at, filled = at + size, 0
+            tensor.grad = gradient = None
+        if filled:
+            yield slice(at, at + filled), stage[:filled]
+
+    def _pieces(self) -> Iterator[tuple[Tensor, slice]]:
+        """Each trained tensor and its place."""
+        at = 0
+        for tensor in self._live:
+            yield tensor, slice(at, at + tensor.numel())
             at += tensor.numel()
 
     def flat(self, w: Params) -> Tensor:
@@ -54,11 +110,12 @@ _flats: WeakKeyDictionary[Any, Flat] = WeakKeyDictionary()
 
 
 def flat_of(model: Model) -> Flat:
-    """The model's Flat, made at the first call."""
+    """The model's Flat with gradients, made at the first call."""
     live = model.live()
     flat = _flats.get(model)
     if flat is None or not flat.bound(live):
         flat = _flats[model] = Flat(live)
+    flat.wake()
     return flat
 
 
@@ -69,6 +126,9 @@ def train(jobs: Sequence[Job]) -> list[Params]:
 
 def _train(job: Job) -> Params:
     model = job.client.model
+    large = job.w.nbytes >= pages.LARGE
+    if large:
+        buffers.give_back()
     model.load(job.w)
     flat = flat_of(model)
     rule = Rule(job.local, flat.p)
@@ -78,27 +138,38 @@ def _train(job: Job) -> Params:
     frozen = {} if job.only is None else {n: p for n, p in live.items() if n not in job.only}
     values = [p.detach().clone() for p in frozen.values()]
     seen, total = 0, 0.0
-    backward, rates = _Backward(job, flat.g), _rates(job)
+    flat.clear()
+    # Nothing but the rule sees the gradients, which then take no memory beside those of single tensors.
+    alone = flat.lean and start is None and correction is None and not frozen and job.local.max_grad_norm is None
+    backward, rates = _Backward(job, flat), _rates(job)
     model.train_mode()
     # LoRA's dropout draws from torch's global generator: give it this client's own stream.
     with torch.random.fork_rng(devices=[]), _without_gradients(frozen.values()):
         torch.manual_seed(job.client.seed)
         for rows, index in job.batches():
             loss = backward(rows, index)
+            rule.eta = next(rates)
+            if alone:
+                rule.step_by(flat.p, flat.staged(PIECE))
+                seen, total = seen + len(index), total + loss * len(index)
+                continue
+            flat.collect()
             if job.local.max_grad_norm is not None:
                 flat.g.mul_((job.local.max_grad_norm / flat.g.norm()).clamp(max=1))
             if start is not None:
                 flat.g.add_(flat.p - start, alpha=job.mu)
             if correction is not None:
                 flat.g.add_(correction)
-            rule.eta = next(rates)
             rule.step(flat.p, flat.g)
             for p, value in zip(frozen.values(), values, strict=True):  # weight decay and corrections moved them
                 p.data.copy_(value)
-            flat.g.zero_()
+            flat.clear()
             seen, total = seen + len(index), total + loss * len(index)
     model.eval_mode()
     job.client.metrics["loss"] = total / max(seen, 1)
+    del rule, start, correction, values, backward  # the result takes their memory
+    if large:
+        buffers.give_back()
     trained: Params = model.params()
     return trained if job.only is None else job.w.replace(trained.only(job.only))  # running statistics, too
 
@@ -113,9 +184,9 @@ def _rates(job: Job) -> Iterator[float]:
 class _Backward:
     """Adds the gradient of a batch's mean loss to the parameters', in parts if the optimiser or the memory says so."""
 
-    def __init__(self, job: Job, gradient: Tensor) -> None:
+    def __init__(self, job: Job, flat: Flat) -> None:
         self.model, self.loss, self.note = job.client.model, _loss(job), job.client.note
-        self.gradient, self.most = gradient, job.local.micro_batch
+        self.flat, self.most = flat, job.local.micro_batch
 
     def __call__(self, rows: Rows, index: np.ndarray) -> float:
         """The mean loss over these rows."""
@@ -124,7 +195,7 @@ class _Backward:
             return self._add(rows, index, size)
 
         def afresh(size: int) -> float:
-            self.gradient.zero_()
+            self.flat.clear()
             return self._add(rows, index, size)
 
         loss, fit = in_halves(size, afresh, self.note)

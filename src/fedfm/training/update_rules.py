@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from fedfm.training.optimisers import SGD, AdamW, Adaptive, Local
+
+PIECE = 1 << 20  # entries of one step of Adam, whose roots take memory of their own; whole vectors of the processor
 
 
 class Rule:
@@ -29,23 +32,40 @@ class Rule:
 
     def step(self, p: Tensor, g: Tensor) -> None:
         """P <- p - eta * direction(g); ``g`` is overwritten."""
-        eta, decay = self.eta, self.local.weight_decay
         self.t += 1
+        if self.adam is None or p.numel() <= PIECE or not (p.is_contiguous() and g.is_contiguous()):
+            self._step(p, g, self.m, self.v)
+            return
+        assert self.m is not None
+        assert self.v is not None
+        flats = [x.view(-1) for x in (p, g, self.m, self.v)]
+        for at in range(0, p.numel(), PIECE):
+            self._step(*(x[at : at + PIECE] for x in flats))
+
+    def step_by(self, p: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> None:
+        """One step on a vector (P,) by (place, gradient there) of :data:`PIECE` entries each, but the last."""
+        self.t += 1
+        for at, g in gradients:
+            m, v = (None if x is None else x[at] for x in (self.m, self.v))
+            self._step(p[at], g, m, v)
+
+    def _step(self, p: Tensor, g: Tensor, m: Tensor | None, v: Tensor | None) -> None:
+        eta, decay = self.eta, self.local.weight_decay
         if decay and isinstance(self.local, AdamW):
             p.mul_(1 - eta * decay)
         elif decay:
             g.add_(p, alpha=decay)
         if self.adam is None:
-            if self.m is not None:
+            if m is not None:
                 # PyTorch's momentum starts at the first gradient; the same recursion from m = 0 gives it.
-                g = self.m.mul_(self.momentum).add_(g)
+                g = m.mul_(self.momentum).add_(g)
             p.add_(g, alpha=-eta)
             return
-        assert self.m is not None
-        assert self.v is not None
+        assert m is not None
+        assert v is not None
         beta_1, beta_2 = self.adam.betas
-        self.m.lerp_(g, 1 - beta_1)
-        self.v.mul_(beta_2).addcmul_(g, g, value=1 - beta_2)
+        m.lerp_(g, 1 - beta_1)
+        v.mul_(beta_2).addcmul_(g, g, value=1 - beta_2)
         scale = math.sqrt(1 - beta_2**self.t)
-        denominator = (self.v.sqrt() / scale).add_(self.adam.epsilon)
-        p.addcdiv_(self.m, denominator, value=-eta / (1 - beta_1**self.t))
+        denominator = (v.sqrt() / scale).add_(self.adam.epsilon)
+        p.addcdiv_(m, denominator, value=-eta / (1 - beta_1**self.t))

@@ -18,14 +18,14 @@ def to_record(value: Any) -> Any:
     return flower_records.pack(head, b"".join(pieces))
 
 
-def from_record(record: Any, hint: Any = Any) -> Any:
-    """The value of a RecordDict made by :func:`to_record`.
+def from_record(record: Any, hint: Any = Any, most: int | None = None) -> Any:
+    """The value of a RecordDict made by :func:`to_record`, of at most ``most`` bytes of data.
 
     Raises:
         ClientFault: the record has another form, or the value does not fit ``hint``.
     """
     head, data = flower_records.unpack(record)
-    return payload.decode(head, data, hint)
+    return payload.decode(head, data, hint, most=most)
 
 
 def envelope(round: int, call: int, body: Any) -> Mapping[str, Any]:

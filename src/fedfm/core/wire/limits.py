@@ -8,8 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from fedfm.errors import E_FORMAT, E_SIZE, ClientFault
+from fedfm.linalg.params import Layout
 
-MAX_BYTES = 4 << 30  # of one payload's data
+MAX_BYTES = 4 << 30  # of one payload's data, beside the vectors that the receiver's model lets it expect
+VECTORS = 16  # of the model's parameters in one message; methods send up to three
 MAX_HEAD = 2 << 20  # characters of its head: enough for names and shapes of 16,384 tensors
 MAX_VALUES = 1 << 16  # JSON values in a head: enough for 16,384 matrices, or numbers and texts of 65,536 classes
 MAX_NODES = 1 << 12  # values that are built one by one: all but the numbers or the texts of one list or mapping
@@ -21,20 +23,32 @@ _COMMA, _COLON, _QUOTE, _OPEN, _CLOSE = (ord(c) for c in ',:"[]')
 _UPPER = 0xDF  # this mask turns braces into brackets
 
 
-def sized(head: str, data: int) -> None:
+def room(layout: Layout | None) -> int:
+    """Most bytes of a message to a party whose model has parameters of this layout; None: it has no model.
+
+    Example:
+        >>> room(None) == MAX_BYTES
+        True
+    """
+    return MAX_BYTES + (0 if layout is None else VECTORS * layout.nbytes)
+
+
+def sized(head: str, data: int, most: int | None = None) -> None:
     """Refuse a message that is too large.
 
     Args:
         data: number of bytes without the head.
+        most: of them, from :func:`room`; None: of a party without a model.
 
     Raises:
         ClientFault: E_SIZE.
     """
-    if len(head) > MAX_HEAD or data > MAX_BYTES:
+    most = MAX_BYTES if most is None else most
+    if len(head) > MAX_HEAD or data > most:
         raise ClientFault(
             E_SIZE,
             f"a message with {len(head)} characters of head and {data} bytes of data is over the limit: "
-            f"expected at most {MAX_HEAD} and {MAX_BYTES}",
+            f"expected at most {MAX_HEAD} and {most}",
         )
 
 

@@ -247,18 +247,26 @@ _KINDS: tuple[tuple[type | tuple[type, ...], Encoder, Sizer], ...] = (
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
-def decode(head: str, data: bytes | memoryview | np.ndarray, hint: Any = Any, *, trusted: bool = False) -> Any:
+def decode(
+    head: str,
+    data: bytes | memoryview | np.ndarray,
+    hint: Any = Any,
+    *,
+    trusted: bool = False,
+    most: int | None = None,
+) -> Any:
     """Rebuild a value and check it against ``hint``; with None a later :func:`conform` checks it.
 
     Args:
         data: copied, unless it is an array (n,) of uint8: tensors are then views of it.
         trusted: written by this program, so that the limits of :mod:`fedfm.core.wire.limits` do not apply.
+        most: bytes of data, as of :func:`fedfm.core.wire.limits.sized`.
 
     Raises:
         ClientFault: the payload is malformed, too large, or does not fit ``hint``; no other error occurs.
     """
     if not trusted:
-        sized(head, len(data))
+        sized(head, len(data), most)
     read, length = reader(head, trusted)
     if length != len(data):
         raise ClientFault(E_FORMAT, f"the data end after {len(data)} bytes, {length} are announced")

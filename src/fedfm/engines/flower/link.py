@@ -42,8 +42,10 @@ class FlowerLink:
 
     Args:
         timeout: seconds that one client may take.
+        gather: seconds for the nodes to connect; None: the same.
         expected: names of the expected clients; silos with their own rows have other names.
         fingerprint: fingerprint of the server's model; a site with another model is left out.
+        most: bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
         greeting: payload of the hello message to every site.
         slots: number of clients that run at the same time; 0: all. The time limit grows with the queue.
         min_clients: smallest number of clients for a run.
@@ -65,8 +67,10 @@ class FlowerLink:
         grid: Grid,
         *,
         timeout: float,
+        gather: float | None = None,
         expected: Sequence[ClientId] = (),
         fingerprint: str | None = None,
+        most: int | None = None,
         greeting: Mapping[str, Any] | None = None,
         slots: int = 0,
         min_clients: int = 1,
@@ -75,7 +79,8 @@ class FlowerLink:
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._grid, self._timeout, self._slots, self._stop = grid, timeout, slots, stop
-        self._progress, self._notice = progress, notice
+        self._patience = timeout if gather is None else gather
+        self._progress, self._notice, self._most = progress, notice, most
         self._expected, self._fingerprint, self._greeting = tuple(expected), fingerprint, dict(greeting or {})
         self._nodes: dict[ClientId, int] = {}
         self._barred: dict[ClientId, ClientFault] = {}
@@ -172,7 +177,7 @@ class FlowerLink:
                 if name in waiting:
                     done[name] = waiting.pop(name)
                     self._progress()
-                yield _reply(message, known[1], known[2])
+                yield _reply(message, known[1], known[2], self._most)
             if self._stop():
                 self._late.update(waiting)
                 raise Interrupted
@@ -198,7 +203,7 @@ class FlowerLink:
             if there != count:
                 count, changed = there, now
             enough = count >= max(min_clients, 1) and now - changed > _SETTLE
-            if (self._expected and count >= len(self._expected)) or enough or now - begun > self._timeout:
+            if (self._expected and count >= len(self._expected)) or enough or now - begun > self._patience:
                 break
             time.sleep(0.1)
         self._greet()
@@ -259,7 +264,7 @@ def _failed(request: Request, fault: ClientFault) -> Reply:
     return Reply(request.client, None, request.round, request.call, 0, 0, fault)
 
 
-def _reply(message: Message, request: Request, down: int) -> Reply:
+def _reply(message: Message, request: Request, down: int, most: int | None) -> Reply:
     """A Flower message as a Reply; an invalid message becomes a fault."""
     fault, round, call = None, request.round, request.call
     try:
@@ -267,7 +272,7 @@ def _reply(message: Message, request: Request, down: int) -> Reply:
             raise client_fault(message.error)
         if not message.has_content():
             raise ClientFault(E_FORMAT, "an empty message")
-        value = codec.from_record(message.content, None)
+        value = codec.from_record(message.content, None, most)
         if not isinstance(value, Mapping) or not {"round", "call"} < value.keys():
             raise ClientFault(E_FORMAT, "the reply is not an envelope")
         if type(value["round"]) is not int or type(value["call"]) is not int:

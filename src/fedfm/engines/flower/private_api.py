@@ -53,7 +53,7 @@ def over_the_wire(silos: Silos, requests: Sequence[Request]) -> list[Any]:
 
     def sent(request: Request, body: Any) -> Any:
         record = codec.to_record(codec.envelope(request.round, request.call, body))
-        return codec.from_record(round_trip(record), None)["body"]
+        return codec.from_record(round_trip(record), None, silos.room)["body"]
 
     def returned(request: Request, value: Any) -> Any:
         try:

@@ -22,6 +22,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.messages import Excluded
 from fedfm.core.text import visible
+from fedfm.core.wire.limits import room
 from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.private_api import is_simulated
 from fedfm.engines.flower.processes import watch_parent
@@ -31,6 +32,7 @@ from fedfm.runtime import losses
 from fedfm.runtime.description import describe
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.evaluation import judge
+from fedfm.runtime.patience import patience
 from fedfm.runtime.population import Partitioned, populate
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
@@ -90,9 +92,11 @@ def host(
         describe(run, population, watcher)
         link = FlowerLink(
             grid,
-            timeout=spec.timeout,
+            gather=spec.timeout,
+            timeout=patience(experiment.method, population, spec, watcher.notice),
             expected=population.clients,
             fingerprint=population.model.fingerprint,
+            most=room(population.model.layout),
             greeting={"classes": list(population.federated.table.classes)},
             slots=slots,
             min_clients=spec.min_clients,

@@ -108,6 +108,7 @@ class Site:
             on_error=self._on_error,
             reveal=self._own is None and self.experiment.privacy is None,
             local_scores=self.experiment.run.local_scores,
+            transport=self.experiment.run.transport,
             own=None if self._own is None else self._own.of_client,
         )
 
@@ -142,7 +143,8 @@ class Site:
         round = call = 0
         name = str(client)
         try:
-            message = payload.decode(head, data, None)
+            known: Silos | None = self.__dict__.get("silos")  # it may refuse to load
+            message = payload.decode(head, data, None, most=None if known is None else known.room)
             if not isinstance(message, Mapping) or message.keys() != {"round", "call", "body"}:
                 raise ClientFault(E_FORMAT, "the request is not an envelope")
             round, call = (_counted(message[key], key, most) for key, most in (("round", ROUNDS), ("call", CALLS)))

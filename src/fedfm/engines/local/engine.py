@@ -7,6 +7,7 @@ results do not depend on the number of workers.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import ROUNDS
 from fedfm.runtime.description import describe
 from fedfm.runtime.evaluation import judge
+from fedfm.runtime.patience import patience
 from fedfm.runtime.population import Partitioned, populate, record_error
 from fedfm.runtime.server import Server
 
@@ -235,6 +237,7 @@ def silos_of(run: Run, population: Partitioned) -> Judges:
         on_error=partial(record_error, run.path),
         reveal=experiment.privacy is None,
         local_scores=experiment.run.local_scores,
+        transport=experiment.run.transport,
     )
 
 
@@ -251,10 +254,14 @@ def start(
         silos, device = silos_of(run, population), population.model.device
         places = seats(spec, experiment.model.device, device) if given is None else []
         start = partial(spawn, run.path) if places else None
+        workers = len(places) or processes(spec.workers, device)
+        seconds = math.inf  # a client in this process cannot be stopped, and what it has trained is kept
+        if workers > 1 or not spec.extend_timeout:
+            seconds = patience(experiment.method, population, spec, progress.notice)
         link = LocalLink(
             silos,
-            workers=len(places) or processes(spec.workers, device),
-            timeout=spec.timeout,
+            workers=workers,
+            timeout=seconds,
             wire=spec.wire,
             stop=stop,
             progress=progress.client,

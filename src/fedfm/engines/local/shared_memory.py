@@ -105,14 +105,14 @@ def data_at(at: int, head: int) -> int:
     return -(-(at + head) // _LINE) * _LINE
 
 
-def message(block: np.ndarray, at: int, head: int, data: int) -> Any:
+def message(block: np.ndarray, at: int, head: int, data: int, most: int) -> Any:
     """The unchecked value of a message that begins at ``at``; its tensors are views of ``block``.
 
     Raises:
         ClientFault: it is malformed.
     """
     begin = data_at(at, head)
-    return payload.decode(str(block[at : at + head].data, "utf-8"), block[begin : begin + data], None)
+    return payload.decode(str(block[at : at + head].data, "utf-8"), block[begin : begin + data], None, most=most)
 
 
 def mapped(fd: int, *, shared: bool) -> np.ndarray:

@@ -138,7 +138,7 @@ class Pool:
                         answered = worker.answered()
                         # The worker continues while its replies are read.
                         self._feed(slot, selector, now, helps=True)
-                        yield from _replies(answered, worker, *answer, now.payloads)
+                        yield from _replies(answered, worker, *answer, now.payloads, self._silos.room)
                     for slot, worker in enumerate(self._workers):
                         if worker.chunks and time.monotonic() > worker.deadline(self._timeout):
                             yield from self._lost(slot, selector, now, self._timeout)
@@ -323,7 +323,7 @@ def _received(worker: _Worker) -> tuple[bytes, list[int]] | None:
 
 
 def _replies(
-    requests: Sequence[Request], worker: _Worker, text: bytes, fds: list[int], payloads: Payloads
+    requests: Sequence[Request], worker: _Worker, text: bytes, fds: list[int], payloads: Payloads, most: int
 ) -> Iterator[Reply]:
     """The replies of a chunk, decoded one by one on demand."""
     box, lines = json.loads(text)
@@ -334,7 +334,7 @@ def _replies(
         fault, value, up = (ClientFault(code, reason) if code else None), None, 0
         if fault is None:
             try:
-                value = message(block, at, head_size, data_size)
+                value = message(block, at, head_size, data_size, most)
                 up = codec.enveloped(head_size, data_size)
             except ClientFault as bad:
                 fault = bad
@@ -360,7 +360,7 @@ def work(silos: Silos, link: socket.socket) -> None:
             if fd >= 0:
                 block = mapped(fds[fd], shared=False)
                 size = len(block) - data_at(0, head)
-                payloads[number] = silos.conform(handler, message(block, 0, head, size))
+                payloads[number] = silos.conform(handler, message(block, 0, head, size, silos.room))
             requests.append(Request(client, handler, payloads[number], round, call))
         for *_, number, _, _, once in tasks:
             if once:

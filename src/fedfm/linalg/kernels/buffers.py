@@ -84,6 +84,13 @@ def like(x: Tensor) -> Tensor | None:
     return empty(len(x), x.dtype) if x.numel() * x.element_size() >= LARGE else None
 
 
+def give_back() -> None:
+    """Return the free buffers, and glibc's free pages, to the system: something else needs much memory."""
+    _free.clear()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
+
+
 def _take(nbytes: int) -> Any:
     for _ in range(len(_free)):
         try:

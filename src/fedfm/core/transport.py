@@ -1,0 +1,194 @@
+"""Trained values in fewer bytes in every message, in both directions: the key ``run.transport``.
+
+A :class:`Coding` replaces each Params of a payload or a reply by its coded form (:mod:`fedfm.linalg.quantised`), and
+rebuilds it at the receiver. Tensors that are no trained values (statistics, features, logits) stay as they are. Both
+sides hold w_0, the model's parameters before the first round, so a tensor that is near w_0 crosses as the difference.
+The server codes in :class:`CodedLink`, the clients in ``runtime.client``: engines see ordinary values, whose bits and
+sizes are the same on each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from fedfm.core.checks import conform
+from fedfm.core.client import ClientId
+from fedfm.core.messages import Link, Reply, Request
+from fedfm.errors import E_FORMAT, E_NONFINITE, E_VERSION, ClientFault
+from fedfm.linalg.params import Params
+from fedfm.linalg.quantised import CODES, EXACT, Coded, Error, can_code, code, decode
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
+
+KEY = "+coded"  # the only key of the mapping that stands for a Params
+_METHODS = ("train.", "query.", "aggregate.")  # kinds of the method's own messages: their errors are told
+
+_starts: WeakKeyDictionary[Any, Params] = WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """The value of :data:`KEY`, as a message carries it.
+
+    Attributes:
+        start: the first digits of the hash of the w_0 that differences are relative to.
+        largest, squares: of the sender's error.
+    """
+
+    values: Params
+    relative: str
+    start: str
+    largest: float
+    squares: float
+
+
+class Coding:
+    """Codes and rebuilds the Params in values.
+
+    Args:
+        precision: ``bfloat16`` or ``int8``.
+        model: this side's, with its parameters as they are before the first round.
+    """
+
+    def __init__(self, precision: str, model: Model) -> None:
+        if model not in _starts:
+            _starts[model] = model.params()
+        self.precision, self._start = precision, _starts[model]
+        self._print = self._start.sha256()[:16]
+
+    def coded(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
+        """The value with coded Params; ``told`` gets the error of each."""
+        return _mapped(value, lambda x: self._coded(x, told) if isinstance(x, Params) else None)
+
+    def rebuilt(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
+        """The inverse; a value without coded Params is returned as it is.
+
+        Raises:
+            ClientFault: E_FORMAT, a coded form is malformed; E_VERSION, the other side started from another w_0;
+                E_NONFINITE, it has NaN or infinity.
+        """
+        return _mapped(value, lambda x: self._rebuilt(x, told) if _is_coded(x) else None)
+
+    def _coded(self, x: Params, told: Callable[[Error], None]) -> Any:
+        if not can_code(x.layout):
+            return x
+        found: Coded = code(x, self.precision, self._start)
+        told(found.error)
+        error = found.error
+        return {KEY: _Sent(found.values, found.relative, self._print, error.largest, error.squares)}
+
+    def _rebuilt(self, x: Mapping[str, Any], told: Callable[[Error], None]) -> Params:
+        try:
+            sent: _Sent = conform(x[KEY], _Sent, KEY)
+        except ClientFault as fault:
+            if fault.code != E_NONFINITE:
+                raise
+            # The same words on all engines, some of which look at the values earlier.
+            raise ClientFault(E_NONFINITE, "coded parameters have NaN or infinity") from None
+        if "1" in sent.relative and sent.start != self._print:
+            raise ClientFault(E_VERSION, "coded parameters are differences to other weights than those here")
+        try:
+            found = decode(sent.values, sent.relative, self._start)
+        except ValueError as error:
+            raise ClientFault(E_FORMAT, str(error)) from None
+        told(Error(sent.largest, sent.squares, sum(sent.values.layout.sizes.get(kind, 0) for kind in CODES.values())))
+        return found
+
+
+class CodedLink:
+    """A link whose messages are coded: the server's half.
+
+    Attributes:
+        down, up: errors of the method's own messages since :meth:`errors` was called.
+    """
+
+    def __init__(self, link: Link, coding: Coding) -> None:
+        self._link, self._coding = link, coding
+        self.down, self.up = Error(), Error()
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        return self._link.clients
+
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        own = requests[0].handler.startswith(_METHODS)
+        kept: dict[int, tuple[Any, Any]] = {}  # what several clients are sent is coded once: id -> (it, coded)
+
+        def once(value: Any) -> Any:
+            if id(value) not in kept:
+                kept[id(value)] = value, self._coding.coded(value, self.down.add if own else _nothing)
+            return kept[id(value)][1]
+
+        def of(request: Request) -> Request:
+            if id(request.payload) not in kept:
+                payload = {key: once(value) for key, value in request.payload.items()}
+                kept[id(request.payload)] = request.payload, payload
+            return request._replace(payload=kept[id(request.payload)][1])
+
+        for reply in self._link.exchange([of(request) for request in requests]):
+            try:
+                value = self._coding.rebuilt(reply.value, self.up.add if own else _nothing)
+            except ClientFault as fault:
+                yield reply._replace(value=None, fault=fault)
+            else:
+                yield reply._replace(value=value)
+
+    def errors(self) -> dict[str, Any]:
+        """The errors since the last call, by direction, as JSON values."""
+        found, self.down, self.up = {"down": told(self.down), "up": told(self.up)}, Error(), Error()
+        return found
+
+
+def linked(link: Link, precision: str, model: Model) -> Link:
+    """The link, with coded messages unless they are exact."""
+    return link if precision == EXACT else CodedLink(link, Coding(precision, model))
+
+
+def told(error: Error) -> dict[str, Any]:
+    """An error as JSON values."""
+    return {"largest": error.largest, "rms": error.rms, "values": error.count}
+
+
+def over_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The errors of several rounds as those of one, from :meth:`CodedLink.errors`."""
+    found = {}
+    for way in ("down", "up"):
+        total = Error()
+        for line in rounds:
+            count = line[way]["values"]
+            total.add(Error(line[way]["largest"], line[way]["rms"] ** 2 * count, count))
+        found[way] = told(total)
+    return found
+
+
+def _nothing(error: Error) -> None:
+    """Keep no record."""
+
+
+def _is_coded(x: Any) -> bool:
+    return isinstance(x, Mapping) and not isinstance(x, Params) and x.keys() == {KEY}
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value with replaced parts: ``change`` returns None for what stays, and then its own parts are looked at."""
+    if (new := change(value)) is not None:
+        return new
+    if isinstance(value, Params):
+        return value
+    if isinstance(value, Mapping):
+        parts = {key: _mapped(part, change) for key, part in value.items()}
+        return parts if any(parts[key] is not value[key] for key in parts) else value
+    if isinstance(value, (list, tuple)):
+        items = [part if isinstance(part, (int, float, str)) else _mapped(part, change) for part in value]
+        changed = any(a is not b for a, b in zip(items, value, strict=True))
+        return (tuple(items) if isinstance(value, tuple) else items) if changed else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        news = {name: _mapped(part, change) for name, part in fields.items()}
+        other = {name: new for name, new in news.items() if new is not fields[name]}
+        return dataclasses.replace(value, **other) if other else value
+    return value

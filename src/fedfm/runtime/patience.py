@@ -1,0 +1,84 @@
+"""How long the server waits for a client: ``run.timeout``, unless the measured time of its steps says more.
+
+A step is measured before the first round if a client's work could take minutes: what a client has trained must not be
+thrown away because nobody had guessed that its steps are slow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fedfm.config.run_spec import RunSpec
+from fedfm.core.capabilities import Costing
+from fedfm.core.rows import Rows
+from fedfm.models.model import Model
+from fedfm.runtime.population import Partitioned
+from fedfm.training import TrainsLocally
+
+_SLACK = 4.0  # a client's machine may be slower, and busy
+_WORK = 1e12  # parameters times positions times rows of a client's round; less takes seconds on any processor
+_POSITIONS = 256  # of a picture
+
+
+def patience(method: Any, population: Partitioned, spec: RunSpec, notice: Callable[[str], None]) -> float:
+    """Seconds that a client may take: ``run.timeout``, and more if ``run.extend_timeout`` and a measured step say so.
+
+    Args:
+        notice: gets a line if a client's round may take longer than ``run.timeout``. It tells the number of a client's
+            steps, so it belongs on the screen of who has all rows, and not into the run.
+    """
+    work = _work(method, population)
+    seconds = None if work is None else _step(population.model, *work[:2])
+    if work is None or seconds is None:
+        return spec.timeout
+    expected = seconds * work[2]
+    told = f"the largest client's round takes about {expected:,.0f} s here, {work[2]:,} steps of {seconds:.2g} s"
+    if not spec.extend_timeout:
+        if expected > spec.timeout:
+            notice(f"run.timeout = {spec.timeout:g}: {told}; what comes later than run.timeout is thrown away")
+        return spec.timeout
+    most = spec.timeout + _SLACK * expected
+    if _SLACK * expected > spec.timeout:
+        notice(f"{told}: the server waits up to {most:,.0f} s for a client (run.timeout sets another limit)")
+    return most
+
+
+def _work(method: Any, population: Partitioned) -> tuple[Rows, int, int] | None:
+    """(rows of the largest client, rows of a step, its steps in a round); None if they take seconds or are unknown."""
+    trains = isinstance(method, TrainsLocally)  # kept apart: mypy would know of no other member
+    if population.client_model is None or not trains or not method.rounds:
+        return None
+    if method.needs.pooled or population.federated.table.kind == "own":
+        return None
+    model, clients = population.model, population.federated.clients
+    largest = max(clients, key=lambda client: len(clients[client].train), default=None)
+    parameters = sum(p.numel() for p in model.module.parameters())
+    passes = method.passes if isinstance(method, Costing) else method.local.passes
+    if largest is None or parameters * _POSITIONS * len(clients[largest].train) * passes < _WORK:
+        return None
+    rows = population.data(largest).train
+    positions = 1 if "features" in rows.tensors else rows.longest or _POSITIONS
+    if not len(rows) or parameters * positions * len(rows) * passes < _WORK:
+        return None
+    steps = method.local.steps(len(rows)) * passes // method.local.epochs
+    return rows, min(method.local.batch_size, len(rows)), steps
+
+
+def _step(model: Model, rows: Rows, size: int) -> float | None:
+    """Seconds of a forward and a backward pass of these many rows; None if the memory is too small for them."""
+    batch, began = rows.batch(range(size)), time.perf_counter()
+    model.train_mode()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model.loss(batch).backward()  # type: ignore[no-untyped-call]
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        model.eval_mode()
+        for parameter in model.live().values():
+            parameter.grad = None
+    return time.perf_counter() - began
