@@ -137,7 +137,7 @@ def _train(job: Job) -> Params:
     live = model.live()
     frozen = {} if job.only is None else {n: p for n, p in live.items() if n not in job.only}
     values = [p.detach().clone() for p in frozen.values()]
-    seen, total = 0, 0.0
+    seen, total = 0, torch.zeros((), dtype=torch.float64, device=flat.p.device)
     flat.clear()
     # Nothing but the rule sees the gradients, which then take no memory beside those of single tensors.
     alone = flat.lean and start is None and correction is None and not frozen and job.local.max_grad_norm is None
@@ -166,7 +166,7 @@ def _train(job: Job) -> Params:
             flat.clear()
             seen, total = seen + len(index), total + loss * len(index)
     model.eval_mode()
-    job.client.metrics["loss"] = total / max(seen, 1)
+    job.client.metrics["loss"] = float(total) / max(seen, 1)
     del rule, start, correction, values, backward  # the result takes their memory
     if large:
         buffers.give_back()
@@ -188,13 +188,13 @@ class _Backward:
         self.model, self.loss, self.note = job.client.model, _loss(job), job.client.note
         self.flat, self.most = flat, job.local.micro_batch
 
-    def __call__(self, rows: Rows, index: np.ndarray) -> float:
-        """The mean loss over these rows."""
+    def __call__(self, rows: Rows, index: np.ndarray) -> Tensor:
+        """The mean loss over these rows, float64, where it was computed: to read it would have a GPU waited for."""
         size = min(self.most or len(index), len(index))
         if getattr(self.model, "mixes_rows", ""):
             return self._add(rows, index, size)
 
-        def afresh(size: int) -> float:
+        def afresh(size: int) -> Tensor:
             self.flat.clear()
             return self._add(rows, index, size)
 
@@ -202,18 +202,19 @@ class _Backward:
         self.most = fit if fit < size else self.most
         return loss
 
-    def _add(self, rows: Rows, index: np.ndarray, size: int) -> float:
+    def _add(self, rows: Rows, index: np.ndarray, size: int) -> Tensor:
         if size == len(index):
             return self._one(rows.batch(index), 1.0)
         parts = [rows.batch(index[at : at + size]) for at in range(0, len(index), size)]
         counts = [self.model.counted(part) for part in parts]
         shares = ((part, count / sum(counts)) for part, count in zip(parts, counts, strict=True) if count)
-        return sum(self._one(part, share) for part, share in shares)  # the mean over no token would be NaN
+        losses = (self._one(part, share) for part, share in shares)  # the mean over no token would be NaN
+        return sum(losses, torch.zeros((), dtype=torch.float64))
 
-    def _one(self, batch: Batch, share: float) -> float:
+    def _one(self, batch: Batch, share: float) -> Tensor:
         loss: Any = self.loss(batch) * share
         loss.backward()
-        return float(loss.detach())
+        return loss.detach().double()  # type: ignore[no-any-return]
 
 
 @contextmanager
