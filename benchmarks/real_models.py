@@ -121,6 +121,7 @@ def ours(case: str, folder: Path, size: dict[str, Any]) -> None:
 def theirs(case: str, folder: Path, size: dict[str, Any]) -> None:
     """The case as one would write it for a single data set."""
     import torch
+    from safetensors.torch import save_file
     from torch import nn
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -169,7 +170,7 @@ def theirs(case: str, folder: Path, size: dict[str, Any]) -> None:
 
         search.step(loss)  # type: ignore[no-untyped-call]
         head(found["test"]).argmax(-1)
-        torch.save(head.state_dict(), folder / "head.pt")
+        save_file(head.state_dict(), folder / "head.safetensors")
         return
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     if case in ("lora", "fedbip", "evaluation"):

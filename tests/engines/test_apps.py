@@ -18,6 +18,7 @@ import tiny_clip
 from fedfm import __version__
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
+from fedfm.config.run_spec import RunSpec
 from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.wire import codec, payload
@@ -66,7 +67,7 @@ def sites(method, folder, rows=ROWS, **more):
         toys = Toys({name: rows[name]})
         toys.model.fingerprint = "f" * 64
         experiment = SimpleNamespace(
-            method=method, aggregation=Aggregator(), run=SimpleNamespace(seed=0, local_scores=False), privacy=None
+            method=method, aggregation=Aggregator(), run=RunSpec(), privacy=None
         )
         site = Site(lambda e=experiment: e, folder / name, lambda experiment, classes, t=toys: t, **more)
         apps[100 + number] = App(site, name)
