@@ -57,6 +57,7 @@ E_DUPLICATE = "E_DUPLICATE"
 E_CLIENT = "E_CLIENT"  # a reply from a client that was not asked
 E_READONLY = "E_READONLY"  # the handler wrote into its payload: a defect of the method, which stops the run
 E_LOST = "E_LOST"  # the client's secrets or memory are damaged or missing
+E_HELD = "E_HELD"  # a reference to parameters that the site does not hold any more: the message comes again, whole
 E_VERSION = "E_VERSION"  # the site runs another fedfm or another model
 
 

@@ -66,9 +66,7 @@ def sites(method, folder, rows=ROWS, **more):
     for number, name in enumerate(sorted(rows, reverse=True)):
         toys = Toys({name: rows[name]})
         toys.model.fingerprint = "f" * 64
-        experiment = SimpleNamespace(
-            method=method, aggregation=Aggregator(), run=RunSpec(), privacy=None
-        )
+        experiment = SimpleNamespace(method=method, aggregation=Aggregator(), run=RunSpec(), privacy=None)
         site = Site(lambda e=experiment: e, folder / name, lambda experiment, classes, t=toys: t, **more)
         apps[100 + number] = App(site, name)
     return apps
@@ -459,3 +457,72 @@ def test_a_request_that_is_none_gets_a_fault(tmp_path):
     for head in ("", "null", '{"m":{"round":true}}', '{"m":{"round":{"s":"1"},"call":"i","body":null}}'):
         answer = payload.decode(*app.site.answer("a", "train.FedAvg_train", head, b"\0" * 8), None)
         assert answer["fault"]["code"] in ("E_FORMAT", "E_FIELD")
+
+
+# --- what a site holds ------------------------------------------------------------------------------------------------
+
+WIDE = Params({"w": torch.arange(1.0, 8193.0)})  # 32 kB: worth a reference
+
+
+@dataclass(frozen=True)
+class Twice(FedAvg):
+    """Every client is sent the same parameters in two messages, as for an evaluation and for training."""
+
+    asks: ClassVar[tuple[str, ...]] = ("judge", "tune")
+
+    @on_client
+    def judge(self, client: Client, w: Params) -> Update:
+        return Update(Params({"w": w["w"][:1]}), 1.0, {})
+
+    @on_client
+    def tune(self, client: Client, w: Params) -> Update:
+        return Update(Params({"w": w["w"][:1] + float(client.id == "a")}), 1.0, {})
+
+
+def heard(fed, method, w):
+    return [{c: u.delta["w"].item() for c, u in fed.ask(half, w=w).items()} for half in (method.judge, method.tune)]
+
+
+def test_parameters_that_a_site_holds_do_not_cross_again(tmp_path):
+    method = Twice()
+    whole, _ = over_flower(method, tmp_path / "whole")
+    fed, grid = over_flower(method, tmp_path / "spared", spare=True)
+    for w in (WIDE, 2.0 * WIDE):
+        assert heard(fed, method, w) == heard(whole, method, w)
+    assert fed.excluded == []
+    assert fed.transcript.bytes_down == whole.transcript.bytes_down
+    sizes = [serialised_nbytes(m.content) for m in grid.sent if m.metadata.message_type != HELLO]
+    spared = sum(json.loads(crossing.line()).get("spared", 0) for crossing in fed.transcript.pending)
+    assert sum(sizes) == fed.transcript.bytes_down - spared
+    # Of each client's second and fourth message; a reference takes 100 bytes.
+    assert 2 * len(ROWS) * (WIDE.nbytes - 100) < spared < 2 * len(ROWS) * WIDE.nbytes
+    assert "spared" not in whole.transcript.pending[-1].line()
+
+
+def test_a_site_that_has_lost_what_it_held_gets_the_message_again(tmp_path):
+    method = Twice()
+    fed, grid = over_flower(method, tmp_path, spare=True)
+    assert fed.ask(method.judge, w=WIDE).keys() == ROWS.keys()
+    site = grid.apps[100].site
+    site._held = type(site._held)(lambda: None)  # as a worker process that has started again
+    assert fed.ask(method.tune, w=WIDE).keys() == ROWS.keys()
+    assert fed.excluded == []
+    tuned = [m for m in grid.sent if m.metadata.message_type.endswith("Twice_tune")]
+    assert sorted(serialised_nbytes(m.content) > WIDE.nbytes for m in tuned) == [False, False, False, True]
+
+
+def test_a_site_that_claims_to_hold_what_it_does_not_is_sent_it(tmp_path):
+    def mischief(request, reply):
+        if request.metadata.message_type == HELLO and request.metadata.dst_node_id == 100:
+            nothing, claim = (payload.encode({"held": names})[0][6:-2] for names in ([], [WIDE.sha256()]))
+            head = reply.content["head"]
+            assert nothing in head["json"]
+            head["json"] = head["json"].replace(nothing, claim)
+        return [reply]
+
+    method = Twice()
+    fed, grid = over_flower(method, tmp_path, mischief, spare=True)
+    assert fed.ask(method.judge, w=WIDE).keys() == ROWS.keys()
+    assert fed.excluded == []
+    judged = [m for m in grid.sent if m.metadata.message_type.endswith("Twice_judge")]
+    assert sorted(serialised_nbytes(m.content) > WIDE.nbytes for m in judged) == [False, True, True, True]

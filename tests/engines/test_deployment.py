@@ -24,6 +24,9 @@ def test_same_bits_and_bytes_as_local(tmp_path):
     same(deployed, fedfm("run", exp, "--out", tmp_path / "local"))
     assert deployed["engine"] == "deployment"
     assert not mentioning(tmp_path)
+    sent = [json.loads(line) for line in (out / "messages.jsonl").read_text().splitlines()]
+    asked = [m for m in sent if m["handler"] == "train.FedAvg_train" and m["from"] == "server"]
+    assert all(m["spared"] > 0.9 * m["bytes"] for m in asked)  # the model's own parameters are at the sites already
     folder = out / "private" / "deployment"
     assert not [*folder.glob("*.key"), *folder.glob("*.secret"), *folder.glob("home")]
     open_to_others = [p for p in (out / "private").rglob("*") if p.is_file() and p.stat().st_mode & 0o077]

@@ -273,7 +273,9 @@ class Federation:
         self._on_excluded(excluded)
 
     def _record(self, name: str, reply: Reply, form: str, down: str, counted: bool) -> None:
-        sent = Crossing(self.round, "server", reply.client, name, reply.nbytes_down, down, counted, self.call)
+        sent = Crossing(
+            self.round, "server", reply.client, name, reply.nbytes_down, down, counted, self.call, reply.spared
+        )
         self.transcript.add(sent)
         if reply.nbytes_up:
             up = Crossing(self.round, reply.client, "server", name, reply.nbytes_up, form, counted, self.call)

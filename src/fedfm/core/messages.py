@@ -28,6 +28,7 @@ class Reply(NamedTuple):
 
     Attributes:
         nbytes_down, nbytes_up: size of request and reply as Flower serialises their records.
+        spared: bytes of the request that did not cross, since the client held that part.
     """
 
     client: ClientId
@@ -37,6 +38,7 @@ class Reply(NamedTuple):
     nbytes_down: int = 0
     nbytes_up: int = 0
     fault: ClientFault | None = None
+    spared: int = 0
 
 
 class Link(Protocol):

@@ -19,6 +19,7 @@ class Crossing(NamedTuple):
         form: form in which the receiver sees it: plain, masked or encrypted.
         counted: part of the method; hello and evaluation are listed but not counted.
         call: number of the call in its round: all replies to one call go into the same mean.
+        spared: of these bytes, how many did not cross, since the receiver held that part already.
     """
 
     round: int
@@ -29,11 +30,15 @@ class Crossing(NamedTuple):
     form: str
     counted: bool
     call: int = 0
+    spared: int = 0
 
     def line(self) -> str:
         """A line of ``messages.jsonl``."""
-        keys = ("round", "from", "to", "handler", "bytes", "form", "counted", "call")
-        return json.dumps(dict(zip(keys, self, strict=True)))
+        keys = ("round", "from", "to", "handler", "bytes", "form", "counted", "call", "spared")
+        line = dict(zip(keys, self, strict=True))
+        if not self.spared:
+            del line["spared"]
+        return json.dumps(line)
 
 
 @dataclass

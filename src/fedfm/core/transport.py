@@ -62,7 +62,7 @@ class Coding:
 
     def coded(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
         """The value with coded Params; ``told`` gets the error of each."""
-        return _mapped(value, lambda x: self._coded(x, told) if isinstance(x, Params) else None)
+        return replaced(value, lambda x: self._coded(x, told) if isinstance(x, Params) else None)
 
     def rebuilt(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
         """The inverse; a value without coded Params is returned as it is.
@@ -71,7 +71,7 @@ class Coding:
             ClientFault: E_FORMAT, a coded form is malformed; E_VERSION, the other side started from another w_0;
                 E_NONFINITE, it has NaN or infinity.
         """
-        return _mapped(value, lambda x: self._rebuilt(x, told) if _is_coded(x) else None)
+        return replaced(value, lambda x: self._rebuilt(x, told) if _is_coded(x) else None)
 
     def _coded(self, x: Params, told: Callable[[Error], None]) -> Any:
         if not can_code(x.layout):
@@ -173,22 +173,22 @@ def _is_coded(x: Any) -> bool:
     return isinstance(x, Mapping) and not isinstance(x, Params) and x.keys() == {KEY}
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A value with replaced parts: ``change`` returns None for what stays, and then its own parts are looked at."""
+def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A message's value with other parts: ``change`` returns None for what stays, and then its own parts are seen."""
     if (new := change(value)) is not None:
         return new
     if isinstance(value, Params):
         return value
     if isinstance(value, Mapping):
-        parts = {key: _mapped(part, change) for key, part in value.items()}
+        parts = {key: replaced(part, change) for key, part in value.items()}
         return parts if any(parts[key] is not value[key] for key in parts) else value
     if isinstance(value, (list, tuple)):
-        items = [part if isinstance(part, (int, float, str)) else _mapped(part, change) for part in value]
+        items = [part if isinstance(part, (int, float, str)) else replaced(part, change) for part in value]
         changed = any(a is not b for a, b in zip(items, value, strict=True))
         return (tuple(items) if isinstance(value, tuple) else items) if changed else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        news = {name: _mapped(part, change) for name, part in fields.items()}
+        news = {name: replaced(part, change) for name, part in fields.items()}
         other = {name: new for name, new in news.items() if new is not fields[name]}
         return dataclasses.replace(value, **other) if other else value
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedfm.core.wire import flower_records, payload
@@ -31,6 +31,11 @@ def from_record(record: Any, hint: Any = Any, most: int | None = None) -> Any:
 def envelope(round: int, call: int, body: Any) -> Mapping[str, Any]:
     """A message in either direction: the request's identity, and the payload or the reply's value."""
     return {"round": round, "call": call, "body": body}
+
+
+def with_texts(head: str, more: Mapping[str, Sequence[str]]) -> str:
+    """The head of an envelope with further entries: lists of texts, which need no data."""
+    return head[:-2] + "," + payload.encode(more)[0].removeprefix('{"m":{')
 
 
 def weigh(body: Any) -> int:

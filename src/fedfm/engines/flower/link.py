@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -13,6 +13,7 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import codec, flower_records
+from fedfm.engines.flower import held
 from fedfm.engines.flower.private_api import SUPERLINK, client_fault, died, restarting
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
@@ -21,6 +22,7 @@ from fedfm.errors import (
     E_DUPLICATE,
     E_EXCEPTION,
     E_FORMAT,
+    E_HELD,
     E_READONLY,
     E_TIMEOUT,
     E_VERSION,
@@ -46,6 +48,7 @@ class FlowerLink:
         expected: names of the expected clients; silos with their own rows have other names.
         fingerprint: fingerprint of the server's model; a site with another model is left out.
         most: bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
+        spare: parameters that a site says it holds cross as their hash.
         greeting: payload of the hello message to every site.
         slots: number of clients that run at the same time; 0: all. The time limit grows with the queue.
         min_clients: smallest number of clients for a run.
@@ -71,6 +74,7 @@ class FlowerLink:
         expected: Sequence[ClientId] = (),
         fingerprint: str | None = None,
         most: int | None = None,
+        spare: bool = False,
         greeting: Mapping[str, Any] | None = None,
         slots: int = 0,
         min_clients: int = 1,
@@ -82,9 +86,13 @@ class FlowerLink:
         self._patience = timeout if gather is None else gather
         self._progress, self._notice, self._most = progress, notice, most
         self._expected, self._fingerprint, self._greeting = tuple(expected), fingerprint, dict(greeting or {})
+        if spare:
+            self._greeting[held.NAMES] = True
         self._nodes: dict[ClientId, int] = {}
+        self._held: dict[int, frozenset[str]] = {}  # by node: hashes of the parameters that are there
         self._barred: dict[ClientId, ClientFault] = {}
         self._greeted: set[int] = set()
+        self._unheld: list[tuple[int, Request]] = []  # to send again, whole
         self._late: set[str] = set()  # messages that timed out: their replies are pulled and dropped
         self.hellos: list[Crossing] = []
         self.own_data = False
@@ -118,6 +126,9 @@ class FlowerLink:
                 sent.append((node, request))
         ended: list[tuple[int, Request]] = []
         yield from self._deliver(sent, ended, died)
+        if self._unheld:
+            whole, self._unheld = self._unheld, []
+            yield from self._deliver(whole, ended, died)
         begun = time.monotonic()
         while ended:  # ask again until the process that replaces an ended one is ready
             retried, ended = ended, []
@@ -133,58 +144,62 @@ class FlowerLink:
         again: Callable[[Any], bool] = died,
     ) -> Iterator[Reply]:
         """Send and collect. Requests whose error satisfies ``again`` are appended to ``ended`` and get no fault."""
-        waiting: dict[str, tuple[int, Request, int]] = {}
-        record, payload, down = None, None, 0
+        waiting: dict[str, _Sent] = {}
+        encoded: _Encoded | None = None
         patience = self._timeout * (-(-len(sent) // self._slots) if self._slots else 1)
         for start in range(0, len(sent), _BATCH):
             messages = []
             for node, request in sent[start : start + _BATCH]:
-                if record is None or request.payload is not payload:  # a broadcast is encoded once
-                    payload, down = request.payload, codec.weigh(request.payload)
-                    record = codec.to_record(codec.envelope(request.round, request.call, payload))
+                if encoded is None or encoded.payload is not request.payload:  # a broadcast is encoded once
+                    encoded = _Encoded(request, bool(self._held))
+                record, spared = encoded.without(self._held.get(node, frozenset()))
                 kind = flower_records.message_type(request.handler)
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
-                messages.append((message, node, request, down))
-            taken = set(self._grid.push_messages([message for message, *_ in messages]))
-            for message, node, request, nbytes in messages:
+                messages.append((message, _Sent(node, request, encoded.nbytes, spared)))
+            taken = set(self._grid.push_messages([message for message, _ in messages]))
+            for message, one in messages:
                 name = message.metadata.message_id
                 if name in taken:
-                    waiting[name] = (node, request, nbytes)
+                    waiting[name] = one
                 else:
-                    yield _failed(request, ClientFault(E_DIED, "the SuperLink did not take the message"))
+                    yield _failed(one.request, ClientFault(E_DIED, "the SuperLink did not take the message"))
         yield from self._collect(waiting, time.monotonic() + patience, ended, again)
 
     def _collect(
         self,
-        waiting: dict[str, tuple[int, Request, int]],
+        waiting: dict[str, _Sent],
         deadline: float,
         ended: list[tuple[int, Request]] | None,
         again: Callable[[Any], bool],
     ) -> Iterator[Reply]:
         pause = _POLL[0]
-        done: dict[str, tuple[int, Request, int]] = {}
+        done: dict[str, _Sent] = {}
         while waiting:
             came = list(self._grid.pull_messages([*waiting, *self._late]))
             for message in came:
                 name = message.metadata.reply_to_message_id
                 self._late.discard(name)
                 known = waiting.get(name) or done.get(name)
-                if known is None or message.metadata.src_node_id not in (known[0], SUPERLINK):
+                if known is None or message.metadata.src_node_id not in (known.node, SUPERLINK):
                     continue  # an unknown reply, or one from another node
                 if ended is not None and name in waiting and message.has_error() and again(message.error):
                     ended.append(waiting.pop(name)[:2])
                     continue
+                reply, self._held[known.node] = _reply(message, known, self._most)
+                if reply.fault is not None and reply.fault.code == E_HELD and name in waiting and known.spared:
+                    self._unheld.append(waiting.pop(name)[:2])
+                    continue
                 if name in waiting:
                     done[name] = waiting.pop(name)
                     self._progress()
-                yield _reply(message, known[1], known[2], self._most)
+                yield reply
             if self._stop():
                 self._late.update(waiting)
                 raise Interrupted
             if waiting and time.monotonic() > deadline:
                 self._late.update(waiting)
-                for _, request, _ in waiting.values():
-                    yield _failed(request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
+                for late in waiting.values():
+                    yield _failed(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
                 return
             if waiting:
                 time.sleep(pause)
@@ -264,8 +279,9 @@ def _failed(request: Request, fault: ClientFault) -> Reply:
     return Reply(request.client, None, request.round, request.call, 0, 0, fault)
 
 
-def _reply(message: Message, request: Request, down: int, most: int | None) -> Reply:
-    """A Flower message as a Reply; an invalid message becomes a fault."""
+def _reply(message: Message, sent: _Sent, most: int | None) -> tuple[Reply, frozenset[str]]:
+    """A Flower message as a Reply, and what its site holds; an invalid message becomes a fault."""
+    request, there = sent.request, frozenset[str]()
     fault, round, call = None, request.round, request.call
     try:
         if message.has_error():
@@ -277,16 +293,44 @@ def _reply(message: Message, request: Request, down: int, most: int | None) -> R
             raise ClientFault(E_FORMAT, "the reply is not an envelope")
         if type(value["round"]) is not int or type(value["call"]) is not int:
             raise ClientFault(E_FORMAT, "the reply's round and call are not whole numbers")
-        round, call = value["round"], value["call"]
+        round, call, there = value["round"], value["call"], held.named(value.get(held.NAMES))
         if "fault" in value:
             fault = _told(value["fault"])
         elif "body" not in value:
             raise ClientFault(E_FORMAT, "the reply has no body")
         else:
-            return Reply(request.client, value["body"], round, call, down, codec.weigh(value["body"]))
+            up = codec.weigh(value["body"])
+            return Reply(request.client, value["body"], round, call, sent.nbytes, up, spared=sent.spared), there
     except ClientFault as bad:
         fault = bad
-    return Reply(request.client, None, round, call, down, 0, fault)
+    return Reply(request.client, None, round, call, sent.nbytes, 0, fault, sent.spared), there
+
+
+class _Sent(NamedTuple):
+    """A request on its way."""
+
+    node: int
+    request: Request
+    nbytes: int  # with all its parameters
+    spared: int  # of these, how many do not cross
+
+
+class _Encoded:
+    """A payload in the forms in which it is sent: whole, and without what a site holds."""
+
+    def __init__(self, request: Request, spare: bool) -> None:
+        self._request, self.payload, self.nbytes = request, request.payload, codec.weigh(request.payload)
+        self._known = held.hashes(request.payload) if spare else {}
+        self._forms: dict[frozenset[str], tuple[Any, int]] = {}
+
+    def without(self, there: frozenset[str]) -> tuple[Any, int]:
+        """(record, spared bytes) for a site where these parameters are."""
+        names = there & frozenset(self._known.values())
+        if names not in self._forms:
+            body = held.shortened(self.payload, self._known, names) if names else self.payload
+            record = codec.to_record(codec.envelope(self._request.round, self._request.call, body))
+            self._forms[names] = record, self.nbytes - codec.weigh(body)
+        return self._forms[names]
 
 
 def _told(value: Any) -> ClientFault:

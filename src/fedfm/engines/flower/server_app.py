@@ -97,6 +97,7 @@ def host(
             expected=population.clients,
             fingerprint=population.model.fingerprint,
             most=room(population.model.layout),
+            spare=not is_simulated(grid),
             greeting={"classes": list(population.federated.table.classes)},
             slots=slots,
             min_clients=spec.min_clients,

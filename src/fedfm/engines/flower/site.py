@@ -19,6 +19,7 @@ from fedfm.core.checks import conform
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Request
 from fedfm.core.wire import codec, flower_records, payload
+from fedfm.engines.flower.held import NAMES, Held
 from fedfm.errors import (
     E_EXCEPTION,
     E_EXPERIMENT,
@@ -30,6 +31,7 @@ from fedfm.errors import (
     InputError,
     first_line,
 )
+from fedfm.linalg.params import Params
 from fedfm.privacy.policy import HELLO, WORDS
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import CALLS, ROUNDS
@@ -67,6 +69,7 @@ class Site:
         self._read, self._memory, self._populate = experiment, memory, population
         self._on_error, self._own = on_error, own
         self._round = 0  # of the latest message
+        self._held: Held | None = None  # until a hello asks for it
 
     @property
     def may_end(self) -> bool:
@@ -155,14 +158,15 @@ class Site:
             if handler == HELLO:
                 value = self._hello(name, message["body"])
             else:
-                body = self.silos.conform(handler, message["body"])
+                body = message["body"] if self._held is None else self._held.rebuilt(message["body"])
+                body = self.silos.conform(handler, body)
                 (value,) = self.silos.answer([Request(name, handler, body, round, call)])
             if isinstance(value, ClientFault):
                 raise value if self._own is None else self._without_values(name, value)
-            reply = _halves(codec.envelope(round, call, value))
+            head, data = _halves(codec.envelope(round, call, value))
             if self._own is not None:
-                self._own.leaves(handler, (round, call), reply, self.experiment)
-            return reply
+                self._own.leaves(handler, (round, call), (head, data), self.experiment)
+            return self._telling(head), data
         except ClientFault as bad:
             fault = bad
         except (Exception, SystemExit) as error:
@@ -173,7 +177,12 @@ class Site:
         if self._own is not None:
             self._own.refused(handler, fault)
         told = {"code": fault.code, "reason": fault.reason[:400]}
-        return _halves({"round": round, "call": call, "fault": told})
+        head, data = _halves({"round": round, "call": call, "fault": told})
+        return self._telling(head), data
+
+    def _telling(self, head: str) -> str:
+        """The head of a reply that also says which parameters are held here."""
+        return head if self._held is None else codec.with_texts(head, {NAMES: self._held.names})
 
     def _without_values(self, name: ClientId, fault: ClientFault) -> ClientFault:
         """A fault of a client half as a server may see it: its text can tell a norm or a weight, so it stays here."""
@@ -189,9 +198,12 @@ class Site:
 
     def _hello(self, name: ClientId, told: Any) -> dict[str, Any]:
         """Name, versions and the model's fingerprint; loads rows and model before round 1."""
-        classes = conform(told, dict[str, Any], "hello").get("classes")
+        told = conform(told, dict[str, Any], "hello")
         if self._own is not None:
-            self._agree(name, self._own, conform(classes, list[str], "classes"))
+            self._agree(name, self._own, conform(told.get("classes"), list[str], "classes"))
+        if told.get(NAMES) is True and self._held is None:
+            self._held = Held(self._start)
+            self._held.begin()
         return {
             "name": name,
             "fedfm": __version__,
@@ -199,6 +211,10 @@ class Site:
             "model": None if (model := self.silos.population.client_model) is None else model.fingerprint,
             "own_data": self._own is not None,
         }
+
+    def _start(self) -> Params | None:
+        model = self.silos.population.client_model
+        return None if model is None else model.params()
 
     def _agree(self, name: ClientId, own: Own, classes: Sequence[str]) -> None:
         """Agree to the run or refuse it; only the silo's log says why the experiment does not fit."""

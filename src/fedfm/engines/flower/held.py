@@ -1,0 +1,106 @@
+"""Parameters that a site holds already cross as their hash: those of an evaluation are those of the next round.
+
+A site keeps the parameters of its last message, and the model's as they were before the first one, and each of its
+replies names them by their SHA-256. The server replaces what the site has named. A site that has lost it since says so
+(E_HELD), and gets the message again, whole. The hash is of names, dtypes, shapes and bytes, so the bits stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+from fedfm.core.transport import replaced
+from fedfm.errors import E_FORMAT, E_HELD, ClientFault
+from fedfm.linalg.out_of_core import filed
+from fedfm.linalg.params import Params
+
+NAMES = "held"  # of an envelope: what the site holds; in the hello: whether it is asked to tell
+KEY = "+held"  # the only key of the mapping that stands for parameters
+LEAST = 1 << 14  # bytes; smaller vectors cross again
+_MOST = 64  # names in one reply
+_DIGITS = 64  # of a SHA-256
+
+
+class Held:
+    """What a site holds.
+
+    Args:
+        start: returns the model's parameters as they are before the first message; None: there is no model.
+    """
+
+    def __init__(self, start: Callable[[], Params | None]) -> None:
+        self._start, self._first = start, dict[str, Params]()
+        self._last: dict[str, Params] = {}
+
+    def begin(self) -> None:
+        """Take the model's parameters; call it before a message changes them."""
+        first = self._start()
+        if first is not None and first.nbytes >= LEAST:
+            self._first = {first.sha256(): filed(first)}
+
+    @property
+    def names(self) -> list[str]:
+        """Hashes of what is held, sorted."""
+        return sorted({*self._first, *self._last})[:_MOST]
+
+    def rebuilt(self, body: Any) -> Any:
+        """A message's body, whole, of which the parameters are held from now on in place of the last one's.
+
+        Raises:
+            ClientFault: E_HELD, it refers to parameters that are not here.
+        """
+        now: dict[str, Params] = {}
+
+        def whole(part: Any) -> Params | None:
+            if isinstance(part, Params):
+                if part.nbytes >= LEAST:
+                    now[part.sha256()] = filed(part)
+                return part
+            if not (isinstance(part, Mapping) and part.keys() == {KEY}):
+                return None
+            name = part[KEY]
+            if not isinstance(name, str):
+                raise ClientFault(E_FORMAT, "a reference to parameters is no hash")
+            found = self._last.get(name, self._first.get(name))
+            if found is None:
+                raise ClientFault(E_HELD, "the message refers to parameters that this site does not hold any more")
+            now[name] = found
+            return found
+
+        body = replaced(body, whole)
+        self._last = now or self._last
+        return body
+
+
+def hashes(payload: Mapping[str, Any]) -> dict[int, str]:
+    """Hash of each of the parameters in a payload, by their ``id``."""
+    found = dict[int, str]()
+
+    def see(part: Any) -> Params | None:
+        if not isinstance(part, Params):
+            return None
+        if part.nbytes >= LEAST and id(part) not in found:
+            found[id(part)] = part.sha256()
+        return part
+
+    replaced(payload, see)
+    return found
+
+
+def shortened(payload: Mapping[str, Any], known: Mapping[int, str], held: Container[str]) -> Any:
+    """The payload with a reference in place of parameters that are held; ``known`` is of :func:`hashes`."""
+
+    def short(part: Any) -> Any:
+        if not isinstance(part, Params):
+            return None
+        return {KEY: known[id(part)]} if known.get(id(part)) in held else part
+
+    return replaced(payload, short)
+
+
+def named(value: Any) -> frozenset[str]:
+    """What a reply's envelope says that its site holds; nothing if it is malformed."""
+    if not isinstance(value, list) or len(value) > _MOST:
+        return frozenset()
+    return frozenset(name for name in value if isinstance(name, str) and len(name) == _DIGITS)
