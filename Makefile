@@ -8,7 +8,7 @@ export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-engines lint type bench docs site clean
+.PHONY: help setup demo test test-proofs test-engines lint type bench docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test: $(STAMP) ## the test suite, about 10 minutes on 2 cores
 $(VENV)/.stamp-engines: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,simulation]'
 	@touch $@
+
+test-proofs: $(STAMP) ## tests that take long: encrypted runs, attacks by repeated draws, random kills
+	$(BIN)/python -m pytest -m proof -n 2 --dist worksteal
 
 test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a SuperLink with SuperNodes
 	$(BIN)/python -m pytest -m 'simulation or deployment' tests/engines

@@ -94,6 +94,7 @@ def test_rows_in_the_clear_refute_an_encrypted_run(masked):
     assert found(claimed).contradicts
 
 
+@pytest.mark.proof
 def test_encryption_is_close_to_the_clear_and_bad_messages_are_refused(tmp_path):
     pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
     findings = by_name(run(tmp_path, "masked", encryption="ckks", limit=24), "encrypted_error", "server_view")
@@ -104,6 +105,7 @@ def test_encryption_is_close_to_the_clear_and_bad_messages_are_refused(tmp_path)
     assert "query.BlindFed" not in findings["server.view"].says  # rows crossed as ciphertexts alone
 
 
+@pytest.mark.proof
 def test_the_permuted_protocol_is_audited_on_ciphertexts_as_in_the_clear(tmp_path):
     pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
     names = ("block_order", "loss_labels", "encrypted_error", "server_view")

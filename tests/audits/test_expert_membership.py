@@ -63,6 +63,7 @@ def by_scikit_learn(path):
     return np.average(aucs, weights=sizes)
 
 
+@pytest.mark.proof
 def test_what_was_memorised_leaks_and_the_figure_is_scikit_learns(memorised):
     found = {f.name: f for f in perform(memorised)}
     own = found["own_mixture_membership"]
@@ -77,6 +78,7 @@ def test_rows_that_are_all_alike_disclose_nobody(tmp_path):
     assert {f.verdict for f in found.values()} <= {"holds", "inconclusive"}
 
 
+@pytest.mark.proof
 def test_prompts_of_clients_are_attacked_too(tmp_path):
     method = {"name": "fedpgp", "rounds": 3, "rank": 8, "mu": 0.0}
     path = run(tmp_path, 30, True, method, {"name": "prompt", "tokens": 8})

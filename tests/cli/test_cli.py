@@ -156,6 +156,7 @@ def test_a_moved_run_says_where_it_is_now(finished, tmp_path, capsys):
     assert f"report: {tmp_path / 'moved' / 'report.html'}" in out
 
 
+@pytest.mark.proof
 def test_kill_at_any_moment_and_resume_gives_the_same_bits(tmp_path, capsys):
     tables = {"method": {"name": "scaffold", "rounds": 60, "local": {"epochs": 3}}, "run": {"workers": 2}}
     exp = toml(tmp_path, **tables)

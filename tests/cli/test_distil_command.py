@@ -123,6 +123,7 @@ def test_an_interrupted_one_goes_on_to_the_same_bits(place, whole, tmp_path, ste
         assert (tmp_path / "twin" / name).read_bytes() == (whole[0] / name).read_bytes()
 
 
+@pytest.mark.proof
 def test_a_killed_process_goes_on(place, whole, tmp_path, capsys):
     out = tmp_path / "twin"
     command = [sys.executable, "-m", "fedfm", "distil", str(toml(place, tmp_path)), "--out", str(out)]

@@ -153,6 +153,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, tmp_path):
     assert [line["epoch"] for line in seen.lines] == [3, 4]
 
 
+@pytest.mark.proof
 def test_a_killed_process_goes_on_and_a_finished_one_answers(whole, tmp_path, capsys):
     out = tmp_path / "net"
     command = [sys.executable, "-m", "fedfm", "pretrain", str(toml(tmp_path)), "--out", str(out)]

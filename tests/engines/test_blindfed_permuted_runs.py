@@ -72,6 +72,7 @@ def runs(tmp_path_factory):
     return folder, results, sent
 
 
+@pytest.mark.proof
 def test_clients_get_the_same_in_the_same_orders_as_in_the_clear(runs):
     folder, _, _ = runs
     for client in ("client-00", "client-01"):
@@ -121,6 +122,7 @@ def test_rows_and_labels_reach_the_server_as_ciphertexts_only(runs):
     assert len(set(labels)) > 1
 
 
+@pytest.mark.proof
 def test_predictions_go_by_the_same_protocol(runs, tmp_path):
     folder, _, _ = runs
     rows = np.load(folder / "pictures.npz")
@@ -139,6 +141,7 @@ class Killed(BaseException):
     """As by a signal: nothing of the process's memory is left."""
 
 
+@pytest.mark.proof
 def test_a_killed_run_goes_on_at_its_block(runs, tmp_path, monkeypatch):
     folder, _, _ = runs
     answer, asked = Silos.answer, []

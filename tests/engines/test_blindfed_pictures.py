@@ -51,6 +51,7 @@ def test_in_the_clear_they_are_resized_as_an_array_s(protocol, folder, tmp_path,
     assert found["accuracy"] == other["accuracy"] > 0.9
 
 
+@pytest.mark.proof
 def test_on_ciphertexts_and_all_tokens_released(folder, tmp_path):
     pytest.importorskip("tenseal", reason="the extra [encrypted] is not installed")
     more = {"encryption": "ckks", "released": "tokens", "projection": 6}

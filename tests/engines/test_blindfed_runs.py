@@ -153,6 +153,7 @@ def encrypted(tmp_path_factory, clear):
     return folder, fedfm.run(tables, folder / "run")
 
 
+@pytest.mark.proof
 def test_on_ciphertexts_it_learns_the_same(encrypted, clear):
     result, details = encrypted[1], encrypted[1]["details"]
     assert result["excluded"] == []
@@ -182,6 +183,7 @@ def test_the_secret_key_stays_with_its_client(encrypted):
     assert all(p.stat().st_mode & 0o077 == 0 for p in private.rglob("*") if p.is_file() and p.name != "lock")
 
 
+@pytest.mark.proof
 def test_predictions_of_an_encrypted_run_go_by_ciphertexts(encrypted, clear, tmp_path):
     rows = np.load(clear[0] / "pictures.npz")
     few = {name: rows[name][:5] if name != "classes" else rows[name] for name in rows.files}
@@ -191,6 +193,7 @@ def test_predictions_of_an_encrypted_run_go_by_ciphertexts(encrypted, clear, tmp
     assert np.mean(np.array(found["predictions"]) == rows["classes"][rows["y"][:5]]) >= 0.8
 
 
+@pytest.mark.proof
 def test_a_newcomer_s_rows_pass_by_ciphertexts_too(encrypted, clear, tmp_path, monkeypatch):
     from fedfm.methods.blindfed import masked
     from fedfm.models.side_adapter import SideModel
@@ -238,6 +241,7 @@ fedfm.run(pathlib.Path(sys.argv[1]), sys.argv[2])
 """
 
 
+@pytest.mark.proof
 def test_a_killed_encrypted_run_goes_on_at_its_block(encrypted, clear, tmp_path):
     from fedfm.config.experiment import Experiment
 

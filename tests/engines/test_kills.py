@@ -49,6 +49,7 @@ class Killed(Scaffold):
 
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.proof
 def test_what_a_killed_worker_was_at_is_given_once_more_and_nothing_changes(tmp_path, monkeypatch, workers, seed):
     """Before the client begins, when its memory has changed, and when its memory is written but nothing is sent."""
     commit = DiskMemory.commit
@@ -105,6 +106,7 @@ def test_a_client_that_kills_its_worker_is_left_out_and_takes_nobody_along(tmp_p
 
 
 @linux
+@pytest.mark.proof
 def test_workers_killed_at_random_moments_change_no_bit_of_a_run(tmp_path):
     exp = experiment(tmp_path, method='name = "scaffold"\nrounds = 10\nlocal = { epochs = 4 }', run="workers = 2")
     straight = fedfm("run", exp, "--out", tmp_path / "straight")

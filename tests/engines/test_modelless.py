@@ -20,6 +20,7 @@ def locally(tmp_path_factory):
     return exp, fedfm("run", exp, "--out", folder / "local")
 
 
+@pytest.mark.proof
 def test_the_head_is_made_of_what_clients_without_a_model_sent(locally, monkeypatch):
     exp, result = locally
     monkeypatch.syspath_prepend(str(__import__("pathlib").Path(__file__).parent))
@@ -40,6 +41,7 @@ def test_the_head_is_made_of_what_clients_without_a_model_sent(locally, monkeypa
     assert set(result["client_accuracy"].values()) == {None}  # nobody can be asked for scores
 
 
+@pytest.mark.proof
 def test_the_same_bits_with_workers_and_over_the_wire(locally, tmp_path):
     exp, result = locally
     for i, setting in enumerate(("run.workers=2", "run.wire=true")):

@@ -293,6 +293,7 @@ def test_a_start_that_fails_shows_the_log(tmp_path):
 # --- the warm worker -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_a_worker_is_started_answers_stays_and_ends_when_idle(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDFM_WORKER_IDLE", "5")
     features(tmp_path / "rows.npz", ["a", "b"])

@@ -44,6 +44,7 @@ def exact(folder, pictures):
     return torch.stack([y - y.mean(-1, keepdim=True) for y in seen], 1)
 
 
+@pytest.mark.proof
 def test_the_class_token_is_released_and_not_the_mean(twin):
     folder, pictures = twin
     model = sided(folder, "class")
@@ -54,6 +55,7 @@ def test_the_class_token_is_released_and_not_the_mean(twin):
     assert float((states[:, :, 0] - states.mean(2)).abs().max()) > 0.1  # the mean over the tokens is something else
 
 
+@pytest.mark.proof
 def test_all_tokens_are_released_with_the_class_token(twin):
     folder, pictures = twin
     model = sided(folder, "tokens")

@@ -109,6 +109,7 @@ def test_the_second_polynomial_says_nothing_of_the_weights():
     assert (a[:, 1] == bare[:, 1]).mean() < 1e-3
 
 
+@pytest.mark.proof
 def test_a_killed_run_goes_on_in_another_session_with_new_masks(monkeypatch):
     made, hide = [], Masking.hide
 

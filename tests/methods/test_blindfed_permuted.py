@@ -97,6 +97,7 @@ def test_second_polynomials_say_nothing():
     assert (a[:, 1] == b[:, 1]).mean() < 1e-3
 
 
+@pytest.mark.proof
 def test_a_killed_batch_goes_on_in_the_same_orders():
     first = Run()
     release = first.release
@@ -118,6 +119,7 @@ def test_a_killed_batch_goes_on_in_the_same_orders():
     assert second.labels.tolist() == LABELS[ORDERS[2]].tolist()
 
 
+@pytest.mark.proof
 def test_what_comes_back_is_checked():
     def repeated(run):
         return lambda block, message: run.sent[1]
@@ -165,6 +167,7 @@ def test_orders_and_keys_are_checked():
     Owner(MODEL, "class", PUBLIC, bytes(16), bytes(32), DistanceLedger())  # more keys than it needs
 
 
+@pytest.mark.proof
 def test_a_full_batch_comes_in_its_orders_and_does_what_was_planned():
     n, rng = Parameters().slots // TOKENS, np.random.default_rng(0)
     more, labels = np.r_[np.arange(SAMPLES), rng.integers(SAMPLES, size=n - SAMPLES)], rng.integers(CLASSES, size=n)

@@ -21,6 +21,7 @@ TOKENS, D = 4, 4
 
 
 @pytest.mark.parametrize("parameters", [Parameters(), SLOW_LINK], ids=["8192", "16384"])
+@pytest.mark.proof
 def test_a_run_does_what_was_planned(parameters):
     """Operations, refreshes, messages, bytes, distance, and states within 1e-3 of the clear, at both rings."""
     model, rows, states = random_model(3, TOKENS, D, blocks=1)

@@ -53,6 +53,7 @@ def jobs(ledger, batches=2):
     return [EncryptedBatch("a", b, PUBLIC, keys.entropy(16), keys.entropy(32), ledger) for b in range(batches)]
 
 
+@pytest.mark.proof
 def test_two_processes_give_the_states_in_the_clear():
     talk, ledger = Talk(), DistanceLedger()
     failed = run_all(jobs(ledger), talk, 2, folded=MODEL, released="class")
@@ -65,6 +66,7 @@ def test_two_processes_give_the_states_in_the_clear():
     assert 0 < ledger.spent < 2.0**-40
 
 
+@pytest.mark.proof
 def test_a_client_that_fails_ends_its_batch_alone():
     def fail(job, count):
         if job.batch == 0:
@@ -76,6 +78,7 @@ def test_a_client_that_fails_ends_its_batch_alone():
     assert set(talk.states) == {(1, 0)}
 
 
+@pytest.mark.proof
 def test_refreshes_of_several_batches_travel_together():
     together = []
 

@@ -375,6 +375,7 @@ def experiment(name="fedbaf", rounds=3, **method):
 
 
 class TestRuns:
+    @pytest.mark.proof
     def test_alpha_is_fresh_in_every_run_and_repeated_in_a_resumed_one(self, tmp_path, monkeypatch):
         first = fedfm.run(experiment(rounds=2), tmp_path / "a")
         second = fedfm.run(experiment(rounds=2), tmp_path / "b")

@@ -163,6 +163,7 @@ def test_the_factors_never_travel(place, tmp_path):
     assert max(line[-1] for line in up[1]) < 4 * M * 16 + 1500
 
 
+@pytest.mark.proof
 def test_clients_that_contradict_each_other_get_models_that_fit_them(place, tmp_path):
     """Two clients name the same pictures differently: no single prompt serves both."""
     rows = dict(np.load(place / "rows.npz"))

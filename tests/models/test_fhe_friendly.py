@@ -326,6 +326,7 @@ def test_models_that_cannot_run_encrypted_are_refused(twin, tmp_path):
         fhe_friendly.folded(module)
 
 
+@pytest.mark.proof
 def test_a_folded_block_on_encrypted_tokens(twin):
     pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
     from encrypted_session import BOUND, Session

@@ -294,12 +294,14 @@ def promised(cls, epsilon):
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 1.0, 2.0, 4.0, 8.0])
+@pytest.mark.proof
 def test_the_promise_survives_an_audit(epsilon):
     least = 0.6 * epsilon if epsilon >= 2 else 0.0  # so few trials say little of a small one
     assert least <= measured(promised(CentralGaussian, epsilon)) <= epsilon
 
 
 @pytest.mark.parametrize("broken", [HalfTheNoise, LessByRootTwo, OnceARun, NoClip, WeighedByRows])
+@pytest.mark.proof
 def test_a_broken_mechanism_is_caught(broken):
     assert measured(promised(broken, 4.0)) > 4.0
 

@@ -208,6 +208,7 @@ class Named:
         self.clients = clients
 
 
+@pytest.mark.proof
 def test_an_attacker_learns_no_more_than_the_coins_allow_and_more_without_them():
     half = mechanism(0.5, z=0.5)
     assert 1.0 < least_epsilon(half) <= half.epsilon_after(1)  # it does find what there is

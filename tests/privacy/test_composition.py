@@ -78,6 +78,7 @@ def test_it_is_never_above_the_accountant_of_flower(z, q, times):
 
 @given(st.floats(0.3, 12), st.integers(1, 200), st.sampled_from([1.0, 0.3, 0.05]))
 @settings(max_examples=8, deadline=None)
+@pytest.mark.proof
 def test_the_noise_for_a_target_keeps_it_and_less_noise_does_not(epsilon, times, rate):
     z = noise_multiplier_for(epsilon, 1e-5, times, rate)
     assert epsilon_of([Releases(z, times, rate)], 1e-5) <= epsilon

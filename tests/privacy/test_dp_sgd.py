@@ -354,6 +354,7 @@ def least_mu(with_row, without):
     return stats.norm.ppf(above) - stats.norm.ppf(false)
 
 
+@pytest.mark.proof
 def test_an_attack_gets_what_is_promised_and_no_more():
     assert 0.7 < least_mu(*attacked()) <= 1.0
 

@@ -200,6 +200,7 @@ def test_what_is_built_one_by_one_is_limited_for_others_and_not_for_our_own_file
     assert reading.reader(head, True)
 
 
+@pytest.mark.proof
 def test_what_fits_the_limits_is_understood_in_time():
     """The largest heads that pass: numbers, texts, tensors. 50 ms on a machine that does nothing else."""
     w = Params({f"{'block.' * 8}{i}": torch.zeros(1, 1) for i in range(limits.MAX_TENSORS)})

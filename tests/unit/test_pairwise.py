@@ -301,6 +301,7 @@ print("done")
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's limit on memory without a file")
+@pytest.mark.proof
 def test_vectors_and_results_larger_than_memory_are_streamed(tmp_path):
     source = str(Path(fedfm.__file__).parents[1])
     out = subprocess.run(

@@ -135,6 +135,7 @@ except RunError as error:
 """
 
 
+@pytest.mark.proof
 def test_a_disk_that_is_full_when_the_models_are_written_is_said_and_nothing_is_lost(stopped, tmp_path):
     straight = fedfm.run(experiment(tmp_path), tmp_path / "straight")["params_sha256"]
 

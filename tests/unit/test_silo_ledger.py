@@ -318,6 +318,7 @@ while True:
 """
 
 
+@pytest.mark.proof
 def test_an_answer_that_left_a_killed_process_is_on_the_disk(tmp_path):
     path, left = tmp_path / "l", 0
     for attempt in range(3):

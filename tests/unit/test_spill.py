@@ -272,6 +272,7 @@ print(json.dumps([found["params_sha256"], peak - begun, sum(p.numel() * 4 for p 
 
 
 @LINUX
+@pytest.mark.proof
 def test_a_run_whose_vectors_do_not_fit_keeps_few_in_memory_and_ends_with_the_same_bits(tmp_path):
     """24 clients, three vectors a client in the state: with files memory grows by a few vectors, not by 24."""
     environment = {"PYTHONPATH": str(Path(fedfm.__file__).parents[1]), "PATH": "/usr/bin:/bin"}

@@ -22,7 +22,7 @@ _MOST = 64  # names in one reply
 _DIGITS = 64  # of a SHA-256
 
 
-class Held:
+class Retained:
     """What a site holds.
 
     Args:

@@ -144,7 +144,7 @@ class FlowerLink:
         again: Callable[[Any], bool] = died,
     ) -> Iterator[Reply]:
         """Send and collect. Requests whose error satisfies ``again`` are appended to ``ended`` and get no fault."""
-        waiting: dict[str, _Sent] = {}
+        waiting: dict[str, _Underway] = {}
         encoded: _Encoded | None = None
         patience = self._timeout * (-(-len(sent) // self._slots) if self._slots else 1)
         for start in range(0, len(sent), _BATCH):
@@ -155,7 +155,7 @@ class FlowerLink:
                 record, spared = encoded.without(self._held.get(node, frozenset()))
                 kind = flower_records.message_type(request.handler)
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
-                messages.append((message, _Sent(node, request, encoded.nbytes, spared)))
+                messages.append((message, _Underway(node, request, encoded.nbytes, spared)))
             taken = set(self._grid.push_messages([message for message, _ in messages]))
             for message, one in messages:
                 name = message.metadata.message_id
@@ -167,13 +167,13 @@ class FlowerLink:
 
     def _collect(
         self,
-        waiting: dict[str, _Sent],
+        waiting: dict[str, _Underway],
         deadline: float,
         ended: list[tuple[int, Request]] | None,
         again: Callable[[Any], bool],
     ) -> Iterator[Reply]:
         pause = _POLL[0]
-        done: dict[str, _Sent] = {}
+        done: dict[str, _Underway] = {}
         while waiting:
             came = list(self._grid.pull_messages([*waiting, *self._late]))
             for message in came:
@@ -279,7 +279,7 @@ def _failed(request: Request, fault: ClientFault) -> Reply:
     return Reply(request.client, None, request.round, request.call, 0, 0, fault)
 
 
-def _reply(message: Message, sent: _Sent, most: int | None) -> tuple[Reply, frozenset[str]]:
+def _reply(message: Message, sent: _Underway, most: int | None) -> tuple[Reply, frozenset[str]]:
     """A Flower message as a Reply, and what its site holds; an invalid message becomes a fault."""
     request, there = sent.request, frozenset[str]()
     fault, round, call = None, request.round, request.call
@@ -306,7 +306,7 @@ def _reply(message: Message, sent: _Sent, most: int | None) -> tuple[Reply, froz
     return Reply(request.client, None, round, call, sent.nbytes, 0, fault, sent.spared), there
 
 
-class _Sent(NamedTuple):
+class _Underway(NamedTuple):
     """A request on its way."""
 
     node: int

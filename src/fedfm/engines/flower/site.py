@@ -19,7 +19,7 @@ from fedfm.core.checks import conform
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Request
 from fedfm.core.wire import codec, flower_records, payload
-from fedfm.engines.flower.held import NAMES, Held
+from fedfm.engines.flower.held import NAMES, Retained
 from fedfm.errors import (
     E_EXCEPTION,
     E_EXPERIMENT,
@@ -69,7 +69,7 @@ class Site:
         self._read, self._memory, self._populate = experiment, memory, population
         self._on_error, self._own = on_error, own
         self._round = 0  # of the latest message
-        self._held: Held | None = None  # until a hello asks for it
+        self._held: Retained | None = None  # until a hello asks for it
 
     @property
     def may_end(self) -> bool:
@@ -202,7 +202,7 @@ class Site:
         if self._own is not None:
             self._agree(name, self._own, conform(told.get("classes"), list[str], "classes"))
         if told.get(NAMES) is True and self._held is None:
-            self._held = Held(self._start)
+            self._held = Retained(self._start)
             self._held.begin()
         return {
             "name": name,
