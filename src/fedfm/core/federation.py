@@ -213,7 +213,7 @@ class Federation:
         cohort = sorted(self.clients if of is None else of)
         name = f"{kind}.{action(handler)}"
         self.call += 1
-        if counted and not self.cohort:
+        if (counted or kind in ("train", "query")) and not self.cohort:
             self.cohort = tuple(cohort)
         varying = [k for k, v in payload.items() if isinstance(v, each)]
 

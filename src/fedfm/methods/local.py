@@ -31,7 +31,9 @@ class LocalOnly(FedAvg):
         return dict.fromkeys(fed.clients, fed.initial)
 
     def step(self, fed: Federation, w: dict[ClientId, Params], t: int) -> dict[ClientId, Params]:  # type: ignore[override]
-        return w | fed.ask(self.train_alone, of=fed.sample(self.fraction), like=fed.initial.layout, w=each(w))
+        of, like = fed.sample(self.fraction), fed.initial.layout
+        # Not counted: a client that trains alone sends nothing.
+        return w | fed.ask(self.train_alone, of=of, like=like, counted=False, w=each(w))
 
     @on_client
     def train_alone(self, client: Client, w: Params) -> Params:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedfm.errors import InputError
 from fedfm.report import frontier
+from fedfm.report.basis import GLOBAL, HEADLINE, LOCAL, ROWS, basis, meaning, unlike_settings
 from fedfm.report.page import aside, figure, legend, note, page, save
 from fedfm.report.page import table as html_table
 from fedfm.report.read import BASE_AND_NEW, RunFiles, mapping, read
@@ -21,9 +22,10 @@ _PLAIN = ("perplexity", "local loss")  # metrics that are not fractions
 def table(run_dirs: Sequence[Path]) -> str:
     """The runs as an aligned text table, one a line, in the order given.
 
-    Accuracies are fractions; ``spread`` is the standard deviation over the clients' accuracies. For language models the
-    table has ``perplexity`` and ``local loss`` (mean on the clients' own test rows), and no column that all runs lack.
-    If a run is unfinished, ``state`` is added.
+    Accuracies are fractions. If ``accuracy`` is of all test rows for some runs and of each client's own rows for
+    others, it is left out, and a last line says by which figure the runs compare. ``spread`` is the standard deviation
+    over the clients' accuracies. For language models the table has ``perplexity`` and ``local loss`` (mean on the
+    clients' own test rows), and no column that all runs lack. If a run is unfinished, ``state`` is added.
 
     Raises:
         InputError: no run is given, or a file is missing or invalid.
@@ -47,7 +49,18 @@ def table(run_dirs: Sequence[Path]) -> str:
         cells = (c + p if j < 2 else p + c for j, (c, p) in enumerate(zip(row, pads, strict=True)))
         out.append("  ".join(cells).rstrip())
     out.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join(out) + "\n"
+    return "\n".join([*out, *_compared_by(runs)]) + "\n"
+
+
+def _compared_by(runs: Sequence[RunFiles]) -> list[str]:
+    """A sentence if the runs' accuracies are not of the same rows."""
+    by = basis(runs)
+    if not by.mixed:
+        return []
+    own = [name for name, run in zip(labels(runs), runs, strict=True) if meaning(run) == LOCAL]
+    return [
+        f"compared by the accuracy {by.rows}; the accuracy that {', '.join(own)} states is of each client's own rows"
+    ]
 
 
 def _listing(
@@ -71,8 +84,8 @@ def _listing(
 
 def _figures(runs: Sequence[RunFiles]) -> dict[str, list[float | None]]:
     """Metrics: column -> a value a run; for language models without the columns that all runs lack."""
-    shares = {
-        "accuracy": [run.value("accuracy") for run in runs],
+    shares = {} if basis(runs).mixed else {"accuracy": [run.value("accuracy") for run in runs]}
+    shares |= {
         "global": [run.value("global_accuracy") for run in runs],
         "local": [run.value("local_accuracy") for run in runs],
         "worst client": [run.worst for run in runs],
@@ -134,14 +147,33 @@ def section(runs: Sequence[RunFiles]) -> str:
         "base": "Base, new: on the global test rows of these classes, among these classes; mean over the models.",
         "spread": "Spread: standard deviation over the clients, in points.",
     }
-    meaning = note(" ".join(text for column, text in meanings.items() if column in head))
+    said = [text for column, text in meanings.items() if column in head]
+    said += [f"{text[0].upper()}{text[1:]}." for text in _compared_by(runs)]
     return (
         warning
         + html_table(head, rows, "Runs compared", words=words)
-        + meaning
+        + note(" ".join(said))
+        + _settings(runs, names)
         + frontier.section(runs, names)
         + _curves(runs, names)
         + _ranges(runs, names)
+    )
+
+
+def _settings(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
+    """A table of the settings that are not the same in all runs."""
+    unlike = unlike_settings([run.experiment for run in runs])
+    unlike.pop("name", None)
+    if not unlike:
+        return ""
+
+    def said(value: object) -> str:
+        return NONE if value is None else shorten(value if isinstance(value, str) else json.dumps(value), 40)
+
+    rows = [[key, *map(said, values)] for key, values in unlike.items()]
+    words = tuple(range(1, len(names) + 1))
+    return "<h3>What differs in the settings</h3>" + html_table(
+        ["key", *names], rows, "Settings that differ", words=words
     )
 
 
@@ -202,26 +234,45 @@ def _unlike(runs: Mapping[str, RunFiles], value: Callable[[RunFiles], object]) -
 
 
 def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
-    rounds = [r for run in runs for r in run.rounds]
-    # Clients' own models are evaluated on the global test rows only at the end: their perplexity has no line.
-    key = "perplexity"
-    if not all(sum(r.values.get(key) is not None for r in run.rounds) > 1 for run in runs):
-        other = (k for k in ("accuracy", "local_loss") if any(r.values.get(k) is not None for r in rounds))
-        key = next(other, key)
-    shown: Format = percent if key == "accuracy" else number
-    series = [
-        Series(name, [(float(r.number), r.values.get(key)) for r in run.rounds], i % COLOURS + 1)
-        for i, (run, name) in enumerate(zip(runs, names, strict=True))
-        if run.rounds
-    ]
+    key = _curve_key(runs)
+    shown: Format = number if key in ("perplexity", "local_loss") else percent
+    last = max((float(r.number) for run in runs for r in run.rounds), default=0.0)
+    series = []
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        points = [(float(r.number), r.values.get(key)) for r in run.rounds]
+        if run.done_rounds <= 1 < last and points:  # a line, to be compared with the others at each of their rounds
+            points = [(0.0, points[-1][1]), (last, points[-1][1])]
+        if points:
+            series.append(Series(name, points, i % COLOURS + 1))
     if not series:
         return ""
     ends = [shown(s.points[-1][1]) for s in series]
-    name, last = key.replace("_", " "), "; ".join(f"{s.name} {e}" for s, e in zip(series, ends, strict=True))
-    label = f"Lines of {name} per round. Last: {last}."
-    within = (0.0, 1.0) if key == "accuracy" else None
+    name = key.split("_")[-1] if key in ROWS else key.replace("_", " ")
+    ended = "; ".join(f"{s.name} {e}" for s, e in zip(series, ends, strict=True))
+    label = f"Lines of {name} per round. Last: {ended}."
+    within = (0.0, 1.0) if key in ROWS else None
     draw = figure(lambda w: lines(w, series, label, shown, within=within))
-    return f"<h3>{name.capitalize()} by round</h3>" + legend(series, ends) + draw
+    text = note(f"{name.capitalize()} {ROWS[key]}.") if key in (GLOBAL, LOCAL) else ""
+    return f"<h3>{name.capitalize()} by round</h3>" + text + legend(series, ends) + draw
+
+
+def _curve_key(runs: Sequence[RunFiles]) -> str:
+    """The metric of the lines: of the same rows in all runs, and of their rounds."""
+
+    def known(key: str) -> bool:
+        counts = (sum(r.values.get(key) is not None for r in run.rounds) for run in runs)
+        return all(count > min(run.done_rounds, 1) for count, run in zip(counts, runs, strict=True))
+
+    # Clients' own models are evaluated on the global test rows only at the end: these figures have no line.
+    if all(sum(r.values.get("perplexity") is not None for r in run.rounds) > 1 for run in runs):
+        return "perplexity"
+    by = basis(runs)
+    keys = [by.key, LOCAL, GLOBAL] if by.mixed else [HEADLINE]
+    if found := next(filter(known, keys), None):
+        return found
+    rounds = [r for run in runs for r in run.rounds]
+    some = (k for k in (HEADLINE, "local_loss") if any(r.values.get(k) is not None for r in rounds))
+    return next(some, "perplexity")
 
 
 def _ranges(runs: Sequence[RunFiles], names: list[str]) -> str:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from fedfm.report.basis import basis
 from fedfm.report.page import figure, note
 from fedfm.report.read import RunFiles
 from fedfm.report.svg import COLOURS, Scale, domain, frame, ticks
@@ -16,11 +17,11 @@ Spot = tuple[str, float, float]  # name, bytes, accuracy
 
 def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """The plot; nothing unless at least two runs have an accuracy and sent bytes."""
-    spots = []
+    by, spots = basis(runs), []
     for run, name in zip(runs, short(names), strict=True):
         if run.method == "centralised":
             continue  # all rows in one place: its bytes cost nothing
-        sent, reached = (run.traffic_total("up") or 0) + (run.traffic_total("down") or 0), run.value("accuracy")
+        sent, reached = (run.traffic_total("up") or 0) + (run.traffic_total("down") or 0), run.value(by.key)
         if finite(reached) and sent > 0:
             spots.append((name, float(sent), reached))
     if len(spots) < 2:
@@ -28,7 +29,8 @@ def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     best = frontier(spots)
     points = "; ".join(f"{name} {percent(y)} for {size(x)}" for name, x, y in spots)
     label = f"Accuracy by bytes sent in both directions, on a logarithmic scale. {points}."
-    text = f"The line joins the runs that no other beats with fewer bytes: {esc(', '.join(n for n, _, _ in best))}."
+    text = f"Accuracy {by.rows}. " if by.mixed else ""
+    text += f"The line joins the runs that no other beats with fewer bytes: {esc(', '.join(n for n, _, _ in best))}."
     return "<h3>Accuracy for what was sent</h3>" + note(text) + figure(lambda w: _draw(w, spots, best, label))
 
 

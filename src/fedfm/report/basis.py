@@ -1,0 +1,64 @@
+"""The accuracy by which runs are compared: of the same rows for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fedfm.report.read import RunFiles
+from fedfm.report.text import finite
+
+GLOBAL, LOCAL, HEADLINE = "global_accuracy", "local_accuracy", "accuracy"
+ROWS = {
+    GLOBAL: "on all test rows",
+    LOCAL: "of each client on its own test rows, in the mean",
+    HEADLINE: "as each run states it",
+}
+
+
+class Basis(NamedTuple):
+    """A figure that all runs have.
+
+    Attributes:
+        key: of a run's metrics.
+        rows: the rows that it is of, in words.
+        mixed: what ``accuracy`` means differs among the runs.
+    """
+
+    key: str
+    rows: str
+    mixed: bool
+
+
+def basis(runs: Sequence[RunFiles]) -> Basis:
+    """What all runs state on the same rows: their headline accuracy, that on all test rows, or the clients' mean.
+
+    The headline of a method with one model is of all test rows, that of one with a model for each client the mean.
+    """
+    meant = {meaning(run) for run in runs if finite(run.value(HEADLINE))}
+    if len(meant) <= 1:
+        return Basis(HEADLINE, ROWS[next(iter(meant), HEADLINE)], mixed=False)
+    key = next((key for key in (GLOBAL, LOCAL) if all(finite(run.value(key)) for run in runs)), HEADLINE)
+    return Basis(key, ROWS[key], mixed=True)
+
+
+def meaning(run: RunFiles) -> str:
+    """Which of the figures a run's headline accuracy is."""
+    stated = run.value(HEADLINE)
+    return next((key for key in (GLOBAL, LOCAL) if run.value(key) == stated), HEADLINE)
+
+
+def unlike_settings(experiments: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
+    """Dotted key -> a value for each experiment, of the keys that differ; None where an experiment has no such key."""
+    flat = [_flat(experiment) for experiment in experiments]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    rows = {key: [one.get(key) for one in flat] for key in keys}
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def _flat(table: Mapping[str, object], start: str = "") -> dict[str, object]:
+    out: dict[str, object] = {}
+    for key, value in table.items():
+        name = f"{start}{key}"
+        out |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return out

@@ -1,0 +1,92 @@
+"""Runs are compared by one figure, of the same rows; training alone sends nothing; a run of one round is a line."""
+
+import json
+import re
+
+import pytest
+from runs import make
+
+import fedfm
+from fedfm.report import compare, read
+from fedfm.report.basis import GLOBAL, HEADLINE, LOCAL, basis, unlike_settings
+
+
+def tables(**method):
+    return {
+        "data": {"name": "digits", "limit": 200, "partition": {"name": "dirichlet", "alpha": 0.1, "clients": 3}},
+        "model": {"name": "nano-vit", "adaptation": {"name": "head"}},
+        "method": {"rounds": 2, "local": {"learning_rate": 0.1}} | method,
+        "run": {"workers": 1},
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """FedAvg and training alone on rows that hardly overlap in classes."""
+    folder = tmp_path_factory.mktemp("pair")
+    for name in ("fedavg", "local"):
+        fedfm.run(tables(name=name), folder / name)
+    return [folder / "fedavg", folder / "local"]
+
+
+def test_training_alone_sends_nothing(pair):
+    run = read.read(pair[1]).result
+    assert (run["bytes_up"], run["bytes_down"]) == (0, 0)
+    assert [m["cohort"] for m in fedfm.load_run(pair[1]).metrics()[1:]] == [["client-00", "client-01", "client-02"]] * 2
+
+
+def test_one_model_and_models_of_clients_are_compared_on_all_test_rows(pair):
+    fedavg, alone = (read.read(path).result for path in pair)
+    assert alone["accuracy"] > fedavg["accuracy"]  # on other rows
+    assert alone["global_accuracy"] < fedavg["global_accuracy"]  # on the same
+    head, _, *rows, said = compare.table(pair).splitlines()
+    assert head.split()[2:4] == ["global", "local"]
+    assert [float(row.split()[2]) for row in rows] == [
+        pytest.approx(run["global_accuracy"], abs=1e-4) for run in (fedavg, alone)
+    ]
+    assert said.startswith("compared by the accuracy on all test rows; the accuracy that local states")
+
+
+def test_the_page_compares_by_the_same_figure(pair, tmp_path):
+    page = compare.write(pair, tmp_path / "c.html").read_text()
+    said = " ".join(re.sub("<[^>]+>", " ", page).split())
+    assert "Compared by the accuracy on all test rows" in said
+    assert "no other beats with fewer bytes: local" not in said
+    assert "Accuracy of each client on its own test rows, in the mean." in said  # of the lines: known in each round
+    assert "method.name" in said  # what differs in the settings
+    assert "data.limit" not in said
+
+
+def test_runs_that_mean_the_same_keep_their_headline(pair):
+    assert basis([read.read(pair[0])]) == (HEADLINE, "on all test rows", False)
+    assert basis([read.read(pair[1])]).key == HEADLINE
+    assert "accuracy" in compare.table([pair[0]]).splitlines()[0].split()
+    assert basis([read.read(p) for p in pair]).key == GLOBAL
+
+
+def test_without_the_same_rows_for_all_the_clients_mean_counts(tmp_path):
+    first, second = make(tmp_path / "a"), make(tmp_path / "b")
+    for path, accuracy in ((first, "global_accuracy"), (second, "local_accuracy")):
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["result"] |= {"global_accuracy": 0.5, "local_accuracy": 0.7}
+        manifest["result"]["accuracy"] = manifest["result"][accuracy]
+        if path == second:
+            manifest["result"]["global_accuracy"] = None
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    assert basis([read.read(first), read.read(second)])[::2] == (LOCAL, True)
+
+
+def test_a_run_of_one_round_is_a_line(pair, tmp_path):
+    fedfm.run(tables(name="fedncm") | {"method": {"name": "fedncm"}}, tmp_path / "once")
+    page = compare.write([pair[0], tmp_path / "once"], tmp_path / "c.html").read_text()
+    drawn = page[page.index("Accuracy by round") :]
+    paths = re.findall(r'<path class="line s2" d="M([0-9. ]+)L([0-9. ]+)"', drawn)
+    assert paths
+    (_, y_0), (_, y_1) = (point.split() for point in paths[0])
+    assert y_0 == y_1
+
+
+def test_only_keys_that_differ_are_in_the_table():
+    one = {"run": {"seed": 0}, "method": {"name": "fedavg", "local": {"epochs": 1}}}
+    other = {"run": {"seed": 0}, "method": {"name": "fedprox", "mu": 0.1, "local": {"epochs": 1}}}
+    assert unlike_settings([one, other]) == {"method.name": ["fedavg", "fedprox"], "method.mu": [None, 0.1]}
