@@ -36,7 +36,7 @@ def experiment(folder: Path, **run: Any) -> Experiment:
 
 def test_small_work_is_not_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     e = experiment(folder)
-    monkeypatch.setattr(module, "_step", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr(module, "step_seconds", lambda *a: pytest.fail("measured"))
     assert patience(e.method, populate(e), e.run, pytest.fail) == 600.0
     assert patience(e.method, populate(e), experiment(folder, timeout=7.0).run, pytest.fail) == 7.0
 
@@ -45,7 +45,7 @@ def test_slow_steps_extend_the_usual_time_and_not_a_stated_one(folder: Path, mon
     e, said = experiment(folder), list[str]()
     everyone = populate(e)
     monkeypatch.setattr(module, "_WORK", 0.0)
-    monkeypatch.setattr(module, "_step", lambda model, rows, size: 100.0)
+    monkeypatch.setattr(module, "step_seconds", lambda model, rows, size: 100.0)
     rows = max(len(everyone.federated.clients[c].train) for c in everyone.clients)
     steps = 3 * -(-rows // 10)
     assert patience(e.method, everyone, e.run, said.append) == 600 + 4 * 100 * steps
@@ -60,7 +60,7 @@ def test_measuring_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "_WORK", 0.0)
     everyone = populate(e)
     w = everyone.model.params()
-    seconds = module._step(everyone.model, everyone.data(everyone.clients[0]).train, 10)
+    seconds = module.step_seconds(everyone.model, everyone.data(everyone.clients[0]).train, 10)
     assert seconds is not None
     assert seconds > 0
     assert everyone.model.params().sha256() == w.sha256()

@@ -321,6 +321,8 @@ def schema(args: Any) -> int:
 
 def check(args: Any) -> int:
     """``fedfm check``."""
+    from dataclasses import asdict
+
     from fedfm.core.capabilities import Founded, Modelled, Planned
     from fedfm.data.load import check_files
 
@@ -338,14 +340,18 @@ def check(args: Any) -> int:
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()
+        from fedfm.runtime.forecast import forecast
         from fedfm.runtime.population import populate
 
         population = populate(experiment)
         classes = list(population.federated.table.classes)
         trainable = sum(population.model.layout.sizes.values())
+        expected = forecast(experiment, population)
         result |= {"clients": list(population.clients), "classes": classes, "trainable": trainable}
+        result["forecast"] = asdict(expected)
         names = ", ".join(f'"{name}"' for name in classes)
-        text += f"\n\n# {len(population.clients)} clients, {trainable} trainable numbers, classes = [{names}]"
+        text += f"\n\n# classes = [{names}]\n"
+        text += "\n".join(f"# {line}" for line in expected.lines(trainable, experiment.method.rounds))
         if isinstance(experiment.method, Planned):
             every = population.federated.clients.values()
             counts = [[len(part) for part in (index.train, index.val, index.test)] for index in every]
@@ -353,8 +359,6 @@ def check(args: Any) -> int:
                 result["plan"] = plan.to_dict()
                 text += "\n\n" + "\n".join(f"# {line}" for line in plan.table().splitlines())
     if args.matching:
-        from dataclasses import asdict
-
         method = experiment.method
         if not isinstance(method, Founded):
             raise InputError(f"--matching: method {experiment.method_name} has no foundation model of its own")

@@ -32,7 +32,7 @@ def patience(method: Any, population: Partitioned, spec: RunSpec, notice: Callab
             steps, so it belongs on the screen of who has all rows, and not into the run.
     """
     work = _work(method, population)
-    seconds = None if work is None else _step(population.model, *work[:2])
+    seconds = None if work is None else step_seconds(population.model, *work[:2])
     if work is None or seconds is None:
         return spec.timeout
     expected = seconds * work[2]
@@ -68,8 +68,8 @@ def _work(method: Any, population: Partitioned) -> tuple[Rows, int, int] | None:
     return rows, min(method.local.batch_size, len(rows)), steps
 
 
-def _step(model: Model, rows: Rows, size: int) -> float | None:
-    """Seconds of a forward and a backward pass of these many rows; None if the memory is too small for them."""
+def step_seconds(model: Model, rows: Rows, size: int) -> float | None:
+    """Seconds of a forward and a backward pass of the first ``size`` rows; None if the memory is too small for them."""
     batch, began = rows.batch(range(size)), time.perf_counter()
     model.train_mode()
     try:

@@ -1,0 +1,160 @@
+"""What a run will take, before it starts: rows, bytes, time and memory, for ``fedfm check``."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from typing import get_type_hints
+
+import numpy as np
+
+from fedfm import seeds
+from fedfm.attacks.attack import halves_of
+from fedfm.config.experiment import Experiment
+from fedfm.core.capabilities import Costing
+from fedfm.core.client import Client, ClientId, Update
+from fedfm.core.wire import codec
+from fedfm.linalg.params import Params
+from fedfm.linalg.quantised import EXACT
+from fedfm.runtime.patience import step_seconds
+from fedfm.runtime.population import Partitioned
+from fedfm.training import TrainsLocally
+
+_SHOWN = 12  # clients in the table
+_WHOLE = 10.0  # seconds: a client's round that should take less is trained for the estimate, of a longer one a step
+_FLOAT = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Estimates; None for what follows from the rows, as with mixtures and other statistics.
+
+    Attributes:
+        rows: client -> its training, validation and test rows.
+        counts: client -> class -> training rows; empty without labels.
+        bytes_up, bytes_down: of a client's messages in a round.
+        client_seconds: of the largest client's local training in a round, on this machine, in one process.
+        run_seconds: of the local training of all rounds in one process.
+        memory: bytes at the peak of this process, which has read rows and model and trained for the estimate.
+    """
+
+    rows: dict[ClientId, tuple[int, int, int]]
+    counts: dict[ClientId, dict[str, int]]
+    bytes_up: int | None
+    bytes_down: int | None
+    client_seconds: float | None
+    run_seconds: float | None
+    memory: int
+
+    def lines(self, trainable: int, rounds: int) -> list[str]:
+        """The estimates as text."""
+        out = [f"{len(self.rows)} clients, {trainable:,} trainable numbers"]
+        for name, (train, val, test) in list(self.rows.items())[:_SHOWN]:
+            held = f", {val} validation" if val else ""
+            classes = ", ".join(f"{label} {n}" for label, n in self.counts.get(name, {}).items() if n)
+            out.append(f"  {name}: {train} training{held}, {test} test rows" + (f" ({classes})" if classes else ""))
+        if len(self.rows) > _SHOWN:
+            out.append(f"  and {len(self.rows) - _SHOWN} more")
+        if self.bytes_up is not None and self.bytes_down is not None:
+            out.append(
+                f"about {_size(self.bytes_up)} up and {_size(self.bytes_down)} down for a client and round, without "
+                "evaluation"
+            )
+        if self.client_seconds is not None and self.run_seconds is not None:
+            out.append(
+                f"about {_duration(self.client_seconds)} of training for the largest client in a round, "
+                f"{_duration(self.run_seconds)} for all clients in {rounds} rounds, one after the other on this machine"
+            )
+        return [*out, f"at least {_size(self.memory)} of memory"]
+
+
+def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
+    """Estimates for a run on this machine; trains a client's round, or one step of it where that would take long."""
+    method, federated = experiment.method, population.federated
+    clients = {name: federated.clients[name] for name in population.clients}
+    table = federated.table
+    counts: dict[ClientId, dict[str, int]] = {}
+    if table.labels is not None and table.classes:
+        for name, part in clients.items():
+            of = np.bincount(table.labels[part.train], minlength=len(table.classes))
+            counts[name] = {label: int(n) for label, n in zip(table.classes, of, strict=False)}
+    up, down = _bytes(experiment, population)
+    seconds = _client_seconds(experiment, population)
+    whole = None
+    if seconds is not None:
+        largest = max(len(part.train) for part in clients.values())
+        share = sum(len(part.train) for part in clients.values()) / max(largest, 1)
+        whole = seconds * share * float(getattr(method, "fraction", 1.0)) * method.rounds
+    return Forecast(
+        {name: (len(part.train), len(part.val), len(part.test)) for name, part in clients.items()},
+        counts,
+        up,
+        down,
+        seconds,
+        whole,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1),
+    )
+
+
+def _bytes(experiment: Experiment, population: Partitioned) -> tuple[int | None, int | None]:
+    """(up, down) by what the client halves take and return; None if that is no vector of the model's parameters."""
+    model, needs, halves = population.client_model, experiment.method.needs, halves_of(experiment.method)
+    if needs.pooled or experiment.run.transport != EXACT or model is None or not halves:
+        return None, None
+    if not isinstance(experiment.method, TrainsLocally):
+        return None, None
+    w, up, down = model.params(), 0, 0
+    for half in halves:
+        hints = get_type_hints(half)
+        returned = hints.pop("return", None)
+        if returned not in (Params, Update):
+            return None, None
+        up += codec.weigh(Update(w, 1.0, {"loss": 0.0}) if returned is Update else w)
+        down += codec.weigh({name: w for name, hint in hints.items() if hint is Params})
+    return (up, down) if up and experiment.aggregation.transport.form == "plain" else (None, None)
+
+
+def _client_seconds(experiment: Experiment, population: Partitioned) -> float | None:
+    """Seconds of the largest client's round."""
+    method, model = experiment.method, population.client_model
+    if model is None or not isinstance(method, TrainsLocally) or population.federated.table.kind == "own":
+        return None
+    clients = population.federated.clients
+    name = max(clients, key=lambda client: len(clients[client].train))
+    data = population.data(name)
+    if not len(data.train):
+        return None
+    size = min(method.local.batch_size, len(data.train))
+    passes = (method.passes if isinstance(method, Costing) else method.local.passes) / max(method.local.epochs, 1)
+    each = step_seconds(model, data.train, size)
+    if each is not None and each < 5:  # the first one loads what it needs
+        each = step_seconds(model, data.train, size)
+    if each is None:
+        return None
+    seconds = each * method.local.steps(len(data.train)) * passes
+    if seconds > _WHOLE or experiment.aggregation.mechanism.plan is not None:
+        return seconds
+    client = Client(id=name, data=data, model=model, memory={}, seed=seeds.derive(experiment.run.seed, "forecast"))
+    w, spent = model.params(), math.inf
+    for _ in range(2):
+        began = time.perf_counter()
+        method.local(client, w)
+        spent = min(spent, time.perf_counter() - began)
+        if spent > 1:
+            break
+    model.load(w)
+    return spent * passes
+
+
+def _size(nbytes: float) -> str:
+    unit = min(int(math.log10(max(nbytes, 1)) // 3), 4)
+    return f"{nbytes / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,79 @@
+"""`fedfm check` reads rows and model, and says what a run will take."""
+
+import json
+
+import numpy as np
+import pytest
+
+import fedfm
+from fedfm.cli import main
+
+DIGITS = """
+[data]
+name = "digits"
+limit = 120
+partition = {{ name = "dirichlet", alpha = 0.3, clients = 3 }}
+[model]
+name = "nano-vit"
+adaptation = {{ name = "{adaptation}" }}
+[method]
+name = "{method}"
+rounds = 2
+"""
+
+
+def checked(capsys, tmp_path, text, *more):
+    path = tmp_path / "exp.toml"
+    path.write_text(text)
+    code = main(["check", str(path), *more])
+    return code, *capsys.readouterr()
+
+
+def test_rows_classes_bytes_time_and_memory_are_said(capsys, tmp_path):
+    text = DIGITS.format(adaptation="head", method="fedavg")
+    code, out, _ = checked(capsys, tmp_path, text, "--format", "json")
+    assert code == 0
+    found = json.loads(out)
+    expected = found["forecast"]
+    assert found["trainable"] == 128 * 10 + 10
+    assert found["clients"] == list(expected["rows"]) == ["client-00", "client-01", "client-02"]
+    assert sum(rows[0] for rows in expected["rows"].values()) == sum(
+        n for classes in expected["counts"].values() for n in classes.values()
+    )
+    assert 0 < expected["client_seconds"] <= expected["run_seconds"]
+    assert expected["memory"] > 50e6
+    run = fedfm.run(tmp_path / "exp.toml", tmp_path / "run")
+    for way in ("up", "down"):
+        assert expected[f"bytes_{way}"] == pytest.approx(run[f"bytes_{way}"] / (2 * 3), rel=0.05)
+    code, out, _ = checked(capsys, tmp_path, text)
+    assert "client-00: " in out
+    assert "of training for the largest client in a round" in out
+
+
+def test_the_bytes_of_statistics_are_not_guessed(capsys, tmp_path):
+    text = DIGITS.format(adaptation="head", method="fedpft").replace("rounds = 2", "")
+    code, out, _ = checked(capsys, tmp_path, text, "--format", "json")
+    assert code == 0
+    assert json.loads(out)["forecast"]["bytes_up"] is None
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "said"),
+    [
+        ('path = "{folder}/rows.csv"\nlabel = "topic"', 'name = "nano-vit"', "topic"),
+        ('path = "{folder}/nan.npz"', 'name = "features"', "x[3, 2] is nan"),
+        ('name = "digits"', 'name = "no-such/model"', "no-such/model"),
+    ],
+    ids=["label column", "NaN", "model"],
+)
+def test_what_a_run_would_stumble_over_is_found(capsys, tmp_path, monkeypatch, data, model, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"row {i},{i % 2}\n" for i in range(20)))
+    x = np.ones((20, 4), np.float32)
+    x[3, 2] = np.nan
+    np.savez(tmp_path / "nan.npz", x=x, y=np.arange(20) % 2)
+    text = f'[data]\n{data.format(folder=tmp_path)}\n[model]\n{model}\n[method]\nname = "fedavg"\n'
+    code, _, error = checked(capsys, tmp_path, text)
+    assert code == 2
+    assert said in error
+    assert "Traceback" not in error
