@@ -77,3 +77,31 @@ def test_what_a_run_would_stumble_over_is_found(capsys, tmp_path, monkeypatch, d
     assert code == 2
     assert said in error
     assert "Traceback" not in error
+
+
+def labelled(tmp_path, labels, split=None):
+    x = np.random.default_rng(0).normal(size=(len(labels), 4)).astype(np.float32)
+    classes, y = np.unique(labels, return_inverse=True)
+    np.savez(tmp_path / "rows.npz", x=x, y=y, classes=classes, split=np.array(split or ["train"] * 30 + ["test"] * 30))
+    return f'[data]\npath = "{tmp_path}/rows.npz"\n[model]\nname = "features"\n[method]\nname = "fedavg"\nrounds = 1\n'
+
+
+def test_labels_that_are_spelled_in_two_ways_are_noticed(capsys, tmp_path):
+    text = labelled(tmp_path, ["Sports", "sports", "Sports  news", "sports news", "world", "world"] * 10)
+    code, out, _ = checked(capsys, tmp_path, text)
+    assert code == 0
+    assert '# the classes "Sports" and "sports"; "Sports  news" and "sports news" differ by case or spaces alone' in out
+    fedfm.run(tmp_path / "exp.toml", tmp_path / "run")
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    assert any("differ by case or spaces" in notice for notice in manifest["notices"])
+    capsys.readouterr()
+    code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, ["sports", "world"] * 30))
+    assert "differ by case" not in out
+
+
+def test_classes_that_nobody_trains_are_noticed(capsys, tmp_path):
+    labels = ["a", "b", "c"] * 20
+    split = ["test" if label == "c" or i % 4 == 0 else "train" for i, label in enumerate(labels)]
+    code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, labels, split))
+    assert code == 0
+    assert '# no client has a training row of "c"' in out

@@ -340,6 +340,7 @@ def check(args: Any) -> int:
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()
+        from fedfm.runtime.description import of_rows
         from fedfm.runtime.forecast import forecast
         from fedfm.runtime.population import populate
 
@@ -348,10 +349,11 @@ def check(args: Any) -> int:
         trainable = sum(population.model.layout.sizes.values())
         expected = forecast(experiment, population)
         result |= {"clients": list(population.clients), "classes": classes, "trainable": trainable}
-        result["forecast"] = asdict(expected)
+        result |= {"forecast": asdict(expected), "notices": of_rows(experiment.method, population)}
         names = ", ".join(f'"{name}"' for name in classes)
         text += f"\n\n# classes = [{names}]\n"
-        text += "\n".join(f"# {line}" for line in expected.lines(trainable, experiment.method.rounds))
+        lines = [*expected.lines(trainable, experiment.method.rounds), *result["notices"]]
+        text += "\n".join(f"# {line}" for line in lines)
         if isinstance(experiment.method, Planned):
             every = population.federated.clients.values()
             counts = [[len(part) for part in (index.train, index.val, index.test)] for index in every]

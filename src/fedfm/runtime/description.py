@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fedfm.runtime.run_directory import Run
 
 LORA_ALONE = ("lora",)
+_NAMED = 10  # classes in a notice
 
 
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:
@@ -36,8 +38,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     for name, value in prints.items():
         if name in before and before[name] != value:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
-    notices = [*population.federated.notices, *_no_task(population), *_unjudged(run.experiment.method, population)]
-    notices += [*cut_notices(population), *_idle(run.experiment.run, population.model)]
+    notices = [*of_rows(run.experiment.method, population), *_idle(run.experiment.run, population.model)]
     notices += _elsewhere(run, population.model)
     for notice in (*notices, *_on_disk(population)):
         progress.notice(notice)
@@ -61,6 +62,12 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:
         run.manifest["ledger"]["operations"] = costs
     run.write_manifest()
+
+
+def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
+    """Notices about the rows: what is left out, and what was probably not meant so."""
+    found = [*population.federated.notices, *_no_task(population), *spellings(population.federated.table.classes)]
+    return [*found, *_untrained(population), *_unjudged(method, population), *cut_notices(population)]
 
 
 def cut_notices(population: Partitioned) -> list[str]:
@@ -105,6 +112,36 @@ def _no_task(population: Partitioned) -> list[str]:
         return []
     name = table.classes[found[0]] if found[0] < len(table.classes) else found[0]
     return [f'all training rows are of one class, "{name}": there is nothing to tell apart, accuracies say nothing']
+
+
+def spellings(classes: Sequence[str]) -> list[str]:
+    """A notice if names of classes differ by case or spaces alone: they are probably one class.
+
+    Example:
+        >>> spellings(["sports", "Sports ", "world"])
+        ['the classes "Sports " and "sports" differ by case or spaces alone; if they are one class, spell them alike']
+    """
+    alike: dict[str, list[str]] = {}
+    for name in sorted(classes):
+        alike.setdefault(" ".join(name.casefold().split()), []).append(name)
+    groups = [" and ".join(f'"{name}"' for name in names) for names in alike.values() if len(names) > 1]
+    if not groups:
+        return []
+    return [f"the classes {'; '.join(groups)} differ by case or spaces alone; if they are one class, spell them alike"]
+
+
+def _untrained(population: Partitioned) -> list[str]:
+    """A notice of the classes without a training row; what no client has, no model can learn."""
+    table, clients = population.federated.table, population.federated.clients.values()
+    if table.labels is None or not table.classes:
+        return []
+    rows = [table.labels[part.train] for part in clients]
+    counts = np.bincount(np.concatenate(rows) if rows else np.zeros(0, int), minlength=len(table.classes))
+    missing = [f'"{name}"' for name, n in zip(table.classes, counts, strict=False) if not n]
+    if not missing or len(missing) >= len(table.classes) - 1:  # of one class alone another notice tells
+        return []
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    return [f"no client has a training row of {', '.join(missing[:_NAMED])}{more}"]
 
 
 def _unjudged(method: Method[Any], population: Partitioned) -> list[str]:
