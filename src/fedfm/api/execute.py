@@ -17,6 +17,7 @@ from fedfm.engines.start import start
 from fedfm.errors import FedfmError, InputError
 from fedfm.models import devices
 from fedfm.runtime import losses
+from fedfm.runtime.extend import extend
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
@@ -49,21 +50,30 @@ def run(
     return drive(Run.create(experiment, Path(out) if out else None), progress or Progress(), fresh=True)
 
 
-def resume(path: str | Path, *, progress: Progress | None = None, accept_loss: bool = False) -> dict[str, Any]:
+def resume(
+    path: str | Path, *, progress: Progress | None = None, accept_loss: bool = False, rounds: int | None = None
+) -> dict[str, Any]:
     """Continue a run after its last committed round; return the result of a finished run.
 
     On the local engine the final parameters equal those of a run that was never stopped: on a CPU bit for bit, on a GPU
     with ``run.deterministic``, else within rounding.
 
     Args:
+        rounds: go on to this many rounds, also with a finished run: the parameters are those of a run that had them
+            from the start.
         accept_loss: continue although secrets, clients' memories or all checkpoints are damaged or missing. The run
             then ends with other parameters, or draws its noise a second time; ``lost`` in its manifest and its result
             names the lost files.
 
     Raises:
-        InputError: there is no run; or, as :class:`~fedfm.errors.Lost`, a file that it needs is damaged or missing.
+        InputError: there is no run; it cannot have more rounds; or, as :class:`~fedfm.errors.Lost`, a file that it
+            needs is damaged or missing.
     """
-    return drive(load_run(path), progress or Progress(), fresh=False, accept_loss=accept_loss)
+    run = load_run(path)
+    if rounds is not None:
+        with run.lock():
+            run = extend(run, rounds)
+    return drive(run, progress or Progress(), fresh=False, accept_loss=accept_loss)
 
 
 def load_run(path: str | Path) -> Run:

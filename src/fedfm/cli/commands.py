@@ -13,7 +13,8 @@ from fedfm.errors import InputError
 INTERRUPTED = 130
 
 
-def _experiment(args: Any) -> Any:
+def experiment_of(args: Any) -> Any:
+    """The experiment of a command's file, with its --set and --engine."""
     from fedfm.config.experiment import Experiment
     from fedfm.config.toml import parse_override
 
@@ -27,7 +28,7 @@ def run(args: Any) -> int:
     """``fedfm run``."""
     from fedfm.api import execute, studies
 
-    experiment = _experiment(args)
+    experiment = experiment_of(args)
     progress = _watch()
     if args.tune:
         experiment = studies.tune(experiment, _numbers("--tune", args.tune, float), args.out, progress)
@@ -35,15 +36,15 @@ def run(args: Any) -> int:
         raise InputError("--seeds and --baselines exclude each other")
     if args.baselines:
         result = studies.with_baselines(experiment, args.out, progress)
-        return _say(args, result, studies.baselines_text(result))
+        return say(args, result, studies.baselines_text(result))
     if args.seeds:
         seeds = _numbers("--seeds", args.seeds, int)
         if min(seeds) < 0:
             raise InputError(f"--seeds {args.seeds}: seeds are whole numbers of at least 0")
         result = studies.seeds(experiment, seeds, args.out, progress)
-        return _say(args, result, studies.seeds_text(result))
+        return say(args, result, studies.seeds_text(result))
     result = _guarded(lambda: execute.run(experiment, args.out, progress=progress), progress)
-    return _say(args, result, _summary(result))
+    return say(args, result, _summary(result))
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
@@ -65,7 +66,7 @@ def pretrain(args: Any) -> int:
     result = _epochs(args, ABOUT, lambda: pretrain(what, args.out, watcher=Epochs()))
     names = ("epochs", "parameters", "accuracy", "perplexity", "train_loss", "seconds")
     figures = [f"{name} {result[name]:.6g}" for name in names if result[name] is not None]
-    return _say(args, result, f"{result['folder']}: {', '.join(figures)}")
+    return say(args, result, f"{result['folder']}: {', '.join(figures)}")
 
 
 def distil(args: Any) -> int:
@@ -78,7 +79,7 @@ def distil(args: Any) -> int:
 
     what = Distillation.load(args.experiment, dict(parse_override(text) for text in args.set))
     result = _epochs(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))
-    return _say(args, result, table(result))
+    return say(args, result, table(result))
 
 
 def _epochs(args: Any, about: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -98,9 +99,10 @@ def resume(args: Any) -> int:
     from fedfm.api import execute
 
     progress = _watch()
-    result = _guarded(lambda: execute.resume(args.run, progress=progress, accept_loss=args.accept_loss), progress)
+    how = {"accept_loss": args.accept_loss, "rounds": args.rounds}
+    result = _guarded(lambda: execute.resume(args.run, progress=progress, **how), progress)
     _incomplete(Path(result["run"]))
-    return _say(args, result, _summary(result))
+    return say(args, result, _summary(result))
 
 
 def _guarded(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any]:
@@ -126,7 +128,8 @@ def tell(text: str, where: TextIO | None = None) -> None:
     print(visible_lines(text), file=where)
 
 
-def _say(args: Any, result: dict[str, Any], text: str) -> int:
+def say(args: Any, result: dict[str, Any], text: str) -> int:
+    """Print the result as a JSON line or as text; returns the exit code 0."""
     if args.format == "json":
         print(to_json(result, ascii=True), flush=True)
     else:
@@ -178,7 +181,7 @@ def audit(args: Any) -> int:
     if missing := _incomplete(args.run):
         result["missing"] = missing
     text = f"{lines(found)}\nreport: {page}" if found else f"report: {page}"
-    _say(args, result, text + (f"\ndossier: {result['dossier']}" if args.dossier else ""))
+    say(args, result, text + (f"\ndossier: {result['dossier']}" if args.dossier else ""))
     return 1 if any(f.contradicts for f in found) else 0
 
 
@@ -201,7 +204,7 @@ def sign(args: Any) -> int:
 
     found = sign(args.run, args.key)
     lines = [f"{found['signature']}: {found['files']} files", f"key {found['fingerprint']}", found["key"]]
-    return _say(args, found, "\n".join(lines))
+    return say(args, found, "\n".join(lines))
 
 
 def verify(args: Any) -> int:
@@ -209,7 +212,7 @@ def verify(args: Any) -> int:
     from fedfm.runtime.signature import described, verify
 
     found = verify(args.run, args.key)
-    _say(args, found.to_dict(), described(found))
+    say(args, found.to_dict(), described(found))
     return 0 if found.valid else 1
 
 
@@ -232,7 +235,7 @@ def demo(args: Any) -> int:
     from fedfm.api import studies
 
     result = studies.demo(args.out, args.seed, _watch())
-    return _say(args, result, studies.demo_text(result))
+    return say(args, result, studies.demo_text(result))
 
 
 def predict(args: Any) -> int:
@@ -265,7 +268,7 @@ def predict(args: Any) -> int:
             "(model.answer_tokens of the run), unfinished",
             sys.stderr,
         )
-    return _say(args, result, "\n".join(lines))
+    return say(args, result, "\n".join(lines))
 
 
 def export(args: Any) -> int:
@@ -285,7 +288,7 @@ def join(args: Any) -> int:
     lines = [f"{what:<28}{'' if result[key] is None else format(result[key], '.3f')}" for what, key in rows]
     shares = sorted(result["weights"].items(), key=lambda item: -item[1])[:6]
     lines += [f"made of {', '.join(f'{visible(name)} {p:.2f}' for name, p in shares)}"] if shares else []
-    return _say(
+    return say(
         args, result, "\n".join([f"{visible(result['client'])}, accuracy on its test rows:", *lines, result["adapter"]])
     )
 
@@ -319,59 +322,6 @@ def schema(args: Any) -> int:
     return 0
 
 
-def check(args: Any) -> int:
-    """``fedfm check``."""
-    from dataclasses import asdict
-
-    from fedfm.core.capabilities import Founded, Modelled, Planned
-    from fedfm.data.load import check_files
-
-    experiment = _experiment(args)
-    check_files(experiment.data)
-    result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
-    text = experiment.to_toml().rstrip()
-    population = None
-    if not experiment.run.superlink:  # with one, data and model lie on its machine
-        from fedfm.models.names import locate
-
-        if isinstance(experiment.method, Modelled):
-            experiment.method.check_model()
-        elif experiment.model.name != "features":
-            locate(experiment.model.name)
-        if isinstance(experiment.method, Founded):
-            experiment.method.check_foundation()
-        from fedfm.runtime.description import of_rows
-        from fedfm.runtime.forecast import forecast
-        from fedfm.runtime.population import populate
-
-        population = populate(experiment)
-        classes = list(population.federated.table.classes)
-        trainable = sum(population.model.layout.sizes.values())
-        expected = forecast(experiment, population)
-        result |= {"clients": list(population.clients), "classes": classes, "trainable": trainable}
-        result |= {"forecast": asdict(expected), "notices": of_rows(experiment.method, population)}
-        names = ", ".join(f'"{name}"' for name in classes)
-        text += f"\n\n# classes = [{names}]\n"
-        lines = [*expected.lines(trainable, experiment.method.rounds), *result["notices"]]
-        text += "\n".join(f"# {line}" for line in lines)
-        if isinstance(experiment.method, Planned):
-            every = population.federated.clients.values()
-            counts = [[len(part) for part in (index.train, index.val, index.test)] for index in every]
-            if (plan := experiment.method.plan(population.model, counts)) is not None:
-                result["plan"] = plan.to_dict()
-                text += "\n\n" + "\n".join(f"# {line}" for line in plan.table().splitlines())
-    if args.matching:
-        method = experiment.method
-        if not isinstance(method, Founded):
-            raise InputError(f"--matching: method {experiment.method_name} has no foundation model of its own")
-        if population is None:
-            raise InputError("--matching: the model is on the SuperLink's machine; run the command there")
-        found = method.match_with(population.model)
-        result["matching"] = [asdict(line) for line in found.table]
-        text += f"\n\n# tensor, its shape, the foundation model's shape, which part is mixed, why\n{found}"
-    return _say(args, result, text)
-
-
 def app(args: Any) -> int:
     """``fedfm app``."""
     from fedfm.engines.flower.app_writer import write
@@ -386,7 +336,7 @@ def silo(args: Any) -> int:
 
     of: Any = {"check": silo_file, "show": silo_show, "predictions": silo_predictions}[args.what]
     found = of.report(args.file)
-    return _say(args, found, of.described(found))
+    return say(args, found, of.described(found))
 
 
 def doctor(args: Any) -> int:
@@ -396,5 +346,5 @@ def doctor(args: Any) -> int:
     lines = examine()
     bad = [line for line in lines if line["status"] == "bad"]
     text = "\n".join(f"{line['status']:<5} {line['what']}: {line['found']}" for line in lines)
-    _say(args, {"ok": not bad, "checks": lines}, text)
+    say(args, {"ok": not bad, "checks": lines}, text)
     return 1 if bad else 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm import __version__
-from fedfm.cli import commands
+from fedfm.cli import check_command, commands
 from fedfm.cli.help import EXAMPLES
 
 
@@ -77,6 +77,8 @@ def build() -> argparse.ArgumentParser:
         action="store_true",
         help="continue without secrets, memories or checkpoints that are damaged or missing; the run records the loss",
     )
+
+    resume.add_argument("--rounds", type=int, help="go on to this many rounds, also with a finished run")
 
     audit = command("audit", commands.audit, "attack a finished run: what its messages disclose", json=True, run=True)
     audit.add_argument(
@@ -153,7 +155,7 @@ def build() -> argparse.ArgumentParser:
     schema.add_argument("--out", type=Path, metavar="FILE", help="write it there")
 
     check = command(
-        "check", commands.check, "check an experiment and print it with every default", json=True, overrides=True
+        "check", check_command.check, "check an experiment and print it with every default", json=True, overrides=True
     )
     check.add_argument("experiment", type=Path, help="TOML file")
     check.add_argument(

@@ -87,7 +87,7 @@ def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
     if seconds is not None:
         largest = max(len(part.train) for part in clients.values())
         share = sum(len(part.train) for part in clients.values()) / max(largest, 1)
-        whole = seconds * share * float(getattr(method, "fraction", 1.0)) * method.rounds
+        whole = seconds * share * float(vars(method).get("fraction", 1.0)) * method.rounds
     return Forecast(
         {name: (len(part.train), len(part.val), len(part.test)) for name, part in clients.items()},
         counts,

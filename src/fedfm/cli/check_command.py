@@ -1,0 +1,63 @@
+"""``fedfm check``: an experiment with every default, what its rows and model are, and what a run will take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from fedfm.cli.commands import experiment_of, say
+from fedfm.errors import InputError
+
+
+def check(args: Any) -> int:
+    """``fedfm check``."""
+    from fedfm.core.capabilities import Founded, Modelled, Planned
+    from fedfm.data.load import check_files
+
+    experiment = experiment_of(args)
+    check_files(experiment.data)
+    result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
+    text = experiment.to_toml().rstrip()
+    population = None
+    if not experiment.run.superlink:  # with one, data and model lie on its machine
+        from fedfm.models.names import locate
+
+        if isinstance(experiment.method, Modelled):
+            experiment.method.check_model()
+        elif experiment.model.name != "features":
+            locate(experiment.model.name)
+        if isinstance(experiment.method, Founded):
+            experiment.method.check_foundation()
+        from fedfm.runtime.description import of_rows
+        from fedfm.runtime.forecast import forecast
+        from fedfm.runtime.population import populate
+
+        population = populate(experiment)
+        classes = list(population.federated.table.classes)
+        trainable = sum(population.model.layout.sizes.values())
+        expected = forecast(experiment, population)
+        result |= {"clients": list(population.clients), "classes": classes, "trainable": trainable}
+        result |= {"forecast": asdict(expected), "notices": of_rows(experiment.method, population)}
+        lines = [
+            f"classes = {json.dumps(classes, ensure_ascii=False)}",
+            *expected.lines(trainable, experiment.method.rounds),
+            *result["notices"],
+        ]
+        text += "\n\n" + "\n".join(f"# {line}" for line in lines)
+        if isinstance(experiment.method, Planned):
+            every = population.federated.clients.values()
+            counts = [[len(part) for part in (index.train, index.val, index.test)] for index in every]
+            if (plan := experiment.method.plan(population.model, counts)) is not None:
+                result["plan"] = plan.to_dict()
+                text += "\n\n" + "\n".join(f"# {line}" for line in plan.table().splitlines())
+    if args.matching:
+        method = experiment.method
+        if not isinstance(method, Founded):
+            raise InputError(f"--matching: method {experiment.method_name} has no foundation model of its own")
+        if population is None:
+            raise InputError("--matching: the model is on the SuperLink's machine; run the command there")
+        found = method.match_with(population.model)
+        result["matching"] = [asdict(line) for line in found.table]
+        text += f"\n\n# tensor, its shape, the foundation model's shape, which part is mixed, why\n{found}"
+    return say(args, result, text)

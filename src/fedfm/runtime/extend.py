@@ -1,0 +1,44 @@
+"""More rounds for a run: it goes on from its last round, with the bits of a run that had them from the start."""
+
+from __future__ import annotations
+
+from fedfm.config.experiment import Experiment
+from fedfm.errors import InputError
+from fedfm.runtime.run_directory import Run
+from fedfm.training import Local, TrainsLocally
+
+
+def extend(run: Run, rounds: int) -> Run:
+    """Set the run's number of rounds, before its lock is taken; a finished run is unfinished again.
+
+    Raises:
+        InputError: its rounds are not free, are already done, or its earlier rounds depend on their number.
+    """
+    experiment, where = run.experiment, f"--rounds {rounds}"
+    method, name = experiment.method, experiment.method_name
+    done = max((line["round"] for line in run.metrics()), default=0)
+    table = experiment.to_dict()
+    if not method.rounds:
+        raise InputError(f"{where}: {name} has no rounds to add")
+    table["method"]["rounds"] = rounds
+    Experiment.from_dict(table, imports=True)  # it refuses more rounds of a method that takes one
+    if rounds < done or (rounds == done and run.manifest["result"] is not None):
+        raise InputError(f"{where}: {run.path} has {done} rounds; expected more")
+    if experiment.privacy is not None:
+        raise InputError(
+            f"{where}: the noise of {run.path} was chosen for {method.rounds} rounds, and more would exceed its epsilon"
+        )
+    optimiser = method.local if isinstance(method, TrainsLocally) else None
+    if isinstance(optimiser, Local) and (optimiser.schedule != "constant" or optimiser.warmup):
+        raise InputError(
+            f"{where}: method.local.schedule and warmup set the rate by the part of the run that is done, and it is "
+            f"planned for {method.rounds} rounds; start a new run"
+        )
+    if run.manifest["result"] is not None and run.manifest["result"]["rounds"] < method.rounds:
+        raise InputError(f"{where}: {run.path} ended early, after {done} of {method.rounds} rounds (run.patience)")
+    if run.manifest["result"] is not None:
+        run.manifest["notices"].append(f"it ended after {done} rounds, and went on to {rounds}")
+    run.manifest |= {"result": None, "finished": None}
+    run.manifest["experiment"]["method"]["rounds"] = rounds
+    run.write_manifest()
+    return Run.open(run.path)

@@ -1,0 +1,56 @@
+"""`fedfm resume --rounds`: a finished run goes on, with the bits of a run that had the rounds from the start."""
+
+import json
+
+import pytest
+
+import fedfm
+from fedfm.cli import main
+from fedfm.errors import InputError
+
+
+def tables(method, **local):
+    return {
+        "data": {"name": "digits", "limit": 120, "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 3}},
+        "model": {"name": "nano-vit", "adaptation": {"name": "head"}},
+        "method": {"rounds": 2, "local": {"learning_rate": 0.1} | local} | method,
+        "run": {"workers": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    "method", [{"name": "fedavg", "fraction": 0.7}, {"name": "scaffold"}, {"name": "fedbip"}], ids=lambda m: m["name"]
+)
+def test_two_and_two_rounds_are_four(tmp_path, capsys, method):
+    first = fedfm.run(tables(method), tmp_path / "run")
+    straight = fedfm.run(tables(method | {"rounds": 4}), tmp_path / "straight")
+    assert main(["resume", str(tmp_path / "run"), "--rounds", "4", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rounds"] == 4
+    keys = ("params_sha256", "accuracy", "client_accuracy", "bytes_up", "bytes_down")
+    assert {key: found[key] for key in keys} == {key: straight[key] for key in keys}
+    assert found["params_sha256"] != first["params_sha256"]
+    assert [line["round"] for line in fedfm.load_run(tmp_path / "run").metrics()] == [0, 1, 2, 3, 4]
+    notices = json.loads((tmp_path / "run/manifest.json").read_text())["notices"]
+    assert "it ended after 2 rounds, and went on to 4" in notices
+    assert fedfm.resume(tmp_path / "run")["params_sha256"] == straight["params_sha256"]
+
+
+def test_what_cannot_go_on_says_why(tmp_path):
+    fedfm.run(tables({"name": "fedavg"}), tmp_path / "run")
+    with pytest.raises(InputError, match="has 2 rounds; expected more"):
+        fedfm.resume(tmp_path / "run", rounds=2)
+    fedfm.run(tables({"name": "fedavg"}, schedule="cosine"), tmp_path / "cosine")
+    with pytest.raises(InputError, match="schedule"):
+        fedfm.resume(tmp_path / "cosine", rounds=3)
+    once = tables({}) | {"method": {"name": "fedpft"}}
+    fedfm.run(once, tmp_path / "once")
+    with pytest.raises(InputError, match="expected 1, it takes one round"):
+        fedfm.resume(tmp_path / "once", rounds=3)
+    assert fedfm.resume(tmp_path / "once")["rounds"] == 1  # it stands as it was
+    private = tables({"name": "fedavg"}) | {
+        "privacy": {"unit": "client", "target_epsilon": 50.0, "delta": 1e-3, "clip_norm": 1.0}
+    }
+    fedfm.run(private, tmp_path / "private")
+    with pytest.raises(InputError, match="would exceed its epsilon"):
+        fedfm.resume(tmp_path / "private", rounds=3)
