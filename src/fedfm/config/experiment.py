@@ -131,7 +131,7 @@ class Experiment:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Experiment:
-        """Read a TOML file; its relative paths are relative to the working directory.
+        """Read a TOML file; its paths are relative to it, or else to the working directory.
 
         Raises:
             InputError: the file is absent, not TOML, or not a valid experiment.

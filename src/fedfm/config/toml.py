@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
+from fedfm.config.paths import beside
 from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, key_of, plain_type
 from fedfm.core.method import Method
@@ -21,10 +22,10 @@ _DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  
 
 
 def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str, Any]:
-    """The nested tables of a TOML file.
+    """The nested tables of a TOML file, with its paths as of :func:`fedfm.config.paths.beside`.
 
     Args:
-        overrides: values by key ``a.b.c``.
+        overrides: values by key ``a.b.c``, whose paths are relative to the working directory.
         takes: what the command expects, for the message if the file is absent or data.
 
     Raises:
@@ -43,6 +44,10 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
         raise InputError(message) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        table = beside(path, table, overrides)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
     for key, value in overrides.items():
         put(table, key, value)
     return table

@@ -1,0 +1,55 @@
+"""Files and folders that an experiment's TOML file names, relative to that file or to the working directory."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedfm.errors import InputError
+from fedfm.models.names import BUILT_IN
+
+# Keys of files and folders, by table; those of [method] are the models and runs that methods read.
+_KEYS = {
+    "data": ("path", "hub"),
+    "model": ("name",),
+    "method": ("foundation", "model", "trained", "gate_backbone"),
+    "run": ("root_certificates",),
+}
+
+
+def beside(file: Path, table: Mapping[str, Any], changed: Container[str] = ()) -> dict[str, Any]:
+    """The tables of a TOML file, whose relative paths are looked up in the file's folder first.
+
+    What is not there stays as it is: a path relative to the working directory, a built-in name, or a hub's id.
+
+    Args:
+        changed: dotted keys that the command line sets.
+
+    Raises:
+        InputError: a path is another file in the file's folder than in the working directory.
+    """
+    out = {key: dict(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+    for section, keys in _KEYS.items():
+        if isinstance(part := out.get(section), dict):
+            known = {key: f"{section}.{key}" for key in keys if key in part}
+            part |= {key: _found(file.parent, part[key], at) for key, at in known.items() if at not in changed}
+    data = out.get("data")
+    if isinstance(data, dict) and isinstance(clients := data.get("clients"), Mapping):
+        data["clients"] = {name: _found(file.parent, path, f"data.clients.{name}") for name, path in clients.items()}
+    return out
+
+
+def _found(folder: Path, value: Any, key: str) -> Any:
+    """The path in the folder if it is there; any other value as it is."""
+    if not isinstance(value, str) or not value or value in BUILT_IN:
+        return value
+    path = Path(value).expanduser()
+    if path.is_absolute() or not (there := folder / path).exists():
+        return value
+    if path.exists() and not path.samefile(there):
+        raise InputError(
+            f'{key} = "{value}": there is {there}, and {path.resolve()} in the working directory; write the one that '
+            "is meant as an absolute path"
+        )
+    return str(there)

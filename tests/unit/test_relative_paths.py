@@ -1,0 +1,53 @@
+"""Paths in an experiment's file are relative to it, else to the working directory, and never silently either."""
+
+import numpy as np
+import pytest
+
+from fedfm.config.experiment import Experiment
+from fedfm.errors import InputError
+
+TEXT = '[data]\n{data}\n[model]\nname = "{model}"\n[method]\nname = "fedavg"\nrounds = 1\n'
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """A folder with an experiment and rows; the working directory is another one."""
+    for name in ("study", "elsewhere"):
+        (tmp_path / name).mkdir()
+    np.savez(tmp_path / "study/rows.npz", x=np.ones((4, 2), np.float32), y=np.arange(4) % 2)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "study"
+
+
+def written(study, data='path = "rows.npz"', model="features"):
+    (study / "exp.toml").write_text(TEXT.format(data=data, model=model))
+    return study / "exp.toml"
+
+
+def test_a_path_is_found_next_to_the_file(study):
+    assert Experiment.load(written(study)).data.path == str(study / "rows.npz")
+    clients = 'clients = { a = "rows.npz", b = "more.npz" }'
+    assert Experiment.load(written(study, clients)).data.clients == {"a": str(study / "rows.npz"), "b": "more.npz"}
+    (study / "net").mkdir()
+    assert Experiment.load(written(study, model="net")).model.name == str(study / "net")
+
+
+def test_what_is_not_there_is_relative_to_the_working_directory(study):
+    assert Experiment.load(written(study, 'path = "other.npz"')).data.path == "other.npz"
+    (study.parent / "elsewhere/rows.npz").write_bytes(b"")
+    (study / "rows.npz").unlink()
+    assert Experiment.load(written(study)).data.path == "rows.npz"
+
+
+def test_two_files_of_that_name_are_refused(study):
+    (study.parent / "elsewhere/rows.npz").write_bytes(b"")
+    with pytest.raises(
+        InputError, match=r'data.path = "rows.npz": there is .*study/rows.npz, and .*elsewhere/rows.npz'
+    ):
+        Experiment.load(written(study))
+    assert Experiment.load(written(study), {"data.path": "rows.npz"}).data.path == "rows.npz"  # of the command line
+
+
+def test_a_built_in_model_is_no_folder(study):
+    (study / "nano-vit").mkdir()
+    assert Experiment.load(written(study, model="nano-vit")).model.name == "nano-vit"
