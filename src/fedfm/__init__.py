@@ -23,18 +23,28 @@ __all__ = [
     "Run",
     "Update",
     "__version__",
+    "audit",
+    "compare",
     "each",
+    "export",
     "federate",
+    "join",
     "load_run",
     "on_client",
+    "predict",
+    "report",
     "resume",
     "run",
     "setting",
 ]
 
 if TYPE_CHECKING:
+    from fedfm import report
     from fedfm.api.execute import load_run, resume, run
     from fedfm.api.federate import federate
+    from fedfm.api.finished import audit, compare
+    from fedfm.api.join import join
+    from fedfm.api.predict import export, predict
     from fedfm.config.experiment import Experiment
     from fedfm.core.capabilities import Needs
     from fedfm.core.client import Client, ClientId, Update, each, on_client
@@ -48,6 +58,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "api.execute": ("load_run", "resume", "run"),
     "api.federate": ("federate",),
+    "api.finished": ("audit", "compare"),
+    "api.join": ("join",),
+    "api.predict": ("export", "predict"),
     "config.experiment": ("Experiment",),
     "core.capabilities": ("Needs",),
     "core.client": ("Client", "ClientId", "Update", "each", "on_client"),
@@ -67,4 +80,13 @@ def __getattr__(name: str) -> Any:
             from importlib import import_module
 
             return getattr(import_module(f"fedfm.{module}"), name)
+    if name == "report":
+        from importlib import import_module
+
+        return import_module("fedfm.report")
     raise AttributeError(f"module 'fedfm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is public."""
+    return sorted(__all__)

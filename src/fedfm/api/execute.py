@@ -20,6 +20,7 @@ from fedfm.runtime import losses
 from fedfm.runtime.extend import extend
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.progress import Progress
+from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 
 
@@ -34,6 +35,7 @@ def run(
     Args:
         experiment: a TOML file, nested tables, or an :class:`Experiment`.
         out: the run directory; by default ``runs/<name>-<time>``.
+        progress: receives the run's events; by default a bar and its notices on stderr, ``fedfm.Progress()`` is silent.
 
     Returns:
         The result line as a dict; ``["run"]`` is the run directory.
@@ -47,7 +49,7 @@ def run(
         experiment = Experiment.from_dict(experiment, imports=True)
     elif not isinstance(experiment, Experiment):
         experiment = Experiment.load(experiment)
-    return drive(Run.create(experiment, Path(out) if out else None), progress or Progress(), fresh=True)
+    return drive(Run.create(experiment, Path(out) if out else None), progress or Bar(), fresh=True)
 
 
 def resume(
@@ -59,6 +61,7 @@ def resume(
     with ``run.deterministic``, else within rounding.
 
     Args:
+        progress: as of :func:`run`.
         rounds: go on to this many rounds, also with a finished run: the parameters are those of a run that had them
             from the start.
         accept_loss: continue although secrets, clients' memories or all checkpoints are damaged or missing. The run
@@ -73,7 +76,7 @@ def resume(
     if rounds is not None:
         with run.lock():
             run = extend(run, rounds)
-    return drive(run, progress or Progress(), fresh=False, accept_loss=accept_loss)
+    return drive(run, progress or Bar(), fresh=False, accept_loss=accept_loss)
 
 
 def load_run(path: str | Path) -> Run:

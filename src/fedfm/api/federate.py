@@ -29,6 +29,7 @@ from fedfm.errors import InputError
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.progress import Progress
+from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 from fedfm.seeds import generator
 
@@ -90,7 +91,7 @@ def federate(
         out: the run directory [``runs/<name>-<time>``]; a run of the same experiment in it continues.
         run: further keys of ``[run]``, e.g. ``{"workers": 2, "evaluate_every": 5}``.
         name: of the run.
-        progress: receives the run's events, e.g. ``fedfm.cli.progress_bar.Bar()``.
+        progress: receives the run's events; by default a bar on stderr, ``fedfm.Progress()`` is silent.
 
     Returns:
         The result line, and ``models``: client -> folder of its model; one folder under "" if all share one. If every
@@ -146,7 +147,7 @@ def federate(
         start = wrapped.params()
         try:
             current, fresh = _run_at(out, experiment)
-            watcher = progress or Progress()
+            watcher = progress or Bar()
             result = execute.drive(current, watcher, fresh=fresh, population=lambda: Partitioned(federated, wrapped))
             if not own_models:
                 w = experiment.method.params_for(current.state(experiment.method.state_type), "")

@@ -189,12 +189,13 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**file, "prediction": label, "probability": max(p)} for file, label, p in rows]
 
 
-def export(path: str | Path, to: Target, out: Path, client: str | None = None) -> str:
+def export(path: str | Path, to: Target, out: str | Path, client: str | None = None) -> str:
     """Write the run's model for other libraries; returns the folder."""
     from safetensors import SafetensorError
 
     from fedfm.models.export import export as write
 
+    out = Path(out)
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; give another --out")
     if out.exists() and any(out.iterdir()):

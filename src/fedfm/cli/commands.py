@@ -57,10 +57,10 @@ def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
 
 def pretrain(args: Any) -> int:
     """``fedfm pretrain``."""
-    from fedfm.cli.progress_bar import Epochs
     from fedfm.config.toml import parse_override
     from fedfm.runtime.pretrain import ABOUT, pretrain
     from fedfm.runtime.pretrain_spec import Pretraining
+    from fedfm.runtime.progress_bar import Epochs
 
     what = Pretraining.load(args.experiment, dict(parse_override(text) for text in args.set))
     result = _epochs(args, ABOUT, lambda: pretrain(what, args.out, watcher=Epochs()))
@@ -72,10 +72,10 @@ def pretrain(args: Any) -> int:
 def distil(args: Any) -> int:
     """``fedfm distil``."""
     from fedfm.cli.distil_table import table
-    from fedfm.cli.progress_bar import Epochs
     from fedfm.config.toml import parse_override
     from fedfm.runtime.distil import ABOUT, distil
     from fedfm.runtime.distil_spec import Distillation
+    from fedfm.runtime.progress_bar import Epochs
 
     what = Distillation.load(args.experiment, dict(parse_override(text) for text in args.set))
     result = _epochs(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))
@@ -118,7 +118,7 @@ def _guarded(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any
 
 
 def _watch() -> Any:
-    from fedfm.cli.progress_bar import Bar
+    from fedfm.runtime.progress_bar import Bar
 
     return Bar()
 

@@ -1,0 +1,45 @@
+"""What is done with finished runs: audit and compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedfm.runtime.progress import Progress
+from fedfm.runtime.progress_bar import Bar
+
+if TYPE_CHECKING:
+    from fedfm.audits.finding import Finding
+
+
+def audit(run: str | Path, attacks: Sequence[str] = (), *, progress: Progress | None = None) -> list[Finding]:
+    """Attack a finished run; its ``audit.json``, manifest and report get the findings, too.
+
+    Args:
+        attacks: names of attacks [all cheap ones that apply].
+        progress: its ``notice`` gets texts; by default they are on stderr.
+
+    Raises:
+        InputError: there is no finished run, or a named attack does not apply.
+    """
+    from fedfm.audits.audit import perform
+    from fedfm.report import html
+
+    found = perform(run, attacks, (progress or Bar()).notice)
+    html.write(Path(run))
+    return found
+
+
+def compare(*runs: str | Path, out: str | Path | None = None) -> str:
+    """Runs side by side as a text table; with ``out`` also as a page.
+
+    Raises:
+        InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written.
+    """
+    from fedfm.report import compare as pages
+
+    paths = [Path(run) for run in runs]
+    if out is not None:
+        pages.write(paths, Path(out))
+    return pages.table(paths)
