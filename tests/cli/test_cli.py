@@ -564,7 +564,8 @@ def test_early_stopping_by_validation_rows(tmp_path, capsys, method):
     straight = json.loads(out)
     for key in ("params_sha256", "accuracy", "global_accuracy", "client_accuracy", "balanced_accuracy", "loss"):
         assert result[key] == straight[key]
-    assert result["bytes_up"] > straight["bytes_up"]
+    # The rounds that were run, and not those of the model: training alone has no messages to count.
+    assert result["bytes_up"] > straight["bytes_up"] or result["method"] == "local"
     state_type = load_run(tmp_path / "r").experiment.method.state_type
     states = [load_run(tmp_path / name).state(state_type) for name in "rs"]
     heads, data = zip(*map(payload.encode, states), strict=True)

@@ -155,8 +155,13 @@ def test_scaffold(tmp_path):
 
 def test_local_training_averages_nothing(tmp_path):
     method = LocalOnly(local=JUMP)
-    states = run(method, federation(method, ROWS, tmp_path), 1)
+    fed = federation(method, ROWS, tmp_path)
+    states = run(method, fed, 1)
     assert {c: scalar(w) for c, w in states[1].items()} == {"a": pytest.approx(0.0), "b": pytest.approx(2.0)}
+    assert fed.cohort == ("a", "b")
+    crossed = fed.transcript.drain()
+    assert {c.receiver for c in crossed} == {"a", "b", "server"}
+    assert fed.transcript.bytes_up == fed.transcript.bytes_down == 0  # listed, not counted: it sends nothing
 
 
 def test_centralised_trains_on_the_rows_of_all(tmp_path):

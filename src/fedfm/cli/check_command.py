@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 from fedfm.cli.commands import experiment_of, say
@@ -12,6 +11,8 @@ from fedfm.errors import InputError
 
 def check(args: Any) -> int:
     """``fedfm check``."""
+    from dataclasses import asdict
+
     from fedfm.core.capabilities import Founded, Modelled, Planned
     from fedfm.data.load import check_files
 

@@ -137,6 +137,7 @@ class Federation:
         ``fedfm.linalg.out_of_core``).
 
         Args:
+            counted: whether the bytes are of the method's own messages, which ``bytes_up`` and ``bytes_down`` sum.
             like: layout of parameters or of an update's delta; may differ by client.
             check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
             least: number of valid replies that the call needs; by default ``min_clients``.
@@ -213,7 +214,7 @@ class Federation:
         cohort = sorted(self.clients if of is None else of)
         name = f"{kind}.{action(handler)}"
         self.call += 1
-        if (counted or kind in ("train", "query")) and not self.cohort:
+        if counted and not self.cohort:
             self.cohort = tuple(cohort)
         varying = [k for k, v in payload.items() if isinstance(v, each)]
 

@@ -17,7 +17,7 @@ class Crossing(NamedTuple):
             ``query`` reply; ``aggregate`` belongs to the aggregation, ``scores`` and ``reveal`` to evaluation.
         nbytes: size of the message's records as Flower serialises them, the same on every engine.
         form: form in which the receiver sees it: plain, masked or encrypted.
-        counted: part of the method; hello and evaluation are listed but not counted.
+        counted: part of the method; hello, evaluation and what a client that trains alone is told are only listed.
         call: number of the call in its round: all replies to one call go into the same mean.
         spared: of these bytes, how many did not cross, since the receiver held that part already.
     """

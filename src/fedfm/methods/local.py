@@ -31,9 +31,10 @@ class LocalOnly(FedAvg):
         return dict.fromkeys(fed.clients, fed.initial)
 
     def step(self, fed: Federation, w: dict[ClientId, Params], t: int) -> dict[ClientId, Params]:  # type: ignore[override]
-        of, like = fed.sample(self.fraction), fed.initial.layout
-        # Not counted: a client that trains alone sends nothing.
-        return w | fed.ask(self.train_alone, of=of, like=like, counted=False, w=each(w))
+        fed.cohort = tuple(fed.sample(self.fraction))
+        # A client that trains alone sends nothing: these messages only let this program keep its model, so they are
+        # listed and not counted.
+        return w | fed.ask(self.train_alone, of=fed.cohort, counted=False, like=fed.initial.layout, w=each(w))
 
     @on_client
     def train_alone(self, client: Client, w: Params) -> Params:

@@ -69,7 +69,9 @@ def messages(run: RunFiles) -> str:
     listing = table(head, rows, "Messages by handler, direction and form", words=(1, 2))
     listing += note("Seconds: what a mean message takes on a client's link of 0.1, 1 and 10 MB/s.")
     if any(not t.counted for t in run.seen.traffic):
-        listing += note("Not counted: the hello and evaluation, which are not part of the method's own cost.")
+        listing += note(
+            "Not counted: the hello and evaluation, and messages that only let one program train clients alone."
+        )
     sentences = "".join(f"<li>{_sentence(t)}</li>" for t in run.seen.traffic)
     meaning = note("In the clear: to the receiver. In a deployment TLS hides every message from all others.")
     listing += f'<h3>Who saw what</h3><ul class="plain">{sentences}</ul>{note(esc(smallest_sum(run)))}{meaning}'
