@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fedfm.api import execute
-from fedfm.api.user_module import Given, Loss, Objective, Places
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import admit_named, resolve
 from fedfm.core.client import POOLED
@@ -26,6 +25,7 @@ from fedfm.data.stratify import hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.engines.local.engine import processes
 from fedfm.errors import InputError
+from fedfm.models.own.given import Given, Loss, Objective, Places
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.progress import Progress
@@ -54,7 +54,7 @@ def federate(
     local: Mapping[str, Any] | None = None,
     val_fraction: float = 0.0,
     aggregation: str | Mapping[str, Any] = "mean",
-    seed: int = 0,
+    seed: int | None = None,
     out: str | Path | None = None,
     run: Mapping[str, Any] | None = None,
     name: str | None = None,
@@ -86,7 +86,7 @@ def federate(
         local: the client optimiser, as ``[method.local]``; a Trainer's arguments are its defaults.
         val_fraction: share of each client's rows for validation.
         aggregation: the rule's name, or as ``[aggregation]``, e.g. ``{"name": "trimmed_mean", "trim": 0.2}``.
-        seed: every random stream derives from it.
+        seed: every random stream derives from it [0, or the Trainer's].
         out: the run directory [``runs/<name>-<time>``]; a run of the same experiment in it continues.
         run: further keys of ``[run]``, e.g. ``{"workers": 2, "evaluate_every": 5}``.
         name: of the run.
@@ -109,6 +109,7 @@ def federate(
     given = Given(model, loss, objective, logits, collate, labels)
     if given.trainer is not None:
         train, test, local = given.data_and_optimiser(clients, train, test, local)
+        seed = int(given.trainer.args.seed) if seed is None else seed
     admit_named({"method": {"name": method}})
     for key, value in keys.items():
         if isinstance(value, nn.Module):
@@ -120,7 +121,7 @@ def federate(
             f'method = "{method}": it has no client optimiser that trains a module; federate takes methods that have '
             'one, such as "fedavg"; for other methods write an experiment'
         )
-    settings = {"seed": seed, **(run or {})}
+    settings = {"seed": seed or 0, **(run or {})}
     device = next((p.device for p in given.module.parameters()), torch.device("cpu"))
     if device.type != "cpu":
         settings["workers"] = processes(settings.get("workers", 1), device)
@@ -140,7 +141,7 @@ def federate(
     table, places = given.table(clients, train, test, experiment.data.partition.column)
     federated = _partitioned(table, places, experiment.data, experiment.run.seed)
     own_models = personal(experiment.method)
-    with _restored(given.module):
+    with _restored(given.module), given.checkpointing():
         wrapped = given.wrapped(table, classes)
         federated = replace(federated, table=replace(table, classes=wrapped.classes))
         start = wrapped.params()
@@ -210,7 +211,7 @@ def _run_at(out: str | Path | None, experiment: Experiment) -> tuple[Run, bool]:
     if out is None or not (Path(out) / "manifest.json").exists():
         return Run.create(experiment, Path(out) if out else None), True
     run = Run.open(out)
-    if run.manifest["experiment"] != experiment.to_dict():
+    if run.experiment.to_dict() != experiment.to_dict():  # with the defaults of keys that an old run lacks
         raise InputError(f"{out} holds a run of another experiment; give another out")
     return run, False
 

@@ -105,6 +105,8 @@ def check_as_asked(e: Any) -> None:
     for local in locals_of(e.method):
         if isinstance(local, TwoModels) and local.momentum and local.optimiser != "sgd":
             raise InputError(f'method.local.momentum: only optimiser = "sgd" has one, not "{local.optimiser}"')
+        if local.warmup and local.warmup_steps:
+            raise InputError("method.local.warmup_steps: it stands in place of warmup; drop one of the two")
     if (e.data.name == IN_MEMORY) != (e.model.name == IN_MEMORY):
         raise InputError(f'"{IN_MEMORY}": data and model are given by fedfm.federate(...), both or neither')
     if e.in_memory and run.engine != "local":

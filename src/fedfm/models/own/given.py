@@ -1,11 +1,10 @@
-"""Arguments of :func:`fedfm.federate` (module, loss and rows, or a Hugging Face Trainer) as a model and a table."""
+"""A user's module, loss and rows, or a Hugging Face Trainer, as a model and a table."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,8 +20,8 @@ from fedfm.data.user_datasets import DatasetRows, Joined, checked, column, read_
 from fedfm.errors import InputError, first_line
 from fedfm.linalg.params import to_bytes
 from fedfm.models.ends import known, seen
-from fedfm.models.families import unwrapped
 from fedfm.models.metrics import nothing, scores
+from fedfm.models.own.trainer import ITEMS, TrainersModule, is_trainer
 from fedfm.models.wrap import WrappedModel, wrap
 
 Loss = Callable[[Any, Tensor], Tensor]  # (the module's output, target) -> scalar, as torch.nn's losses
@@ -43,8 +42,7 @@ class Given:
         collate: Callable[[list[Any]], Any] | None,
         labels: str | None,
     ) -> None:
-        transformers = sys.modules.get("transformers")
-        self.trainer: Any = model if transformers and isinstance(model, transformers.Trainer) else None
+        self.trainer: Any = model if is_trainer(model) else None
         self.module: nn.Module = model.model if self.trainer is not None else model
         if not isinstance(self.module, nn.Module):
             hint = "; load it, e.g. with from_pretrained" if isinstance(model, str | os.PathLike) else ""
@@ -60,28 +58,25 @@ class Given:
         self._loss, self._objective, self._logits = loss, objective, logits
         self._key = labels
         self._collate = collate or torch.utils.data.default_collate
-        self._columns: set[str] | None = None
+        self._columns: frozenset[str] | None = None
         self._listed = False  # batches are tuples
+        self._labelled = False  # every row has one class label
         self._sets: list[tuple[str, str, Any]] = []  # (split, client or "", data set)
         self._nan: int | None = None  # first row with a NaN
         self._alias = ""  # the key of the target, if it is not "labels"
         self.notices: tuple[str, ...] = ()
-        if self.trainer is None:
-            return
-        if self.trainer.args.fp16:
-            raise InputError("Trainer: args.fp16 needs a loss scaler, which clients do not have; use bf16 or neither")
-        self._collate = self.trainer.data_collator
-        names = list(self.trainer.label_names or [])
-        self._key = self._key or (names[0] if len(names) == 1 else None)
-        if self.trainer.args.remove_unused_columns:
-            parameters = inspect.signature(unwrapped(self.module).forward).parameters
-            self._columns = {*parameters, *names, "label", "label_ids"}
+        self.of_trainer: TrainersModule | None = None
+        if self.trainer is not None:
+            self.of_trainer = TrainersModule(self.trainer)
+            self._collate, self._columns = self.trainer.data_collator, self.of_trainer.columns
+            self._key = self._key or self.of_trainer.label
 
     def data_and_optimiser(
         self, clients: Any, train: Any, test: Any, local: Mapping[str, Any] | None
     ) -> tuple[Any, Any, dict[str, Any]]:
         """(train, test, [method.local]), taken from the Trainer unless given."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer, of_trainer = self.trainer, self.of_trainer
+        assert of_trainer is not None  # noqa: S101 - the caller asks for a Trainer's only
         if train is None and clients is None:
             train = trainer.train_dataset
             if train is None:
@@ -89,29 +84,13 @@ class Given:
         test = trainer.eval_dataset if test is None else test
         if isinstance(test, Mapping) and clients is None:
             raise InputError("Trainer: its eval_dataset is a dict; give test=one of them")
-        optim = str(getattr(args.optim, "value", args.optim))
-        local = dict(local or {})
-        known = next((n for n in ("adamw", "sgd") if optim == n or optim.startswith(f"{n}_torch")), None)
-        if known is None and "name" not in local:
-            raise InputError(f'Trainer: args.optim = "{optim}" has no counterpart; give local={{"name": "adamw"}}')
-        if "epochs" not in local and (args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)):
-            raise InputError('Trainer: a round has whole epochs; give local={"epochs": 1}, not max_steps or a fraction')
-        optimiser: dict[str, Any] = {
-            "name": known,
-            "learning_rate": float(args.learning_rate),
-            "batch_size": int(args.per_device_train_batch_size * args.gradient_accumulation_steps),
-            "epochs": int(args.num_train_epochs),
-            "weight_decay": float(args.weight_decay),
-        }
-        if local.get("name", known) == "adamw":
-            optimiser |= {"betas": [args.adam_beta1, args.adam_beta2], "epsilon": args.adam_epsilon}
-        optimiser |= local
-        self.notices = (
-            "client optimiser from the Trainer's arguments: "
-            + ", ".join(f"{k} {v}" for k, v in optimiser.items())
-            + "; ignored: its schedule and warm-up, gradient clipping, parameters without decay, callbacks",
-        )
+        optimiser = of_trainer.local(local or {})
+        self.notices = of_trainer.notices(optimiser)
         return train, test, optimiser
+
+    def checkpointing(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: gradient checkpointing, if the Trainer has it."""
+        return contextlib.nullcontext() if self.of_trainer is None else self.of_trainer.checkpointing()
 
     # --- rows --------------------------------------------------------------------------------------------------------
     def collated(self, rows: list[Any]) -> Batch:
@@ -170,17 +149,30 @@ class Given:
         table = Table("own", inputs, None, (), split, columns, "the data given to federate()", self.notices)
         self.rows = DatasetRows(table=table, index=np.arange(len(inputs)), collated=self.collated)
         labels, self._nan = read_once(self.rows)
+        self._labelled = labels is not None
         return replace(table, labels=labels), places
 
     # --- the model ---------------------------------------------------------------------------------------------------
+    def native(self, batch: Batch) -> Any:
+        """The batch as the user's collate made it."""
+        if self._listed:
+            return tuple(x for k, x in batch.items() if k != ITEMS)
+        return {k: x for k, x in batch.items() if k != ITEMS and not (self._alias and k == "labels")}
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """The loss to train by, a scalar."""
+        if self.of_trainer is None:
+            return self.outcome(module, batch)[0]
+        value: Tensor = self.of_trainer.loss(module, self.native(batch), batch.get(ITEMS), outputs=False)
+        return value.mean()
+
     def outcome(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         """(loss, the logits or the module's output or None) of a batch."""
-        native: Any = tuple(batch.values())  # the batch as the user's collate made it
-        if not self._listed:
-            native = {k: x for k, x in batch.items() if not (self._alias and k == "labels")}
-        if self.trainer is not None:
-            with self.trainer.compute_loss_context_manager():
-                value, found = self.trainer.compute_loss(module, native, return_outputs=True)
+        native = self.native(batch)
+        if self.of_trainer is not None:
+            if not self._labelled:  # SFTTrainer computes logits in a second pass
+                return self.of_trainer.loss(module, native, None, outputs=False).mean(), None
+            value, found = self.of_trainer.loss(module, native, None, outputs=True)
             return value.mean(), found["logits"] if isinstance(found, Mapping) and "logits" in found else None
         if self._objective is not None:
             return self._objective(module, native), self._logits(module, native) if self._logits else None
@@ -209,13 +201,15 @@ class Given:
                 )
         model = wrap(
             module,
-            lambda m, b: self.outcome(m, b)[0],
+            self.loss,
             logits=lambda m, b: self.outcome(m, b)[1],
             prepare=lambda t, index: DatasetRows(table=t, index=index, collated=self.collated),
             name=IN_MEMORY,
         )
         model.task = "own"  # general kernels only: the loss is the user's
         model.fingerprint = _fingerprint(module, model)
+        if (said := self.of_trainer) is not None:
+            model.undecayed, model.weigh = said.undecayed, lambda parts: said.weigh(parts, self.native)
         count = self._trial(model, table)
         if count and table.labels is not None and int(table.labels.max()) >= count:
             raise InputError(f"labels: there is a {int(table.labels.max())}, and the module gives {count} logits")
