@@ -190,6 +190,10 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         )
     if isinstance(experiment.method, Modelled) and experiment.model.name != WITHHELD:
         experiment.method.check_model()
+    if experiment.own_code:
+        from fedfm.runtime import own_population
+
+        return own_population.of_experiment(experiment)
     seed = experiment.run.seed
     table = load_table(experiment.data, seed=seed, task=experiment.model.task)
     federated = deal(table, experiment.data, seed=seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +55,7 @@ class Given:
         if logits is not None and objective is None:
             raise InputError("logits: only an objective needs it; with a loss the module's output is used")
         self._loss, self._objective, self._logits = loss, objective, logits
+        self.end: Callable[[], None] = lambda: None  # undoes what :meth:`wrapped` switched on in the module
         self._key = labels
         self._collate = collate or torch.utils.data.default_collate
         self._columns: frozenset[str] | None = None
@@ -88,13 +88,9 @@ class Given:
         self.notices = of_trainer.notices(optimiser)
         return train, test, optimiser
 
-    def checkpointing(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: gradient checkpointing, if the Trainer has it."""
-        return contextlib.nullcontext() if self.of_trainer is None else self.of_trainer.checkpointing()
-
     # --- rows --------------------------------------------------------------------------------------------------------
-    def collated(self, rows: list[Any]) -> Batch:
-        """Rows as one batch of named tensors; the target's name is "labels"."""
+    def collated(self, rows: list[Any], target: bool = True) -> Batch:
+        """Rows as one batch of named tensors; the target's name is "labels". Without ``target`` it may be absent."""
         if self._columns is not None and rows and isinstance(rows[0], Mapping):
             rows = [{k: v for k, v in row.items() if k in self._columns} for row in rows]
         try:
@@ -108,6 +104,8 @@ class Given:
             named = dict(batch)
             key = self._key or next((k for k in ("labels", "label") if k in named), None)
             if self._key is not None and self._key not in named:
+                if not target:
+                    return named
                 raise InputError(f'labels: rows have no "{self._key}"; found {", ".join(map(str, named))}')
             if key is not None and key != "labels":
                 named["labels"], self._alias = named[key], key
@@ -188,8 +186,8 @@ class Given:
         output = module(*inputs.values()) if self._listed or len(inputs) == 1 else module(**inputs)
         return self._loss(output, batch["labels"]), output
 
-    def wrapped(self, table: Table, classes: Sequence[str]) -> WrappedModel:
-        """The module as a model, after a trial on the first rows."""
+    def model(self, classes: Sequence[str] = ()) -> WrappedModel:
+        """The module as a model that has seen no rows."""
         module = self.module
         live = [p for p in module.parameters() if p.requires_grad]
         if not live:
@@ -202,13 +200,47 @@ class Given:
         model = wrap(
             module,
             self.loss,
+            classes=tuple(classes),
             logits=lambda m, b: self.outcome(m, b)[1],
             prepare=lambda t, index: DatasetRows(table=t, index=index, collated=self.collated),
             name=IN_MEMORY,
         )
         model.task = "own"  # general kernels only: the loss is the user's
         model.fingerprint = _fingerprint(module, model)
+        return model
+
+    def predicted(self, rows: list[Any]) -> Tensor:
+        """The module's outputs (b, ...) for rows whose target is not used, and may be absent.
+
+        Raises:
+            InputError: the module fails on them, or gives no tensor.
+        """
+        device = next(self.module.parameters()).device
+        batch = {k: x.to(device) for k, x in self.collated(rows, target=False).items()}
+        try:
+            if self._objective is not None:
+                if self._logits is None:
+                    raise InputError("the run was trained by an objective: give logits=(module, batch) -> outputs, too")
+                return self._logits(self.module, self.native(batch))
+            inputs = {k: x for k, x in batch.items() if k not in ("labels", self._alias)}
+            if self.of_trainer is not None:
+                found = self.of_trainer.outputs(self.module, inputs)
+            else:
+                found = self.module(*inputs.values()) if self._listed or len(inputs) == 1 else self.module(**inputs)
+        except (TypeError, ValueError, RuntimeError, KeyError) as error:
+            raise InputError(
+                f"the module fails on these rows: {type(error).__name__}: {first_line(error, 300)}"
+            ) from error
+        output = found["logits"] if isinstance(found, Mapping) and "logits" in found else found
+        if not isinstance(output, Tensor):
+            raise InputError(f"the module gives a {type(output).__name__}: expected a tensor, or an output with logits")
+        return output
+
+    def wrapped(self, table: Table, classes: Sequence[str]) -> WrappedModel:
+        """The module as a model, after a trial on the first rows."""
+        module, model = self.module, self.model()
         if (said := self.of_trainer) is not None:
+            self.end = said.begin_checkpointing()
             model.undecayed, model.weigh = said.undecayed, lambda parts: said.weigh(parts, self.native)
         count = self._trial(model, table)
         if count and table.labels is not None and int(table.labels.max()) >= count:

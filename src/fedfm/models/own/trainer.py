@@ -137,9 +137,13 @@ class TrainersModule:
         with _bf16(module) if self.args.bf16 else _as_it_is(), self.trainer.compute_loss_context_manager():
             return self.trainer.compute_loss(module, inputs, **told)
 
-    @contextmanager
-    def checkpointing(self) -> Iterator[None]:
-        """Context manager: gradient checkpointing, if the arguments ask for it; afterwards the module is as it was.
+    def outputs(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """The module's output in the Trainer's precision."""
+        with _bf16(module) if self.args.bf16 else _as_it_is():
+            return module(**inputs)
+
+    def begin_checkpointing(self) -> Callable[[], None]:
+        """Switch gradient checkpointing on if the arguments ask for it; returns how to undo that.
 
         Raises:
             InputError: the module cannot do it.
@@ -148,8 +152,7 @@ class TrainersModule:
             "activation" if hasattr(self.args, "activation_checkpointing") else "gradient"
         )  # transformers 5.20 renamed
         if not getattr(self.args, f"{key}_checkpointing") or getattr(self.module, f"is_{key}_checkpointing", False):
-            yield
-            return
+            return lambda: None
         enable = getattr(self.module, f"{key}_checkpointing_enable", None)
         if enable is None:
             raise InputError(
@@ -158,10 +161,7 @@ class TrainersModule:
         options = dict(getattr(self.args, f"{key}_checkpointing_kwargs") or {})
         apart = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
         enable(**{f"{key}_checkpointing_kwargs": options or None}, **apart)
-        try:
-            yield
-        finally:
-            getattr(self.module, f"{key}_checkpointing_disable")()
+        return getattr(self.module, f"{key}_checkpointing_disable")  # type: ignore[no-any-return]
 
 
 _IGNORED = (  # arguments that change no weight here, or that the run directory stands for
