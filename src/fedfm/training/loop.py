@@ -189,7 +189,7 @@ def _rates(job: Job) -> Iterator[float]:
     """Eta of every step of this round."""
     local, (begin, end) = job.local, job.client.span
     steps = max(local.steps(len(job.client.data.train)), 1)
-    total = round(steps / (end - begin))
+    total = round(steps / (end - begin)) if end > begin else steps  # a late client trains after the last round
     edges = [begin + (end - begin) * step / steps for step in range(steps + 1)]
     return (local.rate(a, b, total) for a, b in pairwise(edges))
 
