@@ -12,11 +12,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fedfm
+from fedfm.api.execute import drive
 from fedfm.api.predict import export, predict
 from fedfm.audits.audit import perform
 from fedfm.audits.replay import finished, replay
 from fedfm.cli import main
+from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
+from fedfm.runtime.run_directory import Run
 
 SCRIPT = """
     import torch
@@ -129,6 +132,25 @@ def test_workers_engines_and_a_kill_change_no_bits(ward, tmp_path):
 def test_a_deployment_on_loopback_has_the_same_bits(ward, tmp_path):
     here, there = (fedfm.run(tables("silos", run={"engine": e}), tmp_path / e) for e in ("local", "deployment"))
     assert here["params_sha256"] == there["params_sha256"]
+
+
+@pytest.mark.deployment
+def test_silos_bring_code_and_rows_of_their_own(ward, tmp_path):
+    """Each silo's file names a function of its own; that of the experiment is not there."""
+    here = fedfm.run(tables("silos"), tmp_path / "here")
+    files = {}
+    for name in ("north", "south"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / f"code_of_{name}.py").write_text(textwrap.dedent(SCRIPT))
+        files[name] = folder / "silo.toml"
+        files[name].write_text(f'name = "{name}"\ndata = "code_of_{name}:silos"\nallow = ["mean", "scores"]\n')
+    run = Run.create(
+        Experiment.from_dict(tables("silos", run={"engine": "deployment"}), imports=True), tmp_path / "run"
+    )
+    there = drive(run, fedfm.Progress(), fresh=True, silos=files)
+    assert there["params_sha256"] == here["params_sha256"]
+    assert there["excluded"] == []
 
 
 def test_a_trainers_arguments_fill_the_client_optimiser(ward, tmp_path):

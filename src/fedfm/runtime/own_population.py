@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from fedfm.data.partition import deal, own_test
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table
-from fedfm.errors import InputError
+from fedfm.errors import InputError, listed
 from fedfm.models.own.brought import Brought, brought, call
 from fedfm.models.own.given import Places
 from fedfm.runtime.population import Partitioned
@@ -42,6 +43,23 @@ def brought_by(experiment: Experiment) -> Brought:
         return brought(call(function(name, "data.name"), name, experiment.run.seed))
     except InputError as error:
         raise InputError(f"data.name: {name}: {error}") from None
+
+
+def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
+    """The population of one silo, by its own function: what that returns as ``train``, or as ``clients`` of its name.
+
+    Raises:
+        InputError: as :func:`of_experiment`, or the function returns no rows of this silo.
+    """
+    try:
+        brings = brought(call(function(name, "data"), name, seed))
+        rows = brings.train if brings.clients is None else brings.clients.get(silo)
+        if rows is None:
+            raise InputError(f"its clients are {listed(map(str, brings.clients or ()))}, and this silo is {silo}")
+        own = brings.test.get(silo) if isinstance(brings.test, Mapping) else brings.test
+        return of_brought(replace(brings, clients={silo: rows}, train=None, test=own), spec, seed)
+    except InputError as error:
+        raise InputError(f"data: {name}: {error}") from None
 
 
 def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Partitioned:
