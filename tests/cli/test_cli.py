@@ -17,10 +17,10 @@ import pytest
 from fedfm import load_run
 from fedfm.cli import main
 from fedfm.cli.help import EXAMPLES
-from fedfm.runtime.progress_bar import Bar
 from fedfm.config.toml import to_toml
 from fedfm.core.messages import Excluded
 from fedfm.core.wire import payload
+from fedfm.runtime.progress_bar import Bar
 from fedfm.training import BY_NAME
 from small import experiment, features, pictures, tiny_vit
 

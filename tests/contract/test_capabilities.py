@@ -1,7 +1,7 @@
 """A method is eight members; what it may have beside them is found by having it, and nobody asks for it by name."""
 
 import ast
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ from fedfm.core.capabilities import Needs
 from fedfm.core.client import ClientId, Update, on_client
 from fedfm.core.method import Method
 from fedfm.linalg.params import Params
-from fedfm.runtime.population import populate
+from fedfm.runtime.population import handles_parameters, populate
 from small import experiment
 
 SOURCE = Path(fedfm.__file__).parent
@@ -34,6 +34,18 @@ def test_each_capability_names_its_caller_and_has_a_user():
     for protocol in PROTOCOLS:
         assert "Caller: " in protocol.__doc__, protocol
         assert any(isinstance(m, protocol) for m in methods), protocol
+
+
+def test_only_a_method_that_says_so_computes_with_parameters_alone(tmp_path):
+    class Mine(resolve("methods", "fedavg")):
+        """It may ask the model for outputs, whatever its base does."""
+
+    def alone(method):
+        return handles_parameters(replace(Experiment.from_dict(experiment(tmp_path)), method=method))
+
+    assert alone(resolve("methods", "fedavg")())
+    assert not alone(Mine())
+    assert not alone(resolve("methods", "ensemble")())
 
 
 def calls(tree):

@@ -89,6 +89,29 @@ def test_the_bits_do_not_depend_on_the_number_of_workers(folder, tmp_path):
     assert len(prints) == 1
 
 
+class _Killed(RuntimeError):
+    pass
+
+
+class _Kill(fedfm.Progress):
+    def round(self, line):
+        if line["round"] == 1:
+            raise _Killed
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(folder, tmp_path):
+    local = {"name": "adamw", "learning_rate": 0.01, "batch_size": 5, "schedule": "linear", "warmup_steps": 2}
+    exp = tables(folder, rounds=3)
+    exp["method"]["local"] = local
+    whole = fedfm.run(exp, tmp_path / "whole")
+    with pytest.raises(_Killed):
+        fedfm.run(exp, tmp_path / "cut", progress=_Kill())
+    assert len(fedfm.load_run(tmp_path / "cut").metrics()) == 2
+    resumed = fedfm.resume(tmp_path / "cut")
+    assert resumed["params_sha256"] == whole["params_sha256"]
+    assert resumed["loss"] == whole["loss"]
+
+
 def test_the_reference_is_computed_once_a_row(folder, tmp_path, monkeypatch):
     """However many rounds there are: the rows of every client and of the server, once."""
     counts = []

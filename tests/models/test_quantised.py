@@ -289,6 +289,16 @@ def test_a_run_with_a_quantised_base_resumes_predicts_and_exports(folder, tmp_pa
     assert whole["params_sha256"] == wired["params_sha256"]
     assert len(predict(tmp_path / "whole", tmp_path / "rows.jsonl")["predictions"]) == 24
 
+    class Kill(fedfm.Progress):
+        def round(self, line):
+            if line["round"] == 1:
+                raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        fedfm.run(tables, tmp_path / "cut", progress=Kill())
+    assert len(fedfm.load_run(tmp_path / "cut").metrics()) == 2
+    assert fedfm.resume(tmp_path / "cut")["params_sha256"] == whole["params_sha256"]
+
 
 def test_without_bitsandbytes_one_line_names_the_extra(folder, monkeypatch):
     monkeypatch.setattr(transformers.utils, "is_bitsandbytes_available", lambda: False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import fedfm
 from fedfm.config.experiment import Experiment
+from fedfm.errors import InputError
 from fedfm.models.model import Model
 from fedfm.runtime import row_cache
 from fedfm.runtime.population import populate
@@ -139,3 +141,31 @@ def test_tokens_of_many_texts_are_kept(tmp_path: Path, place: Path) -> None:
     notices = Notices()
     assert fedfm.run(exp, tmp_path / "two", progress=notices)["params_sha256"] == expected
     assert any(text.startswith("tokens of 2 of 2 clients' training rows") for text in notices.found)
+
+
+def test_the_least_recently_used_files_make_room(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(name: str, seed: int) -> str:
+        exp = tables(tmp_path) | {"run": {"workers": 1, "seed": seed}}  # the seed deals other rows to each client
+        return str(fedfm.run(exp, tmp_path / name)["params_sha256"])
+
+    first = run("one", 0)
+    size = sum(f.stat().st_size for f in files(place))
+    whole = set(files(place))
+    for age, path in enumerate(sorted(whole)):
+        os.utime(path, (age, age))
+    rest = sorted(whole)[1:]
+    row_cache.trim(place, size - 1)
+    assert set(files(place)) == set(rest)
+    monkeypatch.setenv("FEDFM_CACHE_GB", str(1.5 * size / 1e9))
+    assert run("two", 0) == first  # reads what is left, which now counts as used, and computes the rest
+    old = {path for path in files(place) if path.stat().st_mtime < 1_000}
+    assert not old
+    run("three", 1)
+    assert sum(f.stat().st_size for f in files(place)) <= 1.5 * size
+    assert not whole <= set(files(place))
+    monkeypatch.setenv("FEDFM_CACHE_GB", "0")
+    assert run("four", 0) == first
+    assert not files(place)
+    monkeypatch.setenv("FEDFM_CACHE_GB", "much")
+    with pytest.raises(InputError, match='FEDFM_CACHE_GB = "much"'):
+        run("five", 0)

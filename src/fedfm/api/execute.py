@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
+from fedfm.config.own_code import filled
 from fedfm.core import storage
 from fedfm.engines.start import start
 from fedfm.errors import FedfmError, InputError
@@ -46,7 +47,7 @@ def run(
         KeyboardInterrupt: stopped after the current client, e.g. by a notebook's stop button.
     """
     if isinstance(experiment, Mapping):
-        experiment = Experiment.from_dict(experiment, imports=True)
+        experiment = Experiment.from_dict(filled(experiment), imports=True)
     elif not isinstance(experiment, Experiment):
         experiment = Experiment.load(experiment)
     return drive(Run.create(experiment, Path(out) if out else None), progress or Bar(), fresh=True)

@@ -7,31 +7,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedfm.api import execute
-from fedfm.api.user_module import Given, Loss, Objective, Places
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import admit_named, resolve
-from fedfm.core.client import POOLED
-from fedfm.data.partition import deal, own_test
-from fedfm.data.spec import IN_MEMORY, DataSpec
-from fedfm.data.stratify import hold_out
-from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.core import storage
+from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.local.engine import processes
 from fedfm.errors import InputError
-from fedfm.runtime.population import Partitioned
+from fedfm.models.own.brought import brought
+from fedfm.models.own.given import Given, Loss, Objective
+from fedfm.runtime.own_population import START, of_brought
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
-from fedfm.seeds import generator
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -55,7 +51,7 @@ def federate(
     local: Mapping[str, Any] | None = None,
     val_fraction: float = 0.0,
     aggregation: str | Mapping[str, Any] = "mean",
-    seed: int = 0,
+    seed: int | None = None,
     out: str | Path | None = None,
     run: Mapping[str, Any] | None = None,
     name: str | None = None,
@@ -87,7 +83,7 @@ def federate(
         local: the client optimiser, as ``[method.local]``; a Trainer's arguments are its defaults.
         val_fraction: share of each client's rows for validation.
         aggregation: the rule's name, or as ``[aggregation]``, e.g. ``{"name": "trimmed_mean", "trim": 0.2}``.
-        seed: every random stream derives from it.
+        seed: every random stream derives from it [0, or the Trainer's].
         out: the run directory [``runs/<name>-<time>``]; a run of the same experiment in it continues.
         run: further keys of ``[run]``, e.g. ``{"workers": 2, "evaluate_every": 5}``.
         name: of the run.
@@ -107,9 +103,16 @@ def federate(
         >>> halves = {"north": list(zip(x[:20], y[:20])), "south": list(zip(x[20:], y[20:]))}
         >>> result = federate(nn.Linear(3, 2), clients=halves, loss=nn.functional.cross_entropy)  # doctest: +SKIP
     """
-    given = Given(model, loss, objective, logits, collate, labels)
-    if given.trainer is not None:
-        train, test, local = given.data_and_optimiser(clients, train, test, local)
+    told: dict[str, Any] = {
+        "loss": loss,
+        "objective": objective,
+        "logits": logits,
+        "collate": collate,
+        "labels": labels,
+    }
+    told |= {"model": model, "clients": clients, "train": train, "test": test, "classes": classes}
+    brings = brought(told, local)
+    given = brings.given
     admit_named({"method": {"name": method}})
     for key, value in keys.items():
         if isinstance(value, nn.Module):
@@ -121,34 +124,38 @@ def federate(
             f'method = "{method}": it has no client optimiser that trains a module; federate takes methods that have '
             'one, such as "fedavg"; for other methods write an experiment'
         )
-    settings = {"seed": seed, **(run or {})}
+    settings = {"seed": (brings.seed or 0) if seed is None else seed, **(run or {})}
     device = next((p.device for p in given.module.parameters()), torch.device("cpu"))
     if device.type != "cpu":
         settings["workers"] = processes(settings.get("workers", 1), device)
     tables = {
-        "data": {"name": IN_MEMORY, "partition": _partition(clients, train, partition), "val_fraction": val_fraction},
+        "data": {
+            "name": IN_MEMORY,
+            "partition": _partition(clients, brings.train, partition),
+            "val_fraction": val_fraction,
+        },
         "model": {"name": IN_MEMORY},
         "method": {
             "name": method,
             **({} if rounds is None else {"rounds": rounds}),
-            "local": dict(local or {}),
+            "local": dict(brings.local),
             **keys,
         },
         "aggregation": {"name": aggregation} if isinstance(aggregation, str) else aggregation,
         "run": settings,
     }
     experiment = Experiment.from_dict(tables | {"name": name or f"{method.rpartition(':')[2]}-in-memory"}, imports=True)
-    table, places = given.table(clients, train, test, experiment.data.partition.column)
-    federated = _partitioned(table, places, experiment.data, experiment.run.seed)
     own_models = personal(experiment.method)
-    with _restored(given.module):
-        wrapped = given.wrapped(table, classes)
-        federated = replace(federated, table=replace(table, classes=wrapped.classes))
+    with _restored(given):
+        population = of_brought(brings, experiment.data, experiment.run.seed)
+        wrapped = population.model
         start = wrapped.params()
         try:
             current, fresh = _run_at(out, experiment)
+            if fresh:
+                storage.save(current.path / START, {"w": start})
             watcher = progress or Bar()
-            result = execute.drive(current, watcher, fresh=fresh, population=lambda: Partitioned(federated, wrapped))
+            result = execute.drive(current, watcher, fresh=fresh, population=lambda: population)
             if not own_models:
                 w = experiment.method.params_for(current.state(experiment.method.state_type), "")
                 if w.layout is not wrapped.layout:
@@ -156,7 +163,7 @@ def federate(
                 start = w
         finally:
             wrapped.load(start)
-    folders = sorted(federated.clients) if own_models else [""]
+    folders = population.clients if own_models else [""]
     return result | {"models": {c: str(current.adapter(c)) for c in folders}}
 
 
@@ -165,42 +172,11 @@ def federate(
 
 def _partition(clients: Mapping[str, Any] | None, train: Any, partition: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The experiment's partition; clients with data sets of their own become a column of names."""
-    if clients is None and train is None:
-        raise InputError("clients: expected name -> data set, or train=data set with partition={...}")
     if clients is not None and (train is not None or partition is not None):
         raise InputError("clients: every data set is a client; drop train and partition")
     if clients is None:
         return {} if partition is None else partition
-    if not isinstance(clients, Mapping) or not clients:
-        raise InputError("clients: expected a dict of name -> data set")
-    for name in clients:
-        if not isinstance(name, str) or not name.strip() or name in ("server", POOLED):
-            raise InputError(f"clients: {name!r} is not a client's name; expected text")
     return {"name": "by_column", "column": "client"}
-
-
-def _partitioned(table: Table, places: Places, spec: DataSpec, seed: int) -> FederatedData:
-    """Clients' rows: as given, or by the partition's rule."""
-    if ("train", "") in places:
-        return deal(table, spec, seed=seed)
-    names = [client for split, client in places if split == "train"]
-    train, test = table.rows("train"), table.rows("test")
-    if ("test", "") not in places:
-        own = {c: places.get(("test", c), np.zeros(0, dtype=np.int64)) for c in names}
-    elif table.labels is None:
-        own = {c: np.zeros(0, dtype=np.int64) for c in names}
-    else:
-        owner = np.concatenate([np.full(len(places["train", c]), k) for k, c in enumerate(names)])
-        who = own_test(table, test, train, owner, len(names), seed)
-        own = {c: test[who == k] for k, c in enumerate(names)}
-    clients = {}
-    for c in names:
-        mine = places["train", c]
-        held = hold_out(
-            None if table.labels is None else table.labels[mine], mine, spec.val_fraction, generator(seed, "val", c)
-        )
-        clients[c] = ClientRows(np.setdiff1d(mine, held), np.sort(held), own[c])
-    return FederatedData(table, clients, test, table.notices)
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -211,18 +187,20 @@ def _run_at(out: str | Path | None, experiment: Experiment) -> tuple[Run, bool]:
     if out is None or not (Path(out) / "manifest.json").exists():
         return Run.create(experiment, Path(out) if out else None), True
     run = Run.open(out)
-    if run.manifest["experiment"] != experiment.to_dict():
+    if run.experiment.to_dict() != experiment.to_dict():  # with the defaults of keys that an old run lacks
         raise InputError(f"{out} holds a run of another experiment; give another out")
     return run, False
 
 
 @contextlib.contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
+def _restored(given: Given) -> Iterator[None]:
     """Restore training modes on exit; give parameters storage of their own and clear their gradients."""
+    module = given.module
     modes = [(m, m.training) for m in module.modules()]
     try:
         yield
     finally:
+        given.end()
         for p in module.parameters():
             if p.requires_grad:
                 p.data, p.grad = p.data.clone(), None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from fedfm.audits.finding import Finding
 
 
-def audit(run: str | Path, attacks: Sequence[str] = (), *, progress: Progress | None = None) -> list[Finding]:
+def audit(
+    run: str | Path, attacks: Sequence[str] = (), *, progress: Progress | None = None, given: Any = None
+) -> list[Finding]:
     """Attack a finished run; its ``audit.json``, manifest and report get the findings, too.
 
     Args:
         attacks: names of attacks [all cheap ones that apply].
+        given: the module, rows and loss of a run of ``fedfm.federate``, as its arguments by name.
         progress: its ``notice`` gets texts; by default they are on stderr.
 
     Raises:
@@ -26,7 +29,7 @@ def audit(run: str | Path, attacks: Sequence[str] = (), *, progress: Progress | 
     from fedfm.audits.audit import perform
     from fedfm.report import html
 
-    found = perform(run, attacks, (progress or Bar()).notice)
+    found = perform(run, attacks, (progress or Bar()).notice, given=given)
     html.write(Path(run))
     return found
 

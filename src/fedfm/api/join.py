@@ -50,8 +50,8 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     experiment = run.experiment
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
-    if experiment.in_memory:
-        raise InputError(f"{path}: data and model were given from Python; join takes runs of an experiment file")
+    if experiment.in_memory or experiment.own_code:
+        raise InputError(f"{path}: its module is the user's own; join takes runs of an experiment file")
     method, name = experiment.method, _free(run, client)
     if not Path(data).exists():
         raise InputError(f"{data}: no such file or folder; join takes the newcomer's rows")

@@ -10,6 +10,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedfm.api import own_runs
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
@@ -36,20 +37,8 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
     from fedfm.models.export import load_adapter, rank_on_disk
     from fedfm.models.load import load_model
 
-    run = Run.open(path)
+    run = _finished(path, client)
     experiment = run.experiment
-    if experiment.in_memory:
-        raise InputError(f"{path}: its model was given from Python, where the module holds its weights")
-    if run.manifest["result"] is None:
-        raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
-    personal, newcomers = predictions.personal(experiment.method), run.manifest.get("newcomers", {})
-    known = [*(run.manifest["clients"] if personal else ()), *newcomers]
-    if client not in known and personal:
-        raise InputError(f"{path}: every client has its own model; name one with --client: {', '.join(known)}")
-    if client is not None and client not in known:
-        raise InputError(f"{path} has one model for all; drop --client")
-    if client is not None and not run.adapter(client).is_dir():
-        raise InputError(f"{path} has no model of {client}: under [privacy], or by its policy, a client keeps its own")
     shape, spec = run.manifest["model"], experiment.model
     if client:
         spec = at_rank(spec, rank_on_disk(run.adapter(client)))
@@ -71,11 +60,33 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
     return run, model, w
 
 
-def predict(path: str | Path, file: str | Path, client: str | None = None) -> dict[str, Any]:
+def _finished(path: str | Path, client: str | None) -> Run:
+    """The run, if it has one model, or one of this client.
+
+    Raises:
+        InputError: as :func:`load`.
+    """
+    run = Run.open(path)
+    if run.manifest["result"] is None:
+        raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
+    personal, newcomers = predictions.personal(run.experiment.method), run.manifest.get("newcomers", {})
+    known = [*(run.manifest["clients"] if personal else ()), *newcomers]
+    if client not in known and personal:
+        raise InputError(f"{path}: every client has its own model; name one with --client: {', '.join(known)}")
+    if client is not None and client not in known:
+        raise InputError(f"{path} has one model for all; drop --client")
+    if client is not None and not run.adapter(client).is_dir():
+        raise InputError(f"{path} has no model of {client}: under [privacy], or by its policy, a client keeps its own")
+    return run
+
+
+def predict(path: str | Path, file: Any, client: str | None = None, *, given: Any = None) -> dict[str, Any]:
     """Predictions of the run's model for the rows of a file.
 
     Args:
-        file: any source that the run could have been trained on; labels are not needed and not used.
+        file: any source that the run could have been trained on; labels are not needed and not used. If the run has
+            the user's own module: a data set, or the name ``module:function`` of a function that returns one.
+        given: of a run of ``fedfm.federate``, its module or Trainer, or a dict of federate's arguments.
 
     Returns:
         By task, in the order of the rows:
@@ -85,7 +96,8 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
         - answers to instructions, to prompts, or to the last turns of conversations: ``answers``, and ``cut``, the
           indexes of those that reach the limit of tokens. Over the rows with an output, null where there is none:
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
-        - running text: its ``loss`` and ``perplexity``.
+        - running text: its ``loss`` and ``perplexity``;
+        - an own module that is no classifier: ``outputs``, a list for each row.
 
     Raises:
         InputError: the run is not finished, or the rows are of another kind than the model's.
@@ -93,6 +105,9 @@ def predict(path: str | Path, file: str | Path, client: str | None = None) -> di
     from fedfm.data.load import read_inputs
     from fedfm.linalg.threads import torch_threads
 
+    if own_runs.is_own(run := _finished(path, client)):
+        with torch_threads(1):
+            return {"run": str(path)} | own_runs.predict(run, file, given, client)
     run, model, w = load(path, client)
     with torch_threads(1):
         shape = run.manifest["model"]
@@ -182,6 +197,8 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "answers" in result:
         cut = set(result["cut"])
         return [{"answer": answer, "cut": i in cut} for i, answer in enumerate(result["answers"])]
+    if "outputs" in result:
+        return [{str(i): x for i, x in enumerate(row)} for row in result["outputs"]]
     if not result["predictions"]:
         return [{key: result[key] for key in ("loss", "perplexity")}]
     files = [{"file": name} for name in result["files"]] if "files" in result else repeat({})
@@ -189,8 +206,8 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**file, "prediction": label, "probability": max(p)} for file, label, p in rows]
 
 
-def export(path: str | Path, to: Target, out: str | Path, client: str | None = None) -> str:
-    """Write the run's model for other libraries; returns the folder."""
+def export(path: str | Path, to: Target, out: str | Path, client: str | None = None, *, given: Any = None) -> str:
+    """Write the run's model for other libraries; returns the folder. ``given`` as of :func:`predict`."""
     from safetensors import SafetensorError
 
     from fedfm.models.export import export as write
@@ -200,6 +217,8 @@ def export(path: str | Path, to: Target, out: str | Path, client: str | None = N
         raise InputError(f"{out} is a file; give another --out")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; give another --out")
+    if own_runs.is_own(run := _finished(path, client)):
+        return str(own_runs.write(run, to, out, given, client))
     run, model, w = load(path, client)
     if is_pair(w):
         raise InputError(

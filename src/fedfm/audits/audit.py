@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedfm.audits.finding import Finding
-from fedfm.audits.replay import Replay, Watch, finished, replay
+from fedfm.audits.replay import Replay, Watch, finished, population_of, replay
 from fedfm.config.registry import available
 from fedfm.core import storage
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, close, listed
-from fedfm.runtime.population import populate
 from fedfm.runtime.run_directory import Run
 
 FILE = "audit.json"
@@ -99,7 +98,12 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
 
 
 def perform(
-    path: str | Path, names: Sequence[str] = (), notice: Notice = lambda text: None, **options: Any
+    path: str | Path,
+    names: Sequence[str] = (),
+    notice: Notice = lambda text: None,
+    *,
+    given: Any = None,
+    **options: Any,
 ) -> list[Finding]:
     """Attack a finished run, and add the findings to its ``audit.json``; a new finding replaces one of the same name.
 
@@ -108,20 +112,21 @@ def perform(
     Args:
         names: which attacks [all cheap ones that apply].
         notice: receives texts on progress.
+        given: of a run of ``fedfm.federate``, what it was called with: a dict of its arguments for model and rows.
         options: of single attacks, e.g. ``pictures``.
 
     Raises:
         InputError: the run cannot be replayed, or a named attack does not apply.
     """
-    run = finished(path)
+    run = finished(path, given)
     chosen = choose(run, names)
     watches = {name: audit.watch(run) for name, audit in chosen.items()}
     watched = {name: watch for name, watch in watches.items() if watch is not None}
     reading = [audit for audit in chosen.values() if audit.replays]
     if reading:
-        again = replay(run, notice, watched, keep=any(audit.replies for audit in reading))
+        again = replay(run, notice, watched, keep=any(audit.replies for audit in reading), given=given)
     else:
-        again = Replay(run, populate(run.experiment), ())
+        again = Replay(run, population_of(run, given), ())
     found = []
     for name, audit in chosen.items():
         notice(f"attack: {name}")

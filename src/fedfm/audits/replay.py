@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedfm.aggregation.base import Aggregator
+from fedfm.core import storage
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Link, Reply, Request
@@ -29,10 +30,12 @@ from fedfm.linalg.params import Params, sha256_of
 from fedfm.linalg.quantised import EXACT
 from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
+from fedfm.models.own.brought import brought
 from fedfm.runtime import kept_files
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import secret
 from fedfm.runtime.disclosure import fingerprints
+from fedfm.runtime.own_population import START, of_brought
 from fedfm.runtime.population import Partitioned, populate
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
@@ -127,15 +130,21 @@ class _Recorder:
             yield reply
 
 
-def finished(path: str | Path) -> Run:
+def finished(path: str | Path, given: Any = None) -> Run:
     """The run, if it can be replayed.
 
+    Args:
+        given: of a run of ``fedfm.federate``, what it was called with.
+
     Raises:
-        InputError: it is unfinished, or its data and model were given from Python.
+        InputError: it is unfinished, or its data and model were given from Python, and are not given again.
     """
     run = Run.open(path)
-    if run.experiment.in_memory:
-        raise InputError(f"{path}: data and model of this run were given from Python: there is nothing to replay")
+    if run.experiment.in_memory and given is None:
+        raise InputError(
+            f"{path}: data and model of this run were given from Python, and an audit runs it again: give them, from "
+            'Python, as given={"model": ..., "clients": ..., ...}'
+        )
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
     if run.manifest["split"] is None:
@@ -155,9 +164,10 @@ def replay(
     watched: Mapping[str, Watch] | None = None,
     *,
     keep: bool = True,
+    given: Any = None,
 ) -> Replay:
     """Run it again and record: for the ``watched`` observers and, with ``keep``, all replies, which are as large as
-    the clients' messages.
+    the clients' messages. ``given`` as of :func:`finished`.
 
     Raises:
         InputError: data or model have changed, or the secrets of the noise are missing.
@@ -170,7 +180,7 @@ def replay(
     of = result["details"].get("model_of_round", result["rounds"])
     with torch_threads(1), devices.restored():
         notice("reading data and model")
-        population = populate(experiment)
+        population = population_of(run, given)
         _unchanged(run, population)
         notice(f"running {run.path} again, with a recorder at the server")
         for turn in play(run, population):
@@ -198,6 +208,24 @@ def replay(
             f"with the versions of its manifest: {run.manifest['versions']}"
         )
     return Replay(run, population, tuple(seen), watched)
+
+
+def population_of(run: Run, given: Any = None) -> Partitioned:
+    """Rows and model of the run at its start, read again, or as they are given.
+
+    Raises:
+        InputError: they are others than the run's, or the file of the start is missing.
+    """
+    if not run.experiment.in_memory:
+        return populate(run.experiment)
+    population = of_brought(brought(given), run.experiment.data, run.experiment.run.seed)
+    start = storage.load(run.path / START)
+    if start is None:
+        raise InputError(f"{run.path / START} is missing or damaged: it holds the weights that the run began with")
+    if start["w"].layout is not population.model.layout:
+        raise InputError(f"{run.path} was trained with another model than the given one")
+    population.model.load(start["w"])
+    return population
 
 
 def off_the_cpu(run: Run, population: Partitioned) -> bool:

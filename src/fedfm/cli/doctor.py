@@ -59,7 +59,8 @@ def _cache() -> tuple[str, str, str]:
     if place is None:
         return "cache", "ok", "off (FEDFM_CACHE is empty)"
     files, total = row_cache.size(place)
-    return "cache", "ok", f"{files} files of prepared rows, {total / 1e9:.2f} GB, in {place}: remove it to clear it"
+    of = f"{total / 1e9:.2f} of at most {row_cache.limit() / 1e9:g} GB"
+    return "cache", "ok", f"{files} files of prepared rows, {of}, in {place}"
 
 
 def _model() -> Iterator[tuple[str, str, str]]:

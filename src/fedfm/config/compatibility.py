@@ -7,6 +7,7 @@ Rules on a single value are bounds of its field (:mod:`fedfm.core.fields`), rule
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from typing import Any, get_type_hints
 
@@ -15,6 +16,7 @@ from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config import dp_sgd
+from fedfm.config.own_code import is_function
 from fedfm.config.registry import name_of
 from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser, Sampling, Sealed
 from fedfm.core.client import Update
@@ -26,6 +28,8 @@ from fedfm.linalg.quantised import EXACT
 from fedfm.training import TrainsLocally
 from fedfm.training.fit_head import HeadSpec
 from fedfm.training.personal import TwoModels
+
+_OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that rows from a user's function take
 
 
 def enough(e: Any, clients: int) -> None:
@@ -105,8 +109,12 @@ def check_as_asked(e: Any) -> None:
     for local in locals_of(e.method):
         if isinstance(local, TwoModels) and local.momentum and local.optimiser != "sgd":
             raise InputError(f'method.local.momentum: only optimiser = "sgd" has one, not "{local.optimiser}"')
+        if local.warmup and local.warmup_steps:
+            raise InputError("method.local.warmup_steps: it stands in place of warmup; drop one of the two")
     if (e.data.name == IN_MEMORY) != (e.model.name == IN_MEMORY):
         raise InputError(f'"{IN_MEMORY}": data and model are given by fedfm.federate(...), both or neither')
+    if e.own_code or is_function(e.model.name):
+        _check_own_code(e, method)
     if e.in_memory and run.engine != "local":
         raise InputError(f'run.engine = "{run.engine}": data and model in memory run on engine = "local" only')
     local_takes = e.method.local.adaptations if isinstance(e.method, TrainsLocally) else ()
@@ -176,6 +184,21 @@ def _check_transport(e: Any, method: str) -> None:
         raise InputError(f"{where} {method} sends no trained values but statistics or predictions; drop it")
 
 
+def _check_own_code(e: Any, method: str) -> None:
+    if e.data.name != e.model.name:
+        raise InputError(
+            f'data.name = "{e.data.name or ""}", model.name = "{e.model.name}": one function brings rows and model; '
+            "expected the same name twice"
+        )
+    for where, spec, used in (("data", e.data, _OWN_DATA), ("model", e.model, ("name",))):
+        plain = type(spec)()
+        for f in dataclasses.fields(spec):
+            if f.name not in used and getattr(spec, f.name) != getattr(plain, f.name):
+                raise InputError(f"{where}.{f.name}: {e.data.name} brings rows and model as they are; drop it")
+    if "local" not in {f.name for f in dataclasses.fields(e.method)}:
+        raise InputError(f'{method} has no client optimiser that trains a module; expected one that has, e.g. "fedavg"')
+
+
 def _check_augmented(e: Any, method: str) -> None:
     adaptation = e.model.adaptation
     if e.in_memory:
@@ -238,7 +261,7 @@ def check_as_run(e: Any) -> None:
     """
     method, attack = f'method "{e.method_name}"', e.attack
     if attack is not None:
-        if e.in_memory:
+        if e.in_memory or e.own_code:
             raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it")
         halves, needs = halves_of(e.method), e.method.needs
         if needs.model == "server":

@@ -44,7 +44,7 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggrega
     if local.stepwise:
         raise InputError(
             f"method.local: {_WHERE} it clips each row's gradient and takes its own parts of a batch, at one rate; "
-            "drop micro_batch, max_grad_norm, schedule and warmup"
+            "drop micro_batch, max_grad_norm, schedule, warmup and warmup_steps"
         )
     plan = DescentPlan(
         privacy.clip_norm, privacy.delta, method.rounds, privacy.target_epsilon, privacy.noise_multiplier

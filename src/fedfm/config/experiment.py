@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
 from fedfm.config import compatibility
+from fedfm.config.own_code import filled, is_function
 from fedfm.config.registry import admit_named, name_of
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import build, build_named, named, plain, read, refuse_unknown, to_toml
@@ -100,7 +101,7 @@ class Experiment:
         if run.extend_timeout is None:
             run = dataclasses.replace(run, extend_timeout=not stated and run.timeout == RunSpec.timeout)
         method_name = method_name or name_of("methods", method)
-        if model.adaptation is not None or model.name != IN_MEMORY:
+        if model.adaptation is not None or not (model.name == IN_MEMORY or is_function(model.name)):
             default = "head" if model.name == "features" else method.needs.adaptation
             adaptation = with_defaults(model.adaptation or AdaptationSpec(name=default), model.task)
             model = dataclasses.replace(model, adaptation=adaptation)
@@ -138,7 +139,7 @@ class Experiment:
         """
         table = read(path, overrides or {}, "`fedfm run exp.toml` takes an experiment in TOML")
         try:
-            return cls.from_dict(table, imports=True)
+            return cls.from_dict(filled(table), imports=True)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 
@@ -198,6 +199,11 @@ class Experiment:
     def in_memory(self) -> bool:
         """Whether data and model come from a Python program, :func:`fedfm.federate`."""
         return self.data.name == IN_MEMORY
+
+    @property
+    def own_code(self) -> bool:
+        """Whether data and model come from a function of the user's that the experiment names."""
+        return is_function(self.data.name)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested tables with every default filled in; ``from_dict`` is the inverse."""

@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fedfm.config.own_code import admit_function, is_function
 from fedfm.errors import InputError, close, listed
 
 _BASES = {
@@ -152,6 +153,9 @@ def admit_named(experiment: Mapping[str, Any]) -> None:
         for where, name in _names(experiment.get(table), table):
             if ":" in name or name in points:
                 admit(kind, name, where)
+    data = experiment.get("data")
+    if isinstance(data, Mapping) and is_function(data.get("name")):
+        admit_function(data["name"], "data.name")
 
 
 def _names(table: Any, where: str) -> Iterator[tuple[str, str]]:

@@ -261,6 +261,19 @@ class RowsByOptimiser(Protocol):
 
 
 @runtime_checkable
+class ParametersAlone(Protocol):
+    """The server half computes with parameters, and with no output of the model. Caller: a server without clients in
+    its process, which then loads no frozen weights if it has no rows to judge.
+
+    A subclass declares it anew. A method that declares it wrongly ends with an error at such a server.
+    """
+
+    @property
+    def parameters_alone(self) -> bool:
+        """Whether it does."""
+
+
+@runtime_checkable
 class Sealed(Protocol):
     """The server cannot read some replies. Caller: the checks of secure aggregation and of noise on means."""
 

@@ -13,6 +13,7 @@ from fedfm.errors import InputError
 WITHHELD = "(kept by the server)"  # replaces values that clients do not receive
 IN_MEMORY = "(in memory)"  # the name of data and of a model from a Python program: see fedfm.api.federate
 BUILT_IN = ("digits",)
+FUNCTION = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*"  # a user's own code, see fedfm.config.own_code
 PARTITIONS = ("iid", "dirichlet", "by_class", "by_column", "flower")
 AUGMENT = ("crop", "flip")
 CLIENT_NAME = r"[^\W_][\w.-]*"  # also the name of a folder
@@ -48,7 +49,10 @@ class DataSpec:
     one_of: ClassVar[tuple[str, ...]] = ("name", "path", "hub", "clients")  # a table has exactly one of them
 
     name: str | None = setting(
-        None, 'a built-in set: "digits"', choices=BUILT_IN, words='"digits"; a file or folder is data.path'
+        None,
+        'a built-in set: "digits"; or "module:function", which brings rows and model (how-to/own-model.md)',
+        pattern=f"{'|'.join(BUILT_IN)}|{FUNCTION}",
+        words='"digits", or "module:function"; a file or folder is data.path',
     )
     path: str | None = setting(
         None, "csv, jsonl(.gz), parquet, npz, txt(.gz) or an image folder", pattern=_TEXT, words="a file or a folder"

@@ -25,6 +25,7 @@ class Ditto(FedAvg):
     """
 
     own_models: ClassVar[bool] = True
+    parameters_alone: ClassVar[bool] = True
 
     local: Local = setting(DittoOptimiser(), "ditto, with its lambda; sgd, adam or adamw of both models, lambda 0.1")
 

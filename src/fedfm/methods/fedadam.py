@@ -32,6 +32,7 @@ class FedAdam(FedAvg):
     """Adam at the server on the mean update Delta_t; no bias correction, m_0 = 0."""
 
     rows_by_optimiser: ClassVar[bool] = True
+    parameters_alone: ClassVar[bool] = True
     state_type: ClassVar[Any] = Moments
 
     server_learning_rate: float = setting(0.01, "eta", gt=0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ class FedALA(KeepingFedAvg):
     A client's first round starts from the shared model, because the client has no own model yet. The server sees what
     FedAvg's does, and the number of passes that the mixture took.
     """
+
+    parameters_alone: ClassVar[bool] = True
 
     p: int = setting(1, "top layers that are mixed (a block, the final norm, the head); the others are shared", ge=1)
     eta: float = setting(1.0, "learning rate of the weights W", gt=0)

@@ -46,6 +46,7 @@ class FedAMP(Method[Clouds]):
     """
 
     own_models: ClassVar[bool] = True
+    parameters_alone: ClassVar[bool] = True
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Clouds
 

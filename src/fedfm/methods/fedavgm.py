@@ -29,6 +29,7 @@ class FedAvgM(FedAvg):
     """FedAvg with momentum at the server: m <- beta m + Delta, w <- w + eta m."""
 
     rows_by_optimiser: ClassVar[bool] = True
+    parameters_alone: ClassVar[bool] = True
     state_type: ClassVar[Any] = Momentum
 
     server_momentum: float = setting(0.9, "beta", ge=0, lt=1)

@@ -35,6 +35,7 @@ class FedAWA(FedAvg):
     """The weights of the mean are learnt: large for vectors close to their mean and models close to the shared one."""
 
     rows_by_optimiser: ClassVar[bool] = True
+    parameters_alone: ClassVar[bool] = True
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Weighted

@@ -25,6 +25,7 @@ class LDAWA(FedAvg):
     """
 
     rows_by_optimiser: ClassVar[bool] = True
+    parameters_alone: ClassVar[bool] = True
 
     weighting: str = setting("uniform", "of the mean: uniform (the paper) or size (n_k)", choices=("size", "uniform"))
 

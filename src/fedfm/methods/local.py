@@ -20,6 +20,7 @@ class LocalOnly(FedAvg):
     """Nothing is averaged: client k continues from its own model each round."""
 
     rows_by_optimiser: ClassVar[bool] = True
+    parameters_alone: ClassVar[bool] = True
     own_models: ClassVar[bool] = True
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ("train_alone",)

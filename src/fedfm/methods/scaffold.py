@@ -31,6 +31,7 @@ class Scaffold(FedAvg):
     """Control variates correct the clients' drift: each local step follows g(y) - c_k + c. Means are uniform."""
 
     rows_by_optimiser: ClassVar[bool] = True
+    parameters_alone: ClassVar[bool] = True
     state_type: ClassVar[Any] = Controlled
 
     weighting: str = setting("uniform", "of the mean: uniform, as in the paper", choices=("uniform",))

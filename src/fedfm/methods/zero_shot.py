@@ -18,5 +18,6 @@ class ZeroShot(FedAvg):
     """Evaluates the start; sends nothing."""
 
     means: ClassVar[tuple[str, ...]] = ()
+    parameters_alone: ClassVar[bool] = True
 
     rounds: int = setting(0, "0: nothing is trained", ge=0, le=0, words="0, it trains nothing")

@@ -109,6 +109,12 @@ def load_adapter(model: Model, folder: Path | str) -> Params:
     return Params({name: saved[short[name]].to(tensor.dtype) for name, tensor in state.items()})
 
 
+def save_module(model: Model, out: Path | str) -> None:
+    """Write all of the module's tensors as safetensors, and ``fedfm.json``."""
+    _save(model.module.state_dict(), _folder(out) / WEIGHTS)
+    _about(model, Path(out))
+
+
 def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str | None = None) -> Path:
     """Write the model with weights ``w``, its class names and its preprocessing into the folder ``out``.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,12 +78,16 @@ class Model:
         loaders: processes that prepare pictures ahead of a batch, where they are not prepared at once.
         notices: what of its table does nothing on this machine.
         hollow: its frozen weights were not loaded, so that it computes no outputs.
+        undecayed: trained tensors without weight decay.
+        weigh: a batch's parts -> (part, factor of its loss); None: by the targets that they count.
     """
 
     kernels: str = "exact"
     loaders: int = 0
     notices: tuple[str, ...] = ()
     hollow: bool = False
+    undecayed: frozenset[str] = frozenset()
+    weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
     weights_overridden: int = 0  # above 0: its modules do not compute what its weights define
     share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation

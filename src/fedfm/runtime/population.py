@@ -17,7 +17,7 @@ from torch import Tensor
 from fedfm.attacks.attack import Attackers
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.capabilities import Costing, Modelled, Needs, ServerFoundation, Viewing
+from fedfm.core.capabilities import Costing, Modelled, Needs, ParametersAlone, ServerFoundation, Viewing
 from fedfm.core.client import POOLED, ClientData, ClientId
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
@@ -190,6 +190,10 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         )
     if isinstance(experiment.method, Modelled) and experiment.model.name != WITHHELD:
         experiment.method.check_model()
+    if experiment.own_code:
+        from fedfm.runtime import own_population
+
+        return own_population.of_experiment(experiment)
     seed = experiment.run.seed
     table = load_table(experiment.data, seed=seed, task=experiment.model.task)
     federated = deal(table, experiment.data, seed=seed)
@@ -206,11 +210,11 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
 
 
 def handles_parameters(experiment: Experiment) -> bool:
-    """Whether the server half is known to compute with parameters alone, and with no output of the model."""
+    """Whether the server half declares that it computes with parameters alone, and with no output of the model."""
     method: Any = experiment.method
-    ours = type(method).__module__.startswith("fedfm.methods.") and experiment.attack is None
+    declared = isinstance(method, ParametersAlone) and "parameters_alone" in vars(type(method))
     plain = isinstance(method, TrainsLocally) and not isinstance(method, ServerFoundation | Viewing | Modelled)
-    return ours and plain and method.needs == Needs()
+    return declared and plain and method.needs == Needs() and experiment.attack is None
 
 
 def model_of(experiment: Experiment, table: Table, *, hollow: bool = False) -> Model:

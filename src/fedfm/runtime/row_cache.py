@@ -8,9 +8,11 @@ computed again. Features tell of the rows as the rows themselves do; only the ow
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +26,7 @@ from fedfm.core import storage
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
 from fedfm.data.table import Table
-from fedfm.errors import RunError
+from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import to_bytes
 from fedfm.models import inputs
 from fedfm.models.dual_encoder import DualModel
@@ -32,6 +34,7 @@ from fedfm.models.model import Model
 from fedfm.version import __version__
 
 FORMAT = 1
+MOST = 20e9  # bytes of the folder, unless FEDFM_CACHE_GB says otherwise
 LEAST_WORK = 2 * 10**9  # rows times frozen parameters from which features are kept: a second or two of one core
 LEAST_TEXTS = 20_000  # rows from which tokens are kept
 
@@ -45,15 +48,54 @@ def folder() -> Path | None:
     return (Path(base) if base else Path.home() / ".cache") / "fedfm"
 
 
+def limit() -> float:
+    """Most bytes of the folder: ``FEDFM_CACHE_GB``, else :data:`MOST`.
+
+    Raises:
+        InputError: it is no number of at least 0.
+    """
+    given = os.environ.get("FEDFM_CACHE_GB", "").strip()
+    try:
+        found = float(given) * 1e9 if given else MOST
+    except ValueError:
+        found = math.nan
+    if not found >= 0:
+        raise InputError(f'FEDFM_CACHE_GB = "{given}": expected a number of gigabytes of at least 0')
+    return found
+
+
+def trim(place: Path, most: float) -> None:
+    """Remove the files of a cache folder that were used least recently, until the rest has at most so many bytes.
+
+    A run that has such a file mapped keeps it in memory, and a run that needs it again computes it. What another
+    process removes meanwhile is left alone.
+    """
+    found = []
+    for path in place.glob("*/*.safetensors"):
+        with contextlib.suppress(OSError):
+            about = path.stat()
+            found.append((about.st_mtime_ns, path.name, about.st_size, path))
+    left = sum(size for _, _, size, _ in found)
+    for _, _, size, path in sorted(found):
+        if left <= most:
+            return
+        with contextlib.suppress(OSError):
+            path.unlink()
+            left -= size
+
+
 class RowCache:
     """The prepared rows of one model.
 
     Args:
         model: at its start; what it trains does not matter.
+
+    Raises:
+        InputError: ``FEDFM_CACHE_GB`` is no number.
     """
 
     def __init__(self, model: Model) -> None:
-        self._model, self._folder = model, folder()
+        self._model, self._folder, self._most = model, folder(), limit()
         self._names: dict[bytes, str] = {}
 
     def rows(self, table: Table, index: np.ndarray, make: Callable[[], Rows]) -> Rows:
@@ -69,6 +111,7 @@ class RowCache:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 storage.save(path, kept, 0o600, sync=False)
+                trim(path.parents[1], self._most)
             except (OSError, RunError) as error:
                 warnings.warn(f"prepared rows are not kept: {error}", RuntimeWarning, stacklevel=2)
                 return made
@@ -111,6 +154,8 @@ class RowCache:
         found: Any = storage.load(path, mapped=True)
         if found is None:
             return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used now: see trim()
         labels = None
         if not self._model.is_language_model:
             labels = inputs.labels_of(table, self._model.classes, index)

@@ -45,6 +45,7 @@ from typing import Any
 import numpy as np
 
 from fedfm.config.experiment import Experiment
+from fedfm.config.own_code import admit_function, is_function
 from fedfm.config.registry import admit_any, available
 from fedfm.config.toml import build
 from fedfm.core.capabilities import Foretelling
@@ -58,7 +59,7 @@ from fedfm.errors import InputError, close, listed
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
 from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
-from fedfm.runtime import silo_identity
+from fedfm.runtime import own_population, silo_identity
 from fedfm.runtime.population import Partitioned, augmentation, model_of
 
 EXPOSED = {
@@ -89,7 +90,10 @@ class Silo:
         words='letters, digits, "-", "_" and "." only',
     )
     data: str = setting(
-        "", "its rows; relative to this file", required=True, words="the file or folder of this silo's rows"
+        "",
+        'its rows, relative to this file; or "module:function" of its own, which brings rows and module',
+        required=True,
+        words="the file or folder of this silo's rows",
     )
     allow: tuple[str, ...] = setting(
         WORDS,
@@ -164,7 +168,8 @@ def load(path: Path) -> Silo:
     identity, roster = (absolute(text) if text else "" for text in (silo.identity, silo.roster))
     predict = absolute(silo.predict) if silo.predict else ""
     silo = replace(silo, identity=identity, roster=roster, predict=predict)
-    return replace(silo, data=absolute(silo.data), models=tuple(models), ledger=ledger)
+    data = silo.data if is_function(silo.data) else absolute(silo.data)
+    return replace(silo, data=data, models=tuple(models), ledger=ledger)
 
 
 def admit_methods(silo: Silo, path: Path) -> None:
@@ -173,8 +178,10 @@ def admit_methods(silo: Silo, path: Path) -> None:
     Raises:
         InputError: a name cannot be imported, or is neither a method nor an aggregation.
     """
-    if silo.methods:
+    if silo.methods or is_function(silo.data):
         sys.path.append(str(path.parent))
+    if is_function(silo.data):
+        admit_function(silo.data, f"{path}: data")
     for name in silo.methods:
         admit_any(name, f"{path}: methods")
 
@@ -184,6 +191,8 @@ def deal(silo: Silo, spec: DataSpec, *, seed: int, task: str | None) -> Any:
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal as dealt
 
+    if is_function(silo.data):
+        return own_population.of_silo(silo.name, silo.data, spec, seed).federated
     columns = {name: getattr(silo, name) for name in COLUMNS}
     kept = {key: getattr(spec, key) for key in ("test_fraction", "val_fraction", "scale")}
     own = DataSpec(clients={silo.name: silo.data}, **columns, **kept)
@@ -215,6 +224,8 @@ def populate(silo: Silo, experiment: Experiment, classes: Sequence[str]) -> Part
     """
     if isinstance(experiment.method, Foretelling) and experiment.method.predicts_only:
         return Partitioned(_to_predict(silo, tuple(classes)), None)
+    if experiment.own_code or is_function(silo.data):
+        return _own(silo, experiment, tuple(classes))
     federated = deal(silo, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
     table = _with_classes(silo, federated.table, tuple(classes))
     model, augment = None, tuple[str, ...]()
@@ -224,6 +235,19 @@ def populate(silo: Silo, experiment: Experiment, classes: Sequence[str]) -> Part
         model = model_of(replace(experiment, model=here), table)
         augment = augmentation(experiment, table, model)
     return Partitioned(replace(federated, table=table), model, augment=augment)
+
+
+def _own(silo: Silo, experiment: Experiment, classes: tuple[str, ...]) -> Partitioned:
+    """The module and the rows that the silo's own function brings; what the server names is never imported."""
+    if not (experiment.own_code and is_function(silo.data)):
+        has, wants = ("a file", "a function") if experiment.own_code else ("a function", "a file or folder")
+        raise InputError(
+            f'data = "{silo.data}": {has}, and data and model of this experiment ("{experiment.model.name}") take '
+            f"{wants} of the silo's own"
+        )
+    found = own_population.of_silo(silo.name, silo.data, experiment.data, experiment.run.seed)
+    table = _with_classes(silo, found.federated.table, classes)
+    return Partitioned(replace(found.federated, table=table), found.model)
 
 
 def _to_predict(silo: Silo, classes: tuple[str, ...]) -> FederatedData:

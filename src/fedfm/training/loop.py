@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,8 @@ from fedfm.models.model import Model
 from fedfm.training.job import Job
 from fedfm.training.optimisers import ABSENT, Local
 from fedfm.training.update_rules import PIECE, Rule
+
+_ZERO = torch.zeros((), dtype=torch.float64)
 
 
 class Flat:
@@ -100,6 +103,16 @@ class Flat:
             return w.flats[self.p.dtype].to(self.p.device)
         return torch.cat([w[name].reshape(-1) for name in self.names]).to(self.p.device)
 
+    def decayed(self, spared: Collection[str]) -> Tensor | None:
+        """Where weight decay acts (P,), 1 or 0; None: everywhere."""
+        if not spared:
+            return None
+        mask = torch.ones_like(self.p)
+        for name, (_, piece) in zip(self.names, self._pieces(), strict=True):
+            if name in spared:
+                mask[piece] = 0
+        return mask
+
     def bound(self, live: dict[str, Tensor]) -> bool:
         """Whether the same parameters are trained and the model still uses this storage."""
         first = next(iter(live.values()))
@@ -131,7 +144,7 @@ def _train(job: Job) -> Params:
         buffers.give_back()
     model.load(job.w)
     flat = flat_of(model)
-    rule = Rule(job.local, flat.p)
+    rule = Rule(job.local, flat.p, flat.decayed(getattr(model, "undecayed", ())))
     start = flat.p.clone() if job.mu else None
     correction = flat.flat(job.correction) if job.correction is not None else None
     live = model.live()
@@ -178,7 +191,9 @@ def _rates(job: Job) -> Iterator[float]:
     """Eta of every step of this round."""
     local, (begin, end) = job.local, job.client.span
     steps = max(local.steps(len(job.client.data.train)), 1)
-    return (local.rate(*(begin + (end - begin) * (step + k) / steps for k in (0, 1))) for step in range(steps))
+    total = round(steps / (end - begin)) if end > begin else steps  # a late client trains after the last round
+    edges = [begin + (end - begin) * step / steps for step in range(steps + 1)]
+    return (local.rate(a, b, total) for a, b in pairwise(edges))
 
 
 class _Backward:
@@ -203,13 +218,16 @@ class _Backward:
         return loss
 
     def _add(self, rows: Rows, index: np.ndarray, size: int) -> Tensor:
-        if size == len(index):
+        weigh = getattr(self.model, "weigh", None)
+        if size == len(index) and weigh is None:
             return self._one(rows.batch(index), 1.0)
         parts = [rows.batch(index[at : at + size]) for at in range(0, len(index), size)]
+        if weigh is not None:
+            return sum((self._one(part, factor) for part, factor in weigh(parts)), _ZERO)
         counts = [self.model.counted(part) for part in parts]
         shares = ((part, count / sum(counts)) for part, count in zip(parts, counts, strict=True) if count)
         losses = (self._one(part, share) for part, share in shares)  # the mean over no token would be NaN
-        return sum(losses, torch.zeros((), dtype=torch.float64))
+        return sum(losses, _ZERO)
 
     def _one(self, batch: Batch, share: float) -> Tensor:
         loss: Any = self.loss(batch) * share

@@ -51,6 +51,13 @@ class Local:
         "constant", "of eta over all rounds: constant, linear or cosine, to 0 after the last", choices=SCHEDULES
     )
     warmup: float = setting(0.0, "the first part of all steps, in which eta rises from 0", ge=0, lt=1)
+    warmup_steps: float = setting(
+        0.0,
+        "in place of warmup, as transformers counts: so many steps of a client over all rounds, below 1 a part of "
+        "them; the first has eta = 0",
+        ge=0,
+        finite=True,
+    )
 
     def __call__(
         self,
@@ -87,17 +94,22 @@ class Local:
     @property
     def stepwise(self) -> bool:
         """Whether its steps differ in rate, or look at a whole gradient: then clients do not train as one batch."""
-        return bool(self.micro_batch or self.max_grad_norm or self.warmup) or self.schedule != "constant"
+        varies = self.warmup or self.warmup_steps or self.schedule != "constant"
+        return bool(self.micro_batch or self.max_grad_norm or varies)
 
-    def rate(self, begin: float, end: float) -> float:
-        """Eta of the step that is this part of all steps of the run, 0 <= begin < end <= 1.
+    def rate(self, begin: float, end: float, steps: int = 0) -> float:
+        """Eta of the step that is this part of all ``steps`` of the run, 0 <= begin < end <= 1.
 
         It rises linearly to the end of the warm-up, and then falls as in Loshchilov and Hutter's SGDR without restarts
         (cosine), linearly, or not at all. It depends on round and step alone.
         """
-        if begin < self.warmup:
-            return self.learning_rate * min(1.0, end / self.warmup)
-        left = 1 - (begin - self.warmup) / (1 - self.warmup)
+        warmup, at = self.warmup, end
+        if self.warmup_steps:  # as transformers.get_linear_schedule_with_warmup: step k of w has k / w
+            count = int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(steps * self.warmup_steps)
+            warmup, at = count / steps, begin
+        if begin < warmup:
+            return self.learning_rate * min(1.0, at / warmup)
+        left = 1 - (begin - warmup) / (1 - warmup) if warmup < 1 else 0.0
         shares = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
         return self.learning_rate * shares[self.schedule]
 

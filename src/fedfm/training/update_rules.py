@@ -14,10 +14,15 @@ PIECE = 1 << 20  # entries of one step of Adam, whose roots take memory of their
 
 
 class Rule:
-    """The optimiser's state for vectors of one shape; ``step`` updates them in place, at the rate ``eta``."""
+    """The optimiser's state for vectors of one shape; ``step`` updates them in place, at the rate ``eta``.
 
-    def __init__(self, local: Local, like: Tensor) -> None:
+    Args:
+        decayed: (P,) 1 where weight decay acts, else 0; None: everywhere.
+    """
+
+    def __init__(self, local: Local, like: Tensor, decayed: Tensor | None = None) -> None:
         self.local, self.t, self.eta = local, 0, local.learning_rate
+        self.decay = None if decayed is None or not local.weight_decay else decayed * local.weight_decay
         self.momentum = local.momentum if isinstance(local, SGD) else 0.0
         self.adam = local if isinstance(local, Adaptive) else None
         self.m = torch.zeros_like(like) if self.adam or self.momentum else None
@@ -34,24 +39,28 @@ class Rule:
         """P <- p - eta * direction(g); ``g`` is overwritten."""
         self.t += 1
         if self.adam is None or p.numel() <= PIECE or not (p.is_contiguous() and g.is_contiguous()):
-            self._step(p, g, self.m, self.v)
+            self._step(p, g, self.m, self.v, self.decay)
             return
         assert self.m is not None
         assert self.v is not None
-        flats = [x.view(-1) for x in (p, g, self.m, self.v)]
+        flats = [None if x is None else x.view(-1) for x in (p, g, self.m, self.v, self.decay)]
         for at in range(0, p.numel(), PIECE):
-            self._step(*(x[at : at + PIECE] for x in flats))
+            self._step(*(None if x is None else x[at : at + PIECE] for x in flats))  # type: ignore[arg-type]
 
     def step_by(self, p: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> None:
         """One step on a vector (P,) by (place, gradient there) of :data:`PIECE` entries each, but the last."""
         self.t += 1
         for at, g in gradients:
-            m, v = (None if x is None else x[at] for x in (self.m, self.v))
-            self._step(p[at], g, m, v)
+            m, v, decay = (None if x is None else x[at] for x in (self.m, self.v, self.decay))
+            self._step(p[at], g, m, v, decay)
 
-    def _step(self, p: Tensor, g: Tensor, m: Tensor | None, v: Tensor | None) -> None:
+    def _step(self, p: Tensor, g: Tensor, m: Tensor | None, v: Tensor | None, decays: Tensor | None) -> None:
         eta, decay = self.eta, self.local.weight_decay
-        if decay and isinstance(self.local, AdamW):
+        if decays is not None and isinstance(self.local, AdamW):
+            p.mul_(1 - eta * decays)
+        elif decays is not None:
+            g.addcmul_(decays, p)
+        elif decay and isinstance(self.local, AdamW):
             p.mul_(1 - eta * decay)
         elif decay:
             g.add_(p, alpha=decay)

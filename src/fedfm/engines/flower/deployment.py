@@ -58,6 +58,10 @@ def _clients(run: Run) -> list[ClientId]:
     from fedfm.data.partition import deal
 
     experiment = run.experiment
+    if experiment.own_code:
+        from fedfm.runtime import own_population
+
+        return list(own_population.of_experiment(experiment).clients)
     table = load_table(experiment.data, seed=experiment.run.seed, task=experiment.model.task)
     return sorted(deal(table, experiment.data, seed=experiment.run.seed).clients)
 

@@ -60,6 +60,7 @@ class FedBip(Method[BipState]):
 
     own_models: ClassVar[bool] = True
     rows_by_optimiser: ClassVar[bool] = True
+    parameters_alone: ClassVar[bool] = True
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = BipState
 

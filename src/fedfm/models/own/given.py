@@ -1,11 +1,9 @@
-"""Arguments of :func:`fedfm.federate` (module, loss and rows, or a Hugging Face Trainer) as a model and a table."""
+"""A user's module, loss and rows, or a Hugging Face Trainer, as a model and a table."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,8 +19,8 @@ from fedfm.data.user_datasets import DatasetRows, Joined, checked, column, read_
 from fedfm.errors import InputError, first_line
 from fedfm.linalg.params import to_bytes
 from fedfm.models.ends import known, seen
-from fedfm.models.families import unwrapped
 from fedfm.models.metrics import nothing, scores
+from fedfm.models.own.trainer import ITEMS, TrainersModule, is_trainer
 from fedfm.models.wrap import WrappedModel, wrap
 
 Loss = Callable[[Any, Tensor], Tensor]  # (the module's output, target) -> scalar, as torch.nn's losses
@@ -43,8 +41,7 @@ class Given:
         collate: Callable[[list[Any]], Any] | None,
         labels: str | None,
     ) -> None:
-        transformers = sys.modules.get("transformers")
-        self.trainer: Any = model if transformers and isinstance(model, transformers.Trainer) else None
+        self.trainer: Any = model if is_trainer(model) else None
         self.module: nn.Module = model.model if self.trainer is not None else model
         if not isinstance(self.module, nn.Module):
             hint = "; load it, e.g. with from_pretrained" if isinstance(model, str | os.PathLike) else ""
@@ -58,30 +55,28 @@ class Given:
         if logits is not None and objective is None:
             raise InputError("logits: only an objective needs it; with a loss the module's output is used")
         self._loss, self._objective, self._logits = loss, objective, logits
+        self.end: Callable[[], None] = lambda: None  # undoes what :meth:`wrapped` switched on in the module
         self._key = labels
         self._collate = collate or torch.utils.data.default_collate
-        self._columns: set[str] | None = None
+        self._columns: frozenset[str] | None = None
         self._listed = False  # batches are tuples
+        self._labelled = False  # every row has one class label
         self._sets: list[tuple[str, str, Any]] = []  # (split, client or "", data set)
         self._nan: int | None = None  # first row with a NaN
         self._alias = ""  # the key of the target, if it is not "labels"
         self.notices: tuple[str, ...] = ()
-        if self.trainer is None:
-            return
-        if self.trainer.args.fp16:
-            raise InputError("Trainer: args.fp16 needs a loss scaler, which clients do not have; use bf16 or neither")
-        self._collate = self.trainer.data_collator
-        names = list(self.trainer.label_names or [])
-        self._key = self._key or (names[0] if len(names) == 1 else None)
-        if self.trainer.args.remove_unused_columns:
-            parameters = inspect.signature(unwrapped(self.module).forward).parameters
-            self._columns = {*parameters, *names, "label", "label_ids"}
+        self.of_trainer: TrainersModule | None = None
+        if self.trainer is not None:
+            self.of_trainer = TrainersModule(self.trainer)
+            self._collate, self._columns = self.trainer.data_collator, self.of_trainer.columns
+            self._key = self._key or self.of_trainer.label
 
     def data_and_optimiser(
         self, clients: Any, train: Any, test: Any, local: Mapping[str, Any] | None
     ) -> tuple[Any, Any, dict[str, Any]]:
         """(train, test, [method.local]), taken from the Trainer unless given."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer, of_trainer = self.trainer, self.of_trainer
+        assert of_trainer is not None  # noqa: S101 - the caller asks for a Trainer's only
         if train is None and clients is None:
             train = trainer.train_dataset
             if train is None:
@@ -89,33 +84,13 @@ class Given:
         test = trainer.eval_dataset if test is None else test
         if isinstance(test, Mapping) and clients is None:
             raise InputError("Trainer: its eval_dataset is a dict; give test=one of them")
-        optim = str(getattr(args.optim, "value", args.optim))
-        local = dict(local or {})
-        known = next((n for n in ("adamw", "sgd") if optim == n or optim.startswith(f"{n}_torch")), None)
-        if known is None and "name" not in local:
-            raise InputError(f'Trainer: args.optim = "{optim}" has no counterpart; give local={{"name": "adamw"}}')
-        if "epochs" not in local and (args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)):
-            raise InputError('Trainer: a round has whole epochs; give local={"epochs": 1}, not max_steps or a fraction')
-        optimiser: dict[str, Any] = {
-            "name": known,
-            "learning_rate": float(args.learning_rate),
-            "batch_size": int(args.per_device_train_batch_size * args.gradient_accumulation_steps),
-            "epochs": int(args.num_train_epochs),
-            "weight_decay": float(args.weight_decay),
-        }
-        if local.get("name", known) == "adamw":
-            optimiser |= {"betas": [args.adam_beta1, args.adam_beta2], "epsilon": args.adam_epsilon}
-        optimiser |= local
-        self.notices = (
-            "client optimiser from the Trainer's arguments: "
-            + ", ".join(f"{k} {v}" for k, v in optimiser.items())
-            + "; ignored: its schedule and warm-up, gradient clipping, parameters without decay, callbacks",
-        )
+        optimiser = of_trainer.local(local or {})
+        self.notices = of_trainer.notices(optimiser)
         return train, test, optimiser
 
     # --- rows --------------------------------------------------------------------------------------------------------
-    def collated(self, rows: list[Any]) -> Batch:
-        """Rows as one batch of named tensors; the target's name is "labels"."""
+    def collated(self, rows: list[Any], target: bool = True) -> Batch:
+        """Rows as one batch of named tensors; the target's name is "labels". Without ``target`` it may be absent."""
         if self._columns is not None and rows and isinstance(rows[0], Mapping):
             rows = [{k: v for k, v in row.items() if k in self._columns} for row in rows]
         try:
@@ -129,6 +104,8 @@ class Given:
             named = dict(batch)
             key = self._key or next((k for k in ("labels", "label") if k in named), None)
             if self._key is not None and self._key not in named:
+                if not target:
+                    return named
                 raise InputError(f'labels: rows have no "{self._key}"; found {", ".join(map(str, named))}')
             if key is not None and key != "labels":
                 named["labels"], self._alias = named[key], key
@@ -170,17 +147,30 @@ class Given:
         table = Table("own", inputs, None, (), split, columns, "the data given to federate()", self.notices)
         self.rows = DatasetRows(table=table, index=np.arange(len(inputs)), collated=self.collated)
         labels, self._nan = read_once(self.rows)
+        self._labelled = labels is not None
         return replace(table, labels=labels), places
 
     # --- the model ---------------------------------------------------------------------------------------------------
+    def native(self, batch: Batch) -> Any:
+        """The batch as the user's collate made it."""
+        if self._listed:
+            return tuple(x for k, x in batch.items() if k != ITEMS)
+        return {k: x for k, x in batch.items() if k != ITEMS and not (self._alias and k == "labels")}
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """The loss to train by, a scalar."""
+        if self.of_trainer is None:
+            return self.outcome(module, batch)[0]
+        value: Tensor = self.of_trainer.loss(module, self.native(batch), batch.get(ITEMS), outputs=False)
+        return value.mean()
+
     def outcome(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         """(loss, the logits or the module's output or None) of a batch."""
-        native: Any = tuple(batch.values())  # the batch as the user's collate made it
-        if not self._listed:
-            native = {k: x for k, x in batch.items() if not (self._alias and k == "labels")}
-        if self.trainer is not None:
-            with self.trainer.compute_loss_context_manager():
-                value, found = self.trainer.compute_loss(module, native, return_outputs=True)
+        native = self.native(batch)
+        if self.of_trainer is not None:
+            if not self._labelled:  # SFTTrainer computes logits in a second pass
+                return self.of_trainer.loss(module, native, None, outputs=False).mean(), None
+            value, found = self.of_trainer.loss(module, native, None, outputs=True)
             return value.mean(), found["logits"] if isinstance(found, Mapping) and "logits" in found else None
         if self._objective is not None:
             return self._objective(module, native), self._logits(module, native) if self._logits else None
@@ -196,8 +186,8 @@ class Given:
         output = module(*inputs.values()) if self._listed or len(inputs) == 1 else module(**inputs)
         return self._loss(output, batch["labels"]), output
 
-    def wrapped(self, table: Table, classes: Sequence[str]) -> WrappedModel:
-        """The module as a model, after a trial on the first rows."""
+    def model(self, classes: Sequence[str] = ()) -> WrappedModel:
+        """The module as a model that has seen no rows."""
         module = self.module
         live = [p for p in module.parameters() if p.requires_grad]
         if not live:
@@ -209,13 +199,49 @@ class Given:
                 )
         model = wrap(
             module,
-            lambda m, b: self.outcome(m, b)[0],
+            self.loss,
+            classes=tuple(classes),
             logits=lambda m, b: self.outcome(m, b)[1],
             prepare=lambda t, index: DatasetRows(table=t, index=index, collated=self.collated),
             name=IN_MEMORY,
         )
         model.task = "own"  # general kernels only: the loss is the user's
         model.fingerprint = _fingerprint(module, model)
+        return model
+
+    def predicted(self, rows: list[Any]) -> Tensor:
+        """The module's outputs (b, ...) for rows whose target is not used, and may be absent.
+
+        Raises:
+            InputError: the module fails on them, or gives no tensor.
+        """
+        device = next(self.module.parameters()).device
+        batch = {k: x.to(device) for k, x in self.collated(rows, target=False).items()}
+        try:
+            if self._objective is not None:
+                if self._logits is None:
+                    raise InputError("the run was trained by an objective: give logits=(module, batch) -> outputs, too")
+                return self._logits(self.module, self.native(batch))
+            inputs = {k: x for k, x in batch.items() if k not in ("labels", self._alias)}
+            if self.of_trainer is not None:
+                found = self.of_trainer.outputs(self.module, inputs)
+            else:
+                found = self.module(*inputs.values()) if self._listed or len(inputs) == 1 else self.module(**inputs)
+        except (TypeError, ValueError, RuntimeError, KeyError) as error:
+            raise InputError(
+                f"the module fails on these rows: {type(error).__name__}: {first_line(error, 300)}"
+            ) from error
+        output = found["logits"] if isinstance(found, Mapping) and "logits" in found else found
+        if not isinstance(output, Tensor):
+            raise InputError(f"the module gives a {type(output).__name__}: expected a tensor, or an output with logits")
+        return output
+
+    def wrapped(self, table: Table, classes: Sequence[str]) -> WrappedModel:
+        """The module as a model, after a trial on the first rows."""
+        module, model = self.module, self.model()
+        if (said := self.of_trainer) is not None:
+            self.end = said.begin_checkpointing()
+            model.undecayed, model.weigh = said.undecayed, lambda parts: said.weigh(parts, self.native)
         count = self._trial(model, table)
         if count and table.labels is not None and int(table.labels.max()) >= count:
             raise InputError(f"labels: there is a {int(table.labels.max())}, and the module gives {count} logits")

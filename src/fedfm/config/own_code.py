@@ -1,0 +1,79 @@
+"""Functions of users that an experiment names as ``module:function``, in ``data.name`` and ``model.name``.
+
+As with classes (see :mod:`fedfm.config.registry`), an experiment never makes Python import them: the owner of the
+process admits them first, by writing the experiment, or by naming its own function in a silo's file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from fedfm.data.spec import FUNCTION
+from fedfm.errors import InputError
+
+_admitted: dict[str, Callable[[], Any]] = {}
+
+
+def is_function(name: Any) -> bool:
+    """Whether a name has the form ``module:function``."""
+    return isinstance(name, str) and re.fullmatch(FUNCTION, name) is not None
+
+
+def admit_function(name: str, where: str) -> Callable[[], Any]:
+    """Import ``module:function``; importing runs the module: only for names that this process's owner wrote.
+
+    Raises:
+        InputError: it cannot be imported, or cannot be called.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found = import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f'{where} = "{name}": {error}') from None
+    if not callable(found):
+        raise InputError(f'{where} = "{name}": a {type(found).__name__}; expected a function without arguments')
+    _admitted[name] = found
+    return found
+
+
+def function(name: str, where: str) -> Callable[[], Any]:
+    """A function that was admitted.
+
+    Raises:
+        InputError: it was not.
+    """
+    if name not in _admitted:
+        raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed')
+    return _admitted[name]
+
+
+def filled(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An experiment as its owner wrote it, with what a named Trainer's arguments say where the owner says nothing.
+
+    That is ``[method.local]`` and ``run.seed``. Other experiments come back as they are.
+
+    Raises:
+        InputError: the function cannot be called, or its Trainer has an argument that clients cannot honour.
+    """
+    from fedfm.models.own.brought import brought, call
+
+    data, method, run = (tables.get(key) for key in ("data", "method", "run"))
+    name = data.get("name") if isinstance(data, Mapping) else None
+    if name is None or not is_function(name) or not isinstance(method, Mapping) or not isinstance(run or {}, Mapping):
+        return tables
+    local, run = method.get("local", {}), run or {}
+    if not isinstance(local, Mapping):
+        return tables
+    try:
+        brings = brought(call(admit_function(name, "data.name"), name, run.get("seed", 0)), local)
+    except InputError as error:
+        raise InputError(f"data.name: {name}: {error}") from None
+    if brings.seed is None:
+        return tables
+    told = {"method": {**method, "local": dict(brings.local)}, "run": {"seed": brings.seed, **run}}
+    return {**tables, **told}

@@ -1,0 +1,107 @@
+"""What a user's Python brings to a run: a Trainer, or a dict with the module, its loss and its rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedfm import seeds
+from fedfm.core.client import POOLED
+from fedfm.errors import InputError, close, listed
+from fedfm.models.own.given import Given
+
+OF_MODULE = ("loss", "objective", "logits", "collate", "labels")
+KEYS = ("model", "clients", "train", "test", "classes", *OF_MODULE)  # arguments of fedfm.federate
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Module, loss and rows, as the arguments of :func:`fedfm.federate` name them.
+
+    Attributes:
+        local: ``[method.local]`` that a Trainer's arguments give; empty for a module.
+        seed: a Trainer's, else None.
+    """
+
+    given: Given
+    clients: Mapping[str, Any] | None
+    train: Any
+    test: Any
+    classes: Sequence[str]
+    local: Mapping[str, Any]
+    seed: int | None
+
+
+def brought(what: Any, local: Mapping[str, Any] | None = None, *, rows: bool = True) -> Brought:
+    """Read a Trainer, a module or a dict with the keys :data:`KEYS`.
+
+    Args:
+        local: keys of ``[method.local]`` that override a Trainer's arguments.
+        rows: whether training rows have to be there.
+
+    Raises:
+        InputError: a key or a value is wrong.
+    """
+    told = dict(what) if isinstance(what, Mapping) else {"model": what}
+    if unknown := sorted(map(str, told.keys() - set(KEYS))):
+        raise InputError(f"{unknown[0]}: unknown key; expected {listed(KEYS)}{close(unknown[0], KEYS)}")
+    if "model" not in told:
+        raise InputError(f"model: missing; expected a transformers.Trainer, or a dict of {listed(KEYS)}")
+    given = Given(told["model"], *(told.get(key) for key in OF_MODULE))
+    clients, train, test = told.get("clients"), told.get("train"), told.get("test")
+    settings, seed = dict(local or {}), None
+    if given.trainer is not None:
+        seed = int(given.trainer.args.seed)
+        if rows or clients is not None or train is not None or given.trainer.train_dataset is not None:
+            train, test, settings = given.data_and_optimiser(clients, train, test, local)
+    if rows and clients is None and train is None:
+        raise InputError("clients: expected name -> data set, or train=data set with a partition")
+    if clients is not None:
+        _check_names(clients)
+        if train is not None:
+            raise InputError("clients: every data set is a client; drop train and partition")
+    return Brought(given, clients, train, test, tuple(told.get("classes") or ()), settings, seed)
+
+
+def _check_names(clients: Any) -> None:
+    if not isinstance(clients, Mapping) or not clients:
+        raise InputError("clients: expected a dict of name -> data set")
+    for name in clients:
+        if not isinstance(name, str) or not name.strip() or name in ("server", POOLED):
+            raise InputError(f"clients: {name!r} is not a client's name; expected text")
+
+
+def call(function: Callable[[], Any], name: str, seed: int) -> Any:
+    """What a user's function returns; its random draws derive from the seed, the same in every process.
+
+    Raises:
+        InputError: it fails, with its error.
+    """
+    try:
+        with _seeded(seeds.derive(seed, "own")):
+            return function()
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{name}() fails: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Context manager: the global generators start at the seed, and are restored."""
+    kept = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's code may draw from it
+    try:
+        with torch.random.fork_rng(devices=[]):
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])  # noqa: NPY002

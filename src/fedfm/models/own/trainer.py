@@ -1,0 +1,238 @@
+"""A Hugging Face Trainer's arguments: each is honoured with the Trainer's own numbers, named in a notice, or refused.
+
+The reference is transformers' ``Trainer._inner_training_loop``. docs/how-to/hugging-face-script.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedfm.core.rows import Batch
+from fedfm.errors import InputError
+
+ITEMS = "(items)"  # of a batch: how many targets the whole accumulated batch has, as Trainers pass it to the loss
+_OPTIMISERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+_OWN_LOOP = ("training_step", "create_optimizer", "create_scheduler", "get_train_dataloader", "get_batch_samples")
+_KNOWN = ("transformers.", "trl.trainer.sft_trainer")  # modules whose overridden methods are accounted for here
+_QUIET = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
+
+
+def is_trainer(thing: Any) -> bool:
+    """Whether it is a ``transformers.Trainer``; does not import transformers."""
+    return any(c.__name__ == "Trainer" and c.__module__ == "transformers.trainer" for c in type(thing).__mro__)
+
+
+class TrainersModule:
+    """What a Trainer says of the training of its module.
+
+    Raises:
+        InputError: it says something that clients cannot do, with the reason.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.args, self.module = trainer, trainer.args, trainer.model
+        _refuse(trainer)
+
+    @property
+    def columns(self) -> frozenset[str] | None:
+        """The columns that the collator gets; None: all."""
+        if not self.args.remove_unused_columns:
+            return None
+        self.trainer._set_signature_columns_if_needed()  # SFTTrainer has others than the module's arguments
+        return frozenset(self.trainer._signature_columns)
+
+    @property
+    def label(self) -> str | None:
+        """The key of the target, if there is one."""
+        names = list(self.trainer.label_names or [])
+        return names[0] if len(names) == 1 else None
+
+    def local(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """``[method.local]`` from the arguments; keys of ``given`` override them.
+
+        Raises:
+            InputError: an argument without a counterpart, unless ``given`` has the key.
+        """
+        args = self.args
+        optim, kind = _text(args.optim), _text(args.lr_scheduler_type)
+        name = given.get("name", _OPTIMISERS.get(optim))
+        if name is None:
+            raise InputError(
+                f'Trainer: args.optim = "{optim}" has no counterpart; expected {_listed(_OPTIMISERS)}, or give '
+                'local={"name": "adamw"}'
+            )
+        if args.optim_args and "name" not in given:
+            raise InputError(f'Trainer: args.optim_args = "{args.optim_args}": not read; give local={{...}}')
+        if "schedule" not in given and (kind not in _SCHEDULES or args.lr_scheduler_kwargs):
+            what = f'lr_scheduler_type = "{kind}"' if kind not in _SCHEDULES else "lr_scheduler_kwargs"
+            raise InputError(
+                f"Trainer: args.{what} has no counterpart; expected {_listed(_SCHEDULES)} without further arguments, "
+                'or give local={"schedule": "constant"}'
+            )
+        if "epochs" not in given and (args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)):
+            raise InputError('Trainer: a round has whole epochs; give local={"epochs": 1}, not max_steps or a fraction')
+        size, parts = int(args.train_batch_size), int(args.gradient_accumulation_steps)
+        found: dict[str, Any] = {
+            "name": name,
+            "learning_rate": float(args.learning_rate),
+            "batch_size": size * parts,
+            "epochs": int(args.num_train_epochs),
+            "weight_decay": float(args.weight_decay),
+        }
+        if parts > 1 and "batch_size" not in given:
+            found["micro_batch"] = size
+        if args.max_grad_norm and args.max_grad_norm > 0:
+            found["max_grad_norm"] = float(args.max_grad_norm)
+        if "schedule" not in given:
+            found["schedule"] = _SCHEDULES[kind]
+            if args.warmup_steps and kind != "constant" and "warmup" not in given:
+                found["warmup_steps"] = float(args.warmup_steps)
+        if name in ("adam", "adamw"):
+            found |= {"betas": [args.adam_beta1, args.adam_beta2], "epsilon": args.adam_epsilon}
+        return found | dict(given)
+
+    def notices(self, local: Mapping[str, Any]) -> tuple[str, ...]:
+        """What is taken from the arguments, and what is not."""
+        taken = ", ".join(f"{k} {v}" for k, v in local.items())
+        found = [f"client optimiser from the Trainer's arguments, per client and round: {taken}"]
+        callbacks = [type(c).__name__ for c in self.trainer.callback_handler.callbacks]
+        unused = [
+            *(f"callback {name}" for name in callbacks if name not in _QUIET),
+            *(name for name in ("compute_metrics", "preprocess_logits_for_metrics") if getattr(self.trainer, name)),
+            *(f"args.{key}" for key in _IGNORED if getattr(self.args, key, None)),
+        ]
+        if unused:
+            found.append(f"of the Trainer, these are not used: {', '.join(unused)}")
+        return tuple(found)
+
+    @property
+    def undecayed(self) -> frozenset[str]:
+        """Trained parameters without weight decay, e.g. biases and norms."""
+        decayed = set(self.trainer.get_decay_parameter_names(self.module))
+        return frozenset(n for n, p in self.module.named_parameters() if p.requires_grad and n not in decayed)
+
+    def weigh(self, parts: Sequence[Batch], native: Callable[[Batch], Any]) -> Iterator[tuple[Batch, float]]:
+        """The parts of one accumulated batch, and the factors of their losses, as in ``Trainer.training_step``."""
+        trainer = self.trainer
+        trainer.current_gradient_accumulation_steps = len(parts)
+        items = trainer._get_num_items_in_batch([native(part) for part in parts], self.args.device)
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            counted = trainer.model_accepts_loss_kwargs and items is not None
+            scaled = counted or trainer.compute_loss_func is not None
+        told = {} if items is None else {ITEMS: torch.as_tensor(items)}
+        return ((part | told, 1.0 if scaled else 1 / len(parts)) for part in parts)
+
+    def loss(self, module: nn.Module, inputs: Any, items: torch.Tensor | None, outputs: bool) -> Any:
+        """``Trainer.compute_loss`` in the Trainer's precision; with ``outputs`` (loss, the module's output)."""
+        told: dict[str, Any] = {"return_outputs": True} if outputs else {}
+        if module.training or items is not None:
+            told |= {"num_items_in_batch": items}
+        with _bf16(module) if self.args.bf16 else _as_it_is(), self.trainer.compute_loss_context_manager():
+            return self.trainer.compute_loss(module, inputs, **told)
+
+    def outputs(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """The module's output in the Trainer's precision."""
+        with _bf16(module) if self.args.bf16 else _as_it_is():
+            return module(**inputs)
+
+    def begin_checkpointing(self) -> Callable[[], None]:
+        """Switch gradient checkpointing on if the arguments ask for it; returns how to undo that.
+
+        Raises:
+            InputError: the module cannot do it.
+        """
+        key = (
+            "activation" if hasattr(self.args, "activation_checkpointing") else "gradient"
+        )  # transformers 5.20 renamed
+        if not getattr(self.args, f"{key}_checkpointing") or getattr(self.module, f"is_{key}_checkpointing", False):
+            return lambda: None
+        enable = getattr(self.module, f"{key}_checkpointing_enable", None)
+        if enable is None:
+            raise InputError(
+                f"Trainer: args.{key}_checkpointing: the module has no {key}_checkpointing_enable; drop it"
+            )
+        options = dict(getattr(self.args, f"{key}_checkpointing_kwargs") or {})
+        apart = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+        enable(**{f"{key}_checkpointing_kwargs": options or None}, **apart)
+        return getattr(self.module, f"{key}_checkpointing_disable")  # type: ignore[no-any-return]
+
+
+_IGNORED = (  # arguments that change no weight here, or that the run directory stands for
+    *("load_best_model_at_end", "push_to_hub", "resume_from_checkpoint", "data_seed", "torch_compile"),
+    *("use_liger_kernel", "bf16_full_eval", "fp16_full_eval"),
+)
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise an InputError for the first thing that would change the numbers of the training and cannot be done."""
+    args = trainer.args
+    wrong = {
+        "fp16": (args.fp16, "it needs a loss scaler, which clients do not have; use bf16 or neither"),
+        "deepspeed": (args.deepspeed, "clients train on one device each; drop it"),
+        "fsdp": (args.fsdp, "clients train on one device each; drop it"),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, "no noise is added to embeddings; drop it"),
+        "dataloader_drop_last": (args.dataloader_drop_last, "all of a client's rows are trained on; drop it"),
+        "train_sampling_strategy": (
+            _text(getattr(args, "train_sampling_strategy", "random")) != "random",
+            'each epoch has a new random order; expected "random"',
+        ),
+        "activation_offloading": (getattr(args, "activation_offloading", False), "it is not done here; drop it"),
+    }
+    for key, (found, why) in wrong.items():
+        if found:
+            raise InputError(f"Trainer: args.{key}: {why}")
+    if args.world_size > 1:
+        raise InputError(
+            "Trainer: it runs in several processes; federate runs in one: start the script without torchrun"
+        )
+    fresh = trainer.state.global_step == 0
+    if trainer.optimizer_cls_and_kwargs is not None or (
+        fresh and (trainer.optimizer is not None or trainer.lr_scheduler is not None)
+    ):
+        raise InputError(
+            "Trainer: it brings an optimiser or a schedule as an object, and every client starts its own from "
+            "arguments; give args.optim and args.lr_scheduler_type"
+        )
+    for name in _OWN_LOOP:
+        where = next(c for c in type(trainer).__mro__ if name in vars(c))
+        if not where.__module__.startswith(_KNOWN):
+            raise InputError(
+                f"Trainer: {where.__name__} overrides {name}, which belongs to the Trainer's own loop and is never "
+                "called here; override compute_loss, or pass the module with an objective"
+            )
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _bf16(module: nn.Module) -> Iterator[None]:
+    """Context manager: the module's forward pass runs under autocast and gives float32, as accelerate prepares it."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    before, forward = vars(module).get("forward"), module.forward
+    device = next(module.parameters()).device.type
+    vars(module)["forward"] = convert_outputs_to_fp32(torch.autocast(device, torch.bfloat16)(forward))
+    try:
+        yield
+    finally:
+        vars(module).pop("forward")
+        if before is not None:
+            vars(module)["forward"] = before

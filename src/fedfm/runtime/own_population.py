@@ -1,0 +1,103 @@
+"""Population of a run whose module and rows a user's Python brings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedfm.config.own_code import function
+from fedfm.data.partition import deal, own_test
+from fedfm.data.spec import DataSpec, PartitionSpec
+from fedfm.data.stratify import hold_out
+from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.errors import InputError, listed
+from fedfm.models.own.brought import Brought, brought, call
+from fedfm.models.own.given import Places
+from fedfm.runtime.population import Partitioned
+from fedfm.seeds import generator
+
+if TYPE_CHECKING:
+    from fedfm.config.experiment import Experiment
+
+
+START = "checkpoint/start.safetensors"  # of a run in memory: what the module held, for audits
+
+
+def of_experiment(experiment: Experiment) -> Partitioned:
+    """The population of an experiment whose ``data.name`` and ``model.name`` are a function of the user's.
+
+    Raises:
+        InputError: the function is not admitted, fails, or what it returns does not fit.
+    """
+    name = str(experiment.data.name)
+    return of_brought(brought_by(experiment), experiment.data, experiment.run.seed, name)
+
+
+def brought_by(experiment: Experiment) -> Brought:
+    """What the experiment's function returns."""
+    name = str(experiment.data.name)
+    try:
+        return brought(call(function(name, "data.name"), name, experiment.run.seed))
+    except InputError as error:
+        raise InputError(f"data.name: {name}: {error}") from None
+
+
+def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
+    """The population of one silo, by its own function: what that returns as ``train``, or as ``clients`` of its name.
+
+    Raises:
+        InputError: as :func:`of_experiment`, or the function returns no rows of this silo.
+    """
+    try:
+        brings = brought(call(function(name, "data"), name, seed))
+        rows = brings.train if brings.clients is None else brings.clients.get(silo)
+        if rows is None:
+            raise InputError(f"its clients are {listed(map(str, brings.clients or ()))}, and this silo is {silo}")
+        own = brings.test.get(silo) if isinstance(brings.test, Mapping) else brings.test
+        return of_brought(replace(brings, clients={silo: rows}, train=None, test=own), spec, seed)
+    except InputError as error:
+        raise InputError(f"data: {name}: {error}") from None
+
+
+def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Partitioned:
+    """Module and rows as a population; clients with data sets of their own need no partition.
+
+    Args:
+        name: of the function that brought them.
+
+    Raises:
+        InputError: module, loss, rows and partition do not fit together.
+    """
+    if name and brings.clients is not None and spec.partition != PartitionSpec():
+        raise InputError(f"data.partition: {name} returns clients with rows of their own; drop it")
+    table, places = brings.given.table(brings.clients, brings.train, brings.test, spec.partition.column)
+    federated = partitioned(table, places, spec, seed)
+    model = brings.given.wrapped(table, brings.classes)
+    return Partitioned(replace(federated, table=replace(table, classes=model.classes)), model)
+
+
+def partitioned(table: Table, places: Places, spec: DataSpec, seed: int) -> FederatedData:
+    """Clients' rows: as given, or by the partition's rule."""
+    if ("train", "") in places:
+        return deal(table, spec, seed=seed)
+    names = [client for split, client in places if split == "train"]
+    train, test = table.rows("train"), table.rows("test")
+    if ("test", "") not in places:
+        own = {c: places.get(("test", c), np.zeros(0, dtype=np.int64)) for c in names}
+    elif table.labels is None:
+        own = {c: np.zeros(0, dtype=np.int64) for c in names}
+    else:
+        owner = np.concatenate([np.full(len(places["train", c]), k) for k, c in enumerate(names)])
+        who = own_test(table, test, train, owner, len(names), seed)
+        own = {c: test[who == k] for k, c in enumerate(names)}
+    clients = {}
+    for c in names:
+        mine = places["train", c]
+        held = hold_out(
+            None if table.labels is None else table.labels[mine], mine, spec.val_fraction, generator(seed, "val", c)
+        )
+        clients[c] = ClientRows(np.setdiff1d(mine, held), np.sort(held), own[c])
+    return FederatedData(table, clients, test, table.notices)
