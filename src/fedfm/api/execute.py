@@ -104,6 +104,8 @@ def drive(
         silos: files of silos, by name, for nodes on loopback (deployment engine only).
     """
     if run.manifest["result"] is not None:
+        for text in run.manifest["result"].get("warnings", ()):
+            progress.notice(text)
         return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved
     try:
         with run.lock(), _stop_flag() as stop, devices.restored():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedfm.models.export import Target
     from fedfm.models.model import Model
 
+_SEVERAL, _SURE = 5, 0.9995  # rows, and the probability that is shown as 1.000
 FORMATS = (".json", ".jsonl", ".csv")
 
 
@@ -89,7 +90,7 @@ def predict(path: str | Path, file: Any, client: str | None = None, *, given: An
         given: of a run of ``fedfm.federate``, its module or Trainer, or a dict of federate's arguments.
 
     Returns:
-        By task, in the order of the rows:
+        ``warnings``, and by task, in the order of the rows:
 
         - classes: ``predictions`` and ``probabilities``, ``classes``; of a folder of pictures also ``files``, their
           paths relative to the folder;
@@ -118,10 +119,22 @@ def predict(path: str | Path, file: Any, client: str | None = None, *, given: An
             )
         by_task = _texts if model.is_language_model else _classes
         result = {"run": str(path)} | by_task(run.experiment.method, model, w, table)
+    result["warnings"] = _certain(result["probabilities"])
     folder = Path(file).expanduser()
     if folder.is_dir():
         result["files"] = [os.path.relpath(picture, folder) for picture in table.inputs]
     return result
+
+
+def _certain(probabilities: Sequence[Sequence[float]]) -> list[str]:
+    """A warning if every row of several is predicted with probability 1.000."""
+    sure = [max(p) for p in probabilities if p]
+    if len(sure) < _SEVERAL or min(sure) < _SURE or len(probabilities[0]) == 1:
+        return []
+    return [
+        f"all {len(sure)} predictions have probability 1.000: the model is trained too far, or the rows are not scaled "
+        "as its training rows were; these probabilities say nothing of how sure it is"
+    ]
 
 
 def _classes(method: Method[Any], model: Model, w: Params, table: Table) -> dict[str, Any]:

@@ -262,6 +262,8 @@ def predict(args: Any) -> int:
         lines = [visible(args.out)]
     if result.get("perplexity") is not None:
         lines.append(f"perplexity {result['perplexity']:.6g}")
+    for text in result.get("warnings", ()):
+        tell(f"fedfm: {visible(text)}", sys.stderr)
     if cut := len(result.get("cut", ())):
         tell(
             f"fedfm: {cut} of {len(result['answers'])} answers stop at {result['answer_tokens']} tokens "

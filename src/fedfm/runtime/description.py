@@ -39,7 +39,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
         if name in before and before[name] != value:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
     notices = [*of_rows(run.experiment.method, population), *_idle(run.experiment.run, population.model)]
-    notices += _elsewhere(run, population.model)
+    notices += [*_elsewhere(run, population.model), *_too_wide(population.model)]
     for notice in (*notices, *_on_disk(population)):
         progress.notice(notice)
     run.manifest |= {
@@ -169,6 +169,25 @@ def _idle(spec: RunSpec, model: Model) -> list[str]:
     if spec.gpus_per_client is not None and model.device.type != "cuda":
         found.append(f"run.gpus_per_client does nothing here: the model is on {model.device.type}")
     return found
+
+
+def _too_wide(model: Model) -> list[str]:
+    """A notice if LoRA's rank is above what a product of a layer's shape can have."""
+    rank, least = dict[str, int](), dict[str, int]()
+    for name, _, shape in model.layout.entries:
+        for part, at in ((".lora_A.", 0), (".lora_B.", 1)):
+            if part in name and len(shape) == 2:
+                layer = name.partition(part)[0]
+                rank[layer] = shape[at]
+                least[layer] = min(least.get(layer, shape[1 - at]), shape[1 - at])
+    wide = [layer for layer, width in least.items() if width < rank[layer]]
+    if not wide:
+        return []
+    more = f" and of {len(wide) - 1} more" if len(wide) > 1 else ""
+    return [
+        f"model.adaptation.rank = {rank[wide[0]]} is above the width {least[wide[0]]} of {wide[0]}{more}: no change of "
+        "a layer has a higher rank than its width, so one of that width learns as much with fewer bytes"
+    ]
 
 
 def _elsewhere(run: Run, model: Model) -> list[str]:

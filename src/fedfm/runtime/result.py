@@ -22,6 +22,7 @@ from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, logs
 from fedfm.runtime.disclosure import guarantee, rows_of
 from fedfm.runtime.evaluation import ANSWERS, Evaluator
+from fedfm.runtime.hindsight import overtrained
 from fedfm.runtime.predictions import feature_transform, kept
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.seen import seen
@@ -104,6 +105,10 @@ def finish(
         if text not in run.manifest["notices"]:  # a resumed run may have it already
             run.manifest["notices"].append(text)
             notice(text)
+    for text in overtrained(lines) if of == t else ():
+        run.note(text)
+        notice(text)
+    result["warnings"] = list(run.manifest["notices"])
     privacy = run.manifest["experiment"].get("privacy")
     run.manifest["seen"] = seen(run.path / logs.MESSAGES, {(e.round, e.client) for e in fed.excluded}).to_dict()
     run.manifest["guarantee"] = guarantee(run.manifest["ledger"] | {"epsilon": result["epsilon"]}, privacy)

@@ -290,7 +290,8 @@ class FedPFT(Method[State]):
         return self.counts != "exact"
 
     def notices(self, state: State) -> list[str]:
-        return left_out(state.told, self.min_count, self.privacy is not None)
+        warnings = [f"{text[:1].lower()}{text[1:]}" for text in state.told.get("warnings", ())]
+        return [*left_out(state.told, self.min_count, self.privacy is not None), *warnings]
 
     def details(self, state: State, judge: Judge | None) -> dict[str, Any]:
         found = dict(state.told)

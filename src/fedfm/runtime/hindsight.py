@@ -1,0 +1,29 @@
+"""What a finished run's own metrics say about it, as notices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_RISE = 1.05  # of the lowest test loss; less is noise
+_FALL = 0.01  # of the accuracy
+
+
+def overtrained(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Notices on the lines of ``metrics.jsonl``: a test loss that rose at the end while the accuracy fell."""
+    known = [(line["round"], line["loss"], line["accuracy"]) for line in lines if _both(line)]
+    if len(known) < 3:
+        return []
+    last, (best, lowest, reached) = known[-1], min(known, key=lambda point: point[1])
+    if best in (last[0], known[0][0]) or last[1] < _RISE * lowest or last[2] > reached - _FALL:
+        return []
+    return [
+        f"the loss on the test rows rose from {lowest:.3g} in round {best} to {last[1]:.3g}, and the accuracy fell "
+        f"from {reached:.3f} to {last[2]:.3f}: training goes too far; take fewer rounds, a smaller "
+        "method.local.learning_rate, or data.val_fraction with run.patience, which keeps the best round"
+    ]
+
+
+def _both(line: Mapping[str, Any]) -> bool:
+    return all(line.get(key) is not None and math.isfinite(line[key]) for key in ("loss", "accuracy"))
