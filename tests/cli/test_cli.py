@@ -773,7 +773,7 @@ def test_help_list_show_teach(capsys):
     assert "beta_2 = 0.99" in out
     assert "learning_rate = 0.1" in out
     assert f"the client optimiser: {', '.join(BY_NAME)}\n" in out
-    assert 'name = "dual_adapter"  # also takes' in out
+    assert '# name = "dual_adapter" also takes' in out
     for name, optimiser in {"feddpa": "dual_adapter", "ditto": "ditto", "fedprox": "sgd"}.items():
         code, out, _ = call(capsys, "show", name)
         assert f', dual_adapter\nname = "{optimiser}"\nlearning_rate' in out, "the method's own default"

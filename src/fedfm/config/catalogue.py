@@ -64,7 +64,7 @@ def _headline(module: str) -> str:
 
 
 def method(name: str) -> str:
-    """Paper, description, and keys with defaults and meaning of a method, an attack or an aggregation.
+    """Paper, description, and keys with defaults and meaning of a method, an attack or an aggregation, as valid TOML.
 
     Raises:
         InputError: none has that name.
@@ -84,7 +84,7 @@ def method(name: str) -> str:
     else:
         keys = _variants(defs[kind])[name]
     own = {key: found for key, found in keys["properties"].items() if key not in ("name", "local", "head", "base")}
-    lines = [keys.get("description", ""), "", f"[{titles[kind]}]", f'name = "{name}"', *_lines(own)]
+    lines = [_comment(keys.get("description", "")), "", f"[{titles[kind]}]", f'name = "{name}"', *_lines(own)]
     if local := keys["properties"].get("local"):
         optimisers, usual = _variants(defs["optimisers"]), local["default"]["name"]
         lines += ["", "# The model's own dropout is off in training; LoRA's is model.adaptation.dropout."]
@@ -93,7 +93,8 @@ def method(name: str) -> str:
         for other, found in optimisers.items():
             more = {k: v for k, v in _but_name(found).items() if k not in optimisers["sgd"]["properties"]}
             if more and other != usual:
-                lines += ["", f'name = "{other}"  # also takes', *_lines(more)]
+                also = _comment("\n".join(_lines(more)))  # a table has each key once
+                lines += ["", f'# name = "{other}" also takes', also]
     if base := keys["properties"].get("base"):
         lines += ["", f"[method.base]  # {base['description']}: `fedfm show fedprox`", 'name = "fedavg"']
     if head := keys["properties"].get("head"):
@@ -131,6 +132,10 @@ def _variants(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _but_name(schema: dict[str, Any]) -> dict[str, Any]:
     return {key: found for key, found in schema["properties"].items() if key != "name"}
+
+
+def _comment(text: str) -> str:
+    return "\n".join(f"# {line}".rstrip() for line in text.splitlines())
 
 
 def _lines(keys: dict[str, Any]) -> list[str]:

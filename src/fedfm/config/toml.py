@@ -11,11 +11,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
+from fedfm.config.guesses import meant
 from fedfm.config.paths import beside
 from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, key_of, plain_type
 from fedfm.core.method import Method
-from fedfm.errors import InputError, close, listed
+from fedfm.errors import InputError, listed
 from fedfm.training import SGD, Local
 
 _DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  # formats that data.path takes
@@ -58,9 +59,8 @@ def refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
     for key in table:
         if key not in known:
             where = f"{path}.{key}" if path else f"{key}"
-            raise InputError(
-                f"{where}: unknown key{close(key, known)}; {f'[{path}]' if path else 'the file'} takes {listed(known)}"
-            )
+            table_of = f"[{path}]" if path else "the file"
+            raise InputError(f"{where}: unknown key{meant(key, known, path)}; {table_of} takes {listed(known)}")
 
 
 def build(cls: type, table: Any, path: str) -> Any:
