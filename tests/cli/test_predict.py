@@ -133,7 +133,7 @@ def test_the_command_line_answers_and_says_where_the_limit_stops_it(folder, tmp_
 
 def test_answers_are_written_to_a_file(folder, tmp_path, capsys):
     found = predict(folder / "asked", folder / "test.jsonl")
-    expected = [{"answer": a, "cut": i in found["cut"]} for i, a in enumerate(found["answers"])]
+    expected = [{"row": i, "answer": a, "cut": i in found["cut"]} for i, a in enumerate(found["answers"])]
     for name in ("a.jsonl", "a.csv", "a.json"):
         code, out, _ = call(capsys, "predict", folder / "asked", folder / "test.jsonl", "--out", tmp_path / name)
         assert code == 0

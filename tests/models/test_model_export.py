@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_peft_loads_the_adapter(folder, tmp_path, family):
     auto = AutoModelForImageClassification if table.kind == "image" else AutoModelForSequenceClassification
     with quiet():
         pad = {} if table.kind == "image" else {"pad_token_id": model.module.config.pad_token_id}
-        plain = auto.from_pretrained(base, num_labels=3, **pad)
+        plain = auto.from_pretrained(model.spec.name if Path(model.spec.name).is_dir() else base, num_labels=3, **pad)
         if family in ("roberta", "distilbert"):
             # A dense layer that the checkpoint lacks belongs to what PEFT saves, so that no base has to have it.
             assert any("dense" in n or "pre_classifier" in n for n in w)
@@ -78,6 +79,33 @@ def test_peft_loads_the_adapter(folder, tmp_path, family):
     with torch.no_grad():
         logits = theirs(**arguments(model, rows)).logits
     torch.testing.assert_close(logits, expected(model, w, rows), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["vit", "bert", "roberta", "gpt2", "llama", "nano-vit"])
+def test_the_folder_alone_loads_by_peft(folder, tmp_path, family, monkeypatch):
+    """From another working directory, without a word on classes or on the base."""
+    from peft import AutoPeftModel, AutoPeftModelForSequenceClassification
+    from transformers import AutoConfig, AutoTokenizer
+
+    table = images() if family == "nano-vit" else table_for(family)
+    model = load(family if family == "nano-vit" else folder(family), table, "lora")
+    w, rows = trained(model), model.prepare(table, range(5))
+    monkeypatch.chdir(tmp_path)
+    export(model, w, "peft", "out")
+    monkeypatch.chdir("/")
+    auto = AutoPeftModel if table.kind == "image" else AutoPeftModelForSequenceClassification
+    with quiet():
+        theirs = auto.from_pretrained(str(tmp_path / "out")).eval()
+    with torch.no_grad():
+        logits = theirs(**arguments(model, rows)).logits
+    torch.testing.assert_close(logits, expected(model, w, rows), rtol=1e-4, atol=1e-5)
+    named = dict(enumerate(CLASSES))
+    assert theirs.config.id2label == AutoConfig.from_pretrained(tmp_path / "out").id2label == named
+    if table.kind == "text":
+        assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == model.tools.max_length
+    weights = {p.name: p for p in (tmp_path / "out/base").iterdir() if "safetensors" in p.name}
+    assert weights
+    assert all(p.stat().st_nlink > 1 or p.is_symlink() for p in weights.values())  # no second copy on the disk
 
 
 @pytest.mark.parametrize("adaptation", ["lora", "head", "full"])

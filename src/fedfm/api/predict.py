@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedfm.models.export import Target
     from fedfm.models.model import Model
 
+_ID = "id"  # a column of the file that names its rows
 _SEVERAL, _SURE = 5, 0.9995  # rows, and the probability that is shown as 1.000
 FORMATS = (".json", ".jsonl", ".csv")
 
@@ -94,6 +95,7 @@ def predict(path: str | Path, file: Any, client: str | None = None, *, given: An
 
         - classes: ``predictions`` and ``probabilities``, ``classes``; of a folder of pictures also ``files``, their
           paths relative to the folder;
+        - of a file with a column ``id``: ``ids``;
         - answers to instructions, to prompts, or to the last turns of conversations: ``answers``, and ``cut``, the
           indexes of those that reach the limit of tokens. Over the rows with an output, null where there is none:
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
@@ -119,6 +121,8 @@ def predict(path: str | Path, file: Any, client: str | None = None, *, given: An
             )
         by_task = _texts if model.is_language_model else _classes
         result = {"run": str(path)} | by_task(run.experiment.method, model, w, table)
+    if _ID in table.columns:
+        result["ids"] = table.columns[_ID].tolist()
     result["warnings"] = _certain(result["probabilities"])
     folder = Path(file).expanduser()
     if folder.is_dir():
@@ -206,21 +210,35 @@ def write(result: Mapping[str, Any], out: Path) -> None:
 
 
 def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Records by row: its file, if it has one, and its prediction."""
+    """Records by row: its place in the file from 0, its id or file if it has one, and its prediction."""
+    names: Any = [{"id": name} for name in result["ids"]] if "ids" in result else repeat({})
     if "answers" in result:
-        cut = set(result["cut"])
-        return [{"answer": answer, "cut": i in cut} for i, answer in enumerate(result["answers"])]
+        cut, rows = set(result["cut"]), enumerate(zip(names, result["answers"], strict=False))
+        return [{"row": i, **name, "answer": answer, "cut": i in cut} for i, (name, answer) in rows]
     if "outputs" in result:
-        return [{str(i): x for i, x in enumerate(row)} for row in result["outputs"]]
+        return [{"row": i, **{str(k): x for k, x in enumerate(row)}} for i, row in enumerate(result["outputs"])]
     if not result["predictions"]:
         return [{key: result[key] for key in ("loss", "perplexity")}]
     files = [{"file": name} for name in result["files"]] if "files" in result else repeat({})
-    rows = zip(files, result["predictions"], result["probabilities"], strict=False)
-    return [{**file, "prediction": label, "probability": max(p)} for file, label, p in rows]
+    found = enumerate(zip(names, files, result["predictions"], result["probabilities"], strict=False))
+    return [
+        {"row": i, **name, **file, "prediction": label, "probability": max(p)} for i, (name, file, label, p) in found
+    ]
 
 
 def export(path: str | Path, to: Target, out: str | Path, client: str | None = None, *, given: Any = None) -> str:
-    """Write the run's model for other libraries; returns the folder. ``given`` as of :func:`predict`."""
+    """Write the run's model for other libraries, with a model card; returns the folder.
+
+    Args:
+        path: a finished run.
+        to: "peft": its adapter; "hf": a folder of transformers, with the adapter merged; "torch": plain tensors.
+        out: a new or empty folder.
+        client: whose model, where every client has its own.
+        given: as of :func:`predict`.
+
+    Raises:
+        InputError: the run is not finished, the folder is not empty, or the model does not go into this form.
+    """
     from safetensors import SafetensorError
 
     from fedfm.models.export import export as write
@@ -240,7 +258,11 @@ def export(path: str | Path, to: Target, out: str | Path, client: str | None = N
         )
     if set(w) != set(model.names) and weighed_by(w) is None:
         raise InputError(f"{path}: the result of {run.experiment.method_name} is not one model; it cannot be exported")
+    from fedfm.api import model_card
+
     try:
-        return str(write(model, w, to, out, predictions.feature_transform(run.experiment.method)))
+        folder = write(model, w, to, out, predictions.feature_transform(run.experiment.method))
+        model_card.write(run.path, model, to, folder, client)
+        return str(folder)
     except SafetensorError as error:  # e.g. the disk is full
         raise RunError(f"{out}: cannot be written: {error}") from None

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedfm.core.text import to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.models import quantised
+from fedfm.models import export_base, quantised
 from fedfm.models.adapters import lora
 from fedfm.models.adapters.adaptation import LORA
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL, MIX, one_adapter, weighed_by
@@ -121,7 +121,8 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
     Args:
         model: on any device.
         w: trained tensors of this model.
-        to: ``peft``: an adapter for ``PeftModel.from_pretrained``; ``hf``: the whole model with the adapter merged into
+        to: ``peft``: an adapter for ``PeftModel.from_pretrained``, of a classifier with what ``AutoPeftModel...``
+            needs beside it (see :mod:`fedfm.models.export_base`); ``hf``: the whole model with the adapter merged into
             it, for ``AutoModelFor....from_pretrained(out)``; ``torch``: the same tensors as safetensors, and a json.
         out: created if it does not exist.
         head_takes: the transform of features before the head, which ``fedfm.json`` names.
@@ -142,6 +143,8 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
                 "--to peft: the adapter is for the run's own random weights, which no file holds: use hf or torch"
             )
         save_adapter(model, w, out)
+        if not isinstance(model, DualModel) and weighed_by(w) is None:
+            export_base.complete(model, Path(out))
     elif to == "hf":
         module = _of_transformers(merged(model, w))
         if module is None:
@@ -271,6 +274,7 @@ def _about(model: Model, folder: Path, head_takes: str | None = None) -> None:
         "classes": list(model.classes),
         "fingerprint": model.fingerprint,
         "names": list(model.names),
+        **({} if model.tools.tokenizer is None else {"max_length": model.tools.max_length}),
     }
     if head_takes is not None:
         about["head_takes"] = head_takes
@@ -280,5 +284,9 @@ def _about(model: Model, folder: Path, head_takes: str | None = None) -> None:
 def _save_tools(model: Model, folder: Path) -> None:
     with quiet():
         for tool in (model.tools.processor, model.tools.tokenizer):
-            if tool is not None:
-                tool.save_pretrained(str(folder))
+            if tool is None:
+                continue
+            if tool is model.tools.tokenizer:
+                tool = copy.copy(tool)
+                tool.model_max_length = model.tools.max_length  # as in training: `truncation=True` cuts there
+            tool.save_pretrained(str(folder))

@@ -57,7 +57,9 @@ def sentence(run: RunFiles) -> str:
     """The result in one line."""
     model = mapping(run.experiment.get("model")).get("name") or "a model of the server"
     clients = len(run.client_accuracy) or len(run.manifest.get("clients") or ())
-    text = f"<strong>{esc(run.method)}</strong> on {esc(model)} with {esc(_data(run))} at {plural(clients, 'client')}: "
+    text = (
+        f"<strong>{esc(run.method)}</strong> on {esc(model)} with {esc(data_of(run))} at {plural(clients, 'client')}: "
+    )
     perplexity, accuracy = run.value("perplexity"), run.value("accuracy")
     figures = [f"perplexity {number(perplexity)}"] if perplexity is not None else []
     if accuracy is not None or perplexity is None:
@@ -71,9 +73,13 @@ def sentence(run: RunFiles) -> str:
     return text + f"{size(run.traffic_total('up'))} sent up and {size(run.traffic_total('down'))} down."
 
 
-def _data(run: RunFiles) -> str:
+def data_of(run: RunFiles) -> str:
+    """The data's name and how they were split."""
     data = mapping(run.experiment.get("data"))
     named = next((data[k] for k in ("name", "hub", "path") if data.get(k)), None)
+    kept = run.manifest.get("clients") and run.manifest.get("split", "") is None  # at the sites of a deployment
+    if data.get("clients") or kept:  # nothing was split
+        return "the silos’ own data"
     partition = mapping(data.get("partition"))
     how = str(partition.get("name", ""))
     if partition.get("alpha") is not None:

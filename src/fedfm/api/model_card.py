@@ -1,0 +1,139 @@
+"""README.md of an exported model: what it is, how to load it, data, method, privacy and scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedfm.core.text import visible
+from fedfm.models.export import Target
+from fedfm.models.model import Model
+from fedfm.models.names import BUILT_IN
+from fedfm.report.account import claimed
+from fedfm.report.html import data_of
+from fedfm.report.read import RunFiles, mapping, numeric, read
+from fedfm.report.text import NBSP, number
+from fedfm.version import __version__
+
+_PIPELINES = {"image": "image-classification", "text": "text-classification"}
+_LIBRARIES = {"peft": "peft", "hf": "transformers", "torch": "pytorch"}
+_SCORES = ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity")
+_MOST = 50  # classes by name
+
+
+def write(run_dir: Path, model: Model, to: Target, out: Path, client: str | None = None) -> Path:
+    """Write the card into the folder of an export, unless it has a README.md.
+
+    Args:
+        run_dir: the run.
+        to: form of the export.
+        client: whose model it is; None: one for all.
+    """
+    path = out / "README.md"
+    if not path.exists():
+        path.write_text(card(read(run_dir, messages=False), model, to, client), encoding="utf-8")
+    return path
+
+
+def card(run: RunFiles, model: Model, to: Target, client: str | None) -> str:
+    """The text of the card, in Markdown with the hub's metadata at its head."""
+    whose = f" of client {_code(client)}" if client else ""
+    parts = [_head(run, model, to), f"# {_plain(run.name)}", ""]
+    parts += [f"{_plain(_named(model))}, adapted by fedfm {__version__} over several organisations{whose}.", ""]
+    parts += ["## Load", "", *_load(model, to), ""]
+    if model.classes and not model.is_language_model:
+        named = ", ".join(map(_code, model.classes[:_MOST]))
+        more = f" and {len(model.classes) - _MOST} more (`fedfm.json`)" if len(model.classes) > _MOST else ""
+        parts += ["## Classes", "", f"In the order of the outputs: {named}{more}.", ""]
+    parts += ["## Data and training", "", *_training(run), "", "## Scores", "", *_scores(run, client), ""]
+    text, assumed = claimed(run)
+    parts += ["## Privacy", "", _plain(text), *(["", "It assumes:", ""] if assumed else [])]
+    parts += [f"- {_plain(line)}" for line in assumed]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _named(model: Model) -> str:
+    """The base's name; of a folder its last part."""
+    name = model.spec.name
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
+def _head(run: RunFiles, model: Model, to: Target) -> str:
+    lines = [f"library_name: {_LIBRARIES[to]}"]
+    name = model.spec.name
+    if name not in BUILT_IN and "/" in name and not Path(name).exists():
+        lines.append(f"base_model: {json.dumps(name)}")
+    kind = str(mapping(run.manifest.get("model")).get("kind"))
+    tag = "text-generation" if model.is_language_model else _PIPELINES.get(kind)
+    lines += [f"pipeline_tag: {tag}"] if tag else []
+    lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in ("federated-learning", "fedfm", run.method))]
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def _load(model: Model, to: Target) -> list[str]:
+    auto = "AutoModelForCausalLM" if model.is_language_model else "AutoModelForSequenceClassification"
+    tools = "AutoTokenizer" if model.tools.tokenizer is not None else ""
+    if model.tools.processor is not None and model.tools.tokenizer is None:
+        auto, tools = "AutoModelForImageClassification", "AutoImageProcessor"
+    if to == "peft":
+        peft = auto.replace("AutoModelFor", "AutoPeftModelFor") if tools != "AutoImageProcessor" else "AutoPeftModel"
+        lines = [f"from peft import {peft}", "", f'model = {peft}.from_pretrained("FOLDER")']
+    elif to == "hf":
+        lines = [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("FOLDER")']
+    else:
+        lines = ["from safetensors.torch import load_file", "", 'weights = load_file("FOLDER/model.safetensors")']
+    if tools and to != "torch":
+        name = "tokenizer" if tools == "AutoTokenizer" else "processor"
+        lines += ["", f"from transformers import {tools}", "", f'{name} = {tools}.from_pretrained("FOLDER")']
+    out = ["```python", *lines, "```"]
+    if to == "peft":
+        out += [
+            "",
+            f"The adapter is for {_plain(_named(model))}. Where `base/` is there, it holds the weights of this "
+            "machine's copy as links: on another machine give the base yourself, by `PeftModel.from_pretrained(base, "
+            '"FOLDER")`.',
+        ]
+    if model.tools.tokenizer is not None:
+        out += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
+    return out
+
+
+def _training(run: RunFiles) -> list[str]:
+    local = mapping(mapping(run.experiment.get("method")).get("local"))
+    adaptation = mapping(mapping(run.experiment.get("model")).get("adaptation"))
+    rows = [
+        ("data", f"{Path(data_of(run)).name} at {len(run.manifest.get('clients') or ())} clients"),
+        ("method", f"{run.method}, {run.done_rounds} rounds"),
+        ("adaptation", ", ".join(f"{k} {v}" for k, v in adaptation.items() if k in _ADAPTATION)),
+        ("client optimiser", ", ".join(f"{k} {v}" for k, v in local.items() if k in _LOCAL)),
+        ("aggregation", str(mapping(run.experiment.get("aggregation")).get("name") or "mean")),
+        ("seed", str(mapping(run.experiment.get("run")).get("seed"))),
+        ("parameters", f"SHA-256 {run.result.get('params_sha256')}"),
+    ]
+    return ["| what | value |", "|---|---|", *(f"| {what} | {_plain(value)} |" for what, value in rows if value)]
+
+
+_ADAPTATION = ("name", "rank", "alpha", "dropout", "layers")
+_LOCAL = ("name", "learning_rate", "epochs", "batch_size", "weight_decay", "momentum")
+
+
+def _scores(run: RunFiles, client: str | None) -> list[str]:
+    rows = [(key.replace("_", " "), numeric(run.result.get(key))) for key in _SCORES]
+    if client is not None:
+        rows.insert(0, ("accuracy of this client's model on its own test rows", run.client_accuracy.get(client)))
+    known = [f"| {what} | {number(value).replace(NBSP, ' ')} |" for what, value in rows if value is not None]
+    if not known:
+        return ["None was measured."]
+    note = "Global: on the global test rows. Local: mean of the clients, each on its own test rows. The other figures "
+    note += "are of the global test rows."
+    return ["| score | value |", "|---|---|", *known, "", note]
+
+
+def _plain(text: Any) -> str:
+    """Text that Markdown does not read as markup, on one line."""
+    return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in visible(str(text)))
+
+
+def _code(text: Any) -> str:
+    return f"`{visible(str(text)).replace('`', chr(39))}`"
