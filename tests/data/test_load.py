@@ -161,7 +161,7 @@ def test_clients_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     [
         (DataSpec(), r"\[data\]: expected exactly one of name, path, hub, clients; got none"),
         (DataSpec(name="digits", path="a.csv"), r"exactly one of .*; got name and path"),
-        (DataSpec(name="digit"), r'data\.name = "digit": expected "digits"; .*did you mean "digits"'),
+        (DataSpec(name="digit"), r'data\.name = "digit": expected "digits", .*did you mean "digits"'),
         (DataSpec(name="silo.csv"), r"a file or folder is data\.path"),
         (DataSpec(name="digits", limit=0), r"data\.limit = 0: expected a whole number of at least 1"),
         (DataSpec(name="digits", test_fraction=1.0), r"data\.test_fraction = 1\.0: expected a number in \[0, 1\)"),

@@ -113,7 +113,8 @@ def setting(
         required: None and "" are refused.
         of: values of the field ``name`` that take this key; others refuse it.
         metadata: further keys, such as ``server_only`` (withheld from clients), ``usual`` (the default that ``None``
-            stands for), ``alone`` (a word that may stand in place of a list) and ``true`` (the text that true stands
+            stands for), ``alone`` (a word that may stand in place of a list), ``names`` (what a misspelt text
+            may have meant) and ``true`` (the text that true stands
             for; false is as an absent key).
         bounds: arguments of :class:`Bounds`.
 
@@ -190,7 +191,7 @@ def check(settings: Any, where: str) -> None:
         if is_dataclass(value) and f.init:
             check(value, key)
         for place, wrong in _wrong(value, bounds, key):
-            near = close(wrong, bounds.choices) if isinstance(wrong, str) else ""
+            near = close(wrong, bounds.choices or f.metadata.get("names", ())) if isinstance(wrong, str) else ""
             raise InputError(f"{place} = {shown(wrong)}: expected {_expected(settings, f)}{near}")
         mine = not owners or settings.name in owners
         if value is not None and not mine:

@@ -23,7 +23,7 @@ SERVERS = frozenset({
     "client_loss", "cohort", "details", "engine", "epsilon", "excluded", "global_accuracy", "local_accuracy",
     "local_loss", "local_rouge_1", "macro_f1", "method", "params_sha256", "perplexity", "rouge_1", "round", "rounds",
     "run", "seconds", "seed", "server_accuracy", "server_client_accuracy", "server_client_loss", "server_loss",
-    "server_sha256", "train_loss", "transport", "val_loss",
+    "server_sha256", "train_loss", "transport", "val_loss", "warnings",
 })
 # fmt: on
 

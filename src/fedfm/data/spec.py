@@ -53,6 +53,7 @@ class DataSpec:
         'a built-in set: "digits"; or "module:function", which brings rows and model (how-to/own-model.md)',
         pattern=f"{'|'.join(BUILT_IN)}|{FUNCTION}",
         words='"digits", or "module:function"; a file or folder is data.path',
+        metadata={"names": BUILT_IN},
     )
     path: str | None = setting(
         None, "csv, jsonl(.gz), parquet, npz, txt(.gz) or an image folder", pattern=_TEXT, words="a file or a folder"
