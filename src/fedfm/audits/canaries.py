@@ -15,7 +15,7 @@ import torch
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.finding import Finding, against
 from fedfm.audits.inference import canaries
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, turns
@@ -78,16 +78,14 @@ def finding(found: Array, strangers: Array, delta: float, stated: float) -> Find
     estimate = gaussian.epsilon_of(1.0, max(float(found.mean()), 0.0), delta) if np.isfinite(found).all() else math.inf
     counted = canaries.counted_bound(found, strangers, delta, CONFIDENCE)
     low, strict = (canaries.epsilon_bound(found, delta, level) for level in (CONFIDENCE, STRICT))
-    contradicts = strict > stated * (1 + 1e-6)
-    verdict: Verdict = "leaks" if contradicts else "holds"
+    verdict, end = against(stated, low, strict)
     says = (
         f"Who knows all others sees a client at {float(found.mean()):.3g} standard deviations of the noise (mean of "
         f"{len(found)} canaries). If the noise is normal, this refutes every epsilon below {low:.3g} at 95 % "
-        f"confidence; without that assumption below {counted:.3g}. The manifest claims {stated:.4g}"
-        + (": it does not hold." if contradicts else ".")
+        f"confidence; without that assumption below {counted:.3g}. The manifest claims {stated:.4g}{end}"
     )
     detail = {"canaries": len(found), "strangers": len(strangers), "delta": delta, "low_by_counts": counted}
-    return Finding("canaries", QUESTION, estimate, low, None, stated, verdict, says, contradicts, detail)
+    return Finding("canaries", QUESTION, estimate, low, None, stated, verdict, says, verdict == "leaks", detail)
 
 
 class Planted:

@@ -50,6 +50,23 @@ def nothing(name: str, question: str, why: str) -> Finding:
     return Finding(name, question, None, None, None, None, "inconclusive", why)
 
 
+def against(stated: float, low: float, strict: float) -> tuple[Verdict, str]:
+    """(verdict, end of a sentence) on a stated epsilon by what a measurement refutes at 95 % and at a strict level.
+
+    Audits are repeated, and at 95 % one in twenty refutes a true claim. So only the strict level contradicts the run.
+
+    Example:
+        >>> against(8.0, 5.0, 3.0), against(8.0, 9.0, 6.0)[0], against(8.0, 20.0, 12.0)[0]
+        (('holds', '.'), 'inconclusive', 'leaks')
+    """
+    claimed = stated * (1 + 1e-6)
+    if strict > claimed:
+        return "leaks", ": it does not hold."
+    if low > claimed:
+        return "inconclusive", ", which is less; of true claims one audit in twenty says so: audit the run again."
+    return "holds", "."
+
+
 def above(low: float, high: float, line: float) -> Verdict:
     """``leaks`` if the interval lies above the line, ``holds`` if it lies below."""
     return "leaks" if low > line else "holds" if high <= line else "inconclusive"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.aggregation._record_level import DpSgd
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.finding import Finding, against, nothing
 from fedfm.audits.inference import row_canaries
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
@@ -88,8 +88,7 @@ class RowCanaries(Audit):
         coins = row_canaries.coins_differ([t.taken for t in (home, *attacked)], claimed.rate)
         estimate = row_canaries.estimate(found, claimed, delta)
         low, strict, estimate = (math.inf, math.inf, math.inf) if repeats else (low, strict, estimate)
-        contradicts = strict > stated * (1 + 1e-6) or coins
-        verdict: Verdict = "leaks" if contradicts else "holds"
+        verdict, end = against(stated, low, math.inf if coins else strict)
         says = (
             f"{len(found.x)} canary rows, in {claimed.times} steps of which each takes a row with probability "
             f"{claimed.rate:.3g}, refute every epsilon below {low:.3g} at 95 % confidence if the noise is normal, and "
@@ -99,10 +98,10 @@ class RowCanaries(Audit):
             says = "Two steps share their noise: the difference of their sums shows the rows."
         if coins:
             says += " The batches are not drawn by an independent coin for each row, and epsilon is computed for those."
-        says += f" The manifest claims {stated:.4g}" + (": it does not hold." if contradicts else ".")
+        says += f" The manifest claims {stated:.4g}{end}"
         detail = {"canaries": len(found.x), "steps": claimed.times, "rate": claimed.rate, "delta": delta}
         detail |= {"noise_multiplier": 1 / found.shift, "low_by_counts": counted[0], "independent_coins": not coins}
-        return Finding("row_canaries", QUESTION, estimate, low, None, stated, verdict, says, contradicts, detail)
+        return Finding("row_canaries", QUESTION, estimate, low, None, stated, verdict, says, verdict == "leaks", detail)
 
 
 def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfm.cli.commands import experiment_of, say
 from fedfm.errors import InputError
+
+if TYPE_CHECKING:
+    from fedfm.runtime.forecast import Forecast
+
+_SHOWN = 12  # clients by name
 
 
 def check(args: Any) -> int:
@@ -42,7 +47,7 @@ def check(args: Any) -> int:
         result |= {"forecast": asdict(expected), "notices": of_rows(experiment.method, population)}
         lines = [
             f"classes = {json.dumps(classes, ensure_ascii=False)}",
-            *expected.lines(trainable, experiment.method.rounds),
+            *_expected(expected, trainable, experiment.method.rounds),
             *result["notices"],
         ]
         text += "\n\n" + "\n".join(f"# {line}" for line in lines)
@@ -62,3 +67,26 @@ def check(args: Any) -> int:
         result["matching"] = [asdict(line) for line in found.table]
         text += f"\n\n# tensor, its shape, the foundation model's shape, which part is mixed, why\n{found}"
     return say(args, result, text)
+
+
+def _expected(forecast: Forecast, trainable: int, rounds: int) -> list[str]:
+    """The forecast in lines."""
+    from fedfm.report.text import NBSP, duration, size
+
+    out = [f"{len(forecast.rows)} clients, {trainable:,} trainable numbers"]
+    for name, (train, val, test) in list(forecast.rows.items())[:_SHOWN]:
+        held = f", {val} validation" if val else ""
+        classes = ", ".join(f"{label} {n}" for label, n in forecast.counts.get(name, {}).items() if n)
+        out.append(f"  {name}: {train} training{held}, {test} test rows" + (f" ({classes})" if classes else ""))
+    if len(forecast.rows) > _SHOWN:
+        out.append(f"  and {len(forecast.rows) - _SHOWN} more")
+    if forecast.bytes_up is not None:
+        up, down = size(forecast.bytes_up), size(forecast.bytes_down)
+        out.append(f"about {up} up and {down} down for a client and round, without evaluation")
+    if forecast.client_seconds is not None:
+        one, every = duration(forecast.client_seconds), duration(forecast.run_seconds)
+        out.append(
+            f"about {one} of training for the largest client in a round, {every} for all clients in {rounds} rounds, "
+            "one after the other on this machine"
+        )
+    return [line.replace(NBSP, " ") for line in [*out, f"at least {size(forecast.memory)} of memory"]]

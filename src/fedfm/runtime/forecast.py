@@ -23,9 +23,7 @@ from fedfm.runtime.patience import step_seconds
 from fedfm.runtime.population import Partitioned
 from fedfm.training import TrainsLocally
 
-_SHOWN = 12  # clients in the table
 _WHOLE = 10.0  # seconds: a client's round that should take less is trained for the estimate, of a longer one a step
-_FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -48,27 +46,6 @@ class Forecast:
     client_seconds: float | None
     run_seconds: float | None
     memory: int
-
-    def lines(self, trainable: int, rounds: int) -> list[str]:
-        """The estimates as text."""
-        out = [f"{len(self.rows)} clients, {trainable:,} trainable numbers"]
-        for name, (train, val, test) in list(self.rows.items())[:_SHOWN]:
-            held = f", {val} validation" if val else ""
-            classes = ", ".join(f"{label} {n}" for label, n in self.counts.get(name, {}).items() if n)
-            out.append(f"  {name}: {train} training{held}, {test} test rows" + (f" ({classes})" if classes else ""))
-        if len(self.rows) > _SHOWN:
-            out.append(f"  and {len(self.rows) - _SHOWN} more")
-        if self.bytes_up is not None and self.bytes_down is not None:
-            out.append(
-                f"about {_size(self.bytes_up)} up and {_size(self.bytes_down)} down for a client and round, without "
-                "evaluation"
-            )
-        if self.client_seconds is not None and self.run_seconds is not None:
-            out.append(
-                f"about {_duration(self.client_seconds)} of training for the largest client in a round, "
-                f"{_duration(self.run_seconds)} for all clients in {rounds} rounds, one after the other on this machine"
-            )
-        return [*out, f"at least {_size(self.memory)} of memory"]
 
 
 def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
@@ -147,14 +124,3 @@ def _client_seconds(experiment: Experiment, population: Partitioned) -> float | 
             break
     model.load(w)
     return spent * passes
-
-
-def _size(nbytes: float) -> str:
-    unit = min(int(math.log10(max(nbytes, 1)) // 3), 4)
-    return f"{nbytes / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -151,7 +151,7 @@ class FlowerLink:
             messages = []
             for node, request in sent[start : start + _BATCH]:
                 if encoded is None or encoded.payload is not request.payload:  # a broadcast is encoded once
-                    encoded = _Encoded(request, bool(self._held))
+                    encoded = _Encoded(request, any(self._held.values()))
                 record, spared = encoded.without(self._held.get(node, frozenset()))
                 kind = flower_records.message_type(request.handler)
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
