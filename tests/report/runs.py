@@ -81,6 +81,14 @@ def make(path: Path, n_clients: int = 6, n_rounds: int = 12, n_classes: int = 10
     return path
 
 
+def changed(path: Path, **result: Any) -> Path:
+    """The run with other values in its result line."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["result"] |= result
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
 def weights(path: Path, layers: int = 1, p: np.ndarray | None = None) -> np.ndarray:
     """Writes weights.npz into a run, and the accuracies before the last pass; returns p (T, L, K, K)."""
     manifest = json.loads((path / "manifest.json").read_text())

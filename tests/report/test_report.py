@@ -92,7 +92,9 @@ def test_the_head_says_the_result_in_one_line(tmp_path):
 
 
 def test_what_the_sections_say(tmp_path):
-    text = words(document(runs.make(tmp_path / "run")))
+    run = runs.make(tmp_path / "run")
+    (run / "private").mkdir()
+    text = words(document(run))
     assert "6 clients, each model on the client&#x27;s own test rows: mean 69.5 %, worst 57.9 %, best 77.9 %" in text
     assert "c1 no test rows" in text
     assert "client c99 got no rows and was dropped" in text

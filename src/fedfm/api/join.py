@@ -19,6 +19,7 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.export import save_adapter
 from fedfm.models.model import Model
+from fedfm.report import html
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.population import Partitioned
@@ -83,6 +84,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         folder = save_adapter(model, w, run.adapter(name))
         run.manifest.setdefault("newcomers", {})[name] = {"data": str(data), **found, "weights": weights}
         run.write_manifest()
+    html.write(run.path)
     return {"run": str(path), "client": name, **found, "adapter": str(folder), "weights": weights}
 
 

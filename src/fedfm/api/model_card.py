@@ -12,6 +12,7 @@ from fedfm.models.model import Model
 from fedfm.models.names import BUILT_IN
 from fedfm.report.account import claimed
 from fedfm.report.html import data_of
+from fedfm.report.plain_words import reading
 from fedfm.report.read import RunFiles, mapping, numeric, read
 from fedfm.report.text import NBSP, number
 from fedfm.version import __version__
@@ -48,7 +49,8 @@ def card(run: RunFiles, model: Model, to: Target, client: str | None) -> str:
         parts += ["## Classes", "", f"In the order of the outputs: {named}{more}.", ""]
     parts += ["## Data and training", "", *_training(run), "", "## Scores", "", *_scores(run, client), ""]
     text, assumed = claimed(run)
-    parts += ["## Privacy", "", _plain(text), *(["", "It assumes:", ""] if assumed else [])]
+    meant = ["", _plain(plain)] if (plain := reading(run)) else []
+    parts += ["## Privacy", "", _plain(text), *meant, *(["", "It assumes:", ""] if assumed else [])]
     parts += [f"- {_plain(line)}" for line in assumed]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -55,6 +55,18 @@ def evaluate(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
     return scores(model.predict(rows, batch_size), rows.labels)
 
 
+def confusion(logits: Tensor, labels: Tensor) -> list[list[int]]:
+    """Numbers of rows by true class and predicted class (C, C), of logits (n, C) and labels (n,).
+
+    Example:
+        >>> confusion(torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 0, 1]))
+        [[1, 1], [1, 0]]
+    """
+    classes = logits.shape[-1]
+    table = torch.bincount(labels * classes + logits.argmax(-1), minlength=classes**2).view(classes, classes)
+    return table.tolist()
+
+
 def scores(logits: Tensor, labels: Tensor) -> Scores:
     """Scores of logits (n, C) against labels (n,).
 

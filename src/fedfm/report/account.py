@@ -10,6 +10,7 @@ from typing import Any
 from fedfm.core.text import finite, to_json
 from fedfm.report import client_weights
 from fedfm.report.page import aside, code, details, note, table
+from fedfm.report.plain_words import present, reading
 from fedfm.report.read import RunFiles, mapping, numeric, sequence
 from fedfm.report.text import count, esc, number, plural, size, toml
 from fedfm.runtime.disclosure import guarantee
@@ -130,7 +131,11 @@ def privacy(run: RunFiles) -> str:
     entries = [mapping(e) for e in sequence(ledger.get("entries"))]
     text, listed = claimed(run)
     assumed = "".join(f"<li>{esc(line)}</li>" for line in listed)
-    head = note(esc(text)) + (f'{note("It assumes:")}<ul class="plain">{assumed}</ul>' if listed else "")
+    head = (
+        note(esc(text))
+        + (note(esc(plain)) if (plain := reading(run)) else "")
+        + (f'{note("It assumes:")}<ul class="plain">{assumed}</ul>' if listed else "")
+    )
     keys = list(dict.fromkeys(k for e in entries for k in e))
     if not keys:
         return head
@@ -175,7 +180,7 @@ def result(run: RunFiles) -> str:
         return note("The run has no result line yet.")
     shown = ("balanced_accuracy", "macro_f1", "loss", "perplexity", "engine", "seed", "run", "params_sha256")
     rows = [[k, _plain(run.result[k])] for k in shown if k in run.result]
-    rows += [[f"details: {k}", _plain(v)] for k, v in mapping(run.result.get("details")).items()]
+    rows += [[f"details: {k}", _plain(v)] for k, v in mapping(run.result.get("details")).items() if k != "confusion"]
     known = {*shown, "details", "client_accuracy", "excluded", "method", "rounds", "seconds", "epsilon", "accuracy"}
     known |= {"global_accuracy", "local_accuracy", "bytes_up", "bytes_down"}
     rows += [[k, _plain(v)] for k, v in run.result.items() if k not in known]
@@ -186,7 +191,7 @@ def result(run: RunFiles) -> str:
 
 def share_box(run: RunFiles) -> str:
     """Files and facts of the run, and of this report, that must not be shared."""
-    items = [str(s) for s in sequence(run.manifest.get("do_not_share"))]
+    items = [text for s in sequence(run.manifest.get("do_not_share")) if (text := present(run, str(s)))]
     counted = "" if run.experiment.get("privacy") else " and shows their rows per class"
     items.append(f"This report names the clients{counted}; ask them before you share it.")
     if (run.path / client_weights.FILE).exists():

@@ -22,8 +22,8 @@ SMALL = 24  # rows of a small map
 FEW = 5  # layers, and rounds, with a map of their own
 MOST_WORDS = 12  # clients in the terminal's text
 REVEALS = (
-    "The map says who resembles whom. In our runs with shared tasks the nearest neighbour of 21 of 24 clients had the "
-    "same task: who knows the data of one knows those of the other. fedfm audit measures this on this run. The server "
+    "The map says who resembles whom: who knows the data of one client knows something of those of its neighbours. "
+    "fedfm audit measures this on this run. The server "
     "computes the map and sends it to no client: share it only with readers whom all clients trust."
 )
 

@@ -17,6 +17,7 @@ from fedfm.report.account import claimed, smallest_sum
 from fedfm.report.audit import findings
 from fedfm.report.html import sentence
 from fedfm.report.page import note, page, save, table
+from fedfm.report.plain_words import reading
 from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
 from fedfm.report.text import count, esc, plural, size
 
@@ -116,7 +117,10 @@ def _design(run: RunFiles) -> str:
         [
             ("Method", f"{run.method}, {plural(run.done_rounds, 'round')}; adaptation: {how}"),
             ("Aggregation", f"{aggregation.get('name') or 'mean'}. {smallest_sum(run)}"),
-            ("Differential privacy", " ".join([epsilon, *(["It assumes:", *assumed] if assumed else [])])),
+            (
+                "Differential privacy",
+                " ".join([epsilon, reading(run), *(["It assumes:", *assumed] if assumed else [])]),
+            ),
             *([("Regularisation", f"weight_decay = {decay:g}")] if decay is not None else []),
         ]
     )

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedfm.report import account, audit, client_weights, compare, fedms, fedpft, sections
+from fedfm.report import account, audit, classes, client_weights, compare, fedms, fedpft, newcomers, sections
 from fedfm.report.page import aside, page, save
 from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
 from fedfm.report.text import NONE, count, duration, esc, number, numbers, percent, plural, size
@@ -32,6 +32,8 @@ def write(run_dir: Path, baselines: Sequence[Path] = ()) -> Path:
     parts = [
         ("rounds", "Progress by round", sections.curves(run)),
         ("clients", "Clients", sections.clients(run)),
+        ("newcomers", "Newcomers", newcomers.section(run)),
+        ("classes", "Classes", classes.section(run)),
         ("compare", "Compared with baselines", compare.section([run, *others]) if others else ""),
         ("map", "Who learns from whom", client_weights.section(run)),
         ("split", "How the data are split", sections.split(run)),

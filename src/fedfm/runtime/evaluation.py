@@ -23,6 +23,7 @@ from fedfm.runtime.predictions import check_own, kept, logits, own, personal, sc
 from fedfm.runtime.run_directory import Run
 from fedfm.training import packed
 
+CONFUSION, _TABLED = "confusion", 50  # rows by true and predicted class, and most classes for which they are kept
 ANSWERS = ("rouge_1", "answers_cut", "reward_margin")  # metrics of models of instructions and of preferences only
 
 
@@ -121,6 +122,8 @@ class Evaluator:
             for key in ("attack_success", *ANSWERS, *metrics.BASE_AND_NEW):
                 if any(key in m for m in judged):
                     line[key] = _mean(key, judged)
+            if thorough and judged and all(CONFUSION in m for m in judged):
+                line[CONFUSION] = np.sum([m[CONFUSION] for m in judged], axis=0).tolist()
             if personal(self._method) and self._run.experiment.data.base_classes is not None:
                 line["client_base_and_new"] = {c: {k: m[k] for k in metrics.BASE_AND_NEW} for c, m in by_model.items()}
         if thorough and has(self._method, Starting):
@@ -207,15 +210,24 @@ def judge(
     if not len(population.federated.test):
         return None
 
+    classes = len(population.federated.table.classes)
+    plain = not population.model.is_language_model and population.federated.table.labels is not None
+    tabled = plain and 1 < classes <= _TABLED and getattr(population.model, "scores_function", None) is None
+
     def whole(w: Params) -> dict[str, Any]:
-        return scores(method, population.model, w, population.test)
+        if not tabled:
+            return scores(method, population.model, w, population.test)
+        said, labels = logits(method, population.model, w, population.test), population.test.labels
+        assert labels is not None  # noqa: S101 - for mypy: tabled
+        return metrics.scores(said, labels) | {CONFUSION: metrics.confusion(said, labels)}
 
     def assembled(w: Params) -> dict[str, Any]:
         known = ask(w) if ask is not None else {}
         pieces = population.pieces
         parts = [known[c] if c in known else logits(method, population.model, w, population.piece(c)) for c in pieces]
         index = np.concatenate([population.federated.test[:0], *pieces.values()])
-        return metrics.scores(torch.cat(parts), population.labels(index))
+        said, labels = torch.cat(parts), population.labels(index)
+        return metrics.scores(said, labels) | ({CONFUSION: metrics.confusion(said, labels)} if tabled else {})
 
     def with_new(w: Params, base: int = base or 0) -> dict[str, Any]:
         said = logits(method, population.model, w, population.test)

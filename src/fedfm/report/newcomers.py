@@ -1,0 +1,24 @@
+"""The section on clients that joined after training (``fedfm join``)."""
+
+from __future__ import annotations
+
+from fedfm.report.page import note, table
+from fedfm.report.read import RunFiles, mapping, numeric
+from fedfm.report.text import esc, percent
+
+
+def section(run: RunFiles) -> str:
+    """A line for each newcomer; nothing without any."""
+    joined = mapping(run.manifest.get("newcomers"))
+    rows = []
+    for name, about in joined.items():
+        found = mapping(about)
+        shares = sorted(((numeric(p) or 0.0, str(c)) for c, p in mapping(found.get("weights")).items()), reverse=True)
+        figures = (percent(numeric(found.get(key))) for key in ("start_accuracy", "accuracy", "alone_accuracy"))
+        rows.append([str(name), *figures, ", ".join(f"{c} {percent(p)}" for p, c in shares[:3])])
+    if not rows:
+        return ""
+    head = ["newcomer", "its start", "its model", "alone", "made mostly of"]
+    text = "Clients that came after training, on their own test rows: the start that the federation gives, the model "
+    text += "after their own local pass, and as many passes without the federation."
+    return note(esc(text)) + table(head, rows, "Newcomers", words=(4,))

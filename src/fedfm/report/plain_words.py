@@ -1,0 +1,59 @@
+"""A run's epsilon in two sentences, and its sentences on files that it has."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from fedfm.report.read import RunFiles, mapping, numeric
+from fedfm.report.text import number
+from fedfm.runtime.disclosure import guarantee
+
+_NAME = r"(?:[\w-]+/(?:[\w.-]+)?|[\w-]+\.(?:jsonl|json|npz|html))"
+_SUBJECT = re.compile(rf"{_NAME}(?:(?:, | and ){_NAME})*")
+_LARGEST = 700.0  # epsilon whose e^epsilon is a finite number
+
+
+def reading(run: RunFiles) -> str:
+    """What a run's epsilon means for one person, in two sentences; "" without one.
+
+    k rows of one person: a mechanism that is (epsilon, delta) for one row is (k epsilon, delta (e^(k epsilon) - 1) /
+    (e^epsilon - 1)) for k of them (group privacy).
+    """
+    ledger = mapping(run.manifest.get("ledger"))
+    spent = {**ledger, "epsilon": run.result.get("epsilon", ledger.get("epsilon"))}
+    found = guarantee(spent, mapping(run.experiment.get("privacy")))
+    epsilon = numeric(found["epsilon"]) if found else None
+    if found is None or epsilon is None or not math.isfinite(epsilon):
+        return ""
+    delta, factor = numeric(found["delta"]) or 0.0, math.exp(min(epsilon, _LARGEST))
+    twice = f"epsilon = {number(2 * epsilon)}"
+    twice += f" at delta = {number(min((1 + factor) * delta, 1.0))}" if delta else ""
+    but = f", but for a probability of about {number(delta)}" if delta else ""
+    if found["unit"] == "client":
+        what = "all rows of one client"
+        more = f"A person whose rows lie at k clients spends k times as much as one at a single client (two: {twice})"
+    else:
+        what = "one given row"
+        more = f"A person with k rows spends k times as much as one with a single row (two rows: {twice})"
+    return (
+        f"Whoever sees all that the run released can change the odds that {what} took part by at most a factor of "
+        f"e^epsilon = {number(factor)}{but}. {more}, and test rows, names of clients and classes, times, and other "
+        "runs on the same rows are not covered."
+    )
+
+
+def present(run: RunFiles, sentence: str) -> str:
+    """A sentence about the files at its head, with those that this run has; "" if it has none of them."""
+    subject = _SUBJECT.match(sentence)
+    if subject is None:
+        return sentence
+    there = [name for name in re.findall(_NAME, subject[0]) if (run.path / name).exists()]
+    if not there:
+        return ""
+    rest = sentence[subject.end() :]
+    if not (run.path / "dossier.html").exists():
+        rest = rest.replace("report.html and dossier.html tell", "report.html tells")
+    *first, last = there
+    glue = ", " if rest.startswith(" and ") else " and "
+    return (glue.join([", ".join(first), last]) if first else last) + rest
