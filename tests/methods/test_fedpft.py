@@ -565,7 +565,8 @@ def test_federate_which_trains_a_module_refuses_it(tmp_path):
 
 def test_lying_clients_are_left_out_and_nothing_is_lost(file, tmp_path):
     iid = {"name": "iid", "clients": 9}
-    changed = tables(file, iid, components=2) | {"method": {"name": "tests_fedpft_lying:Lying", "components": 2}}
+    changed = tables(file, iid, components=2, run={"min_clients": 1})
+    changed |= {"method": {"name": "tests_fedpft_lying:Lying", "components": 2}}
     sys.modules["tests_fedpft_lying"] = sys.modules[__name__]
     try:
         result = fedfm.run(changed, tmp_path / "run")

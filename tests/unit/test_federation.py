@@ -257,3 +257,14 @@ def test_where_a_state_is_not_finite_is_told_whatever_it_is_made_of():
     assert nonfinite([1, torch.tensor(nan)], "state") == "state[1]"
     assert nonfinite({"update": update(inf)}, "state") == "state.update.delta"
     assert nonfinite({"x": np.float32(inf)}) == ".x"
+
+
+@pytest.mark.parametrize(("answers", "asked", "stops"), [(1, 2, False), (1, 3, True), (2, 3, False), (2, 4, False)])
+def test_by_default_half_of_those_that_were_asked_have_to_answer(answers, asked, stops):
+    names = "abcd"[:asked]
+    replies = [ok(c, 1.0) if i < answers else fault(c) for i, c in enumerate(names)]
+    if not stops:
+        mean_of(replies, min_clients=None, clients=tuple(names))
+        return
+    with pytest.raises(RunError, match=rf"{answers} of {asked} clients .* {-(-asked // 2)} are needed"):
+        mean_of(replies, min_clients=None, clients=tuple(names))

@@ -61,7 +61,7 @@ class Transport:
 
         asked = fed.clients if of is None else tuple(of)
         # A stop because few were drawn would tell who was; only those who were and failed are missed.
-        least = min(fed.min_clients, len(asked)) if fed.aggregator.mechanism.fraction is not None else None
+        least = min(fed.enough(len(asked)), len(asked)) if fed.aggregator.mechanism.fraction is not None else None
         came = fed.exchange("train", handler, asked, payload, self.wire_type, form=self.form, check=check, least=least)
         for _, update in came:
             yield update

@@ -15,7 +15,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.config.own_code import filled
 from fedfm.core import storage
 from fedfm.engines.start import start
-from fedfm.errors import FedfmError, InputError
+from fedfm.errors import FedfmError, InputError, RunError
 from fedfm.models import devices
 from fedfm.runtime import losses
 from fedfm.runtime.extend import extend
@@ -80,6 +80,11 @@ def resume(
     return drive(run, progress or Bar(), fresh=False, accept_loss=accept_loss)
 
 
+def _again(run: Run, population: Callable[[], Partitioned] | None) -> str:
+    """The call that continues a run."""
+    return f"fedfm.resume({str(run.path)!r})" if population is None else f"the same call, with out={str(run.path)!r}"
+
+
 def load_run(path: str | Path) -> Run:
     """A run directory: manifest, metrics, result.
 
@@ -117,10 +122,10 @@ def drive(
             storage.discard(run.path, ("manifest.json", "checkpoint", "private"))
         raise
     except KeyboardInterrupt as error:
-        again = (
-            f"fedfm.resume({str(run.path)!r})" if population is None else f"the same call, with out={str(run.path)!r}"
-        )
-        error.args = (f"committed rounds are kept; continue with {again}",)
+        error.args = (f"committed rounds are kept; continue with {_again(run, population)}",)
+        raise
+    except RunError as error:  # str(error) stays what it is, and a traceback shows the note below it
+        error.add_note(f"committed rounds are kept; continue with {_again(run, population)}")
         raise
     except OSError as error:
         if not storage.full(error):

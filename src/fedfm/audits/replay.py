@@ -293,7 +293,7 @@ def turns(
     *,
     rounds: int,
     seed: int,
-    min_clients: int = 1,
+    min_clients: int | None = 1,
     excluded: Mapping[tuple[int, ClientId], ClientFault] | None = None,
     aggregator: Aggregator | None = None,
     attack: Any = None,

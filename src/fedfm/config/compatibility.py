@@ -40,7 +40,7 @@ def enough(e: Any, clients: int) -> None:
     """
     fraction = e.method.fraction if isinstance(e.method, Sampling) else 1.0
     cohort, least = max(math.floor(fraction * clients + 1e-9), 1), e.aggregation.least()
-    if e.run.min_clients > cohort and not e.method.needs.pooled:
+    if e.run.min_clients is not None and e.run.min_clients > cohort and not e.method.needs.pooled:
         asks = f"a round asks {cohort} of {clients} clients" if cohort < clients else f"there are {clients} clients"
         raise InputError(f"run.min_clients = {e.run.min_clients}: {asks}")
     if cohort < least:

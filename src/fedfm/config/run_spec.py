@@ -16,7 +16,9 @@ class RunSpec:
 
     engine: str = setting("local", "local, simulation or deployment", choices=ENGINES)
     seed: int = setting(0, "seed of all random streams except secrets", ge=0)
-    min_clients: int = setting(1, "the run stops if fewer clients give a valid reply", ge=1)
+    min_clients: int | None = setting(
+        None, "the run stops if fewer clients give a valid reply [half of those that were asked]", ge=1
+    )
     timeout: float = setting(600.0, "seconds that a client may take", gt=0)
     extend_timeout: bool | None = setting(
         None, "wait longer if the measured time of its steps says so [true, or false where timeout is given]"

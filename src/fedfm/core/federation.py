@@ -12,6 +12,7 @@ from fedfm.core import update_metrics
 from fedfm.core.checks import conform, match
 from fedfm.core.client import ClientId, Update, action, each, no_secret
 from fedfm.core.messages import Excluded, Link, Reply, Request
+from fedfm.core.reasons import reasons
 from fedfm.core.transcript import Crossing, Transcript
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_READONLY, E_ROUND, E_TIMEOUT, ClientFault, RunError
 from fedfm.linalg.out_of_core import Shelf, filed
@@ -55,7 +56,7 @@ class Federation:
         model: Model,
         aggregator: Aggregator,
         seed: int = 0,
-        min_clients: int = 1,
+        min_clients: int | None = 1,
         on_excluded: Callable[[Excluded], None] = lambda excluded: None,
         secret: Callable[[str], bytes] = no_secret,
         memory: Callable[[int], MutableMapping[str, Any]] | None = None,
@@ -140,7 +141,7 @@ class Federation:
             counted: whether the bytes are of the method's own messages, which ``bytes_up`` and ``bytes_down`` sum.
             like: layout of parameters or of an update's delta; may differ by client.
             check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
-            least: number of valid replies that the call needs; by default ``min_clients``.
+            least: number of valid replies that the call needs; by default see :meth:`enough`.
             form: form in which the server sees a reply, for the transcript: plain, masked or encrypted.
             down: form of what the server sends.
 
@@ -189,7 +190,7 @@ class Federation:
             like: layout of a delta; by default the layout of the model's parameters.
 
         Raises:
-            RunError: fewer than ``min_clients`` gave a valid reply.
+            RunError: too few clients gave a valid reply, see :meth:`enough`.
         """
         return self.aggregator.mean(self, handler, of, payload, like or self.initial.layout)
 
@@ -254,11 +255,16 @@ class Federation:
         self.excluded[before:] = sorted(self.excluded[before:], key=lambda e: (e.client, e.code))
         if kind != "aggregate":
             self.heard = good
-        if good < (self.min_clients if least is None else least):
+        if good < (needed := self.enough(len(cohort)) if least is None else least):
+            why = reasons(self.excluded[before:])
             raise RunError(
                 f"round {self.round}: {good} of {len(cohort)} clients gave a valid reply to {name}, "
-                f"min_clients is {self.min_clients}"
+                f"{needed} are needed (run.min_clients){why}"
             )
+
+    def enough(self, asked: int) -> int:
+        """How many of the clients that were asked have to answer: ``run.min_clients``, by default half of them."""
+        return max(1, -(-asked // 2)) if self.min_clients is None else self.min_clients
 
     def _expected(self, reply: Reply, pending: set[ClientId], cohort: Sequence[ClientId]) -> None:
         """Check that this is the client's first reply to this call."""

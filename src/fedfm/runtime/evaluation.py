@@ -173,7 +173,8 @@ class Evaluator:
         """Ask outside of the method: not counted, and no client is excluded for its reply."""
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
         try:
-            replies = self._fed.ask(handler, counted=False, **payload)
+            least = 1 if self._fed.min_clients is None else None  # whoever can be judged is
+            replies = self._fed.ask(handler, counted=False, least=least, **payload)
         except RunError:  # no client answered; training continues
             replies = {}
         self._fed.excluded, self._fed.cohort = excluded, cohort

@@ -138,7 +138,10 @@ class Server:
         """Complete round t; returns the state for the next round. A large state is mapped from the checkpoint."""
         if (where := nonfinite(state, "state")) is not None:
             last = f"round {t - 1} stands as it was committed" if t else "nothing is committed"
-            raise RunError(f"round {t}: the server's {where} has NaN or infinity; {last}")
+            raise RunError(
+                f"round {t}: the server's {where} has NaN or infinity; {last}. Training diverged: run it again with a "
+                "smaller learning rate"
+            )
         self.fed.commit()
         if t and isinstance(self.method, Charting):
             self.run.keep_arrays(t, self.method.arrays(state))

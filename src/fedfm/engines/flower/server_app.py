@@ -100,7 +100,7 @@ def host(
             spare=not is_simulated(grid),
             greeting={"classes": list(population.federated.table.classes)},
             slots=slots,
-            min_clients=spec.min_clients,
+            min_clients=spec.min_clients or 1,
             stop=stop,
             progress=watcher.client,
             notice=note,

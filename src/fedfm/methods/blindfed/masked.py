@@ -92,7 +92,7 @@ class EncryptedPasses:
         passing.opened = {client: unpack(data, Opened) for client, data in known.items()}
         if new := [client for client in fed.clients if client not in known]:
             public = of_bytes(keys.public_of(fed.secret("channel")))
-            least = max(0, fed.min_clients - len(known))
+            least = max(0, fed.enough(len(fed.clients)) - len(known))
             told = self._told(public)
             ask = partial(fed.ask, self.method.open, of=new, least=least, form="encrypted", check=self._check_keys)
             for client, opened in ask(told=told).items():

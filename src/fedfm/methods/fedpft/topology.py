@@ -45,7 +45,7 @@ def carry(
         twice.
 
     Raises:
-        RunError: fewer clients than ``min_clients`` passed something on.
+        RunError: too few clients passed something on, see :meth:`Federation.enough`.
     """
 
     def both(passed: Passed) -> None:
@@ -69,8 +69,10 @@ def carry(
         tell(fed, client, replies[client].metrics)
         origins = [o for h in handed for o in h.origins] + [client]
         sent[client], heads[client] = Handed(origins, replies[client].summary), replies[client].head
-    if len(sent) < max(fed.min_clients, 1):
-        raise RunError(f"{len(sent)} of {len(parents)} clients passed something on, min_clients is {fed.min_clients}")
+    if len(sent) < (needed := max(fed.enough(len(parents)), 1)):
+        raise RunError(
+            f"{len(sent)} of {len(parents)} clients passed something on, {needed} are needed (run.min_clients)"
+        )
     return sent, heads, dropped
 
 
