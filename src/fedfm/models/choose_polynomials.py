@@ -15,7 +15,9 @@ from fedfm.models.polynomials import WIDEST, Exponential, Inverse, InverseSquare
 
 KINDS = ("scaled", "paper")
 WIDER = 1.3  # factor of measured intervals
+ROOM = 1.1  # least room around arguments that are measured again
 _ROUNDING = 1e-9
+_NORMS = {"first": "variances before the attention", "second": "variances before the MLP"}
 ERROR = 5e-3  # largest relative error of 1 / x and 1 / sqrt(x) in their intervals
 
 
@@ -85,36 +87,80 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
     Raises:
         InputError: the arguments of 1 / x or 1 / sqrt(x) spread too far, or GELU's give no quadratic with a > 0.
     """
-    lows, highs = measured.positive("sums")
-    scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
-    interval = (float((lows * scales).min()), float((highs * scales).max()))
     a, b, c = (0.125, 0.25, 0.5) if kind == "paper" else measured.quadratic()
     try:
-        check_ratio(interval, "row sums of exp")
-        names = (("first", "variances before the attention"), ("second", "variances before the MLP"))
-        norms = [_norm(measured.positive(name).tolist(), kind, words) for name, words in names]
+        inverse = _inverse(measured, kind)
+        norms = [_norm(measured, kind, name) for name in _NORMS]
         exponential = dataclasses.replace(exponential, interval=measured.around("scores"))
         quadratic = Quadratic(a, b, c, measured.around("hidden"))
     except ValueError as error:
         raise InputError(
             f"{where}: {error}; train longer, or at a higher rate, in the tame stage (the first of distil.epochs)"
         ) from None
-    steps = 7 if kind == "paper" else next(s for s in range(1, 64) if Inverse(s, interval, 1.0).error() <= ERROR)
     return {
         "exp": {
             "degree": exponential.degree,
             "squarings": exponential.squarings,
             "interval": list(exponential.interval),
         },
-        "inverse": {"steps": steps, "interval": list(interval), "scales": scales.tolist()},
+        "inverse": inverse,
         "norms": norms,
         "gelu": {"a": quadratic.a, "b": quadratic.b, "c": quadratic.c, "interval": list(quadratic.interval)},
     }
 
 
-def _norm(ends: list[float], kind: str, what: str) -> dict[str, Any]:
-    interval = (ends[0], ends[1])
-    check_ratio(interval, what)
+def renewed(entry: Mapping[str, Any], measured: Measured, kind: str, name: str) -> dict[str, Any] | None:
+    """A block's entry with one argument's polynomials chosen again; None where its interval still has room.
+
+    exp and GELU keep their coefficients, which were trained; only their intervals are those of the new measurement.
+
+    Args:
+        measured: the arguments of these polynomials.
+        name: ``sums``, ``first``, ``second``, ``scores`` or ``hidden``, as in :class:`Measured`.
+
+    Raises:
+        ValueError: the arguments spread too far.
+    """
+    low, high = measured.extremes[name]
+    if name in _NORMS:
+        place = list(_NORMS).index(name)
+        old = entry["norms"][place]["interval"]
+        if _inside(low, high, old):
+            return None
+        norms = list(entry["norms"])
+        norms[place] = _norm(measured, kind, name)
+        return {**entry, "norms": norms}
+    if name == "sums":
+        scales = torch.tensor(entry["inverse"]["scales"], dtype=torch.float64)
+        if _inside(low * scales, high * scales, entry["inverse"]["interval"]):
+            return None
+        return {**entry, "inverse": _inverse(measured, kind)}
+    part = {"scores": "exp", "hidden": "gelu"}[name]
+    first, last = entry[part]["interval"]
+    if first <= low and high <= last:
+        return None
+    return {**entry, part: {**entry[part], "interval": list(measured.around(name))}}
+
+
+def _inside(low: Tensor, high: Tensor, interval: list[float]) -> bool:
+    """Whether positive arguments are in an interval, with room for rows that were not seen."""
+    return bool(interval[0] * ROOM <= low.min()) and bool(high.max() * ROOM <= interval[1])
+
+
+def _inverse(measured: Measured, kind: str) -> dict[str, Any]:
+    """1 / x of the row sums of exp: a scale for each head brings all into one interval."""
+    lows, highs = measured.positive("sums")
+    scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
+    interval = (float((lows * scales).min()), float((highs * scales).max()))
+    check_ratio(interval, "row sums of exp")
+    steps = 7 if kind == "paper" else next(s for s in range(1, 64) if Inverse(s, interval, 1.0).error() <= ERROR)
+    return {"steps": steps, "interval": list(interval), "scales": scales.tolist()}
+
+
+def _norm(measured: Measured, kind: str, name: str) -> dict[str, Any]:
+    low, high = measured.positive(name).tolist()
+    interval = (low, high)
+    check_ratio(interval, _NORMS[name])
     if kind == "paper":
         return {"kind": "inverse", "steps": 7, "scale": 1 / interval[1], "interval": list(interval)}
     steps = InverseSquareRoot.within(ERROR, interval).steps

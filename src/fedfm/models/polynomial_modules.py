@@ -77,8 +77,7 @@ class PolynomialSoftmax(Replaced):
     Keys are centred over the tokens, which changes no softmax: scores then spread around zero.
 
     Attributes:
-        exponential, inverse: the softmax is exact until it has both; with ``exponential`` alone its row sums are
-            recorded.
+        exponential, inverse: the softmax is exact until it has both; the row sums of ``exponential`` are recorded.
         scales: (heads,), of the row sums of exp before ``inverse``, and of its result.
     """
 
@@ -108,11 +107,12 @@ class PolynomialSoftmax(Replaced):
         powers = self.exponential(self._take(self.exponential, taken, mask))
         if mask is not None:
             powers = powers * mask
+        sums = powers.sum(-1, keepdim=True)
+        self._record("sums", sums)
         if self.inverse is None:
-            self._record("sums", powers.sum(-1, keepdim=True))
             return masked.softmax(-1).to(query.dtype)
         c = self.scales.to(powers.dtype)[:, None, None]
-        sums = self._take(self.inverse, powers.sum(-1, keepdim=True) * c)
+        sums = self._take(self.inverse, sums * c)
         return (powers * (self.inverse.folded(sums) * c)).to(query.dtype)
 
 

@@ -32,10 +32,11 @@ from fedfm.runtime.distil_spec import Distillation
 from fedfm.runtime.model_folder import ModelFolder, claim, held_out
 from fedfm.runtime.progress import EpochProgress
 from fedfm.training import Adam
-from fedfm.training.distil import STAGES, TAME, Distiller, save
+from fedfm.training.distil import OUTPUTS, STAGES, STATES, TAME, Distiller, save
 from fedfm.training.distil_scores import PROBED, Outputs, compare, outputs, quick
 from fedfm.training.loop import flat_of
 from fedfm.training.update_rules import Rule
+from fedfm.training.widen import widened
 
 ABOUT = "distil.json"
 _TAMED, _START, _WRITTEN = "tamed.safetensors", "start", "written"  # in the checkpoint's folder
@@ -154,10 +155,14 @@ class _DistilWork:
         spent = self.state["history"][-1]["seconds"] if done else 0.0
         if done > ends[TAME]:
             self._swap(table, distiller, lessons)
+        if done > ends[STATES]:
+            self._widen(distiller, lessons, STATES)
         for epoch in range(done + 1, int(ends[-1]) + 1):
             stage = int(np.searchsorted(ends, epoch))
             if epoch == ends[TAME] + 1:
                 self._swap(table, distiller, lessons)
+            if stage == OUTPUTS and epoch == ends[STATES] + 1:
+                self._widen(distiller, lessons, STATES)
             if epoch - 1 in ends:
                 rule = Rule(Adam(), flat.p)
             before = epoch - 1 - (int(ends[stage]) - spec.epochs[stage])  # epochs of this stage
@@ -205,10 +210,23 @@ class _DistilWork:
         tamed.load(w)
         distiller.swap(self.state["polynomials"], tamed)
 
+    def _widen(self, distiller: Distiller, lessons: Lessons, stage: int) -> None:
+        """The intervals after a stage, those of the killed process if it had measured them."""
+        spec = self.what.spec
+        if not spec.widen:
+            return
+        known = self.state.setdefault("widened", {})
+        if STAGES[stage] not in known:
+            found = widened(distiller.student, distiller.entries, spec.polynomials, lessons.measured)
+            known[STAGES[stage]] = found
+            self.place.write()
+        distiller.put(known[STAGES[stage]])
+
     def _finish(self, distiller: Distiller, lessons: Lessons, judged: Rows, theirs: Outputs) -> dict[str, Any]:
         """Write the model's files and the result."""
         student = distiller.student.model
         fhe_friendly.centre(student.module)
+        self._widen(distiller, lessons, OUTPUTS)
         rows = lessons.view(0)
         logits, features, labels = (x[:PROBED] for x in rows.known)
         figures = compare(distiller, rows, judged, theirs, (logits, features, labels))

@@ -13,7 +13,8 @@ A teacher whose head is new for these classes, such as a headless backbone, has 
 head's inputs: their mean square over the teacher's variance, one dimension at a time, stands for the KL divergence and
 the cross-entropy, and no labels are used.
 
-In stages 1 and 2 a penalty grows from 80 % of each interval, and arguments are clamped. The quadratic in place of GELU
+In stages 1 and 2 a penalty grows from 80 % of each interval, and arguments are clamped. After each of the two the
+arguments are measured again without clamps (:mod:`fedfm.training.widen`). The quadratic in place of GELU
 is trained as far as the maps around it are: they express every a > 0, b and c.
 """
 
@@ -89,6 +90,11 @@ class Recipe:
         le=1,
     )
     penalty: float = setting(10.0, "weight of the penalty from 80 % of an interval", ge=0, finite=True)
+    widen: bool = setting(
+        True,
+        "measure again after the states stage and at the end, and give arguments that have moved wider intervals; "
+        "1 / x and 1 / sqrt(x) may take a step more",
+    )
 
     def rate(self, stage: int, part: float) -> float:
         """The learning rate after this part of a stage, from 0 to 1."""
@@ -308,10 +314,14 @@ class Distiller:
 
     def swap(self, entries: list[dict[str, Any]], tamed: Model) -> None:
         """Put the polynomials in; ``tamed`` is a third load of the model, with the tamed weights."""
+        self.put(entries)
+        self.tamed = Taps(tamed)
+
+    def put(self, entries: list[dict[str, Any]]) -> None:
+        """Give the student's blocks these polynomials."""
         self.entries = entries
         for block, entry in zip(self.student.functions, entries, strict=True):
             choose_polynomials.apply(block, entry)
-        self.tamed = Taps(tamed)
 
     @torch.no_grad()
     def finish(self, batches: Callable[[], Iterable[Batch]], outside: float) -> dict[str, Any]:
