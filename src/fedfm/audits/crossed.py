@@ -19,7 +19,7 @@ from fedfm.runtime.run_directory import Run
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CrossedUpdate:
     """An update that the server saw.
 
     Attributes:
@@ -37,7 +37,7 @@ class Crossing:
     weight: float | None = None
 
 
-def crossings(turn: Turn, method: Method[Any], model: Model, *, sums: bool = False) -> Iterator[Crossing]:
+def crossings(turn: Turn, method: Method[Any], model: Model, *, sums: bool = False) -> Iterator[CrossedUpdate]:
     """The round's updates that are changes of a whole model, one by one.
 
     Args:
@@ -48,7 +48,7 @@ def crossings(turn: Turn, method: Method[Any], model: Model, *, sums: bool = Fal
     for seen in () if sums else turn.seen:
         if isinstance(seen.value, Update) and (pair := _pair(seen, turn, method, model)) is not None:
             w, delta = pair
-            yield Crossing(
+            yield CrossedUpdate(
                 turn.round, (seen.client,), *_whole(seen, turn, method, w, w + delta), delta, seen.value.weight
             )
     if not sums or personal(method):
@@ -56,7 +56,7 @@ def crossings(turn: Turn, method: Method[Any], model: Model, *, sums: bool = Fal
     asked = tuple(sorted(turn.payloads))
     before, after = (method.params_for(state, "") for state in (turn.before, turn.after))
     if asked and set(before) == set(model.names):
-        yield Crossing(turn.round, asked, before, after)
+        yield CrossedUpdate(turn.round, asked, before, after)
 
 
 def hidden(run: Run) -> bool:

@@ -15,7 +15,7 @@ from fedfm.audits.inference import copies, rates
 from fedfm.audits.inference.head_updates import features
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, Turn, Watch
-from fedfm.audits.shadow_runs import Pool
+from fedfm.audits.shadow_runs import RowPool
 from fedfm.core.client import ClientId
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import applied
@@ -38,7 +38,7 @@ class Rebuilt(Watch):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._pool: Pool | None = None
+        self._pool: RowPool | None = None
         self.hits: set[tuple[ClientId, int]] = set()
         self.by_chance: set[int] = set()
         self.ratios: list[float] = []
@@ -49,7 +49,7 @@ class Rebuilt(Watch):
         model, names = population.model, head_names(population.model)
         if names is None or turn.round == 0:
             return
-        pool = self._pool = self._pool or Pool(population, self._run.experiment.run.seed)
+        pool = self._pool = self._pool or RowPool(population, self._run.experiment.run.seed)
         self.rows = sum(len(pool.members[c]) for c in pool.honest)
         self.compared = len(np.unique(np.concatenate(list(pool.strangers.values()))))
         before = model.params()
@@ -65,7 +65,7 @@ class Rebuilt(Watch):
             self._compare(client, x, known, pool)
         model.load(before)  # the rounds go on as if nobody had looked
 
-    def _compare(self, client: ClientId, x: Array, known: Array, pool: Pool) -> None:
+    def _compare(self, client: ClientId, x: Array, known: Array, pool: RowPool) -> None:
         split, gap = len(pool.members[client]), copies.typical_gap(known)
         if not split or not gap or not len(x):
             return

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fedfm.audits.crossed import Crossing, hidden
+from fedfm.audits.crossed import CrossedUpdate, hidden
 from fedfm.audits.inference.rates import Array
+from fedfm.audits.row_evidence import no_round
 from fedfm.audits.update_membership import reads_updates
 from fedfm.models.model import Model
 from fedfm.runtime.run_directory import Run
@@ -38,10 +39,10 @@ def sums_only(run: Run) -> str | None:
     """Why heads of single clients are not seen."""
     if hidden(run):
         return "the server saw sums of updates only; update_membership attacks these"
-    return None if run.manifest["result"]["rounds"] else "the run has no round"
+    return no_round(run)
 
 
-def changes(crossing: Crossing, names: Names) -> tuple[Array, Array] | None:
+def changes(crossing: CrossedUpdate, names: Names) -> tuple[Array, Array] | None:
     """(weight (C, d), bias (C,)) of an update of one client."""
     if crossing.delta is None or names.bias not in crossing.delta:
         return None

@@ -10,7 +10,7 @@ import torch
 
 from fedfm import seeds
 from fedfm.audits.audit import Audit
-from fedfm.audits.crossed import Crossing, crossings
+from fedfm.audits.crossed import CrossedUpdate, crossings
 from fedfm.audits.finding import Finding, Verdict, nothing
 from fedfm.audits.head_view import Names, head_names, reads_heads, sums_only
 from fedfm.audits.inference import rates
@@ -82,7 +82,7 @@ class _Attacker:
         self._rows, self._labels, self._names = rows, labels, names
         self._by_class = [np.flatnonzero(labels == c) for c in range(len(population.model.classes))]
 
-    def shares(self, crossing: Crossing, n: int, number: int) -> Array:
+    def shares(self, crossing: CrossedUpdate, n: int, number: int) -> Array:
         """Estimated label shares (C,) of an update of n rows."""
         seed, client = self._run.experiment.run.seed, crossing.clients[0]
         rng, local = seeds.generator(seed, "audit", "label counts", client), self._method.local.plain

@@ -16,7 +16,7 @@ from fedfm.audits.crossed import crossings, hidden
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Turn, Watch
 from fedfm.audits.row_evidence import evidence, losses
-from fedfm.audits.shadow_runs import Pool
+from fedfm.audits.shadow_runs import RowPool
 from fedfm.core.client import ClientId
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
@@ -26,19 +26,19 @@ class LossDrops(Watch):
     """Sums over the rounds, by client.
 
     Attributes:
-        found: (n,) by client, of its members and strangers (see :class:`~fedfm.audits.shadow_runs.Pool`).
+        found: (n,) by client, of its members and strangers (see :class:`~fedfm.audits.shadow_runs.RowPool`).
         updates: number that were read, of one client or of a sum.
         sums: whether the server saw only the round's sum.
     """
 
-    def __init__(self, run: Run, pool: Pool | None = None) -> None:
+    def __init__(self, run: Run, pool: RowPool | None = None) -> None:
         self._run, self.pool = run, pool
         self.found: dict[ClientId, Array] = {}
         self.updates, self.sums = 0, hidden(run)
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         if self.pool is None:
-            self.pool = Pool(population, self._run.experiment.run.seed)
+            self.pool = RowPool(population, self._run.experiment.run.seed)
         method: Any = self._run.experiment.method
         model, pool = population.model, self.pool
         before = model.params()

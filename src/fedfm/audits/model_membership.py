@@ -23,8 +23,8 @@ from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR, Array
 from fedfm.audits.inference.shadow_ratio import log_ratio
 from fedfm.audits.membership import Membership
 from fedfm.audits.replay import Replay, check_unchanged
-from fedfm.audits.row_evidence import by_class, evidence, unreadable
-from fedfm.audits.shadow_runs import Half, Pool, affordable, shadow_models
+from fedfm.audits.row_evidence import by_class, evidence, no_round, unreadable
+from fedfm.audits.shadow_runs import Half, RowPool, affordable, shadow_models
 from fedfm.core.client import ClientId
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -41,7 +41,7 @@ Models = Mapping[ClientId, Params]
 
 
 @dataclass(frozen=True)
-class Told:
+class ClientScores:
     """Scores (n,) of one client's training rows and of strangers; more says "trained on"."""
 
     client: ClientId
@@ -59,6 +59,9 @@ class ModelMembership(Audit):
         # These have an audit that asks the same of what they release.
         others = {*Membership.methods, *ExpertMembership.methods}
         return unreadable(run) is None and run.experiment.method_name not in others
+
+    def unfit(self, run: Run) -> str | None:
+        return no_round(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
@@ -89,13 +92,15 @@ def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
     return found
 
 
-def attack(run: Run, population: Partitioned, models: Models, notice: Callable[[str], None]) -> tuple[list[Told], str]:
+def attack(
+    run: Run, population: Partitioned, models: Models, notice: Callable[[str], None]
+) -> tuple[list[ClientScores], str]:
     """Scores by client, and the attack in words.
 
     Args:
         population: with the model at its start.
     """
-    pool, seed = Pool(population, run.experiment.run.seed), run.experiment.run.seed
+    pool, seed = RowPool(population, run.experiment.run.seed), run.experiment.run.seed
     clients = [c for c in pool.honest if c in models or "" in models]
     clients = [c for c in clients if len(pool.members[c]) and len(pool.strangers[c])]
     if not clients:
@@ -120,15 +125,15 @@ def attack(run: Run, population: Partitioned, models: Models, notice: Callable[[
             scores = log_ratio(target[c], np.stack(found[c]), np.stack(inside[c]))
         else:
             scores = by_class(target[c], pool.labels(c))
-        told.append(Told(c, scores[:split], scores[split:]))
+        told.append(ClientScores(c, scores[:split], scores[split:]))
     return told, f"the likelihood ratio over {number} shadow runs" if number else "the loss, with a threshold a class"
 
 
-def _of(run: Run, population: Partitioned, w: Params, pool: Pool, client: ClientId) -> Array:
+def _of(run: Run, population: Partitioned, w: Params, pool: RowPool, client: ClientId) -> Array:
     return evidence(run.experiment.method, population.model, w, pool.compared(client))
 
 
-def _auc(run: Run, told: Sequence[Told], how: str) -> Finding:
+def _auc(run: Run, told: Sequence[ClientScores], how: str) -> Finding:
     by_client = np.array([rates.auc(t.members, t.strangers) for t in told])
     weights, strangers = np.array([len(t.members) for t in told]), sum(len(t.strangers) for t in told)
 
@@ -153,7 +158,7 @@ def _auc(run: Run, told: Sequence[Told], how: str) -> Finding:
     return Finding("model_membership", QUESTION, mean, low, high, NOTABLE, verdict, f"{says}.", contradicts, detail)
 
 
-def _tpr(run: Run, told: Sequence[Told], how: str) -> Finding:
+def _tpr(run: Run, told: Sequence[ClientScores], how: str) -> Finding:
     name, rng = "model_membership_tpr", seeds.generator(run.experiment.run.seed, "audit", "model membership tpr")
     r = rates.tpr_at([(t.members, t.strangers) for t in told], ALARMS, rng)
     if r is None:

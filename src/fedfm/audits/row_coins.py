@@ -19,8 +19,8 @@ from fedfm.audits.inference.one_run import SHARES, epsilon_bound
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.loss_drops import LossDrops
 from fedfm.audits.replay import Replay, check_unchanged
-from fedfm.audits.row_evidence import by_class
-from fedfm.audits.shadow_runs import BUDGET, Half, Pool, cost, shadow_turns
+from fedfm.audits.row_evidence import by_class, no_round
+from fedfm.audits.shadow_runs import BUDGET, Half, RowPool, cost, shadow_turns
 from fedfm.audits.stated_epsilon import claim
 from fedfm.audits.update_membership import NO_UPDATE, reads_updates
 from fedfm.linalg.threads import torch_threads
@@ -43,7 +43,7 @@ class RowCoins(Audit):
         return reads_updates(run)
 
     def unfit(self, run: Run) -> str | None:
-        return None if run.manifest["result"]["rounds"] else "the run has no round"
+        return no_round(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
@@ -52,7 +52,7 @@ class RowCoins(Audit):
         if (seconds := cost(run, population)) > BUDGET:
             why = f"To do the run again with a coin for each row takes about {seconds:.0f} s, more than {BUDGET:.0f}."
             return [nothing("row_coins", QUESTION, why)]
-        pool = Pool(population, run.experiment.run.seed)
+        pool = RowPool(population, run.experiment.run.seed)
         half, drops = Half(pool, FIRST, run.experiment.run.seed), LossDrops(run, pool)
         with torch_threads(1):
             for turn in shadow_turns(run, half, FIRST):

@@ -31,6 +31,11 @@ def unreadable(run: Run) -> str | None:
     return None
 
 
+def no_round(run: Run) -> str | None:
+    """Why nothing was learned of any row."""
+    return None if run.manifest["result"]["rounds"] else "the run has no round"
+
+
 def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
     """Of each row (n,): with labels phi = log(p_y / (1 - p_y)), of texts minus the mean loss of a token.
 

@@ -40,7 +40,7 @@ STEP, HEAD_STEP = 0.01, 3e-4  # seconds of a step of a whole model, and of a hea
 MASKING = 0.05  # seconds a client spends on hiding an update
 
 
-class Pool:
+class RowPool:
     """Rows of the experiment that the attack compares: of each client those it trained on and as good as unused ones.
 
     Attributes:
@@ -99,7 +99,7 @@ class Half:
 
     attackers = None
 
-    def __init__(self, pool: Pool, number: int, seed: int) -> None:
+    def __init__(self, pool: RowPool, number: int, seed: int) -> None:
         self._pool = pool
         self.model: Model = pool.population.model
         self.client_model = pool.population.client_model

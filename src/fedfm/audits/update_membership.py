@@ -16,7 +16,7 @@ from fedfm.audits.inference.one_run import largest_auc
 from fedfm.audits.inference.rates import ALARMS, NOTABLE
 from fedfm.audits.loss_drops import LossDrops
 from fedfm.audits.replay import Replay
-from fedfm.audits.row_evidence import by_class, unreadable
+from fedfm.audits.row_evidence import by_class, no_round, unreadable
 from fedfm.audits.stated_epsilon import claim
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally
@@ -33,6 +33,9 @@ class UpdateMembership(Audit):
 
     def reads(self, run: Run) -> bool:
         return reads_updates(run)
+
+    def unfit(self, run: Run) -> str | None:
+        return no_round(run)
 
     def watch(self, run: Run) -> LossDrops:
         return LossDrops(run)
