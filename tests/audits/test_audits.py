@@ -276,11 +276,10 @@ def test_other_methods_are_refused_with_those_that_are_not(tmp_path, capsys):
     features(tmp_path)
     tables = {"data": {"path": str(tmp_path / "rows.npz")}, "model": {"name": "features"}}
     execute.run(tables | {"method": {"name": "fedavg", "rounds": 1}, "run": {"workers": 1}}, tmp_path / "avg")
-    assert main(["audit", str(tmp_path / "avg")]) == 2
-    assert (
-        'there are audits of "blindfed", "fedamp", "fedawa", "fedbaf", "fedbip", "fedms", "fedpft"'
-        in capsys.readouterr().err
-    )
+    assert main(["audit", str(tmp_path / "avg"), "--attack", "reconstruction"]) == 2
+    said = capsys.readouterr().err
+    assert "--attack reconstruction: it does not read the messages of this run of fedavg; attacks on this run: " in said
+    assert all(f'"{name}"' in said for name in ("model_membership", "update_membership", "label_counts"))
 
 
 def test_lost_noise_is_refused(quiet, tmp_path):
@@ -309,7 +308,13 @@ def test_every_audit_is_found_by_its_file():
         "expert_membership",
         "client_epsilon",
         "canaries",
-    } | {"row_canaries", "row_norms"}
+    } | {"row_canaries", "row_norms"} | {
+        "model_membership",
+        "update_membership",
+        "row_coins",
+        "label_counts",
+        "head_rows",
+    }
 
 
 def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):

@@ -65,7 +65,7 @@ def by_scikit_learn(path):
 
 @pytest.mark.proof
 def test_what_was_memorised_leaks_and_the_figure_is_scikit_learns(memorised):
-    found = {f.name: f for f in perform(memorised)}
+    found = {f.name: f for f in perform(memorised, ["expert_membership"])}
     own = found["own_mixture_membership"]
     assert own.verdict == "leaks"
     assert own.estimate == pytest.approx(by_scikit_learn(memorised), abs=1e-9)
@@ -74,7 +74,7 @@ def test_what_was_memorised_leaks_and_the_figure_is_scikit_learns(memorised):
 
 
 def test_rows_that_are_all_alike_disclose_nobody(tmp_path):
-    found = {f.name: f for f in perform(run(tmp_path, 1, shuffled=False))}
+    found = {f.name: f for f in perform(run(tmp_path, 1, shuffled=False), ["expert_membership"])}
     assert {f.verdict for f in found.values()} <= {"holds", "inconclusive"}
 
 
@@ -82,7 +82,7 @@ def test_rows_that_are_all_alike_disclose_nobody(tmp_path):
 def test_prompts_of_clients_are_attacked_too(tmp_path):
     method = {"name": "fedpgp", "rounds": 3, "rank": 8, "mu": 0.0}
     path = run(tmp_path, 30, True, method, {"name": "prompt", "tokens": 8})
-    found = {f.name: f for f in perform(path)}
+    found = {f.name: f for f in perform(path, ["expert_membership"])}
     own = found["own_mixture_membership"]
     assert own.detail["clients"] == 3
     assert own.estimate == pytest.approx(by_scikit_learn(path), abs=1e-9)

@@ -79,7 +79,7 @@ def run(folder, name, settings=None, **method):
 @pytest.fixture(scope="module")
 def default(folder):
     path = run(folder, "default")
-    return path, {f.name: f for f in perform(path)}
+    return path, {f.name: f for f in perform(path, ["extraction"])}
 
 
 def watched(path):
@@ -210,7 +210,7 @@ def test_clients_compute_the_servers_own_aggregate(folder, base, monkeypatch):
 def test_scaffold_tells_every_client_the_aggregate(folder):
     """Its control variates are sent to all: one client that watches has w' and, after two rounds, the model."""
     path = run(folder, "controls", base={"name": "scaffold"})
-    found = {f.name: f for f in perform(path)}
+    found = {f.name: f for f in perform(path, ["extraction"])}
     one = found["extraction.one_client"]
     assert one.high < 1e-4
     assert "control variates" in one.says
@@ -245,7 +245,7 @@ def test_a_client_alone_in_its_cohort_knows_the_aggregate(folder):
         x, how = recover(lines, rounds.method, rounds.target.groups, exact=lines.exact)
         assert how == "intersection of lines"
         assert relative_error(x, rounds.target.truth) < 1e-4
-    active = {f.name: f for f in perform(path)}["extraction.active_client"].detail["variants"]
+    active = {f.name: f for f in perform(path, ["extraction"])}["extraction.active_client"].detail["variants"]
     # The median of one norm is that norm: such a check does nothing, and the client knows it.
     assert active["cap = reference and a norm check at the server"] == active["cap = reference"]
 
@@ -299,7 +299,7 @@ def test_hardened_variants(folder, harden, low, high):
 @pytest.mark.parametrize("harden", sorted(set(fedbaf.HARDENED) - {"none"}))
 def test_every_variant_is_audited_to_the_end(folder, harden):
     path = run(folder, f"whole-{harden}", {"evaluate_every": 1}, harden=harden, rounds=2)
-    found = {f.name: f for f in perform(path)}
+    found = {f.name: f for f in perform(path, ["extraction"])}
     assert {"extraction.all_colluding", "extraction.one_client", "extraction.active_client"} <= found.keys()
     active = found["extraction.active_client"]
     assert (active.estimate is None) == (harden == "first_round")

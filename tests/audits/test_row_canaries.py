@@ -119,8 +119,8 @@ def run(folder, privacy=None, clients=2, **method):
 )
 def test_a_run_that_keeps_its_promise_is_not_accused(privacy, method, tmp_path):
     path = run(tmp_path, privacy, **method)
-    assert set(choose(finished(path))) == {"row_canaries", "row_norms"}
-    canaries, norms = perform(path)
+    assert set(choose(finished(path))) >= {"row_canaries", "row_norms"}
+    canaries, norms = perform(path, ["row_canaries", "row_norms"])
     stated = json.loads((path / "manifest.json").read_text())["result"]["epsilon"]
     assert norms.verdict == "holds"
     assert canaries.verdict == ("holds" if canaries.low <= stated * (1 + 1e-6) else "inconclusive")  # fresh noise

@@ -160,7 +160,7 @@ def leaky(tmp_path_factory):
     tasks(folder, noise=0.5)
     data = {"partition": {"name": "by_column", "column": "domain", "clients": 12}}
     path = run(folder, data=data, rounds=6, local={"epochs": 5})
-    return path, by_name(perform(path))
+    return path, by_name(perform(path, ["task_vector"]))
 
 
 def test_a_run_that_leaks(leaky):
@@ -191,7 +191,7 @@ def test_the_command_line_and_the_report(leaky, capsys):
 def test_who_resembles_whom(tmp_path):
     tasks(tmp_path, noise=0)
     data = {"partition": {"name": "by_column", "column": "domain", "clients": 12}}
-    found = by_name(perform(run(tmp_path, data=data)))["neighbours"]
+    found = by_name(perform(run(tmp_path, data=data), ["task_vector"]))["neighbours"]
     assert found.verdict == "leaks"
     assert found.estimate == 1
     assert found.bound == pytest.approx(3 / 11)  # three others of its domain among eleven
@@ -200,7 +200,7 @@ def test_who_resembles_whom(tmp_path):
 
 def test_the_classes_of_a_client_are_seen(tmp_path):
     data = {"partition": {"name": "by_class", "classes_per_client": 2, "clients": 8}}
-    found = by_name(perform(run(tmp_path, data=data)))
+    found = by_name(perform(run(tmp_path, data=data), ["task_vector"]))
     assert found["labels"].verdict == "leaks"
     assert found["labels"].estimate > 0.95
     assert found["shares"].verdict == "leaks"
@@ -215,7 +215,7 @@ def test_nothing_planted_nothing_found(tmp_path):
     rows = dict(np.load(tmp_path / "rows.npz"))
     np.savez(tmp_path / "rows.npz", **rows | {"domain": np.random.default_rng(1).permutation(rows["domain"])})
     path = run(tmp_path, local={"epochs": 1, "learning_rate": 0.02}, rounds=2)
-    found = by_name(perform(path))
+    found = by_name(perform(path, ["task_vector"]))
     assert found["membership"].verdict != "leaks"
     assert found["membership"].estimate == pytest.approx(0.5, abs=0.05)
     assert found["membership_tpr"].verdict != "leaks"
@@ -226,7 +226,7 @@ def test_nothing_planted_nothing_found(tmp_path):
 
 def test_two_clients_know_each_other(tmp_path):
     data = {"partition": {"name": "iid", "clients": 2}}
-    found = by_name(perform(run(tmp_path, data=data)))
+    found = by_name(perform(run(tmp_path, data=data), ["task_vector"]))
     assert found["colluders_shown"].detail["relative_error"] == pytest.approx([0, 0], abs=1e-4)
     one = found["colluders"]  # nobody to ask: the worse of the solutions is what is told
     assert one.detail["solutions"] >= 1
@@ -247,7 +247,7 @@ def test_two_clients_know_each_other(tmp_path):
     ],
 )
 def test_other_forms_of_the_method_are_read(tmp_path, method, solved):
-    found = by_name(perform(run(tmp_path, **method)))
+    found = by_name(perform(run(tmp_path, **method), ["task_vector"]))
     assert set(found) == NAMES
     assert found["membership"].estimate is not None
     assert (found["colluders"].estimate is not None) is solved
@@ -260,7 +260,7 @@ def test_other_methods_whose_server_sees_each_vector_give_the_same_away(tmp_path
     """Labels that are noise are learnt by heart, and a class that a client lacks is only pushed down: whoever mixes."""
     tasks(tmp_path, noise=0.5)
     data = {"partition": {"name": "by_column", "column": "domain", "clients": 12}}
-    found = by_name(perform(run(tmp_path, "rows", data, name=name, rounds=6, local={"epochs": 5})))
+    found = by_name(perform(run(tmp_path, "rows", data, name=name, rounds=6, local={"epochs": 5}), ["task_vector"]))
     assert set(found) == NAMES
     assert found["membership"].verdict == "leaks"
     assert found["membership"].low > 0.6
@@ -269,7 +269,7 @@ def test_other_methods_whose_server_sees_each_vector_give_the_same_away(tmp_path
         assert "FedBip's sums" in found[missing].says
     (tmp_path / "rows.npz").unlink()
     data = {"partition": {"name": "by_class", "classes_per_client": 2, "clients": 8}}
-    found = by_name(perform(run(tmp_path, "classes", data, name=name)))
+    found = by_name(perform(run(tmp_path, "classes", data, name=name), ["task_vector"]))
     assert found["labels"].verdict == "leaks"
     assert found["labels"].estimate > 0.95
     if name == "fedamp":
@@ -291,14 +291,14 @@ def test_a_client_that_sends_anothers_vector_is_replayed(tmp_path):
     tables["method"] = {"name": "fedbip", "rounds": 2, "local": local}
     result = execute.run(tables, tmp_path / "run")
     assert {(e["client"], e["code"]) for e in result["excluded"]} == {("b", "E_DUPLICATE")}
-    assert set(by_name(perform(tmp_path / "run"))) == NAMES  # raises where the replay ends elsewhere
+    assert set(by_name(perform(tmp_path / "run", ["task_vector"]))) == NAMES  # raises where the replay ends elsewhere
 
 
 @pytest.mark.parametrize("keys", [{"transport": "bfloat16"}, {"space": "product", "ranks": [1, 2, 4]}])
 def test_vectors_of_another_dtype_or_rank_are_read(tmp_path, keys):
     tables = tiny_text.tables(tiny_text.save_all(tmp_path), "fedbip", local={"name": "sgd"}, **keys)
     execute.run(tables, tmp_path / "run")
-    found = by_name(perform(tmp_path / "run"))
+    found = by_name(perform(tmp_path / "run", ["task_vector"]))
     assert set(found) == NAMES
     assert found["membership"].detail["clients"] == 3
     assert found["shares"].detail["clients"] == 3  # of each the first vector, whatever its rank
@@ -326,7 +326,9 @@ def test_an_adapter_of_a_smaller_rank_is_judged_at_its_own_scale(tmp_path):
 
 def test_a_run_without_rounds_is_refused(tmp_path):
     path = run(tmp_path, rounds=0)
-    with pytest.raises(InputError, match=r"no audit fits this run: no round was run, so that no task vector was sent$"):
+    with pytest.raises(
+        InputError, match=r"no audit fits this run: .*no round was run, so that no task vector was sent"
+    ):
         choose(finished(path))
 
 
@@ -354,7 +356,7 @@ def test_a_language_model_has_rows_and_neighbours_but_no_classes(tmp_path):
         "run": {"workers": 1},
     }
     execute.run(tables, tmp_path / "run")
-    found = by_name(perform(tmp_path / "run"))
+    found = by_name(perform(tmp_path / "run", ["task_vector"]))
     assert "does not apply" in found["labels"].says
     assert "does not apply" in found["shares"].says
     assert found["membership"].detail["members"] == 8  # blocks of tokens

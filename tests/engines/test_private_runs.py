@@ -23,7 +23,8 @@ ENGINES = [
 def test_an_audit_repeats_the_run_on_the_local_engine(engine, tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
     result = fedfm("run", exp, "--out", tmp_path / "run", "--engine", engine)
-    found = {f["name"]: f for f in fedfm("audit", tmp_path / "run")["findings"]}  # it refuses other bits
+    attacks = ("--attack", "client_epsilon", "--attack", "canaries")
+    found = {f["name"]: f for f in fedfm("audit", tmp_path / "run", *attacks)["findings"]}  # it refuses other bits
     assert set(found) == {"client_epsilon", "canaries"}
     assert (found["client_epsilon"]["verdict"], found["client_epsilon"]["bound"]) == ("holds", result["epsilon"])
 

@@ -26,6 +26,8 @@ def test_accuracy_before_aggregation_is_that_of_clients_alone(tmp_path):
     lines = execute.load_run(tmp_path / "fed").metrics()
     assert "accuracy_before_aggregation" not in lines[0]
     assert lines[1]["accuracy_before_aggregation"] == pytest.approx(expected)
+    by_client = {c: a for c, a in alone["client_accuracy"].items() if a is not None}
+    assert lines[1]["client_accuracy_before_aggregation"] == pytest.approx(by_client)
     method = {"rounds": 1, "fraction": 1.0, "local": local, "weighting": "uniform"}  # a plain mean, as local's
     even = execute.run(experiment(tmp_path, method=method, run={"local_scores": True}), tmp_path / "even")
     loss = alone["local_loss"]

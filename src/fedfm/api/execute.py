@@ -23,6 +23,7 @@ from fedfm.runtime.population import Partitioned
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.trackers.tracker import tracked
 
 
 def run(
@@ -114,6 +115,7 @@ def drive(
         return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved
     try:
         with run.lock(), _stop_flag() as stop, devices.restored():
+            progress = tracked(run, progress)
             for notice in losses.settle(run, accept_loss):
                 progress.notice(notice)
             result = start(run, stop, progress, population, silos)

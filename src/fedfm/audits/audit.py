@@ -75,8 +75,7 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
     there, method = audits(), run.experiment.method_name
     known = {name: a for name, a in there.items() if a.reads(run)}
     if not known:
-        methods = sorted({m for a in there.values() for m in a.methods})
-        raise InputError(f"{run.path}: no audit reads the messages of {method}; there are audits of {listed(methods)}")
+        raise InputError(f"{run.path}: no audit reads this run of {method}; `fedfm audit --help` says which fit what")
     unfit = {name: a.unfit(run) for name, a in known.items()}
     fitting = {name: a for name, a in known.items() if unfit[name] is None}
     for name in names:

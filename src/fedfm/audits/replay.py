@@ -181,7 +181,7 @@ def replay(
     with torch_threads(1), devices.restored():
         notice("reading data and model")
         population = population_of(run, given)
-        _unchanged(run, population)
+        check_unchanged(run, population)
         notice(f"running {run.path} again, with a recorder at the server")
         for turn in play(run, population):
             seen += turn.seen if keep else ()
@@ -286,9 +286,36 @@ def play(run: Run, population: Partitioned) -> Iterator[Turn]:
             yield turn
 
 
+def connect(
+    method: Any,
+    population: Any,
+    private: Path,
+    *,
+    seed: int,
+    min_clients: int | None = 1,
+    excluded: Mapping[tuple[int, ClientId], ClientFault] | None = None,
+    aggregator: Aggregator | None = None,
+    attack: Any = None,
+    transport: str = EXACT,
+) -> tuple[Federation, _Recorder]:
+    """A federation of a population's clients in this process, and its recorder; arguments as of :func:`turns`."""
+    aggregator, told = aggregator or Aggregator(), {"attack": attack, "transport": transport}
+    silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, **told)
+    recorder = _Recorder(linked(LocalLink(silos), transport, population.model), excluded or {})
+    fed = Federation(
+        recorder,
+        model=population.model,
+        aggregator=aggregator,
+        seed=seed,
+        min_clients=min_clients,
+        secret=partial(secret, private, "server"),
+    )
+    return fed, recorder
+
+
 def turns(
     method: Any,
-    population: Partitioned,
+    population: Any,
     private: Path,
     *,
     rounds: int,
@@ -306,16 +333,16 @@ def turns(
         excluded: excluded clients, by (round, client).
         transport: precision of the Params in messages, ``run.transport``.
     """
-    aggregator, told = aggregator or Aggregator(), {"attack": attack, "transport": transport}
-    silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, **told)
-    recorder = _Recorder(linked(LocalLink(silos), transport, population.model), excluded or {})
-    fed = Federation(
-        recorder,
-        model=population.model,
-        aggregator=aggregator,
+    fed, recorder = connect(
+        method,
+        population,
+        private,
         seed=seed,
         min_clients=min_clients,
-        secret=partial(secret, private, "server"),
+        excluded=excluded,
+        aggregator=aggregator,
+        attack=attack,
+        transport=transport,
     )
     before = None
     for t in range(rounds + 1):
@@ -354,7 +381,12 @@ def _parties(private: Path) -> set[str]:
     return {path.parent.name for path in private.rglob("*.secret")}
 
 
-def _unchanged(run: Run, population: Partitioned) -> None:
+def check_unchanged(run: Run, population: Partitioned) -> None:
+    """Check that rows and model are those of the run.
+
+    Raises:
+        InputError: with what changed.
+    """
     now = fingerprints(run, population.federated.table, population.model.fingerprint)
     for name, value in now.items():
         if run.manifest["fingerprints"].get(name) != value:

@@ -86,12 +86,27 @@ notices and the report say what is missing.
 """,
     "audit": """examples:
   fedfm audit runs/mine                                every cheap attack that fits; the findings are in its report
-  fedfm audit runs/mine --attack membership            one attack; --attack may be given several times
+  fedfm audit runs/mine --attack model_membership      one attack; --attack may be given several times
   fedfm audit runs/mine --attack inversion             pictures from features: trains a network, about a minute
   fedfm audit runs/mine --attack inversion --pictures public.npz
   fedfm audit runs/mine --attack extraction            the foundation model of a fedbaf server, from what clients see
   fedfm audit runs/mine --format json | tail -1        the findings as one JSON object
   fedfm audit runs/mine --dossier                      also two pages for a data protection officer, to print
+
+attacks, and the runs that they fit; without --attack every one that fits and takes seconds:
+  model_membership     rows told from the final model; every method whose clients have the model
+  update_membership    rows told from the updates, or from their sums; methods with [method.local]
+  row_coins            a lower bound on epsilon from one more run with a coin a row; methods with [method.local]
+  label_counts         label counts of clients from a head's update; classifiers that send their head in the clear
+  head_rows            features of rows from a head's update; the same
+  membership, epsilon, reconstruction, single_holder, inversion       fedpft; inversion needs pictures
+  extraction           fedbaf
+  task_vector          fedbip, fedamp, fedawa
+  expert_membership    fedms, fedpgp
+  block_order, ciphertext_weights, encrypted_error, loss_labels, server_view,
+  substitute_model     blindfed
+  client_epsilon, canaries    noise for clients, unit = "client"
+  row_canaries, row_norms     DP-SGD
 
 A finding is a measurement with an interval and a verdict: "leaks", "holds" or "inconclusive". Exit code 0: the audit
 is done, and refutes no claim of the run. 1: a measurement refutes a claim of the run, e.g. its epsilon. 2: the run

@@ -86,10 +86,7 @@ def build() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="membership, epsilon, reconstruction, single_holder, inversion; extraction (fedbaf); "
-        "task_vector (fedbip, fedamp, fedawa); expert_membership (fedms, fedpgp); client_epsilon (fedavg and fedprox "
-        "under client-level privacy); canaries (client-level privacy); "
-        "row_canaries and row_norms (DP-SGD) [all cheap ones that fit the run]",
+        help="the attacks are listed below [all cheap ones that fit the run]",
     )
     audit.add_argument(
         "--pictures", type=Path, metavar="FILE", help="inversion: the attacker's own pictures [the run's test rows]"

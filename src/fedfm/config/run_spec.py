@@ -8,6 +8,7 @@ from fedfm.core.fields import setting
 from fedfm.linalg.quantised import CODES, EXACT
 
 ENGINES = ("local", "simulation", "deployment")
+TRACKERS = ("mlflow", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,12 @@ class RunSpec:
     evaluate_every: int = setting(1, "rounds between evaluations; 0: only at the end", ge=0)
     patience: int = setting(
         0, "stop after this many rounds without a better validation loss; the best round's model is kept", ge=0
+    )
+    track: tuple[str, ...] = setting(
+        (),
+        "also write metrics, settings and the result to these trackers: mlflow, tensorboard, wandb (extras of the same "
+        "names)",
+        choices=TRACKERS,
     )
     local_scores: bool = setting(False, "clients send their model's accuracy after local training, before aggregation")
     target_accuracy: float | None = setting(

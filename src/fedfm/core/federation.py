@@ -43,6 +43,8 @@ class Federation:
         notices: messages of this round for the user.
         heard: number of clients with a valid reply to the method's last call; after :meth:`mean`, those in the mean.
         metrics: means of the metrics in this round's updates, weighted like the updates.
+        client_metrics: of this round's updates by client, where clients judge their models before aggregation and the
+            server sees single updates.
         secret: the server's 32 bytes by name, from the operating system's entropy, the same for the whole run.
         memory: the server's private memory, as of the last committed round.
         store: bytes by name, on the disk when an assignment returns, so that a resume finds them within a round.
@@ -81,6 +83,7 @@ class Federation:
         self.notices: list[str] = []
         self.heard = 0
         self.metrics: dict[str, float] = {}
+        self.client_metrics: dict[ClientId, dict[str, float]] = {}
         self.cohort: tuple[ClientId, ...] = ()
         self._on_excluded = on_excluded
         self.clients: tuple[ClientId, ...] = tuple(sorted(link.clients))
@@ -88,6 +91,7 @@ class Federation:
     def begin(self, t: int) -> None:
         """Start round t: its random streams, its metrics."""
         self.round, self.call, self.metrics, self.cohort, self.notices = t, 0, {}, (), []
+        self.client_metrics = {}
         self.memory = self._memory(t)
 
     def commit(self) -> None:
@@ -246,6 +250,8 @@ class Federation:
             else:
                 early[reply.client] = value
                 good += 1
+                if isinstance(value, Update) and update_metrics.JUDGED in value.metrics:
+                    self.client_metrics.setdefault(reply.client, {}).update(value.metrics)
             while turns and turns[-1] not in pending:
                 if (client := turns.pop()) in early:
                     yield client, early.pop(client)

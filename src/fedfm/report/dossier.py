@@ -26,12 +26,19 @@ Fact = tuple[str, str | None]  # what it is, and a text, or None for a line to f
 _MOST = 8  # rows of a table: one page of paper, or two
 # Kinds of attacks that the opinion names, and the findings of this library that are of the kind.
 _KINDS = {
-    "membership inference": ("membership", "expert_membership", "task_vector.membership"),
-    "attribute inference": ("task_vector.labels", "task_vector.shares", "task_vector.neighbours"),
+    "membership inference": (
+        "membership",
+        "expert_membership",
+        "model_membership",
+        "update_membership",
+        "row_coins",
+        "task_vector.membership",
+    ),
+    "attribute inference": ("label_counts", "task_vector.labels", "task_vector.shares", "task_vector.neighbours"),
     "exfiltration": (),
     "regurgitation of training data": (),
     "model inversion": ("inversion",),
-    "reconstruction": ("reconstruction", "single_holder"),
+    "reconstruction": ("reconstruction", "single_holder", "head_rows"),
 }
 _OTHER = "other"
 _ORDER = ("leaks", "inconclusive", "holds")

@@ -169,6 +169,10 @@ class Server:
             line |= self._evaluator.scores(state, thorough=last)
         if self.run.experiment.run.local_scores and t:
             line |= {key: self._before_aggregation(key) for key in (BEFORE, LOSS_BEFORE)}
+            known = {c: m for c, m in sorted(self.fed.client_metrics.items()) if m.get(JUDGED)}
+            line |= {
+                f"client_{key}": {c: m[key] for c, m in known.items() if key in m} for key in (BEFORE, LOSS_BEFORE)
+            }
         line |= {
             "train_loss": self.fed.metrics.get("loss"),
             "cohort": list(self.fed.cohort),

@@ -1,0 +1,109 @@
+"""Rows' features from a client's head updates: the closed form x = dW / db."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedfm.audits.audit import Audit
+from fedfm.audits.crossed import crossings
+from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.head_view import changes, head_names, reads_heads, sums_only
+from fedfm.audits.inference import copies, rates
+from fedfm.audits.inference.head_updates import features
+from fedfm.audits.inference.rates import Array
+from fedfm.audits.replay import Replay, Turn, Watch
+from fedfm.audits.shadow_runs import RowPool
+from fedfm.core.client import ClientId
+from fedfm.runtime.population import Partitioned
+from fedfm.runtime.predictions import applied
+from fedfm.runtime.run_directory import Run
+
+QUESTION = "Do a client's updates of the head disclose the features of single rows?"
+SHARE = 0.05  # of the typical distance between neighbours; what is nearer to a row than that is the row
+NAMED = 1000  # rows named in the detail
+
+
+class Rebuilt(Watch):
+    """Which rows each update gives.
+
+    Attributes:
+        hits: (client, row of the table) that an update gave.
+        by_chance: test rows that an update gave, which it cannot know.
+        ratios: distance of every computed feature to the nearest training row, in typical distances of neighbours.
+        compared: distinct test rows.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._pool: RowPool | None = None
+        self.hits: set[tuple[ClientId, int]] = set()
+        self.by_chance: set[int] = set()
+        self.ratios: list[float] = []
+        self.compared, self.rows, self.updates = 0, 0, 0
+
+    def see(self, turn: Turn, population: Partitioned) -> None:
+        method: Any = self._run.experiment.method
+        model, names = population.model, head_names(population.model)
+        if names is None or turn.round == 0:
+            return
+        pool = self._pool = self._pool or RowPool(population, self._run.experiment.run.seed)
+        self.rows = sum(len(pool.members[c]) for c in pool.honest)
+        self.compared = len(np.unique(np.concatenate(list(pool.strangers.values()))))
+        before = model.params()
+        for crossing in crossings(turn, method, model):
+            (client,) = crossing.clients
+            moved = changes(crossing, names)
+            if moved is None or client not in pool.honest:
+                continue
+            self.updates += 1
+            _, x = features(*moved)
+            with applied(method, model, crossing.start, pool.compared(client)) as rows:
+                known: Array = model.features(rows).double().numpy()
+            self._compare(client, x, known, pool)
+        model.load(before)  # the rounds go on as if nobody had looked
+
+    def _compare(self, client: ClientId, x: Array, known: Array, pool: RowPool) -> None:
+        split, gap = len(pool.members[client]), copies.typical_gap(known)
+        if not split or not gap or not len(x):
+            return
+        index, near = copies.nearest(x, known[:split])
+        self.ratios += (near / gap).tolist()
+        self.hits |= {(client, int(pool.members[client][i])) for i in index[near < SHARE * gap]}
+        index, near = copies.nearest(x, known[split:])
+        self.by_chance |= {int(pool.strangers[client][i]) for i in index[near < SHARE * gap]}
+
+
+class HeadRows(Audit):
+    """Share of training rows whose features an update gives, compared with test rows, which it gives by chance only."""
+
+    replies: ClassVar[bool] = False
+
+    def reads(self, run: Run) -> bool:
+        return reads_heads(run)
+
+    def unfit(self, run: Run) -> str | None:
+        return sums_only(run)
+
+    def watch(self, run: Run) -> Rebuilt:
+        return Rebuilt(run)
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        found: Any = replay.watched["head_rows"]
+        if not found.ratios:
+            return [nothing("head_rows", QUESTION, "No update has a head with a bias.")]
+        hits, rows = len(found.hits), max(found.rows, 1)
+        low, high = rates.clopper_pearson(hits, rows)
+        chance = len(found.by_chance) / found.compared if found.compared else 0.0
+        verdict: Verdict = "leaks" if hits and low > chance else "inconclusive" if hits else "holds"
+        says = (
+            f"dW / db of {found.updates} updates gives the features of {hits} of {rows} training rows; of test rows, "
+            f"which no update contains, {100 * chance:.1f} %. The median computed feature is "
+            f"{float(np.median(found.ratios)):.2g} times as far from the nearest training row as neighbours are."
+        )
+        named = [{"client": c, "row": row} for c, row in sorted(found.hits)[:NAMED]]
+        detail = {"updates": found.updates, "rows": rows, "rebuilt": hits, "by_chance": chance, "leaks": named}
+        detail |= {"nearest_ratio": min(found.ratios), "median_ratio": float(np.median(found.ratios))}
+        return [Finding("head_rows", QUESTION, hits / rows, low, high, chance, verdict, says, False, detail)]

@@ -1,0 +1,49 @@
+"""The head in the updates that a server sees, and what an attacker knows besides: the model, and test rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fedfm.audits.crossed import CrossedUpdate, hidden
+from fedfm.audits.inference.rates import Array
+from fedfm.audits.row_evidence import no_round
+from fedfm.audits.update_membership import reads_updates
+from fedfm.models.model import Model
+from fedfm.runtime.run_directory import Run
+
+
+class Names(NamedTuple):
+    """Names of the head's tensors among those that travel."""
+
+    weight: str
+    bias: str
+
+
+def head_names(model: Model) -> Names | None:
+    """None if the model has no trained head with a bias."""
+    head = model.head
+    if head is None or head.bias is None:
+        return None
+    found = {id(tensor): name for name, tensor in model.live().items()}
+    weight, bias = found.get(id(head.weight)), found.get(id(head.bias))
+    return None if weight is None or bias is None else Names(weight, bias)
+
+
+def reads_heads(run: Run) -> bool:
+    """Whether updates of classifiers cross that an attacker can read."""
+    kind = run.manifest["model"].get("task", run.experiment.model.task)
+    return reads_updates(run) and kind in (None, "classification")
+
+
+def sums_only(run: Run) -> str | None:
+    """Why heads of single clients are not seen."""
+    if hidden(run):
+        return "the server saw sums of updates only; update_membership attacks these"
+    return no_round(run)
+
+
+def changes(crossing: CrossedUpdate, names: Names) -> tuple[Array, Array] | None:
+    """(weight (C, d), bias (C,)) of an update of one client."""
+    if crossing.delta is None or names.bias not in crossing.delta:
+        return None
+    return tuple(crossing.delta[name].double().numpy() for name in names)  # type: ignore[return-value]

@@ -1,0 +1,83 @@
+"""What the change of a linear head tells of the rows behind it: their labels, and their features.
+
+The cross-entropy's gradient is p - y for a row's logits, (p - y) x^T for the weights W (C, d), and p - y for the bias b
+(C,): a row of class c raises b_c and lowers the others (Wainakh et al., User-Level Label Leakage from Gradients in
+Federated Learning, PoPETs 2022, arXiv:2105.09369).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedfm.audits.inference.rates import Array
+
+RIDGE = 1.0  # in units of the standardised traces
+ALPHAS = (0.1, 0.3, 1.0, 5.0)  # of the attacker's Dirichlet guesses: from one class to nearly all
+
+
+def traces(weight: Array, bias: Array, x: Array, labels: Array, said: Array) -> Array:
+    """Figures (5 C,) of an update of the head that depend on its label counts.
+
+    Args:
+        weight, bias: (C, d), (C,) changes of the head.
+        x, labels: (m, d), (m,) the attacker's own rows, as the head sees them.
+        said: (m, C) their probabilities under the updated model.
+    """
+    classes = len(bias)
+    own = np.stack([x[labels == c].mean(0) if (labels == c).any() else x.mean(0) for c in range(classes)])  # (C, d)
+    right = np.array([said[labels == c, c].mean() if (labels == c).any() else 0.0 for c in range(classes)])
+    return np.concatenate([bias, weight @ x.mean(0) + bias, (weight * own).sum(1), said.mean(0), right])
+
+
+def guesses(classes: int, n: int, number: int, rng: np.random.Generator) -> Array:
+    """Label counts (number, C) of n rows that an attacker tries, from one-sided to even."""
+    shares = [rng.dirichlet(np.full(classes, ALPHAS[i % len(ALPHAS)])) for i in range(number)]
+    return np.stack([rng.multinomial(n, p) for p in shares])
+
+
+def label_shares(tried: Array, shares: Array, seen: Array) -> Array:
+    """Shares of the classes (C,) behind an update, by ridge regression on updates that the attacker made itself.
+
+    Melis, Song, De Cristofaro, Shmatikov. Exploiting Unintended Feature Leakage in Collaborative Learning. IEEE S&P
+    2019. arXiv:1805.04049, Section 4.3: the attacker trains on rows of its own with and without a property.
+
+    Args:
+        tried: (M, k) traces of the attacker's updates.
+        shares: (M, C) label shares behind them.
+        seen: (k,) traces of the update.
+    """
+    middle, spread = tried.mean(0), tried.std(0) + 1e-12
+    x, mean = (tried - middle) / spread, shares.mean(0)
+    weights = np.linalg.solve(x.T @ x + RIDGE * np.eye(x.shape[1]), x.T @ (shares - mean))  # (k, C)
+    found = np.clip(mean + (seen - middle) / spread @ weights, 0.0, None)
+    return np.asarray(found / found.sum()) if found.sum() > 0 else np.full(len(mean), 1 / len(mean))
+
+
+def distance(a: Array, b: Array) -> float:
+    """Total variation distance of two distributions, in [0, 1].
+
+    Example:
+        >>> distance(np.array([1.0, 0.0]), np.array([0.5, 0.5]))
+        0.5
+    """
+    return float(np.abs(a - b).sum() / 2)
+
+
+def features(weight: Array, bias: Array) -> tuple[Array, Array]:
+    """X = dW_c / db_c for each class whose bias moved: (classes (k,), (k, d)).
+
+    Phong, Aono, Hayashi, Wang, Moriai. Privacy-Preserving Deep Learning via Additively Homomorphic Encryption. IEEE
+    TIFS 2018, ePrint 2017/715, Section 3. Exact where one row made the change; of several rows it is their mean with
+    weights p - y.
+
+    Args:
+        weight: (C, d) change of the weights.
+        bias: (C,) change of the bias.
+
+    Example:
+        >>> x, push = np.array([3.0, 4.0]), np.array([0.5, -0.5])
+        >>> features(np.outer(push, x), push)[1].tolist()
+        [[3.0, 4.0], [3.0, 4.0]]
+    """
+    moved = np.flatnonzero(np.abs(bias) > 1e-6 * max(float(np.abs(bias).max(initial=0.0)), 1e-30))
+    return moved, weight[moved].astype(np.float64) / bias[moved, None]

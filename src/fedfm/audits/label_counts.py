@@ -1,0 +1,165 @@
+"""Label counts of each client from the first update of its head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fedfm import seeds
+from fedfm.audits.audit import Audit
+from fedfm.audits.crossed import CrossedUpdate, crossings
+from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.head_view import Names, head_names, reads_heads, sums_only
+from fedfm.audits.inference import rates
+from fedfm.audits.inference.head_updates import distance, guesses, label_shares, traces
+from fedfm.audits.inference.rates import Array
+from fedfm.audits.replay import Replay, Turn, Watch
+from fedfm.audits.shadow_runs import BUDGET, cost
+from fedfm.core.client import Client, ClientData, ClientId
+from fedfm.core.rows import Rows
+from fedfm.linalg.params import Params
+from fedfm.runtime.population import Partitioned
+from fedfm.runtime.predictions import applied, logits
+from fedfm.runtime.run_directory import Run
+
+QUESTION = "Can the server tell from a client's update how many rows of each class it has?"
+OWN = 300  # rows of the attacker's own: test rows, which the server judges models on
+MOST, LEAST = 150, 30  # local passes that the attacker tries for each client
+
+
+class Shares(Watch):
+    """The attack on the first update of each client.
+
+    Attributes:
+        found: by client, (C,).
+        public: (C,) shares of the attacker's own rows; None without them.
+        tried: local passes for each client.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.found: dict[ClientId, Array] = {}
+        self.public: Array | None = None
+        self.tried = 0
+
+    def see(self, turn: Turn, population: Partitioned) -> None:
+        method: Any = self._run.experiment.method
+        model, federated, names = population.model, population.federated, head_names(population.model)
+        if names is None or turn.round == 0 or not len(federated.test):
+            return
+        fresh = [
+            c
+            for c in crossings(turn, method, model)
+            if c.clients[0] not in self.found and c.start.layout is model.layout
+        ]
+        if not fresh:
+            return
+        rounds = max(int(self._run.manifest["result"]["rounds"]), 1)
+        one = cost(self._run, population) / rounds / max(len(population.clients), 1)  # seconds of a local pass
+        self.tried = min(MOST, int(BUDGET / (one * len(population.clients)))) if one else MOST
+        own = federated.test[:: -(-len(federated.test) // OWN)]
+        labels = np.asarray(federated.table.labels)[own]
+        self.public = np.bincount(labels, minlength=len(model.classes)) / len(labels)
+        if self.tried < LEAST:
+            return
+        before, attacker = model.params(), _Attacker(self._run, population, population.rows(own), labels, names)
+        for crossing in fresh:
+            (client,) = crossing.clients
+            n = len(federated.clients[client].train)  # the update's weight tells it
+            if n:
+                self.found[client] = attacker.shares(crossing, n, self.tried)
+        model.load(before)  # the rounds go on as if nobody had looked
+
+
+class _Attacker:
+    """Trains as a client does, on rows of its own with label counts that it knows."""
+
+    def __init__(self, run: Run, population: Partitioned, rows: Rows, labels: Array, names: Names) -> None:
+        self._run, self._method, self._model = run, run.experiment.method, population.model
+        self._rows, self._labels, self._names = rows, labels, names
+        self._by_class = [np.flatnonzero(labels == c) for c in range(len(population.model.classes))]
+
+    def shares(self, crossing: CrossedUpdate, n: int, number: int) -> Array:
+        """Estimated label shares (C,) of an update of n rows."""
+        seed, client = self._run.experiment.run.seed, crossing.clients[0]
+        rng, local = seeds.generator(seed, "audit", "label counts", client), self._method.local.plain
+        with applied(self._method, self._model, crossing.start, self._rows) as rows:
+            x = self._model.features(rows).double().numpy()
+        tried, behind = [], []
+        for i, counts in enumerate(guesses(len(self._by_class), n, number, rng)):
+            index = self._draw(counts, rng)
+            mine = self._rows.take(index)
+            none = mine.take([])
+            data = ClientData(lambda mine=mine: mine, lambda none=none: none, lambda none=none: none)  # type: ignore[misc]
+            end = local(Client("attacker", data, self._model, {}, seed=seeds.derive(seed, "audit", i)), crossing.start)
+            tried.append(self._traces(end - crossing.start, end, x))
+            behind.append(np.bincount(self._labels[index], minlength=len(self._by_class)) / n)
+        seen = self._traces(crossing.end - crossing.start, crossing.end, x)
+        return label_shares(np.stack(tried), np.stack(behind), seen)
+
+    def _draw(self, counts: Array, rng: np.random.Generator) -> Array:
+        """Rows of these counts; of a class that the attacker lacks any rows."""
+        every = np.arange(len(self._labels))
+        return np.concatenate(
+            [rng.choice(own if len(own) else every, k) for own, k in zip(self._by_class, counts, strict=True)]
+        )
+
+    def _traces(self, delta: Params, end: Params, x: Array) -> Array:
+        said = torch.softmax(logits(self._method, self._model, end, self._rows).double(), -1).numpy()
+        weight, bias = (delta[name].double().numpy() for name in self._names)
+        return traces(weight, bias, x, self._labels, said)
+
+
+class LabelCounts(Audit):
+    """Total variation distance between estimated and true label shares, compared with the guess "as the test rows"."""
+
+    replies: ClassVar[bool] = False
+
+    def reads(self, run: Run) -> bool:
+        return reads_heads(run)
+
+    def unfit(self, run: Run) -> str | None:
+        return sums_only(run)
+
+    def watch(self, run: Run) -> Shares:
+        return Shares(run)
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        watch: Any = replay.watched["label_counts"]
+        federated = replay.population.federated
+        bad = replay.population.attackers.names if replay.population.attackers is not None else ()
+        error, guess, present = [], [], []
+        for client, estimate in watch.found.items():
+            rows = np.asarray(federated.table.labels)[federated.clients[client].train]
+            if client in bad:
+                continue
+            true = np.bincount(rows, minlength=len(watch.public)) / len(rows)
+            error.append(distance(estimate, true))
+            guess.append(distance(watch.public, true))
+            present.append(float(((estimate * len(rows) >= 0.5) == (true > 0)).mean()))
+        if not error:
+            why = "No update has a head with a bias, the server has no rows of its own, or training is too slow to try."
+            return [nothing("label_counts", QUESTION, why)]
+        return [_finding(replay, np.array(error), np.array(guess), float(np.mean(present)), watch)]
+
+
+def _finding(replay: Replay, error: Array, guess: Array, present: float, watch: Shares) -> Finding:
+    rng, ones = seeds.generator(replay.run.experiment.run.seed, "audit", "label counts"), np.ones(len(error))
+    mean, baseline = float(error.mean()), float(guess.mean())
+    low, high = rates.bootstrap(error, ones, rng)
+    gain = rates.bootstrap(guess - error, ones, rng)  # paired: the same clients
+    few = len(error) < 3  # of two clients a bootstrap is no interval
+    verdict: Verdict = (
+        "inconclusive" if few else "leaks" if gain[0] > 0 else "holds" if gain[1] <= 0 else "inconclusive"
+    )
+    says = (
+        f"Each client's first update, and {watch.tried} local passes on the attacker's own rows, give label shares "
+        f"that are {mean:.3f} [{low:.3f}, {high:.3f}] from the true ones (total variation, mean of {len(error)} "
+        f"clients); the guess that a client is as the test rows errs by {baseline:.3f}. Whether a client has a class "
+        f"is right in {100 * present:.0f} % of cases."
+    )
+    detail = {"guess": baseline, "gain_low": gain[0], "gain_high": gain[1], "clients": len(error), "present": present}
+    return Finding("label_counts", QUESTION, mean, low, high, baseline, verdict, says, False, detail)

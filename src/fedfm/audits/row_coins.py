@@ -1,0 +1,99 @@
+"""A lower bound on epsilon from one run whose rows are all canaries.
+
+Steinke, Nasr, Jagielski: Privacy auditing with one (1) training run. NeurIPS 2023. arXiv:2305.08846, Algorithm 1. The
+run is done once more with a fair coin for each row, which decides whether its client has it; the server guesses the
+coins from the updates. Without a promise the bound says how much privacy the run cannot have had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, Verdict, against, nothing
+from fedfm.audits.inference.one_run import SHARES, epsilon_bound
+from fedfm.audits.inference.rates import Array
+from fedfm.audits.loss_drops import LossDrops
+from fedfm.audits.replay import Replay, check_unchanged
+from fedfm.audits.row_evidence import by_class, no_round
+from fedfm.audits.shadow_runs import BUDGET, Half, RowPool, cost, shadow_turns
+from fedfm.audits.stated_epsilon import claim
+from fedfm.audits.update_membership import NO_UPDATE, reads_updates
+from fedfm.linalg.threads import torch_threads
+from fedfm.runtime.population import populate
+from fedfm.runtime.run_directory import Run
+
+QUESTION = "Which epsilon can the updates of such a run not have, for single rows?"
+DELTA = 1e-5  # where the run states none
+STRICT = 0.9999
+FIRST = 1000  # number of the shadow: others are those of model_membership
+
+
+class RowCoins(Audit):
+    """Guesses every row's coin by how far the updates lowered its loss."""
+
+    replays: ClassVar[bool] = False
+    replies: ClassVar[bool] = False
+
+    def reads(self, run: Run) -> bool:
+        return reads_updates(run)
+
+    def unfit(self, run: Run) -> str | None:
+        return no_round(run)
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        run = replay.run
+        population = populate(run.experiment)  # a model that no replay has moved
+        check_unchanged(run, population)
+        if (seconds := cost(run, population)) > BUDGET:
+            why = f"To do the run again with a coin for each row takes about {seconds:.0f} s, more than {BUDGET:.0f}."
+            return [nothing("row_coins", QUESTION, why)]
+        pool = RowPool(population, run.experiment.run.seed)
+        half, drops = Half(pool, FIRST, run.experiment.run.seed), LossDrops(run, pool)
+        with torch_threads(1):
+            for turn in shadow_turns(run, half, FIRST):
+                drops.see(turn, population)
+        if not drops.updates:
+            return [nothing("row_coins", QUESTION, NO_UPDATE)]
+        right: Array = np.concatenate(
+            [
+                by_class(drops.found[c], pool.labels(c)) * np.where(half.taken[c][1], 1.0, -1.0)
+                for c in pool.honest
+                if c in drops.found
+            ]
+        )
+        return [_finding(run, right, drops)]
+
+
+def _finding(run: Run, right: Array, drops: LossDrops) -> Finding:
+    """From readings (m,), positive where the guess is right."""
+    promise = claim(run)
+    delta, line = (DELTA, 0.0) if promise is None else (promise.delta, promise.epsilon)
+    low, strict = (epsilon_bound(right, delta, level) for level in (0.95, STRICT))  # type: ignore[arg-type]
+    order = np.argsort(-np.abs(right), kind="stable")
+    odds = []
+    for guesses in sorted({max(1, round(share * len(right))) for share in SHARES}):
+        hits = int((right[order[:guesses]] > 0).sum())
+        odds.append((math.log((hits + 0.5) / (guesses - hits + 0.5)), hits, guesses))
+    estimate, hits, guesses = max(odds)
+    says = (
+        f"The server guesses {hits} of the {guesses} surest of {len(right)} coins right from "
+        f"{'sums of updates' if drops.sums else 'single updates'}: this refutes every epsilon of a row below {low:.3g} "
+        f"at 95 % confidence, with delta = {delta:.2g}."
+    )
+    verdict: Verdict = "leaks" if low > line else "inconclusive" if promise is None else "holds"
+    contradicts = False
+    if promise is None:
+        says += " The run claims none."
+    elif promise.steps > 1:
+        verdict, end = against(promise.epsilon, low, strict)
+        contradicts = verdict == "leaks"
+        says += f" The manifest claims {promise.epsilon:.4g}{end}"
+    else:  # a coin is one row more or less: a promise on exchanged rows says nothing of it
+        says += f" The manifest claims {promise.epsilon:.4g} of exchanged rows."
+    detail = {"coins": len(right), "sure": guesses, "right": hits, "delta": delta}
+    return Finding("row_coins", QUESTION, max(estimate, 0.0), low, None, line, verdict, says, contradicts, detail)

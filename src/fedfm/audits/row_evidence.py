@@ -1,0 +1,70 @@
+"""What a model says of single rows: the figure by which membership attacks compare them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+
+from fedfm.audits.inference.rates import Array
+from fedfm.audits.inference.shadow_ratio import confidence
+from fedfm.core.method import Method
+from fedfm.core.rows import Rows
+from fedfm.linalg.params import Params
+from fedfm.models.inputs import IGNORE
+from fedfm.models.model import Model
+from fedfm.runtime.predictions import applied, logits
+from fedfm.runtime.run_directory import Run
+
+BATCH = 16  # texts at once
+TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
+
+
+def unreadable(run: Run) -> str | None:
+    """Why no attacker can compare single rows of this run; None if it can."""
+    method, task = run.experiment.method, run.experiment.model.task
+    if method.needs.model == "server":
+        return "the model stays at the server, and clients' rows are read by nobody else"
+    if task is not None and task not in TASKS:
+        return f"it compares rows of tasks {', '.join(TASKS)}, and this run's is {task}"
+    return None
+
+
+def no_round(run: Run) -> str | None:
+    """Why nothing was learned of any row."""
+    return None if run.manifest["result"]["rounds"] else "the run has no round"
+
+
+def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
+    """Of each row (n,): with labels phi = log(p_y / (1 - p_y)), of texts minus the mean loss of a token.
+
+    More says "trained on": Yeom et al. (arXiv:1709.01604) compare the loss, which phi is a monotone function of.
+    """
+    if not len(rows):
+        return np.zeros(0)
+    if rows.labels is not None and not model.is_language_model:
+        return confidence(logits(method, model, w, rows).numpy(), rows.labels.numpy())
+    found = []
+    with applied(method, model, w, rows) as judged, model.evaluating():
+        for batch in (judged.padded() if judged.tokens is not None else judged).batches(BATCH):
+            said, targets = model.flat(model.logits(batch), batch)
+            each = F.cross_entropy(said, targets, ignore_index=IGNORE, reduction="none")
+            counted = (targets != IGNORE).reshape(len(next(iter(batch.values()))), -1).sum(1)
+            found.append(-(each.reshape(len(counted), -1).sum(1) / counted.clamp(min=1)).cpu().double().numpy())
+    return np.concatenate(found)
+
+
+def losses(found: Array, labelled: bool) -> Array:
+    """Losses (n,) from :func:`evidence`: with labels log(1 + e^-phi)."""
+    return np.asarray(np.logaddexp(0.0, -found)) if labelled else -found
+
+
+def by_class(scores: Array, labels: Array | None) -> Array:
+    """Scores less the median of their class, of members and strangers together, which favours neither."""
+    if labels is None:
+        return scores
+    done = scores.copy()
+    for c in np.unique(labels):
+        done[labels == c] -= np.median(scores[labels == c])
+    return done

@@ -1,0 +1,207 @@
+"""Shadow runs: the run's own experiment on random halves of the clients' rows, for attacks that need to know what a
+model does with and without a row.
+
+A shadow has the run's method, settings, rounds, clients and start. A coin for each row decides whether the client that
+holds it has it in this shadow; test rows have a coin, too. Its seed differs. So the attacker knows the distribution of
+the rows and the settings, as in Carlini et al. (arXiv:2112.03570), but neither who took part nor the run's messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedfm import seeds
+from fedfm.aggregation.base import Aggregator, Mechanism, Transport
+from fedfm.audits.inference.rates import Array
+from fedfm.audits.replay import Turn, connect, turns
+from fedfm.core.client import POOLED, ClientData, ClientId, each
+from fedfm.core.rows import Rows
+from fedfm.data.table import ClientRows
+from fedfm.linalg.params import Params
+from fedfm.linalg.threads import torch_threads
+from fedfm.models.model import Model
+from fedfm.runtime.evaluation import Evaluation
+from fedfm.runtime.population import Partitioned
+from fedfm.runtime.predictions import kept, personal
+from fedfm.runtime.row_cache import encodes
+from fedfm.runtime.run_directory import Run
+from fedfm.training import TrainsLocally
+
+MOST, LEAST = 16, 8  # shadow runs; with fewer a row's two distributions are not known
+BUDGET = 40.0  # seconds of one core that all shadows may take, as estimated; a figure must not depend on the clock
+MACS = 5e9  # multiply-accumulates of a core in a second
+STEP, HEAD_STEP = 0.01, 3e-4  # seconds of a step of a whole model, and of a head, whatever they compute
+MASKING = 0.05  # seconds a client spends on hiding an update
+
+
+class RowPool:
+    """Rows of the experiment that the attack compares: of each client those it trained on and as good as unused ones.
+
+    Attributes:
+        members, strangers: (n,) indexes of the table by client; strangers were drawn from the same distribution.
+        own: whether strangers are the client's own test rows; else they are global test rows, dealt at random.
+    """
+
+    def __init__(self, population: Partitioned, seed: int) -> None:
+        self.population = population
+        clients = population.federated.clients
+        bad = population.attackers.names if population.attackers is not None else ()
+        self.honest = [c for c in population.clients if c not in bad]
+        self.members: dict[ClientId, Array] = {c: np.sort(clients[c].train) for c in population.clients}
+        self.own = any(len(clients[c].test) for c in self.honest)
+        if self.own:
+            self.strangers: dict[ClientId, Array] = {c: np.sort(clients[c].test) for c in population.clients}
+        else:
+            dealt = seeds.generator(seed, "audit", "strangers").permutation(population.federated.test)
+            parts = np.array_split(dealt, max(len(population.clients), 1))
+            self.strangers = {c: np.sort(x) for c, x in zip(population.clients, parts, strict=True)}
+
+    @functools.cached_property
+    def order(self) -> Array:
+        """All rows of the pool, ascending, validation rows included."""
+        val = [self.population.federated.clients[c].val for c in self.population.clients]
+        return np.unique(np.concatenate([*self.members.values(), *self.strangers.values(), *val]))
+
+    @functools.cached_property
+    def _all(self) -> Rows:
+        return self.population.rows(self.order)
+
+    def rows(self, index: Array) -> Rows:
+        """Rows of the table, ready for the model; each is prepared once."""
+        return self._all.take(np.searchsorted(self.order, index))
+
+    def compared(self, client: ClientId) -> Rows:
+        """A client's members and strangers, in this order."""
+        return self.rows(self.index(client))
+
+    def index(self, client: ClientId) -> Array:
+        """Indexes (n,) of :meth:`compared`."""
+        return np.concatenate([self.members[client], self.strangers[client]]).astype(np.int64)
+
+    def labels(self, client: ClientId) -> Array | None:
+        """Labels (n,) of :meth:`compared`; None for language models."""
+        labels = self.population.federated.table.labels
+        return None if labels is None else np.asarray(labels)[self.index(client)]
+
+
+class Half:
+    """A population for the engine's clients, each with the rows that a coin gave it.
+
+    Attributes:
+        taken: by client the rows (m,) of the pool, members first, and whether each is in.
+    """
+
+    attackers = None
+
+    def __init__(self, pool: RowPool, number: int, seed: int) -> None:
+        self._pool = pool
+        self.model: Model = pool.population.model
+        self.client_model = pool.population.client_model
+        self.taken: dict[ClientId, tuple[Array, Array]] = {}
+        for c in pool.population.clients:
+            rows = pool.index(c)
+            coins = seeds.generator(seed, "audit", "coins", number, c).random(len(rows)) < 0.5
+            if len(rows) and not coins.any():  # a client without rows would not train: the run had one with rows
+                coins[:1] = True
+            self.taken[c] = rows, coins
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        return self._pool.population.clients
+
+    def data(self, client: ClientId) -> ClientData:
+        """The client's rows in this shadow."""
+        if client == POOLED:
+            parts = [self._of(c) for c in self.clients]
+            train, val = (np.sort(np.concatenate([getattr(p, name) for p in parts])) for name in ("train", "val"))
+        else:
+            train, val = self._of(client).train, self._of(client).val
+        rows = self._pool.rows
+        return ClientData(lambda: rows(train), lambda: rows(val), lambda: rows(train[:0]))
+
+    def _of(self, client: ClientId) -> ClientRows:
+        rows, coins = self.taken[client]
+        held = self._pool.population.federated.clients[client]
+        return ClientRows(np.sort(rows[coins]), held.val, rows[:0])
+
+
+def affordable(run: Run, population: Partitioned) -> int:
+    """How many shadow runs fit the budget, at most :data:`MOST`; 0 if fewer than :data:`LEAST` do."""
+    seconds = cost(run, population)
+    number = MOST if not seconds else min(MOST, int(BUDGET / seconds))
+    return number if number >= LEAST else 0
+
+
+def cost(run: Run, population: Partitioned) -> float:
+    """Estimated seconds of one shadow run, from counts alone."""
+    method: Any = run.experiment.method
+    rounds, clients = int(run.manifest["result"]["rounds"]), len(population.clients)
+    trained = rounds * clients
+    sizes = [len(population.federated.clients[c].train) for c in population.clients]
+    seconds = 0.0
+    if isinstance(method, TrainsLocally):
+        operations = run.manifest["ledger"].get("operations") or {}
+        seconds += trained * float(operations.get("macs_per_client_round", 0.0)) / MACS
+        noisy = run.experiment.aggregation.mechanism.plan is not None  # a gradient a row, and its noise
+        one = HEAD_STEP if encodes(population.model) and not noisy else STEP
+        seconds += rounds * sum(method.local.steps(n) for n in sizes if n) * one
+    else:  # methods of one round fit heads
+        seconds += trained * 0.05
+    if _transport(run.experiment.aggregation).form != "plain":
+        seconds += trained * MASKING
+    return seconds
+
+
+def _transport(aggregator: Aggregator) -> Transport:
+    return aggregator.transport if type(aggregator.mechanism) is not Mechanism else Transport()
+
+
+def _aggregator(run: Run) -> Aggregator:
+    """The run's own; where it only hides the updates, the same mean in the clear, which is faster."""
+    ours: Any = run.experiment.aggregation
+    if type(ours.mechanism) is not Mechanism or ours.transport.form == "plain":
+        return ours  # type: ignore[no-any-return]
+    return Aggregator()
+
+
+def shadow_turns(run: Run, half: Half, number: int) -> Iterator[Turn]:
+    """The rounds of a shadow run."""
+    with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as private, torch_threads(1):
+        yield from turns(
+            run.experiment.method,
+            half,
+            Path(private),
+            rounds=int(run.manifest["result"]["rounds"]),
+            seed=_seed(run, number),
+            aggregator=_aggregator(run),
+        )
+
+
+def shadow_models(run: Run, half: Half, number: int) -> Mapping[ClientId, Params]:
+    """Final models of a shadow run: by client where each has its own, else one under ""."""
+    method: Any = run.experiment.method
+    rounds = int(run.manifest["result"]["details"].get("model_of_round", run.manifest["result"]["rounds"]))
+    with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as private, torch_threads(1):
+        fed, recorder = connect(method, half, Path(private), seed=_seed(run, number), aggregator=_aggregator(run))
+        fed.begin(0)
+        state = method.init(fed)
+        for t in range(1, rounds + 1):
+            recorder.begin()
+            fed.begin(t)
+            state = method.step(fed, state, t)
+        if not personal(method):
+            return {"": method.params_for(state, "")}
+        models = {c: method.params_for(state, c) for c in fed.clients}
+        if kept(method):
+            models = dict(fed.ask(Evaluation(method).reveal, counted=False, w=each(models)))
+        return models
+
+
+def _seed(run: Run, number: int) -> int:
+    return seeds.derive(run.experiment.run.seed, "audit", "shadow", number)

@@ -1,0 +1,173 @@
+"""Trackers: their interface, and a Progress that feeds them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any, ClassVar
+
+from fedfm.core.messages import Excluded
+from fedfm.errors import InputError, first_line
+from fedfm.runtime.progress import Progress
+from fedfm.runtime.run_directory import Run
+
+
+class Tracker(ABC):
+    """One service; a subclass imports its library when it is made.
+
+    Attributes:
+        extra: of fedfm, which installs the library.
+    """
+
+    extra: ClassVar[str]
+
+    @abstractmethod
+    def start(self, run: Run, done: int) -> int:
+        """Open the run, or go on with it after ``done`` rounds; returns the last round that it has, -1 for none."""
+
+    @abstractmethod
+    def log(self, t: int, figures: Mapping[str, float]) -> None:
+        """Figures of round t."""
+
+    @abstractmethod
+    def finish(self, run: Run, result: Mapping[str, Any] | None) -> None:
+        """Close it; without a result the run was stopped, and a resume goes on with it."""
+
+
+class Tracked(Progress):
+    """Passes every callback on, and to the trackers.
+
+    The run does not depend on a tracker: one that fails is told as a notice, and left out from then on.
+    """
+
+    def __init__(self, progress: Progress, trackers: Mapping[str, Tracker]) -> None:
+        self._progress, self._trackers = progress, dict(trackers)
+        self._run: Run | None = None
+        self._started: set[str] = set()
+
+    def started(self, run: Run, rounds: int, done: int) -> None:
+        self._progress.started(run, rounds, done)
+        self._run = run
+        for name, tracker in list(self._trackers.items()):
+            if self._tried(name, self._begin, tracker, run, done):
+                self._started.add(name)
+
+    def client(self) -> None:
+        self._progress.client()
+
+    def round(self, line: Mapping[str, Any]) -> None:
+        self._progress.round(line)
+        for name, tracker in list(self._trackers.items()):
+            self._tried(name, tracker.log, line["round"], figures(line))
+
+    def excluded(self, excluded: Excluded) -> None:
+        self._progress.excluded(excluded)
+
+    def notice(self, text: str) -> None:
+        self._progress.notice(text)
+
+    def finished(self) -> None:
+        self._progress.finished()
+        run = self._run
+        if run is None:
+            return
+        try:  # another process may have written it
+            result = json.loads((run.path / "manifest.json").read_text(encoding="utf-8"))["result"]
+        except (OSError, ValueError, KeyError):
+            result = None
+        for name, tracker in list(self._trackers.items()):
+            if name in self._started:
+                self._tried(name, tracker.finish, run, result)
+
+    def _begin(self, tracker: Tracker, run: Run, done: int) -> None:
+        """Open it, and log the rounds that were committed before a kill and that it lacks."""
+        known = tracker.start(run, done)
+        for line in run.metrics():
+            if known < line["round"] <= done:
+                tracker.log(line["round"], figures(line))
+
+    def _tried(self, name: str, act: Any, *given: Any) -> bool:
+        try:
+            act(*given)
+            return True
+        except Exception as error:
+            self._trackers.pop(name, None)
+            self._progress.notice(f"{name} tracks no more: {type(error).__name__}: {first_line(error)}")
+            return False
+
+
+def tracked(run: Run, progress: Progress) -> Progress:
+    """The progress, with the trackers that ``run.track`` names.
+
+    Raises:
+        InputError: a library is missing, with the extra that installs it.
+    """
+    names = run.experiment.run.track
+    return Tracked(progress, {name: opened(name) for name in dict.fromkeys(names)}) if names else progress
+
+
+def opened(name: str) -> Tracker:
+    """A tracker by name.
+
+    Raises:
+        InputError: its library is missing.
+    """
+    module = import_module(f"fedfm.runtime.trackers.to_{name}")
+    own = (v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Tracker) and v is not Tracker)
+    kind: type[Tracker] = next(own)
+    try:
+        return kind()
+    except ImportError as error:
+        raise InputError(
+            f'run.track: {name} is not installed ({first_line(error)}); `pip install "fedfm[{kind.extra}]"`'
+        ) from error
+
+
+def figures(line: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a line of metrics.jsonl; those of a client as ``client_accuracy/<client>``."""
+    found = {name: value for name, value in _flat("", line) if name != "round"}
+    found["excluded"] = float(len(line.get("excluded") or ()))
+    return found
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{prefix}/{named(key)}" if prefix else named(key), inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        yield prefix, float(value)
+
+
+def named(key: str) -> str:
+    """A name that all services accept: other characters than letters, digits, ``_ - .`` and spaces become ``_``."""
+    return re.sub(r"[^\w\-. ]", "_", str(key), flags=re.ASCII)
+
+
+def settings(run: Run) -> dict[str, str]:
+    """Settings of the experiment by dotted key, as text, with what the run is about."""
+    found = dict(_texts("", run.manifest["experiment"]))
+    found |= {"fedfm": str(run.manifest["fedfm"]), "run": str(run.path.resolve())}
+    return found
+
+
+def _texts(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _texts(f"{prefix}.{key}" if prefix else str(key), inner)
+    elif value is not None:
+        yield prefix, value if isinstance(value, str) else json.dumps(value)
+
+
+def models(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
+    """Where the final models are, and of which round: the best one under ``run.patience``, else the last one."""
+    folders: Sequence[str] = [p.parent.name for p in sorted(run.path.glob("clients/*/adapter"))]
+    found = {"model_of_round": str(result.get("details", {}).get("model_of_round", result["rounds"]))}
+    if run.adapter().exists():
+        found["model"] = str(run.adapter().resolve())
+    return found | {
+        f"model.{named(name)}": str((run.path / "clients" / name / "adapter").resolve()) for name in folders
+    }
