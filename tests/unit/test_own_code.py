@@ -235,3 +235,8 @@ def test_a_run_in_memory_needs_its_module_again(ward, tmp_path, capsys):
     settings["method"], settings["rounds"] = "fedbip", 2
     federated = fedfm.federate(**told, **settings, out=tmp_path / "bip")
     assert perform(federated["run"], given=told)
+    settings["method"] = "fedavg"
+    federated = fedfm.federate(**told, **settings, out=tmp_path / "avg")
+    found = {f.name: f for f in perform(federated["run"], given=told)}
+    assert found["model_membership"].detail["members"] == found["update_membership"].detail["members"] == 60
+    assert found["row_coins"].detail["coins"] == 80  # training rows, and the test rows that play the strangers

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 BATCH = 64
 
 
-def load(run: Run, given: Any, client: str | None) -> tuple[Brought, WrappedModel, Params]:
+def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tuple[Brought, WrappedModel, Params]:
     """(what was brought, its model, the run's trained parameters, which the model holds).
 
     Args:
         given: of a run of ``fedfm.federate``, its module or Trainer, or a dict of federate's arguments.
+        last: the model in ``last/``.
 
     Raises:
         InputError: nothing is given, or another module than the run's.
@@ -53,15 +54,15 @@ def load(run: Run, given: Any, client: str | None) -> tuple[Brought, WrappedMode
         )
     method = run.experiment.method
     w: Params = (
-        export.load_adapter(model, run.adapter(client))
-        if client
+        export.load_adapter(model, run.adapter(client or "", last=last))
+        if client or last
         else method.params_for(run.state(method.state_type), "")
     )
     model.load(w)
     return brings, model, w
 
 
-def predict(run: Run, rows: Any, given: Any, client: str | None) -> dict[str, Any]:
+def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool = False) -> dict[str, Any]:
     """Predictions for rows like those of the run; a target in them is not needed, and not used.
 
     Args:
@@ -78,7 +79,7 @@ def predict(run: Run, rows: Any, given: Any, client: str | None) -> dict[str, An
         if not is_function(name := str(rows)):
             raise InputError(f"{name}: rows for an own module: expected module:function, which returns a data set")
         rows = call(admit_function(name, "rows"), name, run.experiment.run.seed)
-    brings, model, _ = load(run, given, client)
+    brings, model, _ = load(run, given, client, last=last)
     rows = checked(rows, "rows")
     found: list[torch.Tensor] = []
     with model.evaluating():
@@ -97,14 +98,14 @@ def predict(run: Run, rows: Any, given: Any, client: str | None) -> dict[str, An
     }
 
 
-def write(run: Run, to: str, out: Path, given: Any, client: str | None) -> Path:
+def write(run: Run, to: str, out: Path, given: Any, client: str | None, *, last: bool = False) -> Path:
     """Write the trained module: ``torch`` all tensors as safetensors, ``hf`` as transformers saves it with the adapter
     merged, ``peft`` the adapter.
 
     Raises:
         InputError: the module has no such form.
     """
-    brings, model, _ = load(run, given, client)
+    brings, model, _ = load(run, given, client, last=last)
     module: Any = model.module
     adapted = hasattr(module, "peft_config")
     if to == "peft" and not adapted:

@@ -29,8 +29,11 @@ _SEVERAL, _SURE = 5, 0.9995  # rows, and the probability that is shown as 1.000
 FORMATS = (".json", ".jsonl", ".csv")
 
 
-def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]:
+def load(path: str | Path, client: str | None = None, *, last: bool = False) -> tuple[Run, Any, Params]:
     """(run, model, its trained parameters).
+
+    Args:
+        last: the last round's, where ``run.patience`` chose another round's.
 
     Raises:
         InputError: the run is not finished, or its clients have models of their own and none is named.
@@ -40,10 +43,12 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
     from fedfm.models.load import load_model
 
     run = _finished(path, client)
+    last = last and _another(run, client)
     experiment = run.experiment
     shape, spec = run.manifest["model"], experiment.model
-    if client:
-        spec = at_rank(spec, rank_on_disk(run.adapter(client)))
+    if client or last:
+        folder = run.adapter(client or "", last=last)
+        spec = at_rank(spec, rank_on_disk(folder))
     else:
         w: Params = experiment.method.params_for(run.state(experiment.method.state_type), "")
         spec = at_rank(spec, rank_of(w))  # w may hold a wider adapter
@@ -55,8 +60,8 @@ def load(path: str | Path, client: str | None = None) -> tuple[Run, Any, Params]
         seed=experiment.run.seed,
         feature_dim=shape["feature_dim"],
     )
-    if client:
-        w = load_adapter(model, run.adapter(client))
+    if client or last:
+        w = load_adapter(model, folder)
     if set(w) == set(model.names):
         model.load(w)
     return run, model, w
@@ -82,12 +87,29 @@ def _finished(path: str | Path, client: str | None) -> Run:
     return run
 
 
-def predict(path: str | Path, file: Any, client: str | None = None, *, given: Any = None) -> dict[str, Any]:
+def _another(run: Run, client: str | None) -> bool:
+    """Whether the model of the last round is another one than the run's.
+
+    Raises:
+        InputError: it is, and is gone.
+    """
+    details = run.manifest["result"]["details"]
+    if details.get("model_of_round", run.manifest["result"]["rounds"]) == run.manifest["result"]["rounds"]:
+        return False
+    if not (folder := run.adapter(client or "", last=True)).is_dir():
+        raise InputError(f"{folder} is missing: {run.path} has only the model of round {details['model_of_round']}")
+    return True
+
+
+def predict(
+    path: str | Path, file: Any, client: str | None = None, *, last: bool = False, given: Any = None
+) -> dict[str, Any]:
     """Predictions of the run's model for the rows of a file.
 
     Args:
         file: any source that the run could have been trained on; labels are not needed and not used. If the run has
             the user's own module: a data set, or the name ``module:function`` of a function that returns one.
+        last: the model of the last round, where ``run.patience`` chose another round's.
         given: of a run of ``fedfm.federate``, its module or Trainer, or a dict of federate's arguments.
 
     Returns:
@@ -110,8 +132,8 @@ def predict(path: str | Path, file: Any, client: str | None = None, *, given: An
 
     if own_runs.is_own(run := _finished(path, client)):
         with torch_threads(1):
-            return {"run": str(path)} | own_runs.predict(run, file, given, client)
-    run, model, w = load(path, client)
+            return {"run": str(path)} | own_runs.predict(run, file, given, client, last=last and _another(run, client))
+    run, model, w = load(path, client, last=last)
     with torch_threads(1):
         shape = run.manifest["model"]
         table = read_inputs(Path(file), run.experiment.data, kind=shape["kind"])
@@ -226,7 +248,15 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def export(path: str | Path, to: Target, out: str | Path, client: str | None = None, *, given: Any = None) -> str:
+def export(
+    path: str | Path,
+    to: Target,
+    out: str | Path,
+    client: str | None = None,
+    *,
+    last: bool = False,
+    given: Any = None,
+) -> str:
     """Write the run's model for other libraries, with a model card; returns the folder.
 
     Args:
@@ -234,7 +264,7 @@ def export(path: str | Path, to: Target, out: str | Path, client: str | None = N
         to: "peft": its adapter; "hf": a folder of transformers, with the adapter merged; "torch": plain tensors.
         out: a new or empty folder.
         client: whose model, where every client has its own.
-        given: as of :func:`predict`.
+        last, given: as of :func:`predict`.
 
     Raises:
         InputError: the run is not finished, the folder is not empty, or the model does not go into this form.
@@ -249,8 +279,8 @@ def export(path: str | Path, to: Target, out: str | Path, client: str | None = N
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; give another --out")
     if own_runs.is_own(run := _finished(path, client)):
-        return str(own_runs.write(run, to, out, given, client))
-    run, model, w = load(path, client)
+        return str(own_runs.write(run, to, out, given, client, last=last and _another(run, client)))
+    run, model, w = load(path, client, last=last)
     if is_pair(w):
         raise InputError(
             f"{path}: {client} has two adapters, not one model; {run.adapter(client or '')} holds their mean for PEFT, "

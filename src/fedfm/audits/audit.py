@@ -125,7 +125,7 @@ def perform(
     if reading:
         again = replay(run, notice, watched, keep=any(audit.replies for audit in reading), given=given)
     else:
-        again = Replay(run, population_of(run, given), ())
+        again = Replay(run, population_of(run, given), (), given=given)
     found = []
     for name, audit in chosen.items():
         notice(f"attack: {name}")

@@ -22,7 +22,7 @@ from fedfm.audits.inference.one_run import largest_auc
 from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR, Array
 from fedfm.audits.inference.shadow_ratio import log_ratio
 from fedfm.audits.membership import Membership
-from fedfm.audits.replay import Replay, check_unchanged
+from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, evidence, no_round, unreadable
 from fedfm.audits.shadow_runs import Half, RowPool, affordable, shadow_models
 from fedfm.core.client import ClientId
@@ -30,7 +30,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.export import load_adapter
-from fedfm.runtime.population import Partitioned, populate
+from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import kept, personal
 from fedfm.runtime.run_directory import Run
 
@@ -66,8 +66,7 @@ class ModelMembership(Audit):
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
         with torch_threads(1):
-            population = populate(run.experiment)  # a model that no replay has moved
-            check_unchanged(run, population)
+            population = replay.fresh()
             told, how = attack(run, population, final_models(run, population), notice)
         if not told:
             why = "No client has training rows, a model here and test rows to compare with."

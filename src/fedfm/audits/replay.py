@@ -92,12 +92,24 @@ class Replay:
         population: every client's rows, which no attacker has; they evaluate the attack.
         seen: all replies, in the order of the run; none if only watches read them.
         watched: watches by the name of their audit.
+        given: what a run of ``fedfm.federate`` was called with.
     """
 
     run: Run
     population: Partitioned
     seen: Sequence[Seen]
     watched: Mapping[str, Watch] = field(default_factory=dict)
+    given: Any = None
+
+    def fresh(self) -> Partitioned:
+        """Rows and model at the run's start, which no replay has moved.
+
+        Raises:
+            InputError: as of :func:`population_of`.
+        """
+        population = population_of(self.run, self.given)
+        check_unchanged(self.run, population)
+        return population
 
 
 class _Recorder:
@@ -207,7 +219,7 @@ def replay(
             f"{run.path}: the replay ends with other parameters than the result line; audit the run on its machine and "
             f"with the versions of its manifest: {run.manifest['versions']}"
         )
-    return Replay(run, population, tuple(seen), watched)
+    return Replay(run, population, tuple(seen), watched, given)
 
 
 def population_of(run: Run, given: Any = None) -> Partitioned:

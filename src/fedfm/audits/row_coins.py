@@ -18,13 +18,12 @@ from fedfm.audits.finding import Finding, Verdict, against, nothing
 from fedfm.audits.inference.one_run import SHARES, epsilon_bound
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.loss_drops import LossDrops
-from fedfm.audits.replay import Replay, check_unchanged
+from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, no_round
 from fedfm.audits.shadow_runs import BUDGET, Half, RowPool, cost, shadow_turns
 from fedfm.audits.stated_epsilon import claim
 from fedfm.audits.update_membership import NO_UPDATE, reads_updates
 from fedfm.linalg.threads import torch_threads
-from fedfm.runtime.population import populate
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Which epsilon can the updates of such a run not have, for single rows?"
@@ -47,8 +46,7 @@ class RowCoins(Audit):
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
-        population = populate(run.experiment)  # a model that no replay has moved
-        check_unchanged(run, population)
+        population = replay.fresh()
         if (seconds := cost(run, population)) > BUDGET:
             why = f"To do the run again with a coin for each row takes about {seconds:.0f} s, more than {BUDGET:.0f}."
             return [nothing("row_coins", QUESTION, why)]

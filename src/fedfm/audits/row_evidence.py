@@ -26,6 +26,8 @@ def unreadable(run: Run) -> str | None:
     method, task = run.experiment.method, run.experiment.model.task
     if method.needs.model == "server":
         return "the model stays at the server, and clients' rows are read by nobody else"
+    if (run.experiment.in_memory or run.experiment.own_code) and not run.manifest["model"]["classes"]:
+        return "its module is no classifier, and what its outputs say of a row is not known"
     if task is not None and task not in TASKS:
         return f"it compares rows of tasks {', '.join(TASKS)}, and this run's is {task}"
     return None

@@ -247,9 +247,11 @@ def predict(args: Any) -> int:
     if args.engine == "deployment":
         from fedfm.api.predict_remote import predict_remote
 
+        if args.last:
+            raise InputError("--last: --engine deployment predicts by the run's own model; leave one of them out")
         result = predict_remote(args.run, args.file, _watch())
     else:
-        result = predict(args.run, args.file, args.client)
+        result = predict(args.run, args.file, args.client, last=args.last)
     lines = [visible(answer) for answer in result.get("answers", ())]
     lines += [
         f"{visible(label)}\t{max(p):.3f}" if p else visible(label)
@@ -277,7 +279,7 @@ def export(args: Any) -> int:
     """``fedfm export``."""
     from fedfm.api.predict import export
 
-    tell(export(args.run, args.to, args.out, args.client))
+    tell(export(args.run, args.to, args.out, args.client, last=args.last))
     return 0
 
 

@@ -134,6 +134,8 @@ def build() -> argparse.ArgumentParser:
     )
     export.add_argument("--out", type=Path, required=True, help="a folder")
     export.add_argument("--client", help="whose model, where every client has its own")
+    for one in (predict, export):
+        one.add_argument("--last", action="store_true", help="the last round's model, where run.patience chose another")
 
     join = command("join", commands.join, "give a client that comes after training its model", json=True, run=True)
     join.add_argument("data", type=Path, help="its rows: csv, jsonl, parquet, npz or an image folder")

@@ -99,7 +99,7 @@ def finish(
             result["details"][key] = next((m[key] for m in reversed(lines) if m.get(key) is not None), None)
     _count(run, lines)
     enter(run, spent)
-    _write_models(run, fed.model, models)
+    write_models(run, fed.model, models)
     run.note_messages(fed)  # the messages that asked for the final models
     for text in method.notices(state) if isinstance(method, Noticing) else ():
         if text not in run.manifest["notices"]:  # a resumed run may have it already
@@ -166,13 +166,18 @@ def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
         found["tmac"] = None if rounds is None else costs.tmac(cohorts[:rounds], beside)
 
 
-def _write_models(run: Run, model: Model, models: Mapping[ClientId, Params]) -> None:
+def write_models(run: Run, model: Model, models: Mapping[ClientId, Params], *, last: bool = False) -> None:
+    """Write the final models, or with ``last`` those of the last round where ``run.patience`` chose another's.
+
+    Raises:
+        RunError: they cannot be written.
+    """
     from safetensors import SafetensorError
 
     from fedfm.models.export import save
 
     for client, w in models.items():
         try:
-            save(model, w, run.adapter(client), feature_transform(run.experiment.method))
+            save(model, w, run.adapter(client, last=last), feature_transform(run.experiment.method))
         except (OSError, SafetensorError) as error:
-            raise storage.not_written(run.adapter(client), error) from error
+            raise storage.not_written(run.adapter(client, last=last), error) from error

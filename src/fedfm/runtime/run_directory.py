@@ -144,9 +144,14 @@ class Run:
                         f"{path} is a link: going on would write to {os.readlink(path)}; take the link out"
                     )
 
-    def adapter(self, client: str = "") -> Path:
-        """Folder of the trained model: a client's own, or under "" the one for all clients."""
-        return self.path / (f"clients/{safe_name(client)}/adapter" if client else "adapter")
+    def adapter(self, client: str = "", *, last: bool = False) -> Path:
+        """Folder of the trained model: a client's own, or under "" the one for all clients.
+
+        Args:
+            last: that of the last round, where ``run.patience`` chose another round's.
+        """
+        root = self.path / "last" if last else self.path
+        return root / (f"clients/{safe_name(client)}/adapter" if client else "adapter")
 
     def write_manifest(self) -> None:
         """Replace ``manifest.json``."""

@@ -26,7 +26,7 @@ from fedfm.runtime import early_stopping
 from fedfm.runtime.client_memory import Store, of_server, secret
 from fedfm.runtime.evaluation import Evaluator
 from fedfm.runtime.predictions import kept
-from fedfm.runtime.result import accounted, enter, finish
+from fedfm.runtime.result import accounted, enter, finish, write_models
 from fedfm.runtime.run_directory import Run
 
 if TYPE_CHECKING:
@@ -206,5 +206,6 @@ class Server:
                 f"the checkpoint of round {best}, the best one, is gone: the model is that of round {t}"
             )
             return state, t
+        write_models(self.run, self.fed.model, self._evaluator.models(state), last=True)
         self.run.commit(t, found, self.fed, self._seconds(), extra={"model_of_round": best})
         return found, best

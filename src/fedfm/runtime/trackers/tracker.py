@@ -6,7 +6,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -163,11 +163,14 @@ def _texts(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def models(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
-    """Where the final models are, and of which round: the best one under ``run.patience``, else the last one."""
-    folders: Sequence[str] = [p.parent.name for p in sorted(run.path.glob("clients/*/adapter"))]
+    """Where the final models are, and of which round: the best one under ``run.patience``, else the last one.
+
+    Where the two differ, ``last_model`` is that of the last round.
+    """
     found = {"model_of_round": str(result.get("details", {}).get("model_of_round", result["rounds"]))}
-    if run.adapter().exists():
-        found["model"] = str(run.adapter().resolve())
-    return found | {
-        f"model.{named(name)}": str((run.path / "clients" / name / "adapter").resolve()) for name in folders
-    }
+    for name, root in (("model", run.path), ("last_model", run.path / "last")):
+        if (root / "adapter").exists():
+            found[name] = str((root / "adapter").resolve())
+        for folder in sorted(root.glob("clients/*/adapter")):
+            found[f"{name}.{named(folder.parent.name)}"] = str(folder.resolve())
+    return found
