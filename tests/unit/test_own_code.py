@@ -45,6 +45,12 @@ SCRIPT = """
         return told | {"clients": {"north": rows(30, 2), "south": rows(20, 3)}}
 
 
+    def line():
+        x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+        data = [(row, row.sum(0, keepdim=True)) for row in x]
+        return {"model": nn.Linear(4, 1), "train": data, "test": data[:9], "loss": nn.functional.mse_loss}
+
+
     def new():
         return [(x,) for x, _ in rows(7, 4)]
 
@@ -126,6 +132,22 @@ def test_workers_engines_and_a_kill_change_no_bits(ward, tmp_path):
     with pytest.raises(RuntimeError):
         fedfm.run(tables("silos"), tmp_path / "cut", progress=Stop())
     assert fedfm.resume(tmp_path / "cut")["params_sha256"] == whole["params_sha256"]
+
+
+def test_a_module_that_is_no_classifier_predicts_its_outputs(ward, tmp_path, capsys):
+    from fedfm.config.toml import to_toml
+
+    (tmp_path / "exp.toml").write_text(to_toml(tables("line")))
+    assert main(["check", "exp.toml"]) == 0
+    assert "5 trainable numbers" in capsys.readouterr().out
+    result = fedfm.run(tables("line"), tmp_path / "run")
+    assert result["accuracy"] is None
+    capsys.readouterr()
+    assert main(["predict", "run", "ward_script:new"]) == 0
+    printed = [float(line) for line in capsys.readouterr().out.split()]
+    state = load_file(tmp_path / "run" / "adapter" / "model.safetensors")
+    x = torch.stack([x for (x,) in ward.new()])
+    np.testing.assert_allclose(printed, (x @ state["weight"].T + state["bias"]).flatten(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.deployment

@@ -31,7 +31,7 @@ def check(args: Any) -> int:
 
         if isinstance(experiment.method, Modelled):
             experiment.method.check_model()
-        elif experiment.model.name != "features":
+        elif experiment.model.name != "features" and not experiment.own_code:
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()

@@ -257,6 +257,7 @@ def predict(args: Any) -> int:
         f"{visible(label)}\t{max(p):.3f}" if p else visible(label)
         for label, p in zip(result["predictions"], result["probabilities"], strict=True)
     ]
+    lines += ["\t".join(f"{number:.6g}" for number in row) for row in result.get("outputs", ())]
     if "files" in result:
         lines = [f"{visible(name)}\t{line}" for name, line in zip(result["files"], lines, strict=True)]
     if args.out is not None:
