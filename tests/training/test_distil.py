@@ -1,5 +1,7 @@
 """The three stages of a distillation: losses by hand, the swap, and models of several families."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from fedfm.models import fhe_friendly
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training.distil import OUTPUTS, STATES, TAME, Distiller, Recipe, nearness
+from fedfm.training.widen import widened
 from tiny_text import save_bert
 from tiny_twins import full, make_twin, tiny
 
@@ -155,6 +158,55 @@ def test_each_block_starts_from_the_tamed_state(tmp_path):
     assert free == float(d.loss(STATES, rows).detach())
 
 
+def narrowed(entries):
+    """Intervals that hold half of what they held, so that arguments are outside."""
+    found = copy.deepcopy(entries)
+    for entry in found:
+        for part in (entry["inverse"], *entry["norms"]):
+            low, high = part["interval"]
+            part["interval"] = [low, low + (high - low) / 4]
+    return found
+
+
+def test_arguments_that_have_moved_get_wider_intervals(tmp_path):
+    """By hand for the first norm, whose arguments are the embedding's."""
+    rows = batch(24)
+    d = distiller_of(tiny("ijepa", tmp_path))
+    tamed(d, rows)
+    swapped(d, rows, full(tmp_path))
+    student, good = d.student.model, copy.deepcopy(d.entries)
+    with torch.no_grad(), student.evaluating():
+        d.student(rows)
+        right = d.student.features.clone()
+        d.put(narrowed(good))
+        d.student(rows)
+        wrong = d.student.features.clone()
+    assert not torch.allclose(wrong, right, rtol=0.1)
+    found = widened(d.student, d.entries, "scaled", lambda: [rows])
+    caught = []
+    hook = student.parts.blocks[0][1].register_forward_pre_hook(lambda _, args: caught.append(args[0]))
+    with torch.no_grad(), student.evaluating():
+        d.student(rows)
+    hook.remove()
+    variance = caught[0].var(-1, correction=0)
+    low, high = float(variance.min()) / 1.3, float(variance.max()) * 1.3
+    assert found[0]["norms"][0]["interval"] == pytest.approx([low, high], rel=1e-5)
+    assert sum(outside for outside, _ in fhe_friendly.violations(student.module).values()) == 0
+    torch.testing.assert_close(d.student.features, right, rtol=0.02, atol=0.02)
+    assert widened(d.student, found, "scaled", lambda: [rows]) == found  # all have room now
+
+
+def test_arguments_that_spread_too_far_are_refused(tmp_path):
+    rows = batch()
+    d = distiller_of(tiny("ijepa", tmp_path))
+    tamed(d, rows, 60)
+    swapped(d, rows, full(tmp_path))
+    with torch.no_grad():
+        d.student.model.parts.embedding.position_embeddings[:, 0].mul_(300)
+    with pytest.raises(InputError, match="block 1, measured again: variances before the attention"):
+        widened(d.student, d.entries, "scaled", lambda: [rows])
+
+
 def test_without_taming_a_wide_model_is_refused(tmp_path):
     d = distiller_of(tiny("ijepa", tmp_path))
     rows = batch()
@@ -208,6 +260,14 @@ def test_a_bert_is_distilled_and_loads(tmp_path):
     d.student.model.eval_mode()
     with torch.no_grad():
         want = d.student(rows)
+    good = d.entries
+    d.put(narrowed(good))
+    d.put(widened(d.student, d.entries, "scaled", lambda: [rows]))
+    fhe_friendly.forget(d.student.model.module)
+    with torch.no_grad():
+        torch.testing.assert_close(d.student(rows), want, rtol=0.02, atol=0.02)
+    assert sum(outside for outside, _ in fhe_friendly.violations(d.student.model.module).values()) == 0
+    d.put(good)
     d.finish(lambda: [rows], 0.0)
     save(d.student.model, tmp_path / "twin", new_head=True)
     again = load(tmp_path / "twin")
