@@ -44,11 +44,18 @@ class Shares(Watch):
         self.found: dict[ClientId, Array] = {}
         self.public: Array | None = None
         self.tried = 0
+        self.why = "no update of a client is a change of the whole model"  # there is no figure
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method: Any = self._run.experiment.method
         model, federated, names = population.model, population.federated, head_names(population.model)
-        if names is None or turn.round == 0 or not len(federated.test):
+        if names is None:
+            self.why = "the model has no trained head with a bias"
+            return
+        if not len(federated.test):
+            self.why = "the server has no rows of its own to compare with"
+            return
+        if turn.round == 0:
             return
         fresh = [
             c
@@ -64,6 +71,10 @@ class Shares(Watch):
         labels = np.asarray(federated.table.labels)[own]
         self.public = np.bincount(labels, minlength=len(model.classes)) / len(labels)
         if self.tried < LEAST:
+            self.why = (
+                f"the attack repeats a client's local pass at least {LEAST} times for each of "
+                f"{len(population.clients)} clients, and a pass takes about {one:.2g} s: over {BUDGET:.0f} s in all"
+            )
             return
         before, attacker = model.params(), _Attacker(self._run, population, population.rows(own), labels, names)
         for crossing in fresh:
@@ -141,8 +152,7 @@ class LabelCounts(Audit):
             guess.append(distance(watch.public, true))
             present.append(float(((estimate * len(rows) >= 0.5) == (true > 0)).mean()))
         if not error:
-            why = "No update has a head with a bias, the server has no rows of its own, or training is too slow to try."
-            return [nothing("label_counts", QUESTION, why)]
+            return [nothing("label_counts", QUESTION, f"Not measured: {watch.why}.")]
         return [_finding(replay, np.array(error), np.array(guess), float(np.mean(present)), watch)]
 
 
