@@ -21,7 +21,7 @@ import json_schema
 from fedfm.cli.parser import build
 from fedfm.config.catalogue import SCHEMAS
 from fedfm.config.registry import available, resolve
-from fedfm.config.run_spec import RunSpec
+from fedfm.config.run_spec import AsynchronousSpec, RunSpec
 from fedfm.core.fields import bounds_of, is_required, leaf, plain_type, settings_of
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -169,15 +169,21 @@ def page() -> str:
         section(
             "[privacy]",
             PrivacySpec,
-            "What is protected, and how well. Without this table nothing is. In this release only `fedpft` takes it, "
-            "with `unit`, `target_epsilon` and `delta`, and accounts for them on the ledger. Another method, or a key "
-            "of a later release, is refused with the reason.",
+            "What is protected, and how well. Without this table nothing is. "
+            "[hide clients](../how-to/client-privacy.md), [hide rows](../how-to/train-with-dp-sgd.md) and "
+            "[one round](../how-to/one-round.md) say which methods take which keys; a combination that would not keep "
+            "its promise is refused with the reason.",
         ),
         "## [attack]\n\nWhat some clients do. Without this table all are honest. `name` is one of these.\n",
         *(method(name, "attacks") for name in available("attacks")),
         '## [aggregation]\n\nHow the server combines the updates of a round. Without this table `name = "mean"`.\n',
         *(method(name, "aggregation") for name in available("aggregation")),
         section("[run]", RunSpec),
+        section(
+            "run.asynchronous",
+            AsynchronousSpec,
+            "`asynchronous = { buffer = 4 }`: see [slow silos](../how-to/slow-silos.md).",
+        ),
         section(
             "[pretrain]",
             PretrainSpec,

@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from fedfm.core.client import Client, Update, on_client
 from fedfm.linalg.params import Params
@@ -12,8 +13,9 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Naughty(FedAvg):
-    """FedAvg; ``orders``/<client> holds what that client does instead of training: raise, die or hang."""
+    """FedAvg; ``orders``/<client> holds what that client does instead of training: raise, die, hang; wait: before."""
 
+    takes_late: ClassVar[bool] = True
     orders: str = field(default="", metadata={"help": "folder of the orders"})
 
     @on_client
@@ -28,4 +30,6 @@ class Naughty(FedAvg):
             case "hang":
                 order.unlink()
                 time.sleep(1000)
+            case "wait":
+                time.sleep(20)
         return super().train(client, w)

@@ -72,6 +72,25 @@ def test_clients_that_raise_or_vanish_are_left_out_and_a_killed_command_takes_al
     until(lambda: not mentioning(tmp_path), what="processes outlived the command")
 
 
+def test_a_slow_silo_does_not_hold_up_an_asynchronous_run(tmp_path):
+    """One of three sleeps 20 s a pass: it is asked once and answers once, for a state of many updates ago."""
+    method = f'name = "naughty:Naughty"\nrounds = 12\norders = "{tmp_path}"'
+    exp = experiment(tmp_path, method=method, run="asynchronous = { buffer = 2 }")
+    (tmp_path / "client-01").write_text("wait")
+    result = fedfm("run", exp, "--out", tmp_path / "run", "--engine", "deployment")
+    assert result["rounds"] == 12
+    assert not result["excluded"]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(len(line["cohort"]) == 2 for line in lines[1:])
+    assert [line["cohort"] for line in lines[1:4]] == [["client-00", "client-02"]] * 3
+    assert "clock" not in lines[-1]
+    sent = [json.loads(line) for line in (tmp_path / "run/messages.jsonl").read_text().splitlines()]
+    asked = [m["to"] for m in sent if m["handler"] == "train.Naughty_train" and m["from"] == "server"]
+    assert asked.count("client-01") < asked.count("client-00")
+    assert result["client_accuracy"].keys() == {"client-00", "client-01", "client-02"}
+    assert "in an order of their own" in fedfm("audit", tmp_path / "run", code=2)["stderr"]
+
+
 def excluded(out: Path) -> set[tuple[int, str, str]]:
     """(round, client, code) so far."""
     log = out / "metrics.jsonl"

@@ -39,8 +39,10 @@ class Transport:
         wire_type: the type that :meth:`protect` returns.
         told_type: of the payload's entry ``TOLD``, which :meth:`updates` may add and :meth:`protect` finds as
             ``client.told``.
+        figures: names in ``fed.metrics`` that the line of a round shows.
     """
 
+    figures: ClassVar[tuple[str, ...]] = ()
     form = "plain"
     wire_type: Any = Update
     told_type: Any = None

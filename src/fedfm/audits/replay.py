@@ -8,7 +8,6 @@ keep has a watch, which sees every round and keeps what it needs.
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedfm.aggregation.base import Aggregator
+from fedfm.audits.off_cpu import distance, off_the_cpu
 from fedfm.core import storage
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
@@ -26,7 +26,7 @@ from fedfm.core.messages import Link, Reply, Request
 from fedfm.core.transport import linked
 from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import E_DUPLICATE, ClientFault, InputError, Lost, RunError
-from fedfm.linalg.params import Params, sha256_of
+from fedfm.linalg.params import sha256_of
 from fedfm.linalg.quantised import EXACT
 from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
@@ -159,6 +159,12 @@ def finished(path: str | Path, given: Any = None) -> Run:
         )
     if run.manifest["result"] is None:
         raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
+    spec = run.experiment.run
+    if spec.asynchronous is not None and spec.engine == "deployment":
+        raise InputError(
+            f"{path}: its updates arrived in an order of their own, which nothing can repeat: audit the same "
+            "experiment on the local engine, where arrival is simulated"
+        )
     if run.manifest["split"] is None:
         raise InputError(f"{path}: the silos' own data are not here: audit the run on a machine that has all rows")
     return run
@@ -238,32 +244,6 @@ def population_of(run: Run, given: Any = None) -> Partitioned:
         raise InputError(f"{run.path} was trained with another model than the given one")
     population.model.load(start["w"])
     return population
-
-
-def off_the_cpu(run: Run, population: Partitioned) -> bool:
-    """Whether the run or its replay computes on a device whose sums have no fixed order."""
-    kinds = {str((run.manifest.get("device") or {}).get("type", "cpu")), population.model.device.type}
-    return kinds != {"cpu"}
-
-
-def distance(
-    replayed: Mapping[ClientId, Params], recorded: Mapping[ClientId, Params], start: Mapping[ClientId, Params]
-) -> float:
-    """Largest L2 distance of a client's replayed parameters from the recorded ones, by how far the run moved them;
-    infinity if names or shapes differ, or if they differ and the run moved nothing.
-    """
-    found = 0.0
-    for client, was in recorded.items():
-        if client not in replayed or replayed[client].layout.entries != was.layout.entries:
-            return math.inf
-        apart = float((replayed[client] - was).norm())
-        moved = (
-            float((was - start[client]).norm())
-            if start[client].layout.entries == was.layout.entries
-            else float(was.norm())
-        )
-        found = max(found, apart and (apart / moved if moved else math.inf))
-    return found
 
 
 def play(run: Run, population: Partitioned) -> Iterator[Turn]:

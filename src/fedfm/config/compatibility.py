@@ -12,13 +12,14 @@ import math
 from typing import Any, get_type_hints
 
 from fedfm.aggregation import private
+from fedfm.aggregation._asynchronous import buffered
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config import dp_sgd
 from fedfm.config.own_code import is_function
-from fedfm.config.registry import name_of
-from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser, Sampling, Sealed
+from fedfm.config.registry import name_of, ours, resolve
+from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser, Sampling, Sealed, TakesLate
 from fedfm.core.client import Update
 from fedfm.core.method import nested
 from fedfm.data.spec import IN_MEMORY
@@ -43,11 +44,47 @@ def enough(e: Any, clients: int) -> None:
     if e.run.min_clients is not None and e.run.min_clients > cohort and not e.method.needs.pooled:
         asks = f"a round asks {cohort} of {clients} clients" if cohort < clients else f"there are {clients} clients"
         raise InputError(f"run.min_clients = {e.run.min_clients}: {asks}")
+    late = e.run.asynchronous
+    if late is not None and late.buffer > clients:
+        raise InputError(f"run.asynchronous.buffer = {late.buffer}: there are {clients} clients")
     if cohort < least:
         raise InputError(
             f'aggregation.name = "{_rule(e)}": it needs {least} updates a round, and a round asks {cohort} of '
             f"{clients} clients"
         )
+
+
+def asynchronous(e: Any) -> Any:
+    """The aggregation of an experiment with ``run.asynchronous``.
+
+    Raises:
+        InputError: something needs whole cohorts.
+    """
+    late, method, where = e.run.asynchronous, f'method "{e.method_name}"', "run.asynchronous:"
+    fraction = e.method.fraction if isinstance(e.method, Sampling) else 1.0
+    if not isinstance(e.method, TakesLate) or "takes_late" not in vars(type(e.method)):
+        names = [name for name in ours("methods") if "takes_late" in vars(resolve("methods", name))]
+        raise InputError(f"{where} {method} needs the answers of a whole cohort to one state; expected {listed(names)}")
+    if e.privacy is not None:
+        raise InputError(f"{where} [privacy] is accounted for rounds of whole cohorts; drop one of the two")
+    if e.aggregation.transport.form != "plain":
+        raise InputError(f"{where} a hidden sum is of clients that answer together; drop one of the two")
+    if fraction < 1:
+        raise InputError(
+            f"{where} all clients train all the time, and method.fraction = {fraction:g} asks for fewer; drop it"
+        )
+    if (least := e.aggregation.least()) > late.buffer:
+        raise InputError(
+            f'{where} buffer = {late.buffer}: aggregation.name = "{_rule(e)}" needs {least} updates; expected at least '
+            "so many"
+        )
+    if e.run.min_clients is not None and e.run.min_clients > late.buffer:
+        raise InputError(
+            f"run.min_clients = {e.run.min_clients}: a server update takes run.asynchronous.buffer = {late.buffer}"
+        )
+    if late.speeds and e.run.engine == "deployment":
+        raise InputError(f"{where} speeds: on a deployment clients are as fast as they are; drop it")
+    return buffered(e.aggregation, late.buffer, late.staleness, late.speeds)
 
 
 def protected(method: Any, privacy: Any) -> Any:

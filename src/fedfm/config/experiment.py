@@ -129,6 +129,8 @@ class Experiment:
                 object.__setattr__(self, "method", method)
                 object.__setattr__(self, "aggregation", aggregation)
             compatibility.check_as_run(self)
+            if run.asynchronous is not None:
+                object.__setattr__(self, "aggregation", compatibility.asynchronous(self))
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Experiment:

@@ -12,6 +12,19 @@ TRACKERS = ("mlflow", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
+class AsynchronousSpec:
+    """Buffered asynchronous rounds: see :mod:`fedfm.aggregation._asynchronous`."""
+
+    buffer: int = setting(0, "K, updates of a server update; a slower client is in a later one", required=True, ge=1)
+    staleness: float = setting(
+        0.5, "a: an update that began tau server updates ago counts (1 + tau)^-a", ge=0, finite=True
+    )
+    speeds: dict[str, float] = setting(
+        dict, "of single clients by name, over that of all others, where arrival is simulated", gt=0, finite=True
+    )
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """The [run] table."""
 
@@ -51,6 +64,9 @@ class RunSpec:
         "what trained values cross as, in both directions: float32, bfloat16 (half of the bytes), or int8 (a quarter, "
         "with a step for each 256 values); the result states the error",
         choices=(EXACT, *CODES),
+    )
+    asynchronous: AsynchronousSpec | None = setting(
+        None, "a round is a server update of the first updates that arrive: { buffer = 4 }"
     )
     superlink: str | None = setting(None, "deployment: attach to this host:port")
     root_certificates: str | None = setting(None, "PEM file of the superlink's authority")

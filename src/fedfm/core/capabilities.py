@@ -274,6 +274,19 @@ class ParametersAlone(Protocol):
 
 
 @runtime_checkable
+class TakesLate(Protocol):
+    """A round takes one mean of updates, each a change of the parameters that the client was sent, and it may be of an
+    earlier round. Caller: checks of ``run.asynchronous``.
+
+    A subclass declares it anew.
+    """
+
+    @property
+    def takes_late(self) -> bool:
+        """Whether it does."""
+
+
+@runtime_checkable
 class Sealed(Protocol):
     """The server cannot read some replies. Caller: the checks of secure aggregation and of noise on means."""
 

@@ -11,7 +11,7 @@ from fedfm import seeds
 from fedfm.core import update_metrics
 from fedfm.core.checks import conform, match
 from fedfm.core.client import ClientId, Update, action, each, no_secret
-from fedfm.core.messages import Excluded, Link, Reply, Request
+from fedfm.core.messages import Excluded, Link, Reply, Request, Streaming
 from fedfm.core.reasons import reasons
 from fedfm.core.transcript import Crossing, Transcript
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_READONLY, E_ROUND, E_TIMEOUT, ClientFault, RunError
@@ -46,6 +46,8 @@ class Federation:
         client_metrics: of this round's updates by client, where clients judge their models before aggregation and the
             server sees single updates.
         secret: the server's 32 bytes by name, from the operating system's entropy, the same for the whole run.
+        underway: (round, call) of clients whose reply may come in a later round, see ``first`` of :meth:`exchange`.
+        began: of the last such call by client, the round in which the one that answered was asked.
         memory: the server's private memory, as of the last committed round.
         store: bytes by name, on the disk when an assignment returns, so that a resume finds them within a round.
         process_memory: what an aggregation keeps while this process runs; a resumed run starts without it.
@@ -85,8 +87,15 @@ class Federation:
         self.metrics: dict[str, float] = {}
         self.client_metrics: dict[ClientId, dict[str, float]] = {}
         self.cohort: tuple[ClientId, ...] = ()
+        self.underway: dict[ClientId, tuple[int, int]] = {}
+        self.began: dict[ClientId, int] = {}
         self._on_excluded = on_excluded
         self.clients: tuple[ClientId, ...] = tuple(sorted(link.clients))
+
+    @property
+    def streams(self) -> bool:
+        """Whether clients may answer in a later round than the one that asks them."""
+        return isinstance(self._link, Streaming) and self._link.streams
 
     def begin(self, t: int) -> None:
         """Start round t: its random streams, its metrics."""
@@ -161,8 +170,9 @@ class Federation:
                 match(value.delta if isinstance(value, Update) else value, layout, "delta")
             check(value)
 
-        forms = {"form": form, "down": down}
-        came = self.exchange(kind, handler, of, payload, hint, **forms, counted=counted, check=checked, least=least)
+        came = self.exchange(
+            kind, handler, of, payload, hint, form=form, down=down, counted=counted, check=checked, least=least
+        )
         shelf, means, replies = Shelf(), update_metrics.Means(), dict[ClientId, Any]()
         for client, value in came:
             if isinstance(value, Update):
@@ -211,15 +221,23 @@ class Federation:
         counted: bool = True,
         check: Callable[[ClientId, Any], None] = lambda client, value: None,
         least: int | None = None,
+        first: int | None = None,
     ) -> Iterator[tuple[ClientId, Any]]:
         """Deliver, validate, record; yield (client, value) in order of names, so that sums do not depend on timing.
 
         A client without a valid reply is excluded from this round, with the reason.
+
+        Args:
+            first: on a link that streams, so many valid replies end the call, to it or to earlier ones of this kind;
+                all others stay ``underway``.
         """
         cohort = sorted(self.clients if of is None else of)
         name = f"{kind}.{action(handler)}"
         self.call += 1
-        if counted and not self.cohort:
+        asked = dict.fromkeys(cohort, (self.round, self.call))
+        if first is not None:
+            asked |= self.underway
+        elif counted and not self.cohort:
             self.cohort = tuple(cohort)
         varying = [k for k, v in payload.items() if isinstance(v, each)]
 
@@ -227,12 +245,13 @@ class Federation:
             own = {**payload, **{k: payload[k][client] for k in varying}} if varying else payload
             return Request(client, name, own, self.round, self.call)
 
-        pending = set(cohort)
+        pending = set(asked)
         early: dict[ClientId, Any] = {}  # valid replies that wait for a client before them
-        turns, good, before = list(reversed(cohort)), 0, len(self.excluded)
-        for reply in self._link.exchange([request(client) for client in cohort]) if cohort else ():
+        turns, good, before = sorted(pending, reverse=True), 0, len(self.excluded)
+        deliver: Any = self._link.exchange if first is None else self._link.stream  # type: ignore[attr-defined]
+        for reply in deliver([request(client) for client in cohort]) if pending else ():
             try:
-                self._expected(reply, pending, cohort)
+                self._expected(reply, pending, asked)
             except ClientFault as fault:  # the expected reply may still come
                 self._exclude(reply.client, fault)
                 continue
@@ -249,22 +268,30 @@ class Federation:
                 self._exclude(reply.client, fault)
             else:
                 early[reply.client] = value
+                self.began[reply.client] = reply.round
                 good += 1
                 if isinstance(value, Update) and update_metrics.JUDGED in value.metrics:
                     self.client_metrics.setdefault(reply.client, {}).update(value.metrics)
-            while turns and turns[-1] not in pending:
+            while first is None and turns and turns[-1] not in pending:
                 if (client := turns.pop()) in early:
                     yield client, early.pop(client)
-        for client in sorted(pending):
-            self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"))
+            if good == first:
+                break
+        if first is None:
+            for client in sorted(pending):
+                self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"))
+        else:
+            self.underway = {client: asked[client] for client in pending}
+            self.cohort = tuple(sorted(early))
         yield from sorted(early.items())
         self.excluded[before:] = sorted(self.excluded[before:], key=lambda e: (e.client, e.code))
         if kind != "aggregate":
             self.heard = good
-        if good < (needed := self.enough(len(cohort)) if least is None else least):
+        wanted = len(cohort) if first is None else first
+        if good < (needed := self.enough(wanted) if least is None else least):
             why = reasons(self.excluded[before:])
             raise RunError(
-                f"round {self.round}: {good} of {len(cohort)} clients gave a valid reply to {name}, "
+                f"round {self.round}: {good} of {wanted} clients gave a valid reply to {name}, "
                 f"{needed} are needed (run.min_clients){why}"
             )
 
@@ -272,12 +299,12 @@ class Federation:
         """How many of the clients that were asked have to answer: ``run.min_clients``, by default half of them."""
         return max(1, -(-asked // 2)) if self.min_clients is None else self.min_clients
 
-    def _expected(self, reply: Reply, pending: set[ClientId], cohort: Sequence[ClientId]) -> None:
-        """Check that this is the client's first reply to this call."""
+    def _expected(self, reply: Reply, pending: set[ClientId], asked: Mapping[ClientId, tuple[int, int]]) -> None:
+        """Check that this is the client's first reply to this call, or to an earlier one that is underway."""
         if reply.client not in pending:
             code, why = (E_DUPLICATE, "a second reply to one request"), (E_CLIENT, "was not asked in this call")
-            raise ClientFault(*(code if reply.client in cohort else why))
-        if (reply.round, reply.call) != (self.round, self.call):
+            raise ClientFault(*(code if reply.client in asked else why))
+        if (reply.round, reply.call) != asked[reply.client]:
             raise ClientFault(E_ROUND, f"a reply to round {reply.round}, call {reply.call}")
 
     def _exclude(self, client: ClientId, fault: ClientFault) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from fedfm.core.client import ClientId
 from fedfm.errors import ClientFault
@@ -50,6 +50,16 @@ class Link(Protocol):
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         """Deliver; yield at most one reply per request, in any order; late replies are not yielded."""
+
+
+@runtime_checkable
+class Streaming(Link, Protocol):
+    """An engine on which clients may answer later than in the call that asks them."""
+
+    streams: bool  # whether it is used so
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        """Deliver; yield replies to these and to earlier requests of this kind as they arrive, while any is awaited."""
 
 
 @dataclass(frozen=True)

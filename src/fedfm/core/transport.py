@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from fedfm.core.checks import conform
 from fedfm.core.client import ClientId
-from fedfm.core.messages import Link, Reply, Request
+from fedfm.core.messages import Link, Reply, Request, Streaming
 from fedfm.errors import E_FORMAT, E_NONFINITE, E_VERSION, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import CODES, EXACT, Coded, Error, can_code, code, decode
@@ -114,8 +114,21 @@ class CodedLink:
     def clients(self) -> Sequence[ClientId]:
         return self._link.clients
 
+    @property
+    def streams(self) -> bool:
+        """Whether clients may answer in a later call."""
+        return isinstance(self._link, Streaming) and self._link.streams
+
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        own = requests[0].handler.startswith(_METHODS)
+        yield from self._through(self._link.exchange, requests, requests[0].handler.startswith(_METHODS))
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        """As that of the link; all of it is the method's own."""
+        yield from self._through(self._link.stream, requests, True)  # type: ignore[attr-defined]
+
+    def _through(
+        self, deliver: Callable[[Sequence[Request]], Iterator[Reply]], requests: Sequence[Request], own: bool
+    ) -> Iterator[Reply]:
         kept: dict[int, tuple[Any, Any]] = {}  # what several clients are sent is coded once: id -> (it, coded)
 
         def once(value: Any) -> Any:
@@ -129,7 +142,7 @@ class CodedLink:
                 kept[id(request.payload)] = request.payload, payload
             return request._replace(payload=kept[id(request.payload)][1])
 
-        for reply in self._link.exchange([of(request) for request in requests]):
+        for reply in deliver([of(request) for request in requests]):
             try:
                 value = self._coding.rebuilt(reply.value, self.up.add if own else _nothing)
             except ClientFault as fault:

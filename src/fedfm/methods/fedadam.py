@@ -33,6 +33,7 @@ class FedAdam(FedAvg):
 
     rows_by_optimiser: ClassVar[bool] = True
     parameters_alone: ClassVar[bool] = True
+    takes_late: ClassVar[bool] = True
     state_type: ClassVar[Any] = Moments
 
     server_learning_rate: float = setting(0.01, "eta", gt=0)

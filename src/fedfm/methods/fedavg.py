@@ -23,6 +23,7 @@ class FedAvg(Method[Params]):
     means: ClassVar[tuple[str, ...]] = ("train",)
     rows_by_optimiser: ClassVar[bool] = True
     parameters_alone: ClassVar[bool] = True
+    takes_late: ClassVar[bool] = True
 
     rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)

@@ -30,6 +30,7 @@ class FedAvgM(FedAvg):
 
     rows_by_optimiser: ClassVar[bool] = True
     parameters_alone: ClassVar[bool] = True
+    takes_late: ClassVar[bool] = True
     state_type: ClassVar[Any] = Momentum
 
     server_momentum: float = setting(0.9, "beta", ge=0, lt=1)

@@ -27,6 +27,7 @@ class FedProx(FedAvg):
 
     rows_by_optimiser: ClassVar[bool] = True
     parameters_alone: ClassVar[bool] = True
+    takes_late: ClassVar[bool] = True
 
     mu: float = setting(0.01, "weight of the proximal term", ge=0, finite=True)
     server_term: str = setting(

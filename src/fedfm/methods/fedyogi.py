@@ -18,6 +18,7 @@ class FedYogi(FedAdam):
 
     rows_by_optimiser: ClassVar[bool] = True
     parameters_alone: ClassVar[bool] = True
+    takes_late: ClassVar[bool] = True
 
     def second_moment(self, v: Params, delta: Params) -> Params:
         """v_t = v_{t-1} - (1 - beta_2) Delta_t^2 sign(v_{t-1} - Delta_t^2), line 14."""

@@ -67,6 +67,7 @@ class Evaluator:
         self._run, self._fed, self.judge = run, fed, judge
         self._method: Method[Any] = run.experiment.method
         self._clients = Evaluation(self._method)
+        self._thorough = True  # whether whoever is asked is waited for
         self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 
     def models(self, state: Any) -> dict[ClientId, Params]:
@@ -96,7 +97,7 @@ class Evaluator:
         Args:
             thorough: also the costly metrics of the last round.
         """
-        models = self.models(state)
+        models, self._thorough = self.models(state), thorough
         by_client = {client: models.get(client) or models[""] for client in self._fed.clients}
         tested = self._own(by_client, "test")
         own = {c: m.get("accuracy") for c, m in tested.items()}
@@ -174,7 +175,10 @@ class Evaluator:
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
         try:
             least = 1 if self._fed.min_clients is None else None  # whoever can be judged is
-            replies = self._fed.ask(handler, counted=False, least=least, **payload)
+            # A client that still trains would hold all others up; after the last round its pass has no use.
+            waiting = set(self._fed.underway) if not self._thorough else set()
+            idle = [client for client in self._fed.clients if client not in waiting]
+            replies = self._fed.ask(handler, of=idle, counted=False, least=least, **payload)
         except RunError:  # no client answered; training continues
             replies = {}
         self._fed.excluded, self._fed.cohort = excluded, cohort

@@ -97,6 +97,7 @@ def finish(
     if run.experiment.run.local_scores:
         for key in (BEFORE, LOSS_BEFORE):
             result["details"][key] = next((m[key] for m in reversed(lines) if m.get(key) is not None), None)
+    result["details"] |= arrivals(run, lines)
     _count(run, lines)
     enter(run, spent)
     write_models(run, fed.model, models)
@@ -164,6 +165,18 @@ def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
         rounds = rounds_to(target, [(line["round"], line.get("accuracy")) for line in lines])
         found |= {"target_accuracy": target, "rounds_to_target": rounds}
         found["tmac"] = None if rounds is None else costs.tmac(cohorts[:rounds], beside)
+
+
+def arrivals(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of an asynchronous run: mean and largest staleness of its updates, and the clock where it is simulated, also as
+    it would be if every round waited for all clients.
+    """
+    if run.experiment.run.asynchronous is None or not (known := [line for line in lines if "staleness" in line]):
+        return {}
+    counts = [len(line["cohort"]) for line in known]
+    mean = sum(n * line["staleness"] for n, line in zip(counts, known, strict=True)) / sum(counts)
+    found = {"mean_staleness": mean, "largest_staleness": max(line["largest_staleness"] for line in known)}
+    return {"asynchronous": found | {key: known[-1][key] for key in ("clock", "synchronous_clock") if key in known[-1]}}
 
 
 def write_models(run: Run, model: Model, models: Mapping[ClientId, Params], *, last: bool = False) -> None:

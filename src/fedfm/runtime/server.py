@@ -183,7 +183,8 @@ class Server:
             "bytes_down": self.fed.transcript.bytes_down,
         }
         figures = self.method.figures if isinstance(self.method, Measuring) else ()
-        told = (PASSES, *figures, *self.fed.aggregator.mechanism.figures)
+        aggregator = self.fed.aggregator
+        told = (PASSES, *figures, *aggregator.mechanism.figures, *aggregator.transport.figures)
         line |= {name: self.fed.metrics[name] for name in told if name in self.fed.metrics}
         if isinstance(self._link, CodedLink):
             line["transport"] = self._link.errors()

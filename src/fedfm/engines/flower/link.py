@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -12,18 +13,16 @@ from flwr.serverapp import Grid
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
-from fedfm.core.wire import codec, flower_records
+from fedfm.core.wire import flower_records
 from fedfm.engines.flower import held
-from fedfm.engines.flower.private_api import SUPERLINK, client_fault, died, restarting
+from fedfm.engines.flower.envelopes import Broadcast, Underway, failed, opened
+from fedfm.engines.flower.private_api import SUPERLINK, died, restarting
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
     E_CLIENT,
     E_DIED,
-    E_DUPLICATE,
-    E_EXCEPTION,
     E_FORMAT,
     E_HELD,
-    E_READONLY,
     E_TIMEOUT,
     E_VERSION,
     ClientFault,
@@ -57,6 +56,7 @@ class FlowerLink:
         notice: called for every node that does not take part.
 
     Attributes:
+        streams: the server may go on before all have answered, by :meth:`stream`.
         hellos: the crossings of the hello messages, for the transcript.
         own_data: the silos have their own rows and not a part of the server's table.
 
@@ -81,7 +81,11 @@ class FlowerLink:
         stop: Callable[[], bool] = lambda: False,
         progress: Callable[[], None] = lambda: None,
         notice: Callable[[str], None] = lambda text: None,
+        streams: bool = False,
     ) -> None:
+        self.streams = streams
+        self._underway: dict[str, tuple[Underway, float]] = {}  # of stream, with the time of giving up
+        self._ready: deque[Reply] = deque()  # of stream: what is pulled is nowhere else, and the caller may stop
         self._grid, self._timeout, self._slots, self._stop = grid, timeout, slots, stop
         self._patience = timeout if gather is None else gather
         self._progress, self._notice, self._most = progress, notice, most
@@ -106,24 +110,14 @@ class FlowerLink:
     @property
     def straggling(self) -> bool:
         """Whether a client that timed out may still be running."""
-        return bool(self._late)
+        return bool(self._late or self._underway)
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         """Deliver; yield replies as clients finish. A client that is absent or late gets a fault."""
         if self._stop():
             raise Interrupted
-        if any(r.client not in self._nodes and r.client not in self._barred for r in requests):
-            self._greet()
-        online = set(self._grid.get_node_ids())
-        sent: list[tuple[int, Request]] = []
-        for request in requests:
-            node = self._nodes.get(request.client)
-            if request.client in self._barred:
-                yield _failed(request, self._barred[request.client])
-            elif node is None or node not in online:
-                yield _failed(request, ClientFault(E_DIED, "no node of that name is connected"))
-            else:
-                sent.append((node, request))
+        sent, absent = self._placed(requests)
+        yield from absent
         ended: list[tuple[int, Request]] = []
         yield from self._deliver(sent, ended, died)
         if self._unheld:
@@ -137,6 +131,22 @@ class FlowerLink:
             if ended:
                 time.sleep(_POLL[1])
 
+    def _placed(self, requests: Sequence[Request]) -> tuple[list[tuple[int, Request]], list[Reply]]:
+        """Requests with their nodes, and faults for clients that cannot be asked."""
+        if any(r.client not in self._nodes and r.client not in self._barred for r in requests):
+            self._greet()
+        online = set(self._grid.get_node_ids())
+        sent, absent = list[tuple[int, Request]](), list[Reply]()
+        for request in requests:
+            node = self._nodes.get(request.client)
+            if request.client in self._barred:
+                absent.append(failed(request, self._barred[request.client]))
+            elif node is None or node not in online:
+                absent.append(failed(request, ClientFault(E_DIED, "no node of that name is connected")))
+            else:
+                sent.append((node, request))
+        return sent, absent
+
     def _deliver(
         self,
         sent: Sequence[tuple[int, Request]],
@@ -144,36 +154,91 @@ class FlowerLink:
         again: Callable[[Any], bool] = died,
     ) -> Iterator[Reply]:
         """Send and collect. Requests whose error satisfies ``again`` are appended to ``ended`` and get no fault."""
-        waiting: dict[str, _Underway] = {}
-        encoded: _Encoded | None = None
+        waiting: dict[str, Underway] = {}
         patience = self._timeout * (-(-len(sent) // self._slots) if self._slots else 1)
+        yield from self._push(sent, waiting, patience)
+        yield from self._collect(waiting, time.monotonic() + patience, ended, again)
+
+    def _push(
+        self, sent: Sequence[tuple[int, Request]], waiting: dict[str, Underway], patience: float
+    ) -> Iterator[Reply]:
+        """Send; what the SuperLink has taken is added to ``waiting`` by the message's id."""
+        encoded: Broadcast | None = None
         for start in range(0, len(sent), _BATCH):
             messages = []
             for node, request in sent[start : start + _BATCH]:
                 if encoded is None or encoded.payload is not request.payload:  # a broadcast is encoded once
-                    encoded = _Encoded(request, any(self._held.values()))
+                    encoded = Broadcast(request, any(self._held.values()))
                 record, spared = encoded.without(self._held.get(node, frozenset()))
                 kind = flower_records.message_type(request.handler)
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
-                messages.append((message, _Underway(node, request, encoded.nbytes, spared)))
+                messages.append((message, Underway(node, request, encoded.nbytes, spared)))
             taken = set(self._grid.push_messages([message for message, _ in messages]))
             for message, one in messages:
                 name = message.metadata.message_id
                 if name in taken:
                     waiting[name] = one
                 else:
-                    yield _failed(one.request, ClientFault(E_DIED, "the SuperLink did not take the message"))
-        yield from self._collect(waiting, time.monotonic() + patience, ended, again)
+                    yield failed(one.request, ClientFault(E_DIED, "the SuperLink did not take the message"))
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        """Deliver; yield replies to these and to earlier requests of this kind as they arrive, while any is awaited.
+
+        A client that is absent, dies or is late gets a fault, and can be asked again.
+        """
+        if self._stop():
+            raise Interrupted
+        sent, absent = self._placed(requests)
+        yield from absent
+        yield from self._launch(sent)
+        pause = _POLL[0]
+        while self._ready or self._underway:
+            while self._ready:
+                self._progress()
+                yield self._ready.popleft()
+            came = list(self._grid.pull_messages([*self._underway, *self._late]))
+            for message in came:
+                name = message.metadata.reply_to_message_id
+                self._late.discard(name)
+                if name not in self._underway:
+                    continue
+                one, _ = self._underway[name]
+                if message.metadata.src_node_id not in (one.node, SUPERLINK):
+                    continue  # from another node
+                del self._underway[name]
+                reply, self._held[one.node] = opened(message, one, self._most)
+                if reply.fault is not None and reply.fault.code == E_HELD and one.spared:
+                    self._ready.extend(self._launch([(one.node, one.request)]))  # again, whole
+                    continue
+                self._ready.append(reply)
+            if self._stop():
+                raise Interrupted
+            now = time.monotonic()
+            for name in [name for name, (_, deadline) in self._underway.items() if now > deadline]:
+                late, _ = self._underway.pop(name)
+                self._late.add(name)
+                self._ready.append(failed(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s")))
+            if not came:
+                time.sleep(pause)
+                pause = min(pause * 1.5, _POLL[1])
+            else:
+                pause = _POLL[0]
+
+    def _launch(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
+        """Send requests of :meth:`stream`; yields those that the SuperLink did not take."""
+        waiting: dict[str, Underway] = {}
+        yield from self._push(sent, waiting, self._timeout)
+        self._underway |= {name: (one, time.monotonic() + self._timeout) for name, one in waiting.items()}
 
     def _collect(
         self,
-        waiting: dict[str, _Underway],
+        waiting: dict[str, Underway],
         deadline: float,
         ended: list[tuple[int, Request]] | None,
         again: Callable[[Any], bool],
     ) -> Iterator[Reply]:
         pause = _POLL[0]
-        done: dict[str, _Underway] = {}
+        done: dict[str, Underway] = {}
         while waiting:
             came = list(self._grid.pull_messages([*waiting, *self._late]))
             for message in came:
@@ -185,7 +250,7 @@ class FlowerLink:
                 if ended is not None and name in waiting and message.has_error() and again(message.error):
                     ended.append(waiting.pop(name)[:2])
                     continue
-                reply, self._held[known.node] = _reply(message, known, self._most)
+                reply, self._held[known.node] = opened(message, known, self._most)
                 if reply.fault is not None and reply.fault.code == E_HELD and name in waiting and known.spared:
                     self._unheld.append(waiting.pop(name)[:2])
                     continue
@@ -199,7 +264,7 @@ class FlowerLink:
             if waiting and time.monotonic() > deadline:
                 self._late.update(waiting)
                 for late in waiting.values():
-                    yield _failed(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
+                    yield failed(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
                 return
             if waiting:
                 time.sleep(pause)
@@ -273,72 +338,3 @@ class FlowerLink:
         elif self._expected and name not in self._expected:
             raise ClientFault(E_CLIENT, f'"{name[:40]}" is none of this experiment\'s clients')
         return name, None
-
-
-def _failed(request: Request, fault: ClientFault) -> Reply:
-    return Reply(request.client, None, request.round, request.call, 0, 0, fault)
-
-
-def _reply(message: Message, sent: _Underway, most: int | None) -> tuple[Reply, frozenset[str]]:
-    """A Flower message as a Reply, and what its site holds; an invalid message becomes a fault."""
-    request, there = sent.request, frozenset[str]()
-    fault, round, call = None, request.round, request.call
-    try:
-        if message.has_error():
-            raise client_fault(message.error)
-        if not message.has_content():
-            raise ClientFault(E_FORMAT, "an empty message")
-        value = codec.from_record(message.content, None, most)
-        if not isinstance(value, Mapping) or not {"round", "call"} < value.keys():
-            raise ClientFault(E_FORMAT, "the reply is not an envelope")
-        if type(value["round"]) is not int or type(value["call"]) is not int:
-            raise ClientFault(E_FORMAT, "the reply's round and call are not whole numbers")
-        round, call, there = value["round"], value["call"], held.named(value.get(held.NAMES))
-        if "fault" in value:
-            fault = _told(value["fault"])
-        elif "body" not in value:
-            raise ClientFault(E_FORMAT, "the reply has no body")
-        else:
-            up = codec.weigh(value["body"])
-            return Reply(request.client, value["body"], round, call, sent.nbytes, up, spared=sent.spared), there
-    except ClientFault as bad:
-        fault = bad
-    return Reply(request.client, None, round, call, sent.nbytes, 0, fault, sent.spared), there
-
-
-class _Underway(NamedTuple):
-    """A request on its way."""
-
-    node: int
-    request: Request
-    nbytes: int  # with all its parameters
-    spared: int  # of these, how many do not cross
-
-
-class _Encoded:
-    """A payload in the forms in which it is sent: whole, and without what a site holds."""
-
-    def __init__(self, request: Request, spare: bool) -> None:
-        self._request, self.payload, self.nbytes = request, request.payload, codec.weigh(request.payload)
-        self._known = held.hashes(request.payload) if spare else {}
-        self._forms: dict[frozenset[str], tuple[Any, int]] = {}
-
-    def without(self, there: frozenset[str]) -> tuple[Any, int]:
-        """(record, spared bytes) for a site where these parameters are."""
-        names = there & frozenset(self._known.values())
-        if names not in self._forms:
-            body = held.shortened(self.payload, self._known, names) if names else self.payload
-            record = codec.to_record(codec.envelope(self._request.round, self._request.call, body))
-            self._forms[names] = record, self.nbytes - codec.weigh(body)
-        return self._forms[names]
-
-
-def _told(value: Any) -> ClientFault:
-    """The fault that a site reports."""
-    code, reason = (value.get("code"), value.get("reason")) if isinstance(value, Mapping) else (None, None)
-    if not isinstance(code, str) or not isinstance(reason, str):
-        return ClientFault(E_FORMAT, "the reply's fault is not one")
-    # Only the server itself can find these three: a second reply, a foreign reply, a write to shared memory.
-    if not code.startswith("E_") or len(code) > 20 or code in (E_READONLY, E_DUPLICATE, E_CLIENT):
-        code = E_EXCEPTION
-    return ClientFault(code, reason[:400])

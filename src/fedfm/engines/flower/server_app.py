@@ -104,6 +104,7 @@ def host(
             stop=stop,
             progress=watcher.client,
             notice=note,
+            streams=spec.asynchronous is not None and not is_simulated(grid),
         )
         try:
             if link.own_data:

@@ -1,0 +1,123 @@
+"""Buffered asynchronous rounds (FedBuff): a server update takes the first updates that arrive.
+
+Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba. Federated Learning with Buffered Asynchronous Aggregation.
+AISTATS 2022, arXiv:2106.06639, Algorithm 1. All clients train all the time. A round is one server update, from a buffer
+of K updates Delta_i of clients that began tau_i server updates ago:
+
+    w <- w + (1 / K) sum_i s(tau_i) Delta_i,   s(tau) = (1 + tau)^(-1/2),
+
+or, weighted by rows as everywhere here, sum_i n_i s(tau_i) Delta_i / sum_i n_i. Here a client that has answered waits
+for the update of its buffer and starts from the result, so that nobody is in a buffer twice. With K as large as the
+federation every round is FedAvg's.
+
+On a deployment the order of arrival is real. Elsewhere it is simulated by a clock: a pass takes |N(0, 1)| over the
+client's speed, as in the paper's simulations, so that a run has the same bits every time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from fedfm import seeds
+from fedfm.aggregation.base import Aggregator, Half, Of, Payload, Transport
+from fedfm.core import update_metrics
+from fedfm.core.checks import match
+from fedfm.core.client import ClientId, Update, each
+from fedfm.core.federation import Federation
+from fedfm.errors import InputError
+from fedfm.linalg.params import Layout
+
+# In the server's memory: client -> [when it ends, round in which it began]; round -> what it sent; the two clocks.
+_UNDERWAY, _SENT, _CLOCKS = "asynchronous.underway", "asynchronous.sent", "asynchronous.clocks"
+
+
+@dataclass(frozen=True)
+class Buffered(Transport):
+    """Updates as they arrive, scaled by their age.
+
+    Attributes:
+        buffer: K, updates of a server update.
+        staleness: a of s(tau) = (1 + tau)^(-a).
+        speeds: of clients, over that of all others; only of a simulated clock.
+    """
+
+    figures: ClassVar[tuple[str, ...]] = ("clock", "synchronous_clock", "staleness", "largest_staleness")
+
+    buffer: int
+    staleness: float = 0.5
+    speeds: Mapping[str, float] = field(default_factory=dict)
+
+    def scale(self, tau: int) -> float:
+        """s(tau)."""
+        return float((1 + tau) ** -self.staleness)
+
+    def duration(self, seed: int, client: ClientId, t: int) -> float:
+        """Simulated time of the pass that a client begins in round t."""
+        draw = seeds.generator(seed, "server", "arrival", client, t).standard_normal()
+        return float(abs(draw)) / self.speeds.get(client, 1.0)
+
+    def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
+        """Server half: the updates of the next buffer, in order of names."""
+        means, ages = update_metrics.Means(), list[int]()
+        came = self._arriving if fed.streams else self._simulated
+        for began, update in came(fed, handler, payload, like):
+            tau = fed.round - began
+            ages.append(tau)
+            means.add(update)
+            yield update if tau == 0 else replace(update, delta=self.scale(tau) * update.delta)
+        fed.metrics.update(means.means())
+        if ages:
+            fed.metrics |= {"staleness": sum(ages) / len(ages), "largest_staleness": float(max(ages))}
+
+    def _arriving(self, fed: Federation, handler: Half, payload: Payload, like: Layout) -> Iterator[tuple[int, Update]]:
+        """(round in which it began, update) of the first K to answer."""
+
+        def check(client: ClientId, update: Update) -> None:
+            match(update.delta, like, "delta")
+
+        idle = [client for client in fed.clients if client not in fed.underway]
+        first = fed.exchange(
+            "train", handler, idle, payload, self.wire_type, form=self.form, check=check, first=self.buffer
+        )
+        for client, update in first:
+            yield fed.began[client], update
+
+    def _simulated(
+        self, fed: Federation, handler: Half, payload: Payload, like: Layout
+    ) -> Iterator[tuple[int, Update]]:
+        """(round in which it began, update) of the K that end first by the simulated clock."""
+
+        def check(client: ClientId, update: Update) -> None:
+            match(update.delta, like, "delta")
+
+        if unknown := sorted(set(self.speeds) - set(fed.clients)):
+            raise InputError(f"run.asynchronous.speeds: no client is called {', '.join(unknown)}")
+        clock, synchronous = fed.memory.get(_CLOCKS, [0.0, 0.0])
+        underway = dict(fed.memory.get(_UNDERWAY, {}))
+        sent = {**fed.memory.get(_SENT, {}), str(fed.round): dict(payload)}
+        took = {client: self.duration(fed.seed, client, fed.round) for client in fed.clients}
+        for client in fed.clients:
+            if client not in underway:
+                underway[client] = [clock + took[client], fed.round]
+        due = sorted(sorted(underway, key=lambda client: (underway[client][0], client))[: self.buffer])
+        began = {client: underway[client][1] for client in due}
+        clock = max(underway.pop(client)[0] for client in due)
+        if set(began.values()) != {fed.round}:
+            payload = {key: each({c: sent[str(t)][key] for c, t in began.items()}) for key in payload}
+        for client, update in fed.exchange("train", handler, due, payload, self.wire_type, form=self.form, check=check):
+            yield began[client], update
+        needed = {str(t) for _, t in underway.values()}
+        clocks = [clock, synchronous + max(took.values())]
+        fed.memory[_UNDERWAY], fed.memory[_CLOCKS] = underway, clocks
+        fed.memory[_SENT] = {t: value for t, value in sent.items() if t in needed}
+        fed.metrics |= dict(zip(self.figures, clocks, strict=False))
+
+
+def buffered(aggregation: Aggregator, buffer: int, staleness: float, speeds: Mapping[str, float]) -> Aggregator:
+    """The aggregation, with updates as they arrive."""
+    late: Any = copy.copy(aggregation)
+    object.__setattr__(late, "transport", Buffered(buffer, staleness, speeds))
+    return late  # type: ignore[no-any-return]

@@ -1,0 +1,242 @@
+"""Buffered asynchronous rounds: against an event queue by hand, and what they leave alone."""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import fedfm
+import small
+import toy
+from fedfm import seeds
+from fedfm.aggregation._asynchronous import Buffered, buffered
+from fedfm.aggregation.base import Aggregator
+from fedfm.config.experiment import Experiment
+from fedfm.core.client import Update
+from fedfm.core.federation import Federation
+from fedfm.core.messages import Reply
+from fedfm.errors import ClientFault, InputError, RunError
+from fedfm.linalg.params import Params
+from fedfm.methods.fedavg import FedAvg
+from fedfm.runtime.progress import Progress
+from fedfm.training import SGD
+
+ROWS = {"a": [1.0, 2.0], "b": [4.0, 5.0, 6.0], "c": [-3.0], "d": [0.5, 0.25, 0.0, 1.0]}
+SPEEDS = {"c": 0.1, "d": 3.0}
+
+
+def took(client, t):
+    draw = seeds.generator(0, "server", "arrival", client, t).standard_normal()
+    return abs(draw) / SPEEDS.get(client, 1.0)
+
+
+def by_hand(buffer, rounds, eta, a, start=1.0):
+    """(w_t, who was in which buffer, clocks): a client begins as soon as a server update has its answer, or at once."""
+    w, versions, clock, queue, states, cohorts, clocks = start, {}, 0.0, {}, [start], [], []
+    for t in range(1, rounds + 1):
+        versions[t] = w
+        for client in ROWS:
+            if client not in queue:
+                queue[client] = (clock + took(client, t), t)
+        arrived = sorted(queue, key=lambda client: queue[client][0])[:buffer]
+        step, total = 0.0, 0
+        for client in arrived:
+            end, began = queue.pop(client)
+            clock = max(clock, end)
+            rows = ROWS[client]
+            change = -eta * (versions[began] - sum(rows) / len(rows))  # one step on all rows
+            step += len(rows) * change / (1 + t - began) ** a
+            total += len(rows)
+        w += step / total
+        states.append(w)
+        cohorts.append(tuple(sorted(arrived)))
+        clocks.append(clock)
+    return states, cohorts, clocks
+
+
+@pytest.mark.parametrize(("buffer", "a"), [(1, 0.5), (2, 0.5), (3, 0.0), (3, 2.0), (4, 0.5)])
+def test_states_are_those_of_an_event_queue_by_hand(buffer, a, tmp_path):
+    method = FedAvg(rounds=12, local=SGD(learning_rate=0.3, batch_size=8))
+    late = buffered(Aggregator(), buffer, a, SPEEDS)
+    fed = toy.federation(method, ROWS, tmp_path, aggregator=late)
+    states, cohorts, clocks = by_hand(buffer, 12, 0.3, a)
+    fed.begin(0)
+    w = method.init(fed)
+    for t in range(1, 13):
+        fed.begin(t)
+        w = method.step(fed, w, t)
+        assert float(w["w"]) == pytest.approx(states[t], rel=1e-5)
+        assert fed.cohort == cohorts[t - 1]
+        assert fed.metrics["clock"] == pytest.approx(clocks[t - 1])
+    whole = sum(max(took(client, t) for client in ROWS) for t in range(1, 13))
+    assert fed.metrics["synchronous_clock"] == pytest.approx(whole)
+    assert len(fed.memory["asynchronous.sent"]) <= len(ROWS) - buffer
+
+
+def test_a_slow_client_does_not_hold_up(tmp_path):
+    """Thirty updates of three: with one of four ten times slower, by the simulated clock."""
+
+    def clock(speeds):
+        method = FedAvg(rounds=30, local=SGD(learning_rate=0.1))
+        fed = toy.federation(
+            method, ROWS, tmp_path / str(len(speeds)), aggregator=buffered(Aggregator(), 3, 0.5, speeds)
+        )
+        toy.run(method, fed, 30)
+        return fed.metrics["clock"], fed.metrics["synchronous_clock"]
+
+    (even, together), (uneven, held_up) = clock({}), clock({"c": 0.1})
+    assert uneven < 1.2 * together
+    assert held_up > 4 * uneven
+    assert even < together
+
+
+def asynchronous(folder, rounds=6, **changes):
+    tables = small.experiment(folder, method={"fraction": 1.0, "rounds": rounds})
+    tables["run"] |= {"asynchronous": {"buffer": 2, "speeds": {"client-03": 0.2}}} | changes
+    return tables
+
+
+def test_a_buffer_of_all_clients_is_a_synchronous_run(tmp_path):
+    late = fedfm.run(asynchronous(tmp_path, asynchronous={"buffer": 5}), progress=Progress())
+    plain = asynchronous(tmp_path)
+    del plain["run"]["asynchronous"]
+    assert late["params_sha256"] == fedfm.run(plain, progress=Progress())["params_sha256"]
+
+
+def test_workers_messages_and_a_kill_change_no_bits(tmp_path):
+    class Killed(Progress):
+        def round(self, line):
+            if line["round"] == 3:
+                raise KeyboardInterrupt
+
+    whole = fedfm.run(asynchronous(tmp_path), tmp_path / "whole", progress=Progress())
+    assert whole["rounds"] == 6
+    assert fedfm.run(asynchronous(tmp_path, workers=2))["params_sha256"] == whole["params_sha256"]
+    assert fedfm.run(asynchronous(tmp_path, wire=True))["params_sha256"] == whole["params_sha256"]
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(asynchronous(tmp_path), tmp_path / "killed", progress=Killed())
+    assert fedfm.resume(tmp_path / "killed", progress=Progress())["params_sha256"] == whole["params_sha256"]
+    lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    assert [len(line["cohort"]) for line in lines] == [0, 2, 2, 2, 2, 2, 2]
+    told = whole["details"]["asynchronous"]
+    assert told["largest_staleness"] == max(line.get("largest_staleness", 0) for line in lines) > 0
+    assert told["clock"] == lines[-1]["clock"] < told["synchronous_clock"]
+
+
+def test_an_audit_repeats_it(tmp_path):
+    from fedfm.audits.replay import finished, replay
+
+    fedfm.run(asynchronous(tmp_path), tmp_path / "run", progress=Progress())
+    assert len(replay(finished(tmp_path / "run")).seen) == 12  # an error if it ends with other bits
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": {"name": "scaffold"}}, 'method "scaffold" needs the answers of a whole cohort to one state'),
+        ({"method": {"fraction": 0.5}}, "method.fraction = 0.5 asks for fewer"),
+        ({"run": {"asynchronous": {"buffer": 0}}}, "run.asynchronous.buffer"),
+        ({"run": {"asynchronous": {}}}, "run.asynchronous.buffer"),
+        ({"run": {"min_clients": 3}}, "run.min_clients = 3"),
+        ({"aggregation": {"name": "secure"}}, "a hidden sum is of clients that answer together"),
+        ({"privacy": {"unit": "client", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}}, "[privacy]"),
+        ({"run": {"engine": "deployment"}}, "on a deployment clients are as fast as they are"),
+    ],
+)
+def test_what_needs_whole_cohorts_is_refused(tmp_path, changes, said):
+    tables = asynchronous(tmp_path)
+    for table, values in changes.items():
+        tables[table] = {**tables.get(table, {}), **values}
+    with pytest.raises(InputError) as error:
+        Experiment.from_dict(tables)
+    assert said in str(error.value)
+
+
+def test_a_subclass_says_anew_that_it_takes_late_updates(tmp_path):
+    @dataclass(frozen=True)
+    class Mine(FedAvg):
+        means: ClassVar[tuple[str, ...]] = ("train",)
+
+    tables = asynchronous(tmp_path)
+    with pytest.raises(InputError, match="whole cohort"):
+        Experiment(tables["data"], tables["model"], Mine(), run=tables["run"])
+
+
+@pytest.mark.parametrize(
+    ("late", "said"),
+    [({"buffer": 9}, "buffer = 9: there are 5 clients"), ({"buffer": 2, "speeds": {"nobody": 2.0}}, "called nobody")],
+)
+def test_what_the_federation_does_not_have(tmp_path, late, said):
+    with pytest.raises(InputError, match=said):
+        fedfm.run(asynchronous(tmp_path, asynchronous=late), progress=Progress())
+
+
+class Answers:
+    """A link that streams: a script says who answers next, and what."""
+
+    streams = True
+    clients = ("a", "b", "c")
+
+    def __init__(self, *script):
+        self.script, self.asked, self.requests = list(script), {}, []
+
+    def exchange(self, requests):
+        raise AssertionError("a buffer waits for nobody")
+
+    def stream(self, requests):
+        self.requests.append([r.client for r in requests])
+        self.asked |= {r.client: r for r in requests}
+        while self.script:
+            client, value = self.script.pop(0)
+            r = self.asked[client]
+            if isinstance(value, ClientFault):
+                yield Reply(client, None, r.round, r.call, 1, 0, value)
+            else:
+                yield Reply(client, Update(Params({"w": torch.tensor([value])}), 1.0), r.round, r.call, 1, 1)
+
+
+def arriving(buffer, *script):
+    link = Answers(*script)
+    fed = Federation(link, model=toy.Quadratic(), aggregator=buffered(Aggregator(), buffer, 0.5, {}), min_clients=None)
+    method = FedAvg()
+
+    def step(t):
+        fed.begin(t)
+        return float(fed.mean(method.train, w=fed.initial)["w"])
+
+    return fed, link, step
+
+
+def test_whoever_answers_first_is_in_the_buffer_and_late_answers_count_less():
+    fed, link, step = arriving(2, ("a", 1.0), ("b", 3.0), ("a", 5.0), ("b", 7.0), ("c", 10.0), ("a", 0.0))
+    assert step(1) == 2.0
+    assert step(2) == 6.0
+    assert set(fed.underway) == {"c"}
+    assert step(3) == pytest.approx((10.0 / math.sqrt(3) + 0.0) / 2)  # c began in round 1, two updates ago
+    assert fed.cohort == ("a", "c")
+    assert (fed.metrics["staleness"], fed.metrics["largest_staleness"]) == (1.0, 2.0)
+    assert link.requests == [["a", "b", "c"], ["a", "b"], ["a", "b"]]  # c is asked once
+
+
+def test_a_fault_is_left_out_and_a_second_answer_too():
+    gone = ClientFault("E_EXCEPTION", "ValueError: no")
+    fed, link, step = arriving(2, ("a", gone), ("b", 4.0), ("b", 9.0), ("c", 2.0), ("a", 6.0), ("b", 8.0))
+    assert step(1) == 3.0
+    assert [(e.client, e.code) for e in fed.excluded] == [("a", "E_EXCEPTION"), ("b", "E_DUPLICATE")]
+    assert step(2) == 7.0
+    assert link.requests[1] == ["a", "b", "c"]
+    assert set(fed.underway) == {"c"}
+
+
+def test_too_few_answers_stop_the_run():
+    gone = ClientFault("E_DIED", "no node of that name is connected")
+    _, _, step = arriving(3, ("a", gone), ("b", 4.0), ("c", gone))
+    with pytest.raises(RunError, match="1 of 3 clients gave a valid reply"):
+        step(1)
+
+
+def test_the_scale_is_the_papers():
+    assert [Buffered(1).scale(tau) for tau in (0, 3, 8)] == [1.0, 0.5, pytest.approx(1 / 3)]
