@@ -87,6 +87,7 @@ def _pass(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call])
         for args, kwargs in calls:
             y = block(*args, **kwargs)
             states.append(y[0] if isinstance(y, tuple) else y)
+            taps.states.clear()  # the block's hook keeps them too
             measured.add(functions)
     return measured, states
 
