@@ -59,6 +59,11 @@ class Buffered(Transport):
         draw = seeds.generator(seed, "server", "arrival", client, t).standard_normal()
         return float(abs(draw)) / self.speeds.get(client, 1.0)
 
+    def _scaled(self, update: Update, tau: int) -> Update:
+        """Times s(tau), with its weight n_i; whole numbers, such as counts of batches, stay."""
+        s = self.scale(tau)
+        return replace(update, delta=update.delta.map(lambda x: s * x if x.is_floating_point() else x))
+
     def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
         """Server half: the updates of the next buffer, in order of names."""
         means, ages = update_metrics.Means(), list[int]()
@@ -67,7 +72,7 @@ class Buffered(Transport):
             tau = fed.round - began
             ages.append(tau)
             means.add(update)
-            yield update if tau == 0 else replace(update, delta=self.scale(tau) * update.delta)
+            yield self._scaled(update, tau) if tau else update
         fed.metrics.update(means.means())
         if ages:
             fed.metrics |= {"staleness": sum(ages) / len(ages), "largest_staleness": float(max(ages))}

@@ -65,6 +65,10 @@ def asynchronous(e: Any) -> Any:
     if not isinstance(e.method, TakesLate) or "takes_late" not in vars(type(e.method)):
         names = [name for name in ours("methods") if "takes_late" in vars(resolve("methods", name))]
         raise InputError(f"{where} {method} needs the answers of a whole cohort to one state; expected {listed(names)}")
+    if any(local.personal for local in locals_of(e.method)):
+        raise InputError(
+            f"{where} with this [method.local] every client ends with a model of its own; drop one of the two"
+        )
     if e.privacy is not None:
         raise InputError(f"{where} [privacy] is accounted for rounds of whole cohorts; drop one of the two")
     if e.aggregation.transport.form != "plain":

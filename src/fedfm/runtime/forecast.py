@@ -65,8 +65,8 @@ def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
         largest = max(len(part.train) for part in clients.values())
         share = sum(len(part.train) for part in clients.values()) / max(largest, 1)
         late = experiment.run.asynchronous
-        part = float(vars(method).get("fraction", 1.0)) if late is None else min(late.buffer / len(clients), 1.0)
-        whole = seconds * share * part * method.rounds
+        asked = float(vars(method).get("fraction", 1.0)) if late is None else min(late.buffer / len(clients), 1.0)
+        whole = seconds * share * asked * method.rounds
     return Forecast(
         {name: (len(part.train), len(part.val), len(part.test)) for name, part in clients.items()},
         counts,
