@@ -14,7 +14,7 @@ _KEYS = {
     "data": ("path", "hub"),
     "model": ("name",),
     "method": ("foundation", "model", "trained", "gate_backbone"),
-    "run": ("root_certificates",),
+    "run": ("root_certificates", "folder", "roster", "identity"),
 }
 
 

@@ -13,25 +13,21 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import codec, flower_records
+from fedfm.engines.answers import introduced, opened
 from fedfm.engines.flower import held
 from fedfm.engines.flower.private_api import SUPERLINK, client_fault, died, restarting
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
     E_CLIENT,
     E_DIED,
-    E_DUPLICATE,
-    E_EXCEPTION,
     E_FORMAT,
     E_HELD,
-    E_READONLY,
     E_TIMEOUT,
-    E_VERSION,
     ClientFault,
     InputError,
     RunError,
 )
 from fedfm.privacy.policy import HELLO
-from fedfm.version import __version__
 
 _POLL = (0.05, 0.25)  # seconds between two polls for replies: first and longest
 _BATCH = 16  # messages per call of the Grid
@@ -259,15 +255,9 @@ class FlowerLink:
 
     def _introduce(self, value: Any) -> tuple[ClientId, ClientFault | None]:
         """(name, reason not to take part or None) from a reply to hello."""
-        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
-            raise ClientFault(E_FORMAT, "its hello has no name")
-        name, ours = value["name"], {"fedfm": __version__, "wire": flower_records.WIRE}
-        for key, mine in ours.items():
-            if value.get(key) != mine:
-                return name, ClientFault(E_VERSION, f"runs {key} {str(value.get(key))[:40]}, the server {mine}")
-        theirs = value.get("model")
-        if self._fingerprint and theirs and theirs != self._fingerprint:
-            return name, ClientFault(E_VERSION, f"holds model {str(theirs)[:12]}, the server {self._fingerprint[:12]}")
+        name, fault = introduced(value, self._fingerprint)
+        if fault is not None:
+            return name, fault
         if value.get("own_data"):
             self.own_data = True
         elif self._expected and name not in self._expected:
@@ -289,18 +279,10 @@ def _reply(message: Message, sent: _Underway, most: int | None) -> tuple[Reply, 
         if not message.has_content():
             raise ClientFault(E_FORMAT, "an empty message")
         value = codec.from_record(message.content, None, most)
-        if not isinstance(value, Mapping) or not {"round", "call"} < value.keys():
-            raise ClientFault(E_FORMAT, "the reply is not an envelope")
-        if type(value["round"]) is not int or type(value["call"]) is not int:
-            raise ClientFault(E_FORMAT, "the reply's round and call are not whole numbers")
-        round, call, there = value["round"], value["call"], held.named(value.get(held.NAMES))
-        if "fault" in value:
-            fault = _told(value["fault"])
-        elif "body" not in value:
-            raise ClientFault(E_FORMAT, "the reply has no body")
-        else:
-            up = codec.weigh(value["body"])
-            return Reply(request.client, value["body"], round, call, sent.nbytes, up, spared=sent.spared), there
+        round, call, body, fault = opened(value)
+        there = held.named(value.get(held.NAMES))
+        if fault is None:
+            return Reply(request.client, body, round, call, sent.nbytes, codec.weigh(body), spared=sent.spared), there
     except ClientFault as bad:
         fault = bad
     return Reply(request.client, None, round, call, sent.nbytes, 0, fault, sent.spared), there
@@ -331,14 +313,3 @@ class _Encoded:
             record = codec.to_record(codec.envelope(self._request.round, self._request.call, body))
             self._forms[names] = record, self.nbytes - codec.weigh(body)
         return self._forms[names]
-
-
-def _told(value: Any) -> ClientFault:
-    """The fault that a site reports."""
-    code, reason = (value.get("code"), value.get("reason")) if isinstance(value, Mapping) else (None, None)
-    if not isinstance(code, str) or not isinstance(reason, str):
-        return ClientFault(E_FORMAT, "the reply's fault is not one")
-    # Only the server itself can find these three: a second reply, a foreign reply, a write to shared memory.
-    if not code.startswith("E_") or len(code) > 20 or code in (E_READONLY, E_DUPLICATE, E_CLIENT):
-        code = E_EXCEPTION
-    return ClientFault(code, reason[:400])
