@@ -18,6 +18,7 @@ from fedfm.engines.folder.letters import REPLY, REQUEST, SERVER, Content, Header
 from fedfm.errors import RunError
 
 SUFFIX = ".letter"
+Stamp = tuple[int, int, int]
 _AGAIN = 30.0  # seconds after which a file that did not open is tried again: its content may be new and its time old
 
 
@@ -36,8 +37,9 @@ class Box:
         self._root, self._kind, self._key, self._ignored = root, kind, key, ignored
         self.path = root / ("to" if kind == REQUEST else "from") / safe_name(silo)
         self._ends = (SERVER, silo) if kind == REQUEST else (silo, SERVER)
-        self._bad: dict[str, tuple[tuple[int, ...], float]] = {}  # by name: the file as it was, and when
+        self._bad: dict[str, tuple[Stamp, float]] = {}  # by name: the file as it was, and when
         self._said: set[tuple[str, str]] = set()
+        self._whole: dict[str, Stamp] = {}  # of the last letter of this side that was found to be as it was written
 
     def file(self, run: str, number: int) -> Path:
         """Where the letter of a run with this number lies."""
@@ -76,7 +78,12 @@ class Box:
     def holds(self, run: str, number: int) -> bool:
         """Whether the letter with this number is there, whole and as it was written."""
         path = self.file(run, number)
-        return any(True for _ in self._read(path.name, lambda header: (header.run, header.number) == (run, number)))
+        if (stamp := stamped(path)) is None:
+            return False
+        if self._whole.get(path.name) != stamp:  # a large one is not opened at every look
+            found = any(True for _ in self._read(path.name, lambda h: (h.run, h.number) == (run, number)))
+            self._whole = {path.name: stamp} if found else {}
+        return bool(self._whole)
 
     def drop(self, run: str, below: int) -> None:
         """Remove the run's letters with smaller numbers, which this side has written."""
@@ -90,8 +97,8 @@ class Box:
     def _read(self, name: str, wanted: Callable[[Header], bool]) -> Iterator[tuple[Header, Content]]:
         path, now = self.path / name, time.monotonic()
         try:
-            status = path.lstat()
-            stamp = status.st_mtime_ns, status.st_size, status.st_ino
+            if (stamp := stamped(path)) is None:
+                return
             if name in self._bad and self._bad[name][0] == stamp and now - self._bad[name][1] < _AGAIN:
                 return
             with Letter(path) as letter:
@@ -116,6 +123,15 @@ class Box:
         if (name, text) not in self._said:
             self._said.add((name, text))
             self._ignored(f"{self.path.parent.name}/{self.path.name}/{name} {text}")
+
+
+def stamped(path: Path) -> Stamp | None:
+    """What changes with a file: time, size and number; None if it is not there."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def boxes(root: Path, silo: str, key: bytes, ignored: Callable[[str], None]) -> tuple[Box, Box]:

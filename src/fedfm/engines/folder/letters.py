@@ -9,6 +9,7 @@ or with pieces left out, does not open; and only the two parties can make one th
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -109,7 +110,13 @@ class Letter:
 
     def __init__(self, path: Path) -> None:
         # Neither a link nor a pipe: the folder's other users would choose what is read, or stop this process.
-        self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ValueError("a link") from None
+            raise
+        self._file: BinaryIO = os.fdopen(descriptor, "rb")
         try:
             self.header, self._outside = self._head()
         except BaseException:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fedfm.core.client import ClientId
@@ -14,7 +13,7 @@ from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import codec, payload
 from fedfm.engines.answers import introduced, opened
-from fedfm.engines.folder.box import Box
+from fedfm.engines.folder.box import Box, Stamp, stamped
 from fedfm.engines.folder.letters import Content, digest
 from fedfm.engines.folder.sent import Sent
 from fedfm.engines.local.engine import Interrupted
@@ -47,7 +46,7 @@ class _Open:
     nbytes: int
     number: int
     asked: float  # of the monotonic clock
-    stamp: tuple[int, int] | None = None  # of the letter's file: time and size
+    stamp: Stamp | None = None  # of the letter's file, once it is written
 
 
 class FolderLink:
@@ -167,12 +166,12 @@ class FolderLink:
     def _written(self, post: Post, one: _Open) -> None:
         """Write the letter if it is not there as it was written: a stick may be new, or a copy damaged."""
         path = post.out.file(self._run, one.number)
-        if one.stamp is not None and _stamp(path) == one.stamp:
+        if one.stamp is not None and stamped(path) == one.stamp:
             return
         if not post.out.holds(self._run, one.number):
             post.out.put(self._run, one.number, one.content)
             post.out.drop(self._run, one.number)
-        one.stamp = _stamp(path)
+        one.stamp = stamped(path)
 
     def _reply(self, one: _Open, content: Content) -> Reply:
         request = one.request
@@ -259,14 +258,6 @@ class FolderLink:
             self._notice(f"{name} does not take part: {fault}")
         for sender, receiver, nbytes in (("server", name, one.nbytes), (name, "server", reply.nbytes_up)):
             self.hellos.append(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.lstat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
 
 
 def _failed(request: Request, fault: ClientFault, down: int = 0) -> Reply:
