@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fedfm
-from fedfm.engines.folder.serve import Desk
+from fedfm.engines.folder.serve import SiloDesk
 from fedfm.privacy.crypto import keys
 from fedfm.runtime import silo_file
 from small import features
@@ -59,9 +59,9 @@ class Carried:
     def file(self, name: str) -> Path:
         return self.root / name / "silo.toml"
 
-    def desk(self, name: str) -> Desk:
+    def desk(self, name: str) -> SiloDesk:
         """A silo's side as a new process has it."""
-        return Desk(self.file(name), self.disk, self.told.append)
+        return SiloDesk(self.file(name), self.disk, self.told.append)
 
     def pump(self) -> None:
         """Let the silos answer what is there."""

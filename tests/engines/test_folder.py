@@ -121,12 +121,12 @@ def test_damaged_swapped_foreign_and_old_files_are_ignored_and_the_bits_stay(car
     def mischief():
         nonlocal turn
         turn += 1
-        for name in NAMES:
-            for way in ("to", "from"):
-                litter(way, name)
         if turn % 2 and all(carried.letters("to", name) for name in NAMES):
             damage()
             return
+        for name in NAMES:
+            for way in ("to", "from"):
+                litter(way, name)
         carried.pump()
         for name, other in (NAMES, NAMES[::-1]):
             for path in carried.letters("from", name):

@@ -19,7 +19,7 @@ from fedfm.errors import (
 from fedfm.version import __version__
 
 
-class Answer(NamedTuple):
+class Envelope(NamedTuple):
     """A reply's envelope.
 
     Attributes:
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
     fault: ClientFault | None
 
 
-def opened(value: Any) -> Answer:
+def opened(value: Any) -> Envelope:
     """The parts of a reply's envelope.
 
     Raises:
@@ -45,10 +45,10 @@ def opened(value: Any) -> Answer:
         raise ClientFault(E_FORMAT, "the reply's round and call are not whole numbers")
     at = value["round"], value["call"]
     if "fault" in value:
-        return Answer(*at, None, _told(value["fault"]))
+        return Envelope(*at, None, _told(value["fault"]))
     if "body" not in value:
         raise ClientFault(E_FORMAT, "the reply has no body")
-    return Answer(*at, value["body"], None)
+    return Envelope(*at, value["body"], None)
 
 
 def _told(value: Any) -> ClientFault:

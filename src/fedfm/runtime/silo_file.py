@@ -340,6 +340,7 @@ def described(found: Mapping[str, Any]) -> str:
         *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
         *(f"gives in all at most {key} = {value}" for key, value in found["budget"].items() if key != "delta"),
         f"lists what leaves in {found['ledger']}",
+        *([f"answers the files of the server {found['server']}"] if found["server"] else []),
         f"signs as {found['public_key'] or 'another one in each run'}",
         f"knows {', '.join(found['roster'])}" if found["roster"] else "trusts the other silos' keys on first use",
     ]

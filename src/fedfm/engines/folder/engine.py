@@ -17,9 +17,9 @@ from fedfm.core.client import ClientId
 from fedfm.core.wire.limits import room
 from fedfm.engines.flower.app_writer import told
 from fedfm.engines.flower.deployment import key_of
-from fedfm.engines.folder.box import boxes
 from fedfm.engines.folder.letters import SERVER, shared_key
 from fedfm.engines.folder.link import FolderLink, Post
+from fedfm.engines.folder.mailbox import mailboxes
 from fedfm.engines.folder.sent import Sent
 from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
@@ -112,6 +112,6 @@ def _posts(run: Run, private: bytes, notice: Callable[[str], None]) -> dict[Clie
             key = shared_key(private, public)
         except InputError as error:
             raise InputError(f"run.roster: {name}: {error}") from None
-        out, back = boxes(root.resolve(), name, key, notice)
+        out, back = mailboxes(root.resolve(), name, key, notice)
         posts[name] = Post(out, back, Sent(run.path / "private" / "folder", name, key))
     return posts

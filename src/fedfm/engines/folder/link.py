@@ -13,8 +13,8 @@ from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import codec, payload
 from fedfm.engines.answers import introduced, opened
-from fedfm.engines.folder.box import Box, Stamp, stamped
 from fedfm.engines.folder.letters import Content, digest
+from fedfm.engines.folder.mailbox import Mailbox, Stamp, stamped
 from fedfm.engines.folder.sent import Sent
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import E_CLIENT, E_DIED, E_TIMEOUT, ClientFault, RunError
@@ -28,10 +28,10 @@ _NAMED = 10  # silos in a notice
 
 @dataclass
 class Post:
-    """What the server has for one silo: both boxes, and its record."""
+    """What the server has for one silo: both mailboxes, and its record."""
 
-    out: Box
-    back: Box
+    out: Mailbox
+    back: Mailbox
     sent: Sent
     heard: float | None = None  # when it last answered, of the monotonic clock
 

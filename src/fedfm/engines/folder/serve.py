@@ -18,18 +18,19 @@ from fedfm.core import storage
 from fedfm.core.text import visible
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.silo_log import SiloLog
-from fedfm.engines.folder.box import boxes
 from fedfm.engines.folder.letters import Content, Header, digest, shared_key
+from fedfm.engines.folder.mailbox import mailboxes
 from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
 
 if TYPE_CHECKING:
     from fedfm.engines.flower.site import Site
 
 _POLL = (0.1, 2.0)  # seconds between two looks into the folder: first and longest
+_MOST = 1000  # lines on old requests
 _STATE = "letters.json"  # number and digest of the newest request, in the run's folder at the silo
 
 
-class Desk:
+class SiloDesk:
     """Answers the letters to one silo.
 
     Args:
@@ -59,7 +60,7 @@ class Desk:
         except InputError as error:
             raise InputError(f"{path}: server: {error}") from None
         self._log = SiloLog(self._path.parent / ".fedfm", self._path)
-        self._requests, self._replies = boxes(root.resolve(), self.name, key, self._note)
+        self._requests, self._replies = mailboxes(root.resolve(), self.name, key, self._note)
         self._site: tuple[Path, Site] | None = None  # of the run that was answered last
         self._old: set[tuple[str, int]] = set()
 
@@ -78,10 +79,10 @@ class Desk:
     def _fresh(self, header: Header) -> bool:
         """Whether a request is to be opened: it is new, or the newest one and its reply is not in the folder."""
         number = _state(self._folder(header.run)).get("number", 0)
-        if header.number < number and (header.run, header.number) not in self._old:
-            self._old.add((header.run, header.number))
-            newer = f"request {header.number} of run {header.run[:100]} is ignored: request {number} has come"
-            self._log.note(newer)
+        old = header.run, header.number
+        if header.number < number and old not in self._old and len(self._old) < _MOST:
+            self._old.add(old)
+            self._log.note(f"request {header.number} of run {header.run[:100]} is ignored: request {number} has come")
         if header.number == number:
             return not self._replies.holds(header.run, number)
         return bool(header.number > number)
@@ -162,7 +163,7 @@ def serve(path: Path, root: Path, *, once: bool, tell: Callable[[str], None] = l
     if not root.is_dir():
         raise InputError(f"--folder {root}: no such folder; it is the one that the server's run.folder names")
     with torch_threads(1):
-        desk = Desk(path, root, lambda text: tell(visible(text)))
+        desk = SiloDesk(path, root, lambda text: tell(visible(text)))
         with _alone(path.resolve().parent / ".fedfm"):
             answered, pause = 0, _POLL[0]
             if not once:

@@ -1,4 +1,4 @@
-"""A box: the subfolder for one silo's letters in one direction, ``to/NAME`` or ``from/NAME``.
+"""A mailbox: the subfolder for one silo's letters in one direction, ``to/NAME`` or ``from/NAME``.
 
 The folder may be a stick that is away for a day, or a disk on which a sync tool completes files late, in any order or
 twice. What cannot be read now is read later.
@@ -18,19 +18,20 @@ from fedfm.engines.folder.letters import REPLY, REQUEST, SERVER, Content, Header
 from fedfm.errors import RunError
 
 SUFFIX = ".letter"
+_MOST = 1000  # lines on files that are ignored: who can write to the folder must not fill a log
 Stamp = tuple[int, int, int]
 _AGAIN = 30.0  # seconds after which a file that did not open is tried again: its content may be new and its time old
 
 
-class Box:
+class Mailbox:
     """Letters of one direction between the server and one silo.
 
     Args:
-        root: the folder that carries the messages; where it is absent, the box is empty and takes nothing.
+        root: the folder that carries the messages; where it is absent, the mailbox is empty and takes nothing.
         kind: of its letters, request or reply.
         silo: the silo's name.
         key: of the server and the silo.
-        ignored: receives a line for each file that is no letter of this box, once.
+        ignored: receives a line for each file that is no letter of this mailbox, once.
     """
 
     def __init__(self, root: Path, kind: str, silo: str, key: bytes, ignored: Callable[[str], None]) -> None:
@@ -62,16 +63,19 @@ class Box:
             storage.sweep(self.path, path.name)
             header = Header(self._kind, *self._ends, run, number, 0)
             storage.write_atomic(path, sealed(self._key, header, content))
-            storage.sync_folder(self.path)
+            with contextlib.suppress(OSError):  # not every file system can
+                storage.sync_folder(self.path)
         except (OSError, RunError) as error:
             self.tell(path.name, f"cannot be written now: {error}")
             return path.exists()
         return True
 
     def letters(self, wanted: Callable[[Header], bool]) -> Iterator[tuple[Header, Content]]:
-        """Header and content of the letters that are whole, of this box, and wanted."""
+        """Header and content of the letters that are whole, of this mailbox, and wanted."""
         with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(self.path)):
+            names = sorted(os.listdir(self.path))
+            self._bad = {name: self._bad[name] for name in names if name in self._bad}
+            for name in names:
                 if name.endswith(SUFFIX) and not name.startswith("."):
                     yield from self._read(name, wanted)
 
@@ -96,9 +100,9 @@ class Box:
 
     def _read(self, name: str, wanted: Callable[[Header], bool]) -> Iterator[tuple[Header, Content]]:
         path, now = self.path / name, time.monotonic()
+        if (stamp := stamped(path)) is None:
+            return
         try:
-            if (stamp := stamped(path)) is None:
-                return
             if name in self._bad and self._bad[name][0] == stamp and now - self._bad[name][1] < _AGAIN:
                 return
             with Letter(path) as letter:
@@ -119,8 +123,8 @@ class Box:
         yield header, content
 
     def tell(self, name: str, text: str) -> None:
-        """Report a file of this box, once."""
-        if (name, text) not in self._said:
+        """Report a file of this mailbox, once."""
+        if (name, text) not in self._said and len(self._said) < _MOST:
             self._said.add((name, text))
             self._ignored(f"{self.path.parent.name}/{self.path.name}/{name} {text}")
 
@@ -134,6 +138,6 @@ def stamped(path: Path) -> Stamp | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def boxes(root: Path, silo: str, key: bytes, ignored: Callable[[str], None]) -> tuple[Box, Box]:
-    """The two boxes of a silo: for requests and for replies."""
-    return Box(root, REQUEST, silo, key, ignored), Box(root, REPLY, silo, key, ignored)
+def mailboxes(root: Path, silo: str, key: bytes, ignored: Callable[[str], None]) -> tuple[Mailbox, Mailbox]:
+    """The two mailboxes of a silo: for requests and for replies."""
+    return Mailbox(root, REQUEST, silo, key, ignored), Mailbox(root, REPLY, silo, key, ignored)
