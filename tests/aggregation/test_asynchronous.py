@@ -143,6 +143,7 @@ def test_an_audit_repeats_it(tmp_path):
         ({"run": {"min_clients": 3}}, "run.min_clients = 3"),
         ({"aggregation": {"name": "secure"}}, "a hidden sum is of clients that answer together"),
         ({"privacy": {"unit": "client", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}}, "[privacy]"),
+        ({"run": {"engine": "folder", "folder": ".", "roster": "r.toml"}}, "waits for the answers of whole rounds"),
         ({"run": {"engine": "deployment"}}, "on a deployment clients are as fast as they are"),
     ],
 )

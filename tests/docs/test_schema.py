@@ -234,7 +234,10 @@ def test_a_changed_experiment_is_refused_by_both_or_by_neither(tables, data):
         ({"method": {"name": "fedbaf"}}, "method.foundation is missing"),
         ({"data": {"name": "digits", "path": "a.csv"}}, "exactly one of name, path, hub, clients"),
         ({"data": {"name": "digits", "partition": {"alpha": 0.1}}}, 'belongs to "dirichlet", not to "iid"'),
-        ({"run": {"engine": "spark"}}, 'run.engine = "spark": expected "local", "simulation" or "deployment"'),
+        (
+            {"run": {"engine": "spark"}},
+            'run.engine = "spark": expected "local", "simulation", "deployment" or "folder"',
+        ),
         ({"runs": {}}, "runs: unknown key"),
         ({"name": "a/b"}, "without slashes"),
         ({"attack": {"name": "sign_flip"}}, "attack.fraction = 0.0: expected a number in (0, 1]"),

@@ -51,3 +51,16 @@ def test_two_files_of_that_name_are_refused(study):
 def test_a_built_in_model_is_no_folder(study):
     (study / "nano-vit").mkdir()
     assert Experiment.load(written(study, model="nano-vit")).model.name == "nano-vit"
+
+
+def test_the_servers_key_is_made_next_to_the_file(study):
+    """The other paths of [run] have to be there; the folder is found next to the file, too."""
+    (study / "disk").mkdir()
+    keys = '[run]\nengine = "folder"\nfolder = "disk"\nroster = "roster.toml"\nidentity = "server.key"\n'
+    path = written(study)
+    path.write_text(path.read_text() + keys)
+    run = Experiment.load(path).run
+    assert (run.folder, run.identity) == (str(study / "disk"), str(study / "server.key"))
+    assert run.roster == "roster.toml"
+    (study.parent / "elsewhere/server.key").write_text("")
+    assert Experiment.load(path).run.identity == "server.key"

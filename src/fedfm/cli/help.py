@@ -187,6 +187,8 @@ that are misspelt or out of bounds. `fedfm check` also checks files and rules ac
     "silo": """examples:
   fedfm silo check silo.toml                           before a SuperNode is started with it; also: fedfm silo silo.toml
   fedfm silo show silo.toml                            what left, by run; what is left of each budget
+  fedfm silo serve silo.toml --folder /mnt/shared      answers requests that come as files, until Ctrl-C
+  fedfm silo serve silo.toml --folder /media/stick/fedfm --once    answers what is there, and ends
 
 a silo's file, in the folder of its rows:
   name = "north"
@@ -202,6 +204,7 @@ a silo's file, in the folder of its rows:
   budget = { epsilon = 8.0, bytes = 1000000000, rounds = 100 }   what it gives in its lifetime, over all runs
   identity = "silo.key"                                signs for it under secagg; fedfm silo check creates it
   roster = "roster.toml"                               the others' public keys, agreed without the server
+  server = "64 hexadecimal digits"                     the server's public key, for fedfm silo serve
 """,
     "doctor": """examples:
   fedfm doctor                                         versions, cores, disk; what is missing

@@ -48,7 +48,9 @@ def build() -> argparse.ArgumentParser:
             sub.add_argument(
                 "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the experiment"
             )
-            sub.add_argument("--engine", choices=("local", "simulation", "deployment"), help="instead of run.engine")
+            sub.add_argument(
+                "--engine", choices=("local", "simulation", "deployment", "folder"), help="instead of run.engine"
+            )
         if run:
             sub.add_argument("run", type=Path, help="its directory")
         return sub
@@ -165,11 +167,17 @@ def build() -> argparse.ArgumentParser:
     app.add_argument("folder", type=Path, help="is made")
     app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
 
-    silo = command("silo", commands.silo, "check a silo's file, show what left it or what runs predicted", json=True)
+    silo = command("silo", commands.silo, "check a silo's file, show what left it, or answer a folder", json=True)
     silo.add_argument(
-        "what", nargs="?", choices=("check", "show", "predictions"), default="check", help="which of these [check]"
+        "what",
+        nargs="?",
+        choices=("check", "show", "predictions", "serve"),
+        default="check",
+        help="its file and rows; what left it; what runs predicted; answer a folder's requests [check]",
     )
     silo.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers")
+    silo.add_argument("--folder", type=Path, metavar="DIR", help="serve: the folder that carries the messages")
+    silo.add_argument("--once", action="store_true", help="serve: answer what is there, and end")
 
     command("doctor", commands.doctor, "check this installation", json=True)
     return parser

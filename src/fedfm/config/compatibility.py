@@ -86,6 +86,8 @@ def asynchronous(e: Any) -> Any:
         raise InputError(
             f"run.min_clients = {e.run.min_clients}: a server update takes run.asynchronous.buffer = {late.buffer}"
         )
+    if e.run.engine == "folder":
+        raise InputError(f'{where} engine = "folder" waits for the answers of whole rounds; drop one of the two')
     if late.speeds and e.run.engine == "deployment":
         raise InputError(f"{where} speeds: on a deployment clients are as fast as they are; drop it")
     return buffered(e.aggregation, late.buffer, late.staleness, late.speeds)
@@ -177,6 +179,7 @@ def check_as_asked(e: Any) -> None:
         )
     if run.superlink is not None and run.engine != "deployment":
         raise InputError(f'run.superlink: only engine = "deployment" attaches to one, not "{run.engine}"')
+    _check_folder(e)
     if run.gpus_per_client is not None and run.gpus_per_client > 1 and run.gpus_per_client % 1:
         raise InputError(f"run.gpus_per_client = {run.gpus_per_client}: expected at most 1, or a whole number of GPUs")
     if e.model.compile and run.kernels != "exact":
@@ -238,6 +241,26 @@ def _check_own_code(e: Any, method: str) -> None:
                 raise InputError(f"{where}.{f.name}: {e.data.name} brings rows and model as they are; drop it")
     if "local" not in {f.name for f in dataclasses.fields(e.method)}:
         raise InputError(f'{method} has no client optimiser that trains a module; expected one that has, e.g. "fedavg"')
+
+
+def _check_folder(e: Any) -> None:
+    """Refuse what does not go with messages as files, and keys of this engine on another one."""
+    run, method = e.run, f'method "{e.method_name}"'
+    if run.engine != "folder":
+        for key in ("folder", "roster", "identity"):
+            if getattr(run, key) is not None:
+                raise InputError(f'run.{key}: only engine = "folder" takes it, not "{run.engine}"')
+        return
+    if run.folder is None:
+        raise InputError('run.folder: engine = "folder" needs the folder that carries the messages')
+    if run.roster is None:
+        raise InputError("run.roster: a file with the silos' public keys is needed; `fedfm silo check` prints each one")
+    if e.attack is not None:
+        raise InputError(
+            f'[attack]: {method} on engine = "folder" has silos of their own, which do not attack; drop it'
+        )
+    if e.data.base_classes is not None:
+        raise InputError('data.base_classes: silos of engine = "folder" train on all of their classes; drop it')
 
 
 def _check_augmented(e: Any, method: str) -> None:

@@ -14,8 +14,9 @@ _KEYS = {
     "data": ("path", "hub"),
     "model": ("name",),
     "method": ("foundation", "model", "trained", "gate_backbone"),
-    "run": ("root_certificates",),
+    "run": ("root_certificates", "folder", "roster", "identity"),
 }
+_MADE = {"run.identity"}  # files that fedfm makes if they are absent, next to the experiment's file
 
 
 def beside(file: Path, table: Mapping[str, Any], changed: Container[str] = ()) -> dict[str, Any]:
@@ -45,8 +46,10 @@ def _found(folder: Path, value: Any, key: str) -> Any:
     if not isinstance(value, str) or not value or value in BUILT_IN:
         return value
     path = Path(value).expanduser()
-    if path.is_absolute() or not (there := folder / path).exists():
+    if path.is_absolute():
         return value
+    if not (there := folder / path).exists():
+        return str(there) if key in _MADE and not path.exists() else value
     if path.exists() and not path.samefile(there):
         raise InputError(
             f'{key} = "{value}": there is {there}, and {path.resolve()} in the working directory; write the one that '

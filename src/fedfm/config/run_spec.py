@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fedfm.core.fields import setting
 from fedfm.linalg.quantised import CODES, EXACT
 
-ENGINES = ("local", "simulation", "deployment")
+ENGINES = ("local", "simulation", "deployment", "folder")
 TRACKERS = ("mlflow", "tensorboard", "wandb")
 
 
@@ -28,7 +28,7 @@ class AsynchronousSpec:
 class RunSpec:
     """The [run] table."""
 
-    engine: str = setting("local", "local, simulation or deployment", choices=ENGINES)
+    engine: str = setting("local", "local, simulation, deployment or folder", choices=ENGINES)
     seed: int = setting(0, "seed of all random streams except secrets", ge=0)
     min_clients: int | None = setting(
         None, "the run stops if fewer clients give a valid reply [half of those that were asked]", ge=1
@@ -70,6 +70,11 @@ class RunSpec:
     )
     superlink: str | None = setting(None, "deployment: attach to this host:port")
     root_certificates: str | None = setting(None, "PEM file of the superlink's authority")
+    folder: str | None = setting(None, "folder: the folder that carries the messages; it exists on both sides")
+    roster: str | None = setting(None, "folder: a TOML or JSON file with the silos' public keys by name")
+    identity: str | None = setting(
+        None, "folder: the file of the server's key, made if absent [~/.config/fedfm/server.key]"
+    )
     evaluate_every: int = setting(1, "rounds between evaluations; 0: only at the end", ge=0)
     patience: int = setting(
         0, "stop after this many rounds without a better validation loss; the best round's model is kept", ge=0

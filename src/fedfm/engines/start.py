@@ -17,6 +17,7 @@ _ENGINES = {
     "local": "fedfm.engines.local.engine",
     "simulation": "fedfm.engines.flower.simulation",
     "deployment": "fedfm.engines.flower.deployment",
+    "folder": "fedfm.engines.folder.engine",
 }
 
 

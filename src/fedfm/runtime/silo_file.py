@@ -14,6 +14,7 @@
     predict = "new.npz"                     # rows without labels, for runs that predict
     identity = "silo.key"                   # the key that signs for the silo, see fedfm.runtime.silo_identity
     roster = "roster.toml"                  # the other silos' public keys
+    server = "64 hexadecimal digits"        # the server's public key, where messages come as files
 
     [allow_by_method]                       # replaces allow for single methods
     fedpft = ["reply"]
@@ -109,6 +110,12 @@ class Silo:
     ledger: str = setting("", "the file that lists what left [beside this file, with the suffix .ledger.jsonl]")
     identity: str = setting("", "the file of the key that signs for the silo under secagg [a key of each run]")
     roster: str = setting("", "a TOML or JSON file with public keys by silo, agreed without the server [first use]")
+    server: str = setting(
+        "",
+        'the server\'s public key, for `fedfm silo serve`: `fedfm run` on engine = "folder" prints it',
+        pattern="|[0-9a-f]{64}",
+        words="64 hexadecimal digits",
+    )
     classes: tuple[str, ...] | None = setting(
         None, "class names that the federation agreed on, in order [those of the rows]"
     )
@@ -310,6 +317,7 @@ def report(path: Path) -> dict[str, Any]:
         "budget": {key: value for key, value in asdict(silo.budget).items() if value is not None},
         "ledger": silo.ledger,
         "public_key": identity.public,
+        "server": silo.server or None,
         "roster": None if identity.roster is None else sorted(identity.roster),
         "takes_part": bool(silo.policy.words),
         "shows_single_replies": "reply" in silo.policy.words,
@@ -332,6 +340,7 @@ def described(found: Mapping[str, Any]) -> str:
         *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
         *(f"gives in all at most {key} = {value}" for key, value in found["budget"].items() if key != "delta"),
         f"lists what leaves in {found['ledger']}",
+        *([f"answers the files of the server {found['server']}"] if found["server"] else []),
         f"signs as {found['public_key'] or 'another one in each run'}",
         f"knows {', '.join(found['roster'])}" if found["roster"] else "trusts the other silos' keys on first use",
     ]

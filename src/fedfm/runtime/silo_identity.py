@@ -56,14 +56,22 @@ def of(silo: Silo, *, create: bool = False) -> Identity:
         if silo.roster:
             raise InputError("roster: the others cannot have this silo in theirs without a lasting key; set identity")
         return Identity(None, None)
-    found = Identity(_key(Path(silo.identity), create), _roster(Path(silo.roster)) if silo.roster else None)
+    found = Identity(key_in(Path(silo.identity), create), roster_in(Path(silo.roster)) if silo.roster else None)
     own = (found.roster or {}).get(silo.name)
     if own is not None and own.hex() != found.public:
         raise InputError(f"{silo.roster}: {silo.name} has the key {own.hex()}, and {silo.identity} {found.public}")
     return found
 
 
-def _key(path: Path, create: bool) -> bytes:
+def key_in(path: Path, create: bool) -> bytes:
+    """The private key in a file.
+
+    Args:
+        create: make it if the file is absent.
+
+    Raises:
+        InputError: the file is absent, open to others or malformed.
+    """
     if create and not path.exists():
         storage.write_atomic(path, keys.entropy(keys.KEY).hex().encode() + b"\n", 0o600)
     try:
@@ -79,7 +87,12 @@ def _key(path: Path, create: bool) -> bytes:
     return bytes.fromhex(text)
 
 
-def _roster(path: Path) -> dict[str, bytes]:
+def roster_in(path: Path) -> dict[str, bytes]:
+    """Public keys by name.
+
+    Raises:
+        InputError: the file is absent or malformed.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

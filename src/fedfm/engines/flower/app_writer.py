@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
@@ -94,7 +95,9 @@ def told(experiment: Experiment) -> str:
     data, model = experiment.data, replace(experiment.model, name=path(experiment.model.name) or "")
     clients = {name: path(file) or file for name, file in data.clients.items()} if data.clients else data.clients
     data = replace(data, path=path(data.path), hub=path(data.hub), clients=clients)
-    spec = replace(experiment.run, engine="deployment", wire=False, workers=0, superlink=None, root_certificates=None)
+    # What is on the server's machine is of no use to the sites.
+    own: dict[str, Any] = dict.fromkeys(("superlink", "root_certificates", "folder", "roster", "identity"))
+    spec = replace(experiment.run, engine="deployment", wire=False, workers=0, **own)
     return replace(experiment, data=data, model=model, run=spec).for_clients().to_toml()
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flwr.app import Message
 
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec
+from fedfm.engines.answers import opened
 from fedfm.engines.flower import held
 from fedfm.engines.flower.private_api import client_fault
-from fedfm.errors import E_CLIENT, E_DUPLICATE, E_EXCEPTION, E_FORMAT, E_READONLY, ClientFault
+from fedfm.errors import E_FORMAT, ClientFault
 
 
 def failed(request: Request, fault: ClientFault) -> Reply:
@@ -19,7 +19,7 @@ def failed(request: Request, fault: ClientFault) -> Reply:
     return Reply(request.client, None, request.round, request.call, 0, 0, fault)
 
 
-def opened(message: Message, sent: Underway, most: int | None) -> tuple[Reply, frozenset[str]]:
+def reply_of(message: Message, sent: Underway, most: int | None) -> tuple[Reply, frozenset[str]]:
     """A Flower message as a Reply, and what its site holds; an invalid message becomes a fault."""
     request, there = sent.request, frozenset[str]()
     fault, round, call = None, request.round, request.call
@@ -29,18 +29,10 @@ def opened(message: Message, sent: Underway, most: int | None) -> tuple[Reply, f
         if not message.has_content():
             raise ClientFault(E_FORMAT, "an empty message")
         value = codec.from_record(message.content, None, most)
-        if not isinstance(value, Mapping) or not {"round", "call"} < value.keys():
-            raise ClientFault(E_FORMAT, "the reply is not an envelope")
-        if type(value["round"]) is not int or type(value["call"]) is not int:
-            raise ClientFault(E_FORMAT, "the reply's round and call are not whole numbers")
-        round, call, there = value["round"], value["call"], held.named(value.get(held.NAMES))
-        if "fault" in value:
-            fault = _told(value["fault"])
-        elif "body" not in value:
-            raise ClientFault(E_FORMAT, "the reply has no body")
-        else:
-            up = codec.weigh(value["body"])
-            return Reply(request.client, value["body"], round, call, sent.nbytes, up, spared=sent.spared), there
+        round, call, body, fault = opened(value)
+        there = held.named(value.get(held.NAMES))
+        if fault is None:
+            return Reply(request.client, body, round, call, sent.nbytes, codec.weigh(body), spared=sent.spared), there
     except ClientFault as bad:
         fault = bad
     return Reply(request.client, None, round, call, sent.nbytes, 0, fault, sent.spared), there
@@ -71,14 +63,3 @@ class Broadcast:
             record = codec.to_record(codec.envelope(self._request.round, self._request.call, body))
             self._forms[names] = record, self.nbytes - codec.weigh(body)
         return self._forms[names]
-
-
-def _told(value: Any) -> ClientFault:
-    """The fault that a site reports."""
-    code, reason = (value.get("code"), value.get("reason")) if isinstance(value, Mapping) else (None, None)
-    if not isinstance(code, str) or not isinstance(reason, str):
-        return ClientFault(E_FORMAT, "the reply's fault is not one")
-    # Only the server itself can find these three: a second reply, a foreign reply, a write to shared memory.
-    if not code.startswith("E_") or len(code) > 20 or code in (E_READONLY, E_DUPLICATE, E_CLIENT):
-        code = E_EXCEPTION
-    return ClientFault(code, reason[:400])

@@ -14,23 +14,21 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import flower_records
+from fedfm.engines.answers import introduced
 from fedfm.engines.flower import held
-from fedfm.engines.flower.envelopes import Broadcast, Underway, failed, opened
+from fedfm.engines.flower.envelopes import Broadcast, Underway, failed, reply_of
 from fedfm.engines.flower.private_api import SUPERLINK, died, restarting
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
     E_CLIENT,
     E_DIED,
-    E_FORMAT,
     E_HELD,
     E_TIMEOUT,
-    E_VERSION,
     ClientFault,
     InputError,
     RunError,
 )
 from fedfm.privacy.policy import HELLO
-from fedfm.version import __version__
 
 _POLL = (0.05, 0.25)  # seconds between two polls for replies: first and longest
 _BATCH = 16  # messages per call of the Grid
@@ -206,7 +204,7 @@ class FlowerLink:
                 if message.metadata.src_node_id not in (one.node, SUPERLINK):
                     continue  # from another node
                 del self._underway[name]
-                reply, self._held[one.node] = opened(message, one, self._most)
+                reply, self._held[one.node] = reply_of(message, one, self._most)
                 if reply.fault is not None and reply.fault.code == E_HELD and one.spared:
                     self._ready.extend(self._launch([(one.node, one.request)]))  # again, whole
                     continue
@@ -250,7 +248,7 @@ class FlowerLink:
                 if ended is not None and name in waiting and message.has_error() and again(message.error):
                     ended.append(waiting.pop(name)[:2])
                     continue
-                reply, self._held[known.node] = opened(message, known, self._most)
+                reply, self._held[known.node] = reply_of(message, known, self._most)
                 if reply.fault is not None and reply.fault.code == E_HELD and name in waiting and known.spared:
                     self._unheld.append(waiting.pop(name)[:2])
                     continue
@@ -324,15 +322,9 @@ class FlowerLink:
 
     def _introduce(self, value: Any) -> tuple[ClientId, ClientFault | None]:
         """(name, reason not to take part or None) from a reply to hello."""
-        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
-            raise ClientFault(E_FORMAT, "its hello has no name")
-        name, ours = value["name"], {"fedfm": __version__, "wire": flower_records.WIRE}
-        for key, mine in ours.items():
-            if value.get(key) != mine:
-                return name, ClientFault(E_VERSION, f"runs {key} {str(value.get(key))[:40]}, the server {mine}")
-        theirs = value.get("model")
-        if self._fingerprint and theirs and theirs != self._fingerprint:
-            return name, ClientFault(E_VERSION, f"holds model {str(theirs)[:12]}, the server {self._fingerprint[:12]}")
+        name, fault = introduced(value, self._fingerprint)
+        if fault is not None:
+            return name, fault
         if value.get("own_data"):
             self.own_data = True
         elif self._expected and name not in self._expected:

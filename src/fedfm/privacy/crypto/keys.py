@@ -5,6 +5,7 @@ All keys are 32 raw bytes. A context is a sequence of text, bytes and integers; 
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -17,6 +18,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 KEY, SIGNATURE = 32, 64  # bytes
 SEALED = 28  # bytes that :func:`seal` adds
 _NONCE = 12
+_P = 2**255 - 19  # both curves are over this field
 
 entropy = os.urandom  # tests replace it
 
@@ -51,6 +53,22 @@ def agree(private: bytes, public: bytes, *context: Context) -> bytes:
     """
     shared = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     return derive(shared, *context)
+
+
+def exchange_of(private: bytes) -> bytes:
+    """The key for :func:`agree` that belongs to a key for :func:`sign` (RFC 8032, section 5.1.5)."""
+    return hashlib.sha512(private).digest()[:KEY]
+
+
+def exchange_public_of(identity: bytes) -> bytes:
+    """Public half of :func:`exchange_of`, from the public half of the key for :func:`sign`: u = (1 + y) / (1 - y), the
+    birational map of RFC 7748, section 4.1.
+
+    Raises:
+        ValueError: the identity is the neutral point, which has no u.
+    """
+    y = int.from_bytes(identity, "little") & ((1 << 255) - 1)
+    return ((1 + y) * pow(1 - y, -1, _P) % _P).to_bytes(KEY, "little")
 
 
 def seal(key: bytes, data: bytes, *context: Context) -> bytes:

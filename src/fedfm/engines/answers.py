@@ -1,0 +1,83 @@
+"""What a site's reply says: the envelope with a value or a fault, and the answer to a hello."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fedfm.core.client import ClientId
+from fedfm.core.wire import flower_records
+from fedfm.errors import (
+    E_CLIENT,
+    E_DUPLICATE,
+    E_EXCEPTION,
+    E_FORMAT,
+    E_READONLY,
+    E_VERSION,
+    ClientFault,
+)
+from fedfm.version import __version__
+
+
+class Envelope(NamedTuple):
+    """A reply's envelope.
+
+    Attributes:
+        body: the value; None where there is a fault.
+        fault: what the site reports instead.
+    """
+
+    round: int
+    call: int
+    body: Any
+    fault: ClientFault | None
+
+
+def opened(value: Any) -> Envelope:
+    """The parts of a reply's envelope.
+
+    Raises:
+        ClientFault: E_FORMAT, it is none.
+    """
+    if not isinstance(value, Mapping) or not {"round", "call"} < value.keys():
+        raise ClientFault(E_FORMAT, "the reply is not an envelope")
+    if type(value["round"]) is not int or type(value["call"]) is not int:
+        raise ClientFault(E_FORMAT, "the reply's round and call are not whole numbers")
+    at = value["round"], value["call"]
+    if "fault" in value:
+        return Envelope(*at, None, _told(value["fault"]))
+    if "body" not in value:
+        raise ClientFault(E_FORMAT, "the reply has no body")
+    return Envelope(*at, value["body"], None)
+
+
+def _told(value: Any) -> ClientFault:
+    """The fault that a site reports."""
+    code, reason = (value.get("code"), value.get("reason")) if isinstance(value, Mapping) else (None, None)
+    if not isinstance(code, str) or not isinstance(reason, str):
+        return ClientFault(E_FORMAT, "the reply's fault is not one")
+    # Only the server itself can find these three: a second reply, a foreign reply, a write to shared memory.
+    if not code.startswith("E_") or len(code) > 20 or code in (E_READONLY, E_DUPLICATE, E_CLIENT):
+        code = E_EXCEPTION
+    return ClientFault(code, reason[:400])
+
+
+def introduced(value: Any, fingerprint: str | None) -> tuple[ClientId, ClientFault | None]:
+    """(name, reason not to take part or None) from the answer to a hello.
+
+    Args:
+        fingerprint: of the server's model; None: any model will do.
+
+    Raises:
+        ClientFault: E_FORMAT, the answer has no name.
+    """
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise ClientFault(E_FORMAT, "its hello has no name")
+    name, ours = value["name"], {"fedfm": __version__, "wire": flower_records.WIRE}
+    for key, mine in ours.items():
+        if value.get(key) != mine:
+            return name, ClientFault(E_VERSION, f"runs {key} {str(value.get(key))[:40]}, the server {mine}")
+    theirs = value.get("model")
+    if fingerprint and theirs and theirs != fingerprint:
+        return name, ClientFault(E_VERSION, f"holds model {str(theirs)[:12]}, the server {fingerprint[:12]}")
+    return name, None

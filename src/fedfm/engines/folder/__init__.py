@@ -1,0 +1,1 @@
+"""Messages as files in a folder that somebody carries or a shared disk syncs, for sites without connections."""

@@ -1,0 +1,117 @@
+"""The folder engine: the server's side of a run whose messages are files.
+
+Each silo answers by ``fedfm silo serve``, on its own machine. A run that is stopped goes on by ``fedfm resume``. It
+does not ask again what was answered, since the answers of the current round are kept in the run's ``private/folder``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedfm.config.compatibility import enough
+from fedfm.core.client import ClientId
+from fedfm.core.wire.limits import room
+from fedfm.engines.flower.app_writer import told
+from fedfm.engines.flower.deployment import key_of
+from fedfm.engines.folder.letters import SERVER, shared_key
+from fedfm.engines.folder.link import FolderLink, Post
+from fedfm.engines.folder.mailbox import mailboxes
+from fedfm.engines.folder.sent import Sent
+from fedfm.errors import InputError
+from fedfm.linalg.threads import torch_threads
+from fedfm.privacy.crypto import keys
+from fedfm.runtime.description import describe
+from fedfm.runtime.disclosure import tell
+from fedfm.runtime.evaluation import judge
+from fedfm.runtime.population import populate
+from fedfm.runtime.server import Server
+from fedfm.runtime.silo_identity import key_in, roster_in
+
+if TYPE_CHECKING:
+    from fedfm.config.run_spec import RunSpec
+    from fedfm.runtime.progress import Progress
+    from fedfm.runtime.run_directory import Run
+
+
+def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
+    """Run to the end, with the silos of the roster.
+
+    Raises:
+        InputError: folder, roster, key or the server's own data are wrong.
+    """
+    experiment, spec = run.experiment, run.experiment.run
+    private = _own_key(spec)
+    posts = _posts(run, private, progress.notice)
+    progress.notice(f"the server's public key, for each silo.toml: {keys.identity_of(private).hex()}")
+
+    def note(text: str) -> None:
+        run.manifest["notices"].append(text)
+        run.write_manifest()
+        progress.notice(text)
+
+    with torch_threads(1):
+        population = populate(experiment, server=True)
+        describe(run, population, progress)
+        run.manifest["clients"] = sorted(posts)
+        tell(run, None, [])
+        run.write_manifest()
+        enough(experiment, len(posts))
+        link = FolderLink(
+            posts,
+            key_of(run),
+            told(experiment),
+            patience=math.inf if spec.extend_timeout else spec.timeout,
+            fingerprint=population.model.fingerprint,
+            most=room(population.model.layout),
+            greeting={"classes": list(population.federated.table.classes)},
+            min_clients=spec.min_clients or 1,
+            stop=stop,
+            progress=progress.client,
+            notice=note,
+            tell=progress.notice,
+        )
+        scores = judge(population, experiment.method)
+        server = Server(run, link, population.model, judge=scores, progress=progress)
+        for crossing in link.hellos:
+            server.fed.transcript.add(crossing)
+        return server.go()
+
+
+def _own_key(spec: RunSpec) -> bytes:
+    """The server's private key, made if its file is absent."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    path = Path(spec.identity).expanduser() if spec.identity else Path(home) / "fedfm" / "server.key"
+    try:
+        if not spec.identity:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.parent.is_dir():
+            raise InputError(f"identity: {path.parent} is no folder; make it, or name another file")
+        return key_in(path, create=True)
+    except InputError as error:
+        raise InputError(f"run.{error}") from None
+
+
+def _posts(run: Run, private: bytes, notice: Callable[[str], None]) -> dict[ClientId, Post]:
+    spec = run.experiment.run
+    root = Path(str(spec.folder)).expanduser()
+    if not root.is_dir():
+        raise InputError(f'run.folder = "{spec.folder}": no such folder; make it, or plug the stick in')
+    try:
+        roster = roster_in(Path(str(spec.roster)).expanduser())
+    except InputError as error:
+        raise InputError(f"run.{error}") from None
+    if SERVER in roster:
+        raise InputError(f'run.roster: {spec.roster}: "{SERVER}" is no name for a silo; it is the server\'s')
+    posts = {}
+    for name, public in roster.items():
+        try:
+            key = shared_key(private, public)
+        except InputError as error:
+            raise InputError(f"run.roster: {name}: {error}") from None
+        out, back = mailboxes(root.resolve(), name, key, notice)
+        posts[name] = Post(out, back, Sent(run.path / "private" / "folder", name, key))
+    return posts

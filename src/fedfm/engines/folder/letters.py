@@ -1,0 +1,201 @@
+"""A letter: one message as one file, encrypted for its receiver, which learns who wrote it. No pickle.
+
+The file is a magic line with the format's version, the length of a header (4 bytes, little-endian), the header (JSON:
+kind, sender, receiver, run, number, size), and the content in pieces of at most :data:`PIECE` bytes. Each piece is
+sealed by ChaCha20-Poly1305 under the key that sender and receiver agree on (X25519, from their lasting keys), with the
+header and the piece's place as its context. So a file of another party, run, direction or place, with a changed byte,
+or with pieces left out, does not open; and only the two parties can make one that does.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fedfm.errors import InputError
+from fedfm.privacy.crypto import keys
+
+MAGIC = b"fedfm letter 1\n"
+PIECE = 16 << 20  # bytes of content that are sealed together
+SERVER = "server"  # the server's name as a sender and a receiver
+REQUEST, REPLY = "request", "reply"
+_LENGTH, _PARTS = struct.Struct("<I"), struct.Struct("<II")
+_LONGEST = 1 << 14  # bytes of a header
+_FRONT = 4 << 20  # bytes of a front, which has an experiment's text
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is legible on the outside of a letter.
+
+    Attributes:
+        kind: request or reply.
+        sender, receiver: "server" or a silo's name.
+        run: key of the run.
+        number: of the request, from 1, by silo and run; the reply has its request's number.
+        size: bytes of the content.
+    """
+
+    kind: str
+    sender: str
+    receiver: str
+    run: str
+    number: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is inside of a letter.
+
+    Attributes:
+        front: of a request ``handler`` and ``experiment``, of a reply ``request``, the digest of what it answers.
+        head, data: of the message, as of :mod:`fedfm.core.wire.payload`.
+    """
+
+    front: dict[str, Any]
+    head: str
+    data: bytes
+
+
+def digest(handler: str, head: str, data: Iterable[bytes | memoryview]) -> str:
+    """Identity of a request: what is asked, in which round and call, 64 hexadecimal digits."""
+    found = hashlib.sha256(keys.encoded(handler, head))
+    for piece in data:
+        found.update(piece)
+    return found.hexdigest()
+
+
+def shared_key(private: bytes, public: bytes) -> bytes:
+    """The key of two parties, from the private half of one lasting key and the public half of the other.
+
+    Raises:
+        InputError: no Ed25519 key has this public half.
+    """
+    try:
+        return keys.agree(keys.exchange_of(private), keys.exchange_public_of(public), "fedfm letter", 1)
+    except ValueError:
+        raise InputError(f"{public.hex()} is no public key: expected the one that its owner's fedfm prints") from None
+
+
+def sealed(key: bytes, header: Header, content: Content) -> list[bytes]:
+    """The pieces of a letter's file; ``header.size`` is set here."""
+    front, head = json.dumps(content.front).encode(), content.head.encode()
+    plain = b"".join((_PARTS.pack(len(front), len(head)), front, head, content.data))
+    outside = json.dumps({**vars(header), "size": len(plain)}, separators=(",", ":")).encode()
+    pieces = [plain[at : at + PIECE] for at in range(0, len(plain), PIECE)]
+    body = [keys.seal(key, piece, MAGIC, outside, place) for place, piece in enumerate(pieces)]
+    return [MAGIC + _LENGTH.pack(len(outside)) + outside, *body]
+
+
+class Letter:
+    """A file that may be a letter, open for reading; use it in a ``with``.
+
+    Attributes:
+        header: what is legible on the outside; not to be trusted before :meth:`content` has returned.
+
+    Raises:
+        Unfinished: the file is not whole yet.
+        ValueError: it is no letter; the text says why.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Neither a link nor a pipe: the folder's other users would choose what is read, or stop this process.
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ValueError("a link") from None
+            raise
+        self._file: BinaryIO = os.fdopen(descriptor, "rb")
+        try:
+            self.header, self._outside = self._head()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Letter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def _head(self) -> tuple[Header, bytes]:
+        status = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a file")
+        begin = self._file.read(len(MAGIC))
+        if begin != MAGIC[: len(begin)]:
+            raise ValueError("not a letter of this version of the format")
+        length = self._file.read(_LENGTH.size)
+        if len(length) < _LENGTH.size:
+            raise Unfinished
+        (count,) = _LENGTH.unpack(length)
+        if count > _LONGEST:
+            raise ValueError(f"a header of {count} bytes, expected at most {_LONGEST}")
+        outside = self._file.read(count)
+        if len(outside) < count:
+            raise Unfinished
+        header = _header(outside)
+        expected = self._file.tell() + header.size + -(-header.size // PIECE) * keys.SEALED
+        if status.st_size < expected:
+            raise Unfinished
+        if status.st_size > expected:
+            raise ValueError(f"{status.st_size} bytes, where its header says {expected}")
+        return header, outside
+
+    def content(self, key: bytes) -> Content:
+        """Open it; not even a part is returned unless every byte is as the sender wrote it.
+
+        Raises:
+            ValueError: it was altered, or others than the two parties made it.
+        """
+        plain, size = bytearray(), self.header.size
+        for place in range(-(-size // PIECE)):
+            piece = self._file.read(min(PIECE, size - place * PIECE) + keys.SEALED)
+            try:
+                plain += keys.unseal(key, piece, MAGIC, self._outside, place)
+            except ValueError:
+                raise ValueError("altered, or written by somebody else") from None
+        try:
+            front, head = _PARTS.unpack_from(plain)
+            at = _PARTS.size + front
+            if front > _FRONT or at + head > len(plain):
+                raise ValueError
+            told = json.loads(plain[_PARTS.size : at])
+            if not isinstance(told, dict):
+                raise TypeError
+            return Content(told, plain[at : at + head].decode(), bytes(memoryview(plain)[at + head :]))
+        except (ValueError, TypeError, RecursionError, struct.error):
+            raise ValueError("its sender's fedfm wrote a content that this one cannot read") from None
+
+
+class Unfinished(Exception):
+    """A file that a sync tool or a copy has not completed."""
+
+
+def _header(outside: bytes) -> Header:
+    """Read a header.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    try:
+        table = json.loads(outside)
+        header = Header(**table)
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError("its header cannot be read") from None
+    texts: Sequence[Any] = (header.kind, header.sender, header.receiver, header.run)
+    numbers: Sequence[Any] = (header.number, header.size)
+    if not all(isinstance(text, str) for text in texts) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError("its header cannot be read")
+    return header

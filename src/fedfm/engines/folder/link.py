@@ -1,0 +1,272 @@
+"""FolderLink: the server's side of a folder that carries messages."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedfm.core.client import ClientId
+from fedfm.core.messages import Reply, Request
+from fedfm.core.transcript import Crossing
+from fedfm.core.wire import codec, payload
+from fedfm.engines.answers import introduced, opened
+from fedfm.engines.folder.letters import Content, digest
+from fedfm.engines.folder.mailbox import Mailbox, Stamp, stamped
+from fedfm.engines.folder.sent import Sent
+from fedfm.engines.local.engine import Interrupted
+from fedfm.errors import E_CLIENT, E_DIED, E_TIMEOUT, ClientFault, RunError
+from fedfm.privacy.policy import HELLO
+
+_POLL = (0.05, 2.0)  # seconds between two looks into the folder: first and longest
+_QUIET = 5.0  # seconds of waiting before the operator is told
+_AGAIN = 600.0  # seconds after which the operator is told the same again
+_NAMED = 10  # silos in a notice
+
+
+@dataclass
+class Post:
+    """What the server has for one silo: both mailboxes, and its record."""
+
+    out: Mailbox
+    back: Mailbox
+    sent: Sent
+    heard: float | None = None  # when it last answered, of the monotonic clock
+
+
+@dataclass
+class _Open:
+    """A request without an answer yet."""
+
+    request: Request
+    digest: str
+    content: Content
+    nbytes: int
+    number: int
+    asked: float  # of the monotonic clock
+    stamp: Stamp | None = None  # of the letter's file, once it is written
+
+
+class FolderLink:
+    """Delivers requests as letters, and waits for the letters that answer them.
+
+    A file that is no answer to an open request is ignored, with a line for the operator where it was altered, belongs
+    to somebody else, or answers something else. So nobody who can write to the folder can exclude a silo.
+
+    Args:
+        posts: by the silo's name.
+        run: key of the run.
+        experiment: text of the experiment for the silos.
+        patience: seconds that a silo may take; infinite: the run waits until it is stopped.
+        fingerprint: of the server's model; a silo with another model takes no part.
+        most: bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
+        greeting: payload of the hello message.
+        min_clients: smallest number of silos for a run.
+        stop: called while waiting; True raises :class:`Interrupted`.
+        progress: called for every silo that answers.
+        notice: receives lines that the run keeps; ``tell`` receives lines for the screen alone.
+
+    Attributes:
+        hellos: the crossings of the hello messages of this process, for the transcript.
+
+    Raises:
+        RunError: fewer than ``min_clients`` can take part in time.
+    """
+
+    def __init__(
+        self,
+        posts: Mapping[ClientId, Post],
+        run: str,
+        experiment: str,
+        *,
+        patience: float = math.inf,
+        fingerprint: str | None = None,
+        most: int | None = None,
+        greeting: Mapping[str, Any] | None = None,
+        min_clients: int = 1,
+        stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[], None] = lambda: None,
+        notice: Callable[[str], None] = lambda text: None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._posts, self._run, self._experiment, self._patience = dict(posts), run, experiment, patience
+        self._fingerprint, self._most, self._stop = fingerprint, most, stop
+        self._progress, self._notice, self._tell = progress, notice, tell
+        self._barred: dict[ClientId, ClientFault] = {}
+        self._told: tuple[tuple[str, ...], float] = ((), -math.inf)  # who was waited for, and when that was told
+        self._encoded: tuple[Any, ...] | None = None
+        self.hellos: list[Crossing] = []
+        self._hellos = {name: self._ask(Request(name, HELLO, dict(greeting or {}), 0, 0)) for name in self.clients}
+        self._gather(min_clients)
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        """Names of the silos, sorted."""
+        return sorted(self._posts)
+
+    def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
+        """Deliver; yield replies as they come. A silo that does not take part, or is late, gets a fault."""
+        if self._stop():
+            raise Interrupted
+        for name in list(self._hellos):  # a late hello may be there by now
+            if (reply := self._look(self._hellos[name])) is not None:
+                self._meet(reply)
+        opened: dict[ClientId, _Open] = {}
+        for request in requests:
+            name = request.client
+            if name in self._barred:
+                yield _failed(request, self._barred[name])
+            elif name in self._hellos:
+                yield _failed(request, ClientFault(E_DIED, "it has not answered the hello yet"))
+            else:
+                self._posts[name].sent.forget(request.round)
+                opened[name] = self._ask(request)
+        for reply in self._collect(opened):
+            self._progress()
+            yield reply
+
+    # --- one request --------------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request) -> _Open:
+        """A request with its number; it is written when it is looked at."""
+        if self._encoded is None or self._encoded[0] is not request.payload or self._encoded[1] != request[1:]:
+            head, pieces = payload.encode(codec.envelope(request.round, request.call, request.payload))
+            data = b"".join(pieces)  # a broadcast is encoded once
+            of = digest(request.handler, head, [data]), head, data, codec.weigh(request.payload)
+            self._encoded = request.payload, request[1:], of
+        name, head, data, nbytes = self._encoded[2]
+        front = {"handler": request.handler, "experiment": self._experiment}
+        sent = self._posts[request.client].sent
+        if sent.answer(request.round, name) is None:
+            sent.ask(name)
+        return _Open(request, name, Content(front, head, data), nbytes, sent.number, time.monotonic())
+
+    def _look(self, one: _Open) -> Reply | None:
+        """The reply to a request if it is there; else its letter lies in the folder, or will once the folder does."""
+        post = self._posts[one.request.client]
+        if (kept := post.sent.answer(one.request.round, one.digest)) is not None:
+            return self._reply(one, kept)
+        for _, content in post.back.letters(lambda header: (header.run, header.number) == (self._run, one.number)):
+            if content.front.get("request") != one.digest:
+                post.back.tell(post.back.file(self._run, one.number).name, "is ignored: it answers another request")
+                continue
+            reply = self._reply(one, content)
+            if reply.fault is None:
+                post.sent.keep(one.request.round, one.digest, self._run, content)
+            else:
+                post.sent.close()
+            post.out.drop(self._run, one.number + 1)
+            post.heard = time.monotonic()
+            return reply
+        self._written(post, one)
+        return None
+
+    def _written(self, post: Post, one: _Open) -> None:
+        """Write the letter if it is not there as it was written: a stick may be new, or a copy damaged."""
+        path = post.out.file(self._run, one.number)
+        if one.stamp is not None and stamped(path) == one.stamp:
+            return
+        if not post.out.holds(self._run, one.number):
+            post.out.put(self._run, one.number, one.content)
+            post.out.drop(self._run, one.number)
+        one.stamp = stamped(path)
+
+    def _reply(self, one: _Open, content: Content) -> Reply:
+        request = one.request
+        try:
+            value = payload.decode(content.head, content.data, None, most=self._most)
+            round, call, body, fault = opened(value)
+            if fault is None:
+                return Reply(request.client, body, round, call, one.nbytes, codec.weigh(body))
+        except ClientFault as bad:
+            return _failed(request, bad, one.nbytes)
+        return Reply(request.client, None, round, call, one.nbytes, 0, fault)
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def _collect(self, waiting: dict[ClientId, _Open], keep: bool = False) -> Iterator[Reply]:
+        """Replies as they come; a late silo gets a fault, and its request is withdrawn unless ``keep``."""
+        pause, asked, changed = _POLL[0], len(waiting), time.monotonic()
+        while waiting:
+            came = False
+            for name, one in sorted(waiting.items()):
+                if (reply := self._look(one)) is not None:
+                    came, changed = True, time.monotonic()
+                    del waiting[name]
+                    yield reply
+            if self._stop():
+                raise Interrupted
+            now = time.monotonic()
+            for name, one in sorted(waiting.items()):
+                if now - one.asked > self._patience:
+                    del waiting[name]
+                    if not keep:
+                        self._posts[name].out.drop(self._run, one.number + 1)
+                    fault = ClientFault(E_TIMEOUT, f"no reply within {self._patience:g} s")
+                    yield _failed(one.request, fault, one.nbytes)
+            if waiting:
+                if now - changed > _QUIET:
+                    self._say(sorted(waiting), asked)
+                pause = _POLL[0] if came else min(pause * 1.5, _POLL[1])
+                time.sleep(pause)
+
+    def _say(self, names: Sequence[ClientId], asked: int) -> None:
+        """Tell the operator for whom the run waits."""
+        now = time.monotonic()
+        if self._told[0] == tuple(names) and now - self._told[1] < _AGAIN:
+            return
+        self._told = tuple(names), now
+        known = [self._seen(name, now) for name in names[:_NAMED]]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        self._tell(f"waiting for {len(names)} of {asked} silos: {', '.join(known)}{more}")
+
+    def _seen(self, name: ClientId, now: float) -> str:
+        heard = self._posts[name].heard
+        return name if heard is None else f"{name} (last heard {_ago(now - heard)} ago)"
+
+    # --- hello --------------------------------------------------------------------------------------------------------
+
+    def _gather(self, min_clients: int) -> None:
+        """Wait until all silos have answered the hello, or for as long as a silo may take."""
+        for reply in self._collect(dict(self._hellos), keep=True):
+            if reply.fault is None or reply.fault.code != E_TIMEOUT:
+                self._meet(reply)
+        able = len(self._posts) - len(self._barred) - len(self._hellos)
+        if self._hellos:
+            self._notice(f"no hello came from {', '.join(sorted(self._hellos))}")
+        if able < min_clients:
+            why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._barred.items()))
+            text = f"{able} of {len(self._posts)} silos can take part, min_clients is {min_clients}"
+            raise RunError(f"{text} ({why})" if why else text)
+
+    def _meet(self, reply: Reply) -> None:
+        """Admit the silo that has answered the hello, or bar it."""
+        name, one = reply.client, self._hellos.pop(reply.client)
+        fault = reply.fault
+        if fault is None:
+            try:
+                said, fault = introduced(reply.value, self._fingerprint)
+                if said != name:
+                    fault = ClientFault(E_CLIENT, f'its silo.toml names it "{said[:40]}", and the roster "{name}"')
+            except ClientFault as bad:
+                fault = bad
+        if fault is not None:
+            self._posts[name].sent.close()  # a resumed run greets again
+            self._barred[name] = fault
+            self._notice(f"{name} does not take part: {fault}")
+        for sender, receiver, nbytes in (("server", name, one.nbytes), (name, "server", reply.nbytes_up)):
+            self.hellos.append(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
+
+
+def _failed(request: Request, fault: ClientFault, down: int = 0) -> Reply:
+    return Reply(request.client, None, request.round, request.call, down, 0, fault)
+
+
+def _ago(seconds: float) -> str:
+    for name, size in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {name}{'s' * (count > 1)}"
+    return "less than a minute"

@@ -1,0 +1,143 @@
+"""A mailbox: the subfolder for one silo's letters in one direction, ``to/NAME`` or ``from/NAME``.
+
+The folder may be a stick that is away for a day, or a disk on which a sync tool completes files late, in any order or
+twice. What cannot be read now is read later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fedfm.core import storage
+from fedfm.core.text import safe_name
+from fedfm.engines.folder.letters import REPLY, REQUEST, SERVER, Content, Header, Letter, Unfinished, sealed
+from fedfm.errors import RunError
+
+SUFFIX = ".letter"
+_MOST = 1000  # lines on files that are ignored: who can write to the folder must not fill a log
+Stamp = tuple[int, int, int]
+_AGAIN = 30.0  # seconds after which a file that did not open is tried again: its content may be new and its time old
+
+
+class Mailbox:
+    """Letters of one direction between the server and one silo.
+
+    Args:
+        root: the folder that carries the messages; where it is absent, the mailbox is empty and takes nothing.
+        kind: of its letters, request or reply.
+        silo: the silo's name.
+        key: of the server and the silo.
+        ignored: receives a line for each file that is no letter of this mailbox, once.
+    """
+
+    def __init__(self, root: Path, kind: str, silo: str, key: bytes, ignored: Callable[[str], None]) -> None:
+        self._root, self._kind, self._key, self._ignored = root, kind, key, ignored
+        self.path = root / ("to" if kind == REQUEST else "from") / safe_name(silo)
+        self._ends = (SERVER, silo) if kind == REQUEST else (silo, SERVER)
+        self._bad: dict[str, tuple[Stamp, float]] = {}  # by name: the file as it was, and when
+        self._said: set[tuple[str, str]] = set()
+        self._whole: dict[str, Stamp] = {}  # of the last letter of this side that was found to be as it was written
+
+    def file(self, run: str, number: int) -> Path:
+        """Where the letter of a run with this number lies."""
+        return self.path / f"{safe_name(run)}-{number:08d}{SUFFIX}"
+
+    def put(self, run: str, number: int, content: Content) -> bool:
+        """Write a letter; False if the folder is away or full, and it has to be put again.
+
+        Raises:
+            RunError: the subfolder is a link, which others of the folder's users could lead elsewhere.
+        """
+        for place in (self.path.parent, self.path):
+            if place.is_symlink():
+                raise RunError(f"{place} is a link; make it a folder")
+        if not self._root.is_dir():
+            return False
+        path = self.file(run, number)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            storage.sweep(self.path, path.name)
+            header = Header(self._kind, *self._ends, run, number, 0)
+            storage.write_atomic(path, sealed(self._key, header, content))
+            with contextlib.suppress(OSError):  # not every file system can
+                storage.sync_folder(self.path)
+        except (OSError, RunError) as error:
+            self.tell(path.name, f"cannot be written now: {error}")
+            return path.exists()
+        return True
+
+    def letters(self, wanted: Callable[[Header], bool]) -> Iterator[tuple[Header, Content]]:
+        """Header and content of the letters that are whole, of this mailbox, and wanted."""
+        with contextlib.suppress(OSError):
+            names = sorted(os.listdir(self.path))
+            self._bad = {name: self._bad[name] for name in names if name in self._bad}
+            for name in names:
+                if name.endswith(SUFFIX) and not name.startswith("."):
+                    yield from self._read(name, wanted)
+
+    def holds(self, run: str, number: int) -> bool:
+        """Whether the letter with this number is there, whole and as it was written."""
+        path = self.file(run, number)
+        if (stamp := stamped(path)) is None:
+            return False
+        if self._whole.get(path.name) != stamp:  # a large one is not opened at every look
+            found = any(True for _ in self._read(path.name, lambda h: (h.run, h.number) == (run, number)))
+            self._whole = {path.name: stamp} if found else {}
+        return bool(self._whole)
+
+    def drop(self, run: str, below: int) -> None:
+        """Remove the run's letters with smaller numbers, which this side has written."""
+        head = f"{safe_name(run)}-"
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.path):
+                number = name.removeprefix(head).removesuffix(SUFFIX)
+                if name == f"{head}{number}{SUFFIX}" and number.isdecimal() and int(number) < below:
+                    (self.path / name).unlink(missing_ok=True)
+
+    def _read(self, name: str, wanted: Callable[[Header], bool]) -> Iterator[tuple[Header, Content]]:
+        path, now = self.path / name, time.monotonic()
+        if (stamp := stamped(path)) is None:
+            return
+        try:
+            if name in self._bad and self._bad[name][0] == stamp and now - self._bad[name][1] < _AGAIN:
+                return
+            with Letter(path) as letter:
+                header = letter.header
+                if (header.kind, header.sender, header.receiver) != (self._kind, *self._ends):
+                    whose = f"a {header.kind} from {header.sender} to {header.receiver}"
+                    raise ValueError(f"{whose}, and not a {self._kind} from {self._ends[0]} to {self._ends[1]}")
+                if not wanted(header):
+                    return
+                content = letter.content(self._key)
+            self._bad.pop(name, None)
+        except (Unfinished, FileNotFoundError):
+            return
+        except (OSError, ValueError) as error:
+            self._bad[name] = stamp, now
+            self.tell(name, f"is ignored: {error}")
+            return
+        yield header, content
+
+    def tell(self, name: str, text: str) -> None:
+        """Report a file of this mailbox, once."""
+        if (name, text) not in self._said and len(self._said) < _MOST:
+            self._said.add((name, text))
+            self._ignored(f"{self.path.parent.name}/{self.path.name}/{name} {text}")
+
+
+def stamped(path: Path) -> Stamp | None:
+    """What changes with a file: time, size and number; None if it is not there."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def mailboxes(root: Path, silo: str, key: bytes, ignored: Callable[[str], None]) -> tuple[Mailbox, Mailbox]:
+    """The two mailboxes of a silo: for requests and for replies."""
+    return Mailbox(root, REQUEST, silo, key, ignored), Mailbox(root, REPLY, silo, key, ignored)

@@ -1,0 +1,83 @@
+"""What the server has asked one silo, and the answers of the current round: on the disk, for a run that is resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from pathlib import Path
+
+from fedfm.core import storage
+from fedfm.core.text import safe_name
+from fedfm.engines.folder.letters import REPLY, SERVER, Content, Header, Letter, Unfinished, sealed
+from fedfm.errors import InputError
+
+FIRST = 0  # the round before the first: hello, and what a method asks before its rounds
+
+
+class Sent:
+    """The server's record of one silo in one run.
+
+    Args:
+        folder: of all records of the run, in its ``private/``.
+        key: of the server and the silo; the answers stay encrypted.
+
+    Attributes:
+        number: of the newest request; a silo answers no older one.
+        digest: of the newest request; "": it is closed by a fault, and would be asked again.
+        since: when it was first asked, in seconds since 1970.
+
+    Raises:
+        InputError: the record is damaged.
+    """
+
+    def __init__(self, folder: Path, silo: str, key: bytes) -> None:
+        self._silo, self._key = silo, key
+        self._folder = folder / safe_name(silo)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = self._folder / "sent.json"
+        self.number, self.digest, self.since = 0, "", 0.0
+        if self._file.exists():
+            try:
+                told = json.loads(self._file.read_text(encoding="utf-8"))
+                self.number, self.digest, self.since = int(told["number"]), str(told["digest"]), float(told["since"])
+            except (OSError, ValueError, KeyError, TypeError):
+                raise InputError(f"{self._file} is damaged: put it back from a backup of the run") from None
+
+    def ask(self, digest: str) -> None:
+        """Number a request, on the disk; the newest one keeps its number."""
+        if digest != self.digest:
+            self.number, self.digest, self.since = self.number + 1, digest, time.time()
+            self._write()
+
+    def close(self) -> None:
+        """Let the same request have a new number when it comes again: a fault is no answer."""
+        self.digest = ""
+        self._write()
+
+    def _write(self) -> None:
+        told = {"number": self.number, "digest": self.digest, "since": self.since}
+        storage.write_atomic(self._file, json.dumps(told).encode(), 0o600)
+
+    def keep(self, round: int, digest: str, run: str, content: Content) -> None:
+        """Keep an answer, on the disk."""
+        path = self._answer(round, digest)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        header = Header(REPLY, self._silo, SERVER, run, self.number, 0)
+        storage.write_atomic(path, sealed(self._key, header, content), 0o600)
+
+    def answer(self, round: int, digest: str) -> Content | None:
+        """The kept answer to a request; None if there is none, or it is damaged."""
+        with contextlib.suppress(OSError, ValueError, Unfinished), Letter(self._answer(round, digest)) as letter:
+            return letter.content(self._key)
+        return None
+
+    def forget(self, round: int) -> None:
+        """Remove the answers of other rounds: those before this one are committed."""
+        for path in self._folder.iterdir():
+            if path.is_dir() and path.name not in (str(FIRST), str(round)):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _answer(self, round: int, digest: str) -> Path:
+        return self._folder / str(round) / digest

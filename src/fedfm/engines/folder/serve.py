@@ -1,0 +1,190 @@
+"""A silo that answers the letters in a folder: ``fedfm silo serve``.
+
+What it answers, and what it lists as left, is decided by the same code as at a SuperNode: the site, its policy,
+budgets, log and ledger. The numbers of the requests that were answered stay in the run's folder at the silo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedfm.core import storage
+from fedfm.core.text import visible
+from fedfm.engines.flower import client_stub
+from fedfm.engines.flower.silo_log import SiloLog
+from fedfm.engines.folder.letters import Content, Header, digest, shared_key
+from fedfm.engines.folder.mailbox import mailboxes
+from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
+
+if TYPE_CHECKING:
+    from fedfm.engines.flower.site import Site
+
+_POLL = (0.1, 2.0)  # seconds between two looks into the folder: first and longest
+_MOST = 1000  # lines on old requests
+_STATE = "letters.json"  # number and digest of the newest request, in the run's folder at the silo
+
+
+class SiloDesk:
+    """Answers the letters to one silo.
+
+    Args:
+        path: the silo's file.
+        root: the folder that carries the messages.
+        tell: receives a line for each request that was answered, and for each file that is ignored.
+
+    Raises:
+        InputError: the silo's file is wrong, or has no key, or does not name the server's.
+    """
+
+    def __init__(self, path: Path, root: Path, tell: Callable[[str], None] = lambda text: None) -> None:
+        from fedfm.runtime import silo_file, silo_identity
+
+        self._path, self._tell = path.resolve(), tell
+        silo = silo_file.load(self._path)
+        identity = silo_identity.of(silo)
+        if identity.key is None:
+            raise InputError(
+                f'{path}: identity: letters need a lasting key; set identity = "silo.key"; `fedfm silo check` makes it'
+            )
+        if not silo.server:
+            raise InputError(f"{path}: server: set it to the server's public key, which `fedfm run` prints")
+        self.name = silo.name
+        try:
+            key = shared_key(identity.key, bytes.fromhex(silo.server))
+        except InputError as error:
+            raise InputError(f"{path}: server: {error}") from None
+        self._log = SiloLog(self._path.parent / ".fedfm", self._path)
+        self._requests, self._replies = mailboxes(root.resolve(), self.name, key, self._note)
+        self._site: tuple[Path, Site] | None = None  # of the run that was answered last
+        self._old: set[tuple[str, int]] = set()
+
+    def _note(self, text: str) -> None:
+        self._log.note(text)
+        self._tell(text)
+
+    def answer(self) -> int:
+        """Answer what is there; returns the number of letters that were written."""
+        newest: dict[str, tuple[Header, Content]] = {}
+        for header, content in self._requests.letters(self._fresh):
+            if header.run not in newest or header.number > newest[header.run][0].number:
+                newest[header.run] = header, content
+        return sum(self._answer(header, content) for header, content in newest.values())
+
+    def _fresh(self, header: Header) -> bool:
+        """Whether a request is to be opened: it is new, or the newest one and its reply is not in the folder."""
+        number = _state(self._folder(header.run)).get("number", 0)
+        old = header.run, header.number
+        if header.number < number and old not in self._old and len(self._old) < _MOST:
+            self._old.add(old)
+            self._log.note(f"request {header.number} of run {header.run[:100]} is ignored: request {number} has come")
+        if header.number == number:
+            return not self._replies.holds(header.run, number)
+        return bool(header.number > number)
+
+    def _folder(self, run: str) -> Path:
+        return client_stub.folder_of({"key": run}, {"silo": str(self._path)}, 0)
+
+    def _answer(self, header: Header, content: Content) -> bool:
+        """Answer one request, if it is the first one with its number."""
+        handler, experiment = content.front.get("handler"), content.front.get("experiment")
+        if not isinstance(handler, str) or not isinstance(experiment, str) or not header.run:
+            self._note(f"request {header.number} of run {header.run[:100]} is ignored: it has no handler or experiment")
+            return False
+        asked, state = digest(handler, content.head, [content.data]), _state(self._folder(header.run))
+        if header.number == state.get("number") and asked != state.get("digest"):
+            self._note(f"request {header.number} of run {header.run[:100]} is ignored: another one had its number")
+            return False
+        try:
+            folder = client_stub.admitted({"experiment": experiment, "key": header.run}, {"silo": str(self._path)}, 0)
+            told = json.dumps({"number": header.number, "digest": asked})
+            storage.write_atomic(folder / _STATE, told.encode(), 0o600)
+            head, data = self._site_of(folder).answer(self.name, handler, content.head, content.data)
+        except ClientFault as fault:
+            self._note(f"run {header.run[:100]}: {handler[:100]} is not answered: {fault}")
+            head, data = client_stub.fault_halves(fault, content.head, content.data)
+        if not self._replies.put(header.run, header.number, Content({"request": asked}, head, data)):
+            return False  # the folder is away: the answer is made again, with the same bits
+        self._replies.drop(header.run, header.number)
+        self._tell(f"run {header.run}: answered request {header.number}, {handler}")
+        return True
+
+    def _site_of(self, folder: Path) -> Site:
+        """The site of a run; rows and model stay in memory between its requests."""
+        from fedfm.engines.flower import site
+
+        if self._site is None or self._site[0] != folder:
+            self._site = None  # before another run's rows are read
+            try:
+                here, _ = site.of_folder(folder)
+            except (InputError, OSError) as error:
+                self._log.note(f"nothing is answered: {first_line(error, 2_000)}")
+                raise ClientFault(E_REFUSED, "the silo's file is wrong; its log says why") from None
+            here.warm()
+            self._site = folder, here
+        return self._site[1]
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """Number and digest of a run's newest request; empty before the first.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        told = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        return {"number": int(told["number"]), "digest": str(told["digest"])}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{folder / _STATE} is damaged: put it back from a backup") from None
+
+
+def serve(path: Path, root: Path, *, once: bool, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Answer a folder's letters until the process is stopped or, with ``once``, until nothing is left to answer.
+
+    Args:
+        path: the silo's file.
+        tell: receives a line for what happens.
+
+    Returns:
+        ``name``, ``folder``, and ``answered``, the number of answers.
+
+    Raises:
+        InputError: the silo's file or the folder is wrong, or another process serves this silo.
+    """
+    from fedfm.linalg.threads import torch_threads
+
+    if not root.is_dir():
+        raise InputError(f"--folder {root}: no such folder; it is the one that the server's run.folder names")
+    with torch_threads(1):
+        desk = SiloDesk(path, root, lambda text: tell(visible(text)))
+        with _alone(path.resolve().parent / ".fedfm"):
+            answered, pause = 0, _POLL[0]
+            if not once:
+                tell(f"{desk.name}: answers the letters in {root}; Ctrl-C stops it")
+            while True:
+                count = desk.answer()
+                answered += count
+                if once and not count:
+                    return {"name": desk.name, "folder": str(root), "answered": answered}
+                pause = _POLL[0] if count else min(pause * 1.5, _POLL[1])
+                if not once:
+                    time.sleep(pause)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lock the silo for one process that serves letters."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(folder / "serve.lock", "w", opener=storage.private) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{folder}: another process serves this silo; stop it first") from None
+        yield
