@@ -332,10 +332,34 @@ def app(args: Any) -> int:
     return 0
 
 
+def provision(args: Any) -> int:
+    """``fedfm provision``."""
+    from fedfm.engines.flower import federation_file, kits
+
+    found = kits.provision(federation_file.load(args.federation), args.out, renew=args.renew)
+    return say(args, found, kits.described(found))
+
+
+def start(args: Any) -> int:
+    """``fedfm start``."""
+    from fedfm.engines.flower import supervisor
+
+    supervisor.start(args.kit, lambda text: tell(f"fedfm: {visible(text)}", sys.stderr))
+    return 0
+
+
 def silo(args: Any) -> int:
     """``fedfm silo``."""
     from fedfm.runtime import silo_file, silo_predictions, silo_show
 
+    if args.what == "check" and (args.experiment is not None or (args.file / "kit.json").exists()):
+        from fedfm.engines.flower import kit_check
+
+        checked = kit_check.examine(args.file, args.experiment)
+        say(args, checked, kit_check.described(checked))
+        return 0 if checked["fits"] else 1
+    if args.experiment is not None:
+        raise InputError(f"{args.experiment}: only `fedfm silo check KIT EXPERIMENT` takes an experiment")
     of: Any = {"check": silo_file, "show": silo_show, "predictions": silo_predictions}[args.what]
     found = of.report(args.file)
     return say(args, found, of.described(found))

@@ -150,7 +150,8 @@ def build() -> argparse.ArgumentParser:
     show.add_argument("method", help="its name")
 
     schema = command("schema", commands.schema, "the JSON Schema by which editors complete and check a TOML file")
-    files = ("experiment", "pretrain", "distil", "silo")  # fedfm.config.catalogue.SCHEMAS, whose import costs time
+    # As fedfm.config.catalogue.SCHEMAS, whose import costs time.
+    files = ("experiment", "pretrain", "distil", "silo", "federation")
     schema.add_argument("of", nargs="?", choices=files, default=files[0], help="which file [experiment]")
     schema.add_argument("--out", type=Path, metavar="FILE", help="write it there")
 
@@ -166,11 +167,22 @@ def build() -> argparse.ArgumentParser:
     app.add_argument("folder", type=Path, help="is made")
     app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
 
+    provision = command("provision", commands.provision, "make a kit for a server and one for each silo", json=True)
+    provision.add_argument("federation", type=Path, help='TOML file: server = "host:port", silos = ["a", "b"]')
+    provision.add_argument("--out", type=Path, required=True, help="folder of the kits; keys that it has are kept")
+    provision.add_argument("--renew", action="store_true", help="also make a new certificate for the server")
+
+    begin = command("start", commands.start, "run a kit: the server, or a silo, until it is asked to end")
+    begin.add_argument("kit", type=Path, help="its folder, as `fedfm provision` made it")
+
     silo = command("silo", commands.silo, "check a silo's file, show what left it or what runs predicted", json=True)
     silo.add_argument(
         "what", nargs="?", choices=("check", "show", "predictions"), default="check", help="which of these [check]"
     )
-    silo.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers")
+    silo.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers; or a kit's folder")
+    silo.add_argument(
+        "experiment", type=Path, nargs="?", help="check: what of this kit differs from what the experiment needs"
+    )
 
     command("doctor", commands.doctor, "check this installation", json=True)
     return parser

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Excluded
-from fedfm.engines.flower import app_writer, processes, server_app
+from fedfm.engines.flower import app_writer, kits, processes, server_app
 from fedfm.engines.flower.loopback import Fleet, loopback
 from fedfm.engines.flower.private_api import Control
 from fedfm.engines.local.engine import Interrupted
@@ -46,6 +46,11 @@ def start(
     folder.mkdir(mode=0o700, exist_ok=True)
     if run.experiment.run.superlink:
         return _attach(run, folder, stop, progress)
+    if run.experiment.data.classes is not None and silos is None:
+        raise InputError(
+            "data.classes: the silos bring the rows, and nodes that this command starts on loopback have none; set "
+            "run.superlink to the server's kit, or to host:port"
+        )
     clients = _clients(run) if silos is None else []
     config = {"experiment": app_writer.told(run.experiment), "key": key_of(run)}
     with loopback(folder, clients, config, stop, silos) as fleet:
@@ -68,14 +73,46 @@ def _clients(run: Run) -> list[ClientId]:
 
 def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
     spec = run.experiment.run
-    given = spec.root_certificates or os.environ.get("FEDFM_ROOT_CERTIFICATES", "")
+    wait = 0.0
+    address, given = str(spec.superlink), spec.root_certificates or os.environ.get("FEDFM_ROOT_CERTIFICATES", "")
+    if Path(address).is_dir():  # the server's kit, on this machine
+        kit = kits.load(Path(address))
+        if not kit.serves:
+            raise InputError(
+                f'run.superlink = "{address}": the kit of a silo; expected that of the server, or host:port'
+            )
+        address, given, wait = kit.local, str(kit.folder / "ca.crt"), _PATIENCE
     if not given or not Path(given).is_file():
         raise InputError(
             f'run.superlink = "{spec.superlink}": its authority\'s certificate is needed: set run.root_certificates or '
             f"FEDFM_ROOT_CERTIFICATES to a PEM file{f' ({given}: no such file)' if given else ''}"
         )
-    with contextlib.closing(Control(str(spec.superlink), Path(given))) as control:
+    with contextlib.closing(Control(address, Path(given))) as control:
+        _reach(control, wait, stop, progress)
         return _Watch(run, control, None, stop, progress).follow(_submit(run, folder, control))
+
+
+def _reach(control: Control, wait: float, stop: Callable[[], bool], progress: Progress) -> None:
+    """Wait for a SuperLink that this machine's kit starts.
+
+    Raises:
+        RunError: it does not answer in time.
+        Interrupted: the user stopped the run.
+    """
+    deadline, told = time.monotonic() + wait, False
+    while wait:
+        try:
+            control.nodes()
+            return
+        except RunError:
+            if time.monotonic() > deadline:
+                raise
+        if not told:
+            told = True
+            progress.notice("waiting for the SuperLink of this kit")
+        if stop():
+            raise Interrupted
+        time.sleep(0.5)
 
 
 def _submit(run: Run, folder: Path, control: Control) -> int:
