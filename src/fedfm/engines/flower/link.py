@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -12,18 +12,18 @@ from flwr.serverapp import Grid
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
-from fedfm.core.wire import codec, flower_records
+from fedfm.core.wire import flower_records
 from fedfm.engines.flower import held
-from fedfm.engines.flower.private_api import SUPERLINK, client_fault, died, restarting
+from fedfm.engines.flower.answered import Answered
+from fedfm.engines.flower.presence import Presence
+from fedfm.engines.flower.private_api import SUPERLINK, absent, died, restarting
+from fedfm.engines.flower.sending import Encoded, Underway, reply_of
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
     E_CLIENT,
     E_DIED,
-    E_DUPLICATE,
-    E_EXCEPTION,
     E_FORMAT,
     E_HELD,
-    E_READONLY,
     E_TIMEOUT,
     E_VERSION,
     ClientFault,
@@ -37,6 +37,7 @@ _POLL = (0.05, 0.25)  # seconds between two polls for replies: first and longest
 _BATCH = 16  # messages per call of the Grid
 _RESTART = 60.0  # seconds for the restart of a process that ended
 _SETTLE = 10.0  # seconds without a new node after which the run begins with the connected nodes
+_PAUSED = 10.0  # seconds of a call of the Grid after which its time does not count as a client's
 
 
 class FlowerLink:
@@ -51,6 +52,9 @@ class FlowerLink:
         spare: parameters that a site says it holds cross as their hash.
         greeting: payload of the hello message to every site.
         slots: number of clients that run at the same time; 0: all. The time limit grows with the queue.
+        returns: a node that went may come back: it is waited for within the time limit, and asked again.
+        answered: replies of a round that was not completed; nobody is asked again for them.
+        waits: called now and then with all nodes that were asked, by name, and the names that are waited for.
         min_clients: smallest number of clients for a run.
         stop: called while waiting; True raises :class:`Interrupted`.
         progress: called for every client that finishes.
@@ -77,6 +81,9 @@ class FlowerLink:
         spare: bool = False,
         greeting: Mapping[str, Any] | None = None,
         slots: int = 0,
+        returns: bool = False,
+        answered: Answered | None = None,
+        waits: Callable[[Mapping[ClientId, int], Collection[ClientId]], None] = lambda asked, missing: None,
         min_clients: int = 1,
         stop: Callable[[], bool] = lambda: False,
         progress: Callable[[], None] = lambda: None,
@@ -88,6 +95,8 @@ class FlowerLink:
         self._expected, self._fingerprint, self._greeting = tuple(expected), fingerprint, dict(greeting or {})
         if spare:
             self._greeting[held.NAMES] = True
+        self._presence, self._returns = Presence(grid, returns), returns
+        self._answered, self._waits = answered, waits
         self._nodes: dict[ClientId, int] = {}
         self._held: dict[int, frozenset[str]] = {}  # by node: hashes of the parameters that are there
         self._barred: dict[ClientId, ClientFault] = {}
@@ -114,16 +123,27 @@ class FlowerLink:
             raise Interrupted
         if any(r.client not in self._nodes and r.client not in self._barred for r in requests):
             self._greet()
-        online = set(self._grid.get_node_ids())
+        online = self._presence.online()
+        self._forget(online)
         sent: list[tuple[int, Request]] = []
         for request in requests:
             node = self._nodes.get(request.client)
             if request.client in self._barred:
                 yield _failed(request, self._barred[request.client])
-            elif node is None or node not in online:
+            elif self._answered is not None and (known := self._answered.find(request)) is not None:
+                yield known
+            elif node is None or not self._presence.expects(node, online):
                 yield _failed(request, ClientFault(E_DIED, "no node of that name is connected"))
             else:
                 sent.append((node, request))
+        asked = {request.client: request for _, request in sent}
+        for reply in self._answers(sent):
+            if self._answered is not None and reply.fault is None and reply.client in asked:
+                self._answered.keep(asked.pop(reply.client), reply)
+            yield reply
+
+    def _answers(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
+        """Deliver, and deliver again what a site does not hold any more or what its process did not survive."""
         ended: list[tuple[int, Request]] = []
         yield from self._deliver(sent, ended, died)
         if self._unheld:
@@ -137,6 +157,11 @@ class FlowerLink:
             if ended:
                 time.sleep(_POLL[1])
 
+    def _forget(self, online: Mapping[int, str]) -> None:
+        """What a node held is gone if it began anew since."""
+        for node in [node for node in self._held if self._presence.changed(node, online)]:
+            del self._held[node]
+
     def _deliver(
         self,
         sent: Sequence[tuple[int, Request]],
@@ -144,18 +169,26 @@ class FlowerLink:
         again: Callable[[Any], bool] = died,
     ) -> Iterator[Reply]:
         """Send and collect. Requests whose error satisfies ``again`` are appended to ``ended`` and get no fault."""
-        waiting: dict[str, _Underway] = {}
-        encoded: _Encoded | None = None
+        waiting: dict[str, Underway] = {}
         patience = self._timeout * (-(-len(sent) // self._slots) if self._slots else 1)
+        yield from self._push(sent, waiting, patience)
+        yield from self._collect(waiting, time.monotonic() + patience, ended, again)
+
+    def _push(
+        self, sent: Sequence[tuple[int, Request]], waiting: dict[str, Underway], patience: float
+    ) -> Iterator[Reply]:
+        """Send, and enter into ``waiting`` what is under way."""
+        encoded: Encoded | None = None
         for start in range(0, len(sent), _BATCH):
             messages = []
             for node, request in sent[start : start + _BATCH]:
                 if encoded is None or encoded.payload is not request.payload:  # a broadcast is encoded once
-                    encoded = _Encoded(request, any(self._held.values()))
+                    encoded = Encoded(request, any(self._held.values()))
                 record, spared = encoded.without(self._held.get(node, frozenset()))
                 kind = flower_records.message_type(request.handler)
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
-                messages.append((message, _Underway(node, request, encoded.nbytes, spared)))
+                one = Underway(node, request, encoded.nbytes, spared, self._presence.since(node))
+                messages.append((message, one))
             taken = set(self._grid.push_messages([message for message, _ in messages]))
             for message, one in messages:
                 name = message.metadata.message_id
@@ -163,29 +196,36 @@ class FlowerLink:
                     waiting[name] = one
                 else:
                     yield _failed(one.request, ClientFault(E_DIED, "the SuperLink did not take the message"))
-        yield from self._collect(waiting, time.monotonic() + patience, ended, again)
 
     def _collect(
         self,
-        waiting: dict[str, _Underway],
+        waiting: dict[str, Underway],
         deadline: float,
         ended: list[tuple[int, Request]] | None,
         again: Callable[[Any], bool],
     ) -> Iterator[Reply]:
         pause = _POLL[0]
-        done: dict[str, _Underway] = {}
-        while waiting:
-            came = list(self._grid.pull_messages([*waiting, *self._late]))
+        done: dict[str, Underway] = {}
+        away: list[Underway] = []  # their nodes have gone, with the message
+        asked = {one.request.client: one.node for one in waiting.values()}
+        while waiting or away:
+            begun = time.monotonic()
+            came = list(self._grid.pull_messages([*waiting, *self._late])) if waiting or self._late else []
+            if (took := time.monotonic() - begun) > _PAUSED:  # the SuperLink was away
+                deadline += took
             for message in came:
                 name = message.metadata.reply_to_message_id
                 self._late.discard(name)
                 known = waiting.get(name) or done.get(name)
                 if known is None or message.metadata.src_node_id not in (known.node, SUPERLINK):
                     continue  # an unknown reply, or one from another node
+                if self._returns and name in waiting and message.has_error() and absent(message.error):
+                    away.append(waiting.pop(name))
+                    continue
                 if ended is not None and name in waiting and message.has_error() and again(message.error):
                     ended.append(waiting.pop(name)[:2])
                     continue
-                reply, self._held[known.node] = _reply(message, known, self._most)
+                reply, self._held[known.node] = reply_of(message, known, self._most)
                 if reply.fault is not None and reply.fault.code == E_HELD and name in waiting and known.spared:
                     self._unheld.append(waiting.pop(name)[:2])
                     continue
@@ -196,14 +236,36 @@ class FlowerLink:
             if self._stop():
                 self._late.update(waiting)
                 raise Interrupted
-            if waiting and time.monotonic() > deadline:
+            if (waiting or away) and time.monotonic() > deadline:
                 self._late.update(waiting)
+                self._presence.give_up(one.node for one in (*waiting.values(), *away))
                 for late in waiting.values():
                     yield _failed(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
-                return
-            if waiting:
+                for gone in away:
+                    told = f"its node went and did not come back within {self._timeout:g} s"
+                    yield _failed(gone.request, ClientFault(E_DIED, told))
+                break
+            if self._returns and (lost := self._lost(waiting, away)):
+                yield from self._push(lost, waiting, max(deadline - time.monotonic(), 1.0))
+            self._waits(asked, {one.request.client for one in (*waiting.values(), *away)})
+            if waiting or away:
                 time.sleep(pause)
                 pause = _POLL[0] if came else min(pause * 1.5, _POLL[1])
+        self._waits(asked, ())
+
+    def _lost(self, waiting: dict[str, Underway], away: list[Underway]) -> list[tuple[int, Request]]:
+        """Take out what has to be sent again: its node is back, and began anew without the message.
+
+        The client's memory is versioned by (round, call), so a second answer equals the first.
+        """
+        online = self._presence.look()
+        begun_anew = [n for n, one in waiting.items() if online.get(one.node, one.since) != one.since]
+        back = [one for one in away if one.node in online]
+        away[:] = [one for one in away if one.node not in online]
+        found = [waiting.pop(name) for name in begun_anew] + back
+        for one in found:
+            self._held.pop(one.node, None)
+        return [one[:2] for one in found]
 
     # --- hello --------------------------------------------------------------------------------------------------------
 
@@ -277,68 +339,3 @@ class FlowerLink:
 
 def _failed(request: Request, fault: ClientFault) -> Reply:
     return Reply(request.client, None, request.round, request.call, 0, 0, fault)
-
-
-def _reply(message: Message, sent: _Underway, most: int | None) -> tuple[Reply, frozenset[str]]:
-    """A Flower message as a Reply, and what its site holds; an invalid message becomes a fault."""
-    request, there = sent.request, frozenset[str]()
-    fault, round, call = None, request.round, request.call
-    try:
-        if message.has_error():
-            raise client_fault(message.error)
-        if not message.has_content():
-            raise ClientFault(E_FORMAT, "an empty message")
-        value = codec.from_record(message.content, None, most)
-        if not isinstance(value, Mapping) or not {"round", "call"} < value.keys():
-            raise ClientFault(E_FORMAT, "the reply is not an envelope")
-        if type(value["round"]) is not int or type(value["call"]) is not int:
-            raise ClientFault(E_FORMAT, "the reply's round and call are not whole numbers")
-        round, call, there = value["round"], value["call"], held.named(value.get(held.NAMES))
-        if "fault" in value:
-            fault = _told(value["fault"])
-        elif "body" not in value:
-            raise ClientFault(E_FORMAT, "the reply has no body")
-        else:
-            up = codec.weigh(value["body"])
-            return Reply(request.client, value["body"], round, call, sent.nbytes, up, spared=sent.spared), there
-    except ClientFault as bad:
-        fault = bad
-    return Reply(request.client, None, round, call, sent.nbytes, 0, fault, sent.spared), there
-
-
-class _Underway(NamedTuple):
-    """A request on its way."""
-
-    node: int
-    request: Request
-    nbytes: int  # with all its parameters
-    spared: int  # of these, how many do not cross
-
-
-class _Encoded:
-    """A payload in the forms in which it is sent: whole, and without what a site holds."""
-
-    def __init__(self, request: Request, spare: bool) -> None:
-        self._request, self.payload, self.nbytes = request, request.payload, codec.weigh(request.payload)
-        self._known = held.hashes(request.payload) if spare else {}
-        self._forms: dict[frozenset[str], tuple[Any, int]] = {}
-
-    def without(self, there: frozenset[str]) -> tuple[Any, int]:
-        """(record, spared bytes) for a site where these parameters are."""
-        names = there & frozenset(self._known.values())
-        if names not in self._forms:
-            body = held.shortened(self.payload, self._known, names) if names else self.payload
-            record = codec.to_record(codec.envelope(self._request.round, self._request.call, body))
-            self._forms[names] = record, self.nbytes - codec.weigh(body)
-        return self._forms[names]
-
-
-def _told(value: Any) -> ClientFault:
-    """The fault that a site reports."""
-    code, reason = (value.get("code"), value.get("reason")) if isinstance(value, Mapping) else (None, None)
-    if not isinstance(code, str) or not isinstance(reason, str):
-        return ClientFault(E_FORMAT, "the reply's fault is not one")
-    # Only the server itself can find these three: a second reply, a foreign reply, a write to shared memory.
-    if not code.startswith("E_") or len(code) > 20 or code in (E_READONLY, E_DUPLICATE, E_CLIENT):
-        code = E_EXCEPTION
-    return ClientFault(code, reason[:400])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+_AGAIN = 60.0  # seconds before the same is said again: the first time, then twice as long each time
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,31 @@ def waiting(nodes: Sequence[NodeStatus], now: datetime.datetime) -> str:
         return ""
     names = [f"{node.name or f'node {node.id}'}, {_ago(node.seen, now)}" for node in missing]
     return f"waiting for {len(missing)} of {len(nodes)} silos: {'; '.join(names)}"
+
+
+class Missing:
+    """Says who is missing: at once if that changes, and else every few minutes.
+
+    Args:
+        notice: gets a line for people.
+    """
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self._notice = notice
+        self._names: list[int] = []
+        self._next, self._pause = 0.0, _AGAIN
+
+    def tell(self, nodes: Sequence[NodeStatus]) -> bool:
+        """Whether somebody is missing."""
+        missing, now = sorted(node.id for node in nodes if not node.online), time.monotonic()
+        if missing != self._names:
+            if self._names and not missing:
+                self._notice("all silos that were waited for are connected")
+            self._names, self._next, self._pause = missing, now, _AGAIN
+        if missing and now >= self._next:
+            self._notice(waiting(nodes, datetime.datetime.now(datetime.UTC)))
+            self._next, self._pause = now + self._pause, min(self._pause * 2, 3600.0)
+        return bool(missing)
 
 
 def _ago(seen: datetime.datetime | None, now: datetime.datetime) -> str:

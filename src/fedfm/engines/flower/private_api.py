@@ -175,6 +175,11 @@ def died(error: Any) -> bool:
     return crashed or "ActorDiedError" in reason or "ActorUnavailableError" in reason
 
 
+def absent(error: Any) -> bool:
+    """Whether the node is not connected, so that what it was asked is lost; a later connection can be asked again."""
+    return bool(error.code == error_codes().NODE_UNAVAILABLE)
+
+
 def restarting(error: Any) -> bool:
     """Whether Ray is still restarting the actor, which has not seen the message."""
     reason = str(error.reason or "")
