@@ -39,7 +39,7 @@ def _compose(kit: Kit) -> str:
     elif kit.serves and not kit.proxy:
         network = f'ports: ["{kit.port}:{kit.port}"]'
     elif kit.serves:
-        network = f'ports: ["127.0.0.1:{kit.port}:{kit.port}"]  # NGINX is in front of it'
+        network = "network_mode: host  # it listens on loopback, where NGINX is in front of it"
     else:
         network = "# no port: the silo connects to the server, and nobody to the silo"
     rows = "" if kit.serves else '      # - /where/the/rows/are:/rows:ro  # and data = "/rows/..." in silo.toml\n'

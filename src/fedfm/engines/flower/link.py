@@ -259,7 +259,7 @@ class FlowerLink:
         The client's memory is versioned by (round, call), so a second answer equals the first.
         """
         online = self._presence.look()
-        begun_anew = [n for n, one in waiting.items() if online.get(one.node, one.since) != one.since]
+        begun_anew = [n for n, one in waiting.items() if one.since and online.get(one.node, one.since) != one.since]
         back = [one for one in away if one.node in online]
         away[:] = [one for one in away if one.node not in online]
         found = [waiting.pop(name) for name in begun_anew] + back
@@ -295,7 +295,7 @@ class FlowerLink:
 
     def _greet(self) -> None:
         """Send hello to the nodes that have not received it."""
-        new = [node for node in self._grid.get_node_ids() if node not in self._greeted]
+        new = [node for node in self._presence.online() if node not in self._greeted]
         if not new:
             return
         self._greeted.update(new)
