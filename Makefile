@@ -8,7 +8,7 @@ export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-proofs test-engines lint type bench docs site clean
+.PHONY: help setup demo image test test-proofs test-engines lint type bench docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## the built-in example and its baselines
 	@$(BIN)/fedfm demo
+
+image: ## a container image for the machines of a federation, where Docker is
+	docker build --tag fedfm:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) .
 
 test: $(STAMP) ## the test suite, about 10 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -24,6 +24,7 @@ from fedfm.config.registry import available, resolve
 from fedfm.config.run_spec import AsynchronousSpec, RunSpec
 from fedfm.core.fields import bounds_of, is_required, leaf, plain_type, settings_of
 from fedfm.data.spec import DataSpec, PartitionSpec
+from fedfm.engines.flower.federation_file import FederationFile
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.policy import Budget, Requirements
 from fedfm.privacy.spec import PrivacySpec
@@ -72,7 +73,7 @@ def main() -> int:
     old = 0
     pages = {"experiment.md": page(), "methods.md": methods(), "commands.md": commands()}
     written = {REFERENCE / name: text for name, text in pages.items()} | {figure.FILE: figure.draw()}
-    made = (json_schema.experiment(), json_schema.pretraining(PretrainSpec), distillation(), silo())
+    made = (json_schema.experiment(), json_schema.pretraining(PretrainSpec), distillation(), silo(), federation())
     for name, found in zip(SCHEMAS, made, strict=True):
         written[FOLDER / f"{name}.json"] = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
     for path, text in written.items():
@@ -96,6 +97,12 @@ def silo() -> dict[str, Any]:
     """The schema of a silo's file."""
     found = json_schema.table(Silo)
     return json_schema.document("a silo's file of fedfm", found["properties"], found["required"], {})
+
+
+def federation() -> dict[str, Any]:
+    """The schema of a federation's file."""
+    found = json_schema.table(FederationFile)
+    return json_schema.document("a federation's file of fedfm", found["properties"], found["required"], {})
 
 
 def methods() -> str:
@@ -151,7 +158,9 @@ def page() -> str:
     parts = [
         _HEAD,
         section(
-            "[data]", DataSpec, "Exactly one of `name`, `path`, `hub` and `clients` says where the rows come from."
+            "[data]",
+            DataSpec,
+            "Exactly one of `name`, `path`, `hub`, `clients` and `classes` says where the rows come from.",
         ),
         section("data.partition", PartitionSpec, '`partition = { name = "dirichlet", alpha = 0.1, clients = 10 }`'),
         section("[model]", ModelSpec),
@@ -202,6 +211,11 @@ def page() -> str:
         ),
         section("[require] of a silo's file", Requirements),
         section("[budget] of a silo's file", Budget),
+        section(
+            "A federation's file",
+            FederationFile,
+            "Not part of an experiment: `fedfm provision federation.toml --out kits` makes a kit for each site of it.",
+        ),
     ]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -34,7 +35,7 @@ class InProcessGrid(Grid):
         return list(self.apps)
 
     def get_nodes(self) -> list[Any]:
-        raise NotImplementedError
+        return [SimpleNamespace(node_id=node, last_activated_at="") for node in self.apps]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         names = []

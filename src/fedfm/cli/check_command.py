@@ -44,9 +44,11 @@ def check(args: Any) -> int:
         trainable = sum(population.model.layout.sizes.values())
         expected = forecast(experiment, population)
         result |= {"clients": list(population.clients), "classes": classes, "trainable": trainable}
+        result["fingerprint"] = population.model.fingerprint
         result |= {"forecast": asdict(expected), "notices": of_rows(experiment.method, population)}
         lines = [
             f"classes = {json.dumps(classes, ensure_ascii=False)}",
+            f'model.fingerprint = "{population.model.fingerprint}"',
             *_expected(expected, trainable, experiment.method.rounds),
             *result["notices"],
         ]

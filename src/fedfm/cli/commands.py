@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -336,37 +333,6 @@ def app(args: Any) -> int:
 
     tell(write(args.folder, args.experiment))
     return 0
-
-
-def silo(args: Any) -> int:
-    """``fedfm silo``."""
-    if args.what == "serve":
-        return _serve(args)
-    if args.folder is not None or args.once:
-        raise InputError(f"--folder and --once are for `fedfm silo serve`; `fedfm silo {args.what}` takes neither")
-    from fedfm.runtime import silo_file, silo_predictions, silo_show
-
-    of: Any = {"check": silo_file, "show": silo_show, "predictions": silo_predictions}[args.what]
-    found = of.report(args.file)
-    return say(args, found, of.described(found))
-
-
-def _serve(args: Any) -> int:
-    """``fedfm silo serve``."""
-    if args.folder is None:
-        raise InputError("silo serve: give the folder that carries the messages: --folder DIR")
-    _offline(args.file)
-    from fedfm.engines.folder.serve import serve
-
-    found = serve(args.file, args.folder, once=args.once, tell=lambda text: tell(f"fedfm: {text}", sys.stderr))
-    return say(args, found, f"{found['name']}: answered {found['answered']}")
-
-
-def _offline(path: Path) -> None:
-    """Keep libraries off the network unless the silo's file says otherwise; they read this when they are imported."""
-    with contextlib.suppress(OSError, ValueError):
-        if tomllib.loads(path.read_text(encoding="utf-8")).get("downloads") is not True:
-            os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
 def doctor(args: Any) -> int:

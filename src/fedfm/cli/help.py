@@ -184,7 +184,26 @@ that are misspelt or out of bounds. `fedfm check` also checks files and rules ac
   fedfm app flower --experiment exp.toml               an app runs one experiment
   flwr run flower CONNECTION --stream                  CONNECTION is a SuperLink's name in Flower's config.toml
 """,
+    "provision": """examples:
+  fedfm provision federation.toml --out kits           kits/server, kits/hospital-a, ...; kits/authority stays here
+  fedfm provision federation.toml --out kits           again, with more silos: adds their kits, keeps all keys
+  fedfm provision federation.toml --out kits --renew   a new certificate for the server, before the old one ends
+
+a federation's file:
+  server = "fed.example.org:8443"                      where silos reach it; "127.0.0.1:0": all on this machine
+  silos = ["hospital-a", "hospital-b"]
+  classes = ["benign", "malignant"]                    as agreed, in order
+  models = ["/srv/models/bert-small"]                  that the silos load, besides the built-in ones
+  days = 365                                           validity of the server's certificate
+  proxy = false                                        true: the server is behind NGINX, see server/nginx.conf
+""",
+    "start": """examples:
+  fedfm start kits/server                              SuperLink, and admission of the silos; ends with Ctrl-C
+  fedfm start kits/hospital-a                          a silo; it connects again after every pause of the network
+  kits/hospital-a/start.sh                             the same
+""",
     "silo": """examples:
+  fedfm silo check kits/hospital-a exp.toml            classes, model, clock, ports, certificates, policy: what differs
   fedfm silo check silo.toml                           before a SuperNode is started with it; also: fedfm silo silo.toml
   fedfm silo show silo.toml                            what left, by run; what is left of each budget
   fedfm silo serve silo.toml --folder /mnt/shared      answers requests that come as files, until Ctrl-C

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm import __version__
-from fedfm.cli import check_command, commands
+from fedfm.cli import check_command, commands, site_commands
 from fedfm.cli.help import EXAMPLES
 
 
@@ -151,7 +151,8 @@ def build() -> argparse.ArgumentParser:
     show.add_argument("method", help="its name")
 
     schema = command("schema", commands.schema, "the JSON Schema by which editors complete and check a TOML file")
-    files = ("experiment", "pretrain", "distil", "silo")  # fedfm.config.catalogue.SCHEMAS, whose import costs time
+    # As fedfm.config.catalogue.SCHEMAS, whose import costs time.
+    files = ("experiment", "pretrain", "distil", "silo", "federation")
     schema.add_argument("of", nargs="?", choices=files, default=files[0], help="which file [experiment]")
     schema.add_argument("--out", type=Path, metavar="FILE", help="write it there")
 
@@ -167,7 +168,18 @@ def build() -> argparse.ArgumentParser:
     app.add_argument("folder", type=Path, help="is made")
     app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
 
-    silo = command("silo", commands.silo, "check a silo's file, show what left it, or answer a folder", json=True)
+    kits = "make a kit for a server and one for each silo"
+    provision = command("provision", site_commands.provision, kits, json=True)
+        "provision", site_commands.provision, "make a kit for a server and one for each silo", json=True
+    )
+    provision.add_argument("federation", type=Path, help='TOML file: server = "host:port", silos = ["a", "b"]')
+    provision.add_argument("--out", type=Path, required=True, help="folder of the kits; keys that it has are kept")
+    provision.add_argument("--renew", action="store_true", help="also make a new certificate for the server")
+
+    begin = command("start", site_commands.start, "run a kit: the server, or a silo, until it is asked to end")
+    begin.add_argument("kit", type=Path, help="its folder, as `fedfm provision` made it")
+
+    silo = command("silo", site_commands.silo, "check a silo, show what left it, or answer a folder", json=True)
     silo.add_argument(
         "what",
         nargs="?",
@@ -175,7 +187,10 @@ def build() -> argparse.ArgumentParser:
         default="check",
         help="its file and rows; what left it; what runs predicted; answer a folder's requests [check]",
     )
-    silo.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers")
+    silo.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers; or a kit's folder")
+    silo.add_argument(
+        "experiment", type=Path, nargs="?", help="check: what of this kit differs from what the experiment needs"
+    )
     silo.add_argument("--folder", type=Path, metavar="DIR", help="serve: the folder that carries the messages")
     silo.add_argument("--once", action="store_true", help="serve: answer what is there, and end")
 

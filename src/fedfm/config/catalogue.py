@@ -11,7 +11,7 @@ from fedfm.config.registry import admit, admit_any, available, ours, resolve
 from fedfm.core.fields import described, settings_of
 from fedfm.errors import InputError, close
 
-SCHEMAS = ("experiment", "pretrain", "distil", "silo")  # files that have a JSON Schema
+SCHEMAS = ("experiment", "pretrain", "distil", "silo", "federation")  # files that have a JSON Schema
 _PARTITIONS = {
     "iid": "rows assigned evenly at random",
     "dirichlet": "each class's shares over clients drawn from Dir(alpha); small alpha = skewed",

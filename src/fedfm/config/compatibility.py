@@ -166,6 +166,11 @@ def check_as_asked(e: Any) -> None:
             raise InputError(f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only')
     if needs.task and e.model.task != needs.task:
         raise InputError(f'model.task: {needs.because or method} takes "{needs.task}" only; set it')
+    if e.data.classes is not None and run.engine != "deployment":
+        raise InputError(
+            f'data.classes: a server without rows needs silos that have some, run.engine = "deployment", not '
+            f'"{run.engine}"'
+        )
     if e.data.augment:
         _check_augmented(e, method)
     if e.data.base_classes is not None and e.model.task != "zero_shot":

@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 from fedfm.core import fields
 from fedfm.core.fields import setting
-from fedfm.errors import InputError
+from fedfm.errors import InputError, listed
 
 WITHHELD = "(kept by the server)"  # replaces values that clients do not receive
 IN_MEMORY = "(in memory)"  # the name of data and of a model from a Python program: see fedfm.api.federate
 BUILT_IN = ("digits",)
 FUNCTION = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*"  # a user's own code, see fedfm.config.own_code
 PARTITIONS = ("iid", "dirichlet", "by_class", "by_column", "flower")
+KINDS = ("image", "text", "features", "instruction", "preference")  # of rows that a server does not have
 AUGMENT = ("crop", "flip")
 CLIENT_NAME = r"[^\W_][\w.-]*"  # also the name of a folder
 _TEXT = r"[\s\S]*\S[\s\S]*"  # not blank
@@ -46,7 +47,7 @@ class PartitionSpec:
 class DataSpec:
     """The source of the rows and their partition."""
 
-    one_of: ClassVar[tuple[str, ...]] = ("name", "path", "hub", "clients")  # a table has exactly one of them
+    one_of: ClassVar[tuple[str, ...]] = ("name", "path", "hub", "clients", "classes")  # a table has exactly one of them
 
     name: str | None = setting(
         None,
@@ -69,6 +70,16 @@ class DataSpec:
         least=1,
         words=_FILES,
     )
+    classes: tuple[str, ...] | None = setting(
+        None,
+        "deployment: the class names, in order, of a server without rows of its own; kind says what the silos hold",
+        pattern=_TEXT,
+        words="a list of class names",
+    )
+    kind: str | None = setting(
+        None, "with classes: what a row is: image, text, features, instruction or preference", choices=KINDS
+    )
+    width: int | None = setting(None, 'with kind "features": length d of a feature vector', ge=1)
     text: str = setting("text", "name of the text column")
     image: str = setting("image", "name of the image column")
     label: str = setting("label", "name of the label column")
@@ -113,6 +124,28 @@ def check(spec: DataSpec) -> None:
         spec = dataclasses.replace(spec, name=BUILT_IN[0])
     if spec.clients is not None and spec.partition != PartitionSpec():
         raise InputError("data.partition does not go with data.clients: every file is a client; remove one of the two")
+    _check_without_rows(spec)
     if spec.where and spec.clients:
         raise InputError("data.where does not go with data.clients: a client's file holds its own rows, and no others")
     fields.check(spec, "data")
+
+
+def _check_without_rows(spec: DataSpec) -> None:
+    """Check the keys of a server that has class names and no rows."""
+    for key in ("kind", "width") if spec.classes is None else ():
+        if getattr(spec, key) is not None:
+            raise InputError(f"data.{key} describes rows that the server does not have; it goes with data.classes")
+    if spec.classes is None:
+        return
+    if spec.kind is None:
+        raise InputError(f"data.kind is missing: with data.classes it says what the silos hold, one of {listed(KINDS)}")
+    if (spec.kind == "features") != (spec.width is not None):
+        raise InputError('data.width: kind "features" needs the length of its vectors, and no other kind has one')
+    if spec.partition != PartitionSpec():
+        raise InputError("data.partition does not go with data.classes: the silos have rows of their own; drop it")
+    if spec.where or spec.limit is not None or spec.base_classes is not None:
+        raise InputError("data.where, limit and base_classes choose among the server's rows, and data.classes has none")
+    if len(set(spec.classes)) != len(spec.classes):
+        raise InputError("data.classes: a name is there twice")
+    if not spec.classes and spec.kind not in ("instruction", "preference"):
+        raise InputError("data.classes = []: expected a list of class names")

@@ -109,6 +109,11 @@ def load_model(
     _draw_head(loaded.module, loaded.new, seed)
     weights = loaded.module.state_dict() if loaded.stored is None else loaded.stored
     print_ = fingerprint(weights, loaded.config, loaded.new)
+    if spec.fingerprint is not None and print_ != spec.fingerprint:
+        raise InputError(
+            f"model.fingerprint: {spec.name} here is {print_}, and the experiment needs {spec.fingerprint}: use the "
+            "federation's copy of the model"
+        )
     del weights
     loaded.stored = None
     loaded.module.eval()

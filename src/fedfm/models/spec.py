@@ -61,6 +61,12 @@ class ModelSpec:
         words='"nano-vit", a folder, a hub id, or "features"',
     )
     weights: str = setting("pretrained", "pretrained or random", choices=("pretrained", "random"))
+    fingerprint: str | None = setting(
+        None,
+        "SHA-256 of the starting weights, as `fedfm check` prints it; another model is refused, at every silo too",
+        pattern=r"[0-9a-f]{64}",
+        words="64 hexadecimal digits",
+    )
     options: dict[str, Any] | None = setting(
         None, "random weights: keys of config.json to change, e.g. { num_hidden_layers = 2 }"
     )

@@ -105,7 +105,7 @@ def _on_disk(population: Partitioned) -> list[str]:
 def _no_task(population: Partitioned) -> list[str]:
     """A notice if all training rows of all clients have the same label."""
     table, clients = population.federated.table, population.federated.clients.values()
-    if table.labels is None:
+    if table.labels is None or not clients:
         return []
     found = np.unique(np.concatenate([table.labels[rows.train] for rows in clients]))
     if len(found) != 1:

@@ -273,25 +273,25 @@ def _to_predict(silo: Silo, classes: tuple[str, ...]) -> FederatedData:
 
 def _with_classes(silo: Silo, table: Table, classes: tuple[str, ...]) -> Table:
     """The rows with labels that index the federation's classes, if the silo agreed to these classes."""
-    agreed = _agreed(silo, table)
-    if classes != agreed:
+    known = agreed(silo, table)
+    if classes != known:
         raise InputError(
-            f"the server's classes are {listing(classes, 20)}, and this silo's {listing(agreed, 20)}: if they are "
+            f"the server's classes are {listing(classes, 20)}, and this silo's {listing(known, 20)}: if they are "
             "agreed, write them into silo.toml as classes = [...], in this order"
         )
-    if table.labels is None or table.classes == agreed:
+    if table.labels is None or table.classes == known:
         return table
-    code = {name: index for index, name in enumerate(agreed)}
+    code = {name: index for index, name in enumerate(known)}
     labels = np.array([code[name] for name in table.classes], dtype=np.int64)[table.labels]
-    return replace(table, labels=labels, classes=agreed)
+    return replace(table, labels=labels, classes=known)
 
 
-def _agreed(silo: Silo, table: Table) -> tuple[str, ...]:
+def agreed(silo: Silo, table: Table) -> tuple[str, ...]:
     """The federation's classes in the silo's file, else those of its rows."""
-    agreed = table.classes if silo.classes is None or table.labels is None else silo.classes
-    if unknown := [name for name in table.classes if name not in agreed]:
+    known = table.classes if silo.classes is None or table.labels is None else silo.classes
+    if unknown := [name for name in table.classes if name not in known]:
         raise InputError(f"{silo.data}: rows of class {listing(unknown, 8)}, which classes does not list")
-    return agreed
+    return known
 
 
 def report(path: Path) -> dict[str, Any]:
@@ -305,7 +305,7 @@ def report(path: Path) -> dict[str, Any]:
         "name": silo.name,
         "data": silo.data,
         "rows": {"train": len(rows.train), "val": len(rows.val), "test": len(rows.test)},
-        "classes": list(_agreed(silo, federated.table)),
+        "classes": list(agreed(silo, federated.table)),
         "models": list(silo.models),
         "methods": list(silo.methods),
         "device": silo.device or None,

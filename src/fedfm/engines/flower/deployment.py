@@ -14,13 +14,15 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Excluded
-from fedfm.engines.flower import app_writer, processes, server_app
+from fedfm.engines.flower import app_writer, kits, processes, server_app
 from fedfm.engines.flower.loopback import Fleet, loopback
+from fedfm.engines.flower.node_status import Missing
 from fedfm.engines.flower.private_api import Control
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import InputError, RunError
@@ -31,7 +33,10 @@ if TYPE_CHECKING:
     from fedfm.runtime.progress import Progress
 
 _POLL = 0.1
-_PATIENCE = 120.0  # seconds that the connection to a SuperLink may be down
+_PATIENCE = 120.0  # seconds for the SuperLink of this machine's kit to start
+_AWAY = 3600.0  # seconds that the connection to a SuperLink may be down in a run
+_TRIES = 3  # submissions of a run of which no round is completed
+_LOOK = 5.0  # seconds between two looks at who is missing
 
 
 def start(
@@ -46,6 +51,11 @@ def start(
     folder.mkdir(mode=0o700, exist_ok=True)
     if run.experiment.run.superlink:
         return _attach(run, folder, stop, progress)
+    if run.experiment.data.classes is not None and silos is None:
+        raise InputError(
+            "data.classes: the silos bring the rows, and nodes that this command starts on loopback have none; set "
+            "run.superlink to the server's kit, or to host:port"
+        )
     clients = _clients(run) if silos is None else []
     config = {"experiment": app_writer.told(run.experiment), "key": key_of(run)}
     with loopback(folder, clients, config, stop, silos) as fleet:
@@ -68,14 +78,74 @@ def _clients(run: Run) -> list[ClientId]:
 
 def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
     spec = run.experiment.run
-    given = spec.root_certificates or os.environ.get("FEDFM_ROOT_CERTIFICATES", "")
+    wait = 0.0
+    address, given = str(spec.superlink), spec.root_certificates or os.environ.get("FEDFM_ROOT_CERTIFICATES", "")
+    if Path(address).is_dir():  # the server's kit, on this machine
+        kit = kits.load(Path(address))
+        if not kit.serves:
+            raise InputError(
+                f'run.superlink = "{address}": the kit of a silo; expected that of the server, or host:port'
+            )
+        address, given, wait = kit.local, str(kit.folder / "ca.crt"), _PATIENCE
     if not given or not Path(given).is_file():
         raise InputError(
             f'run.superlink = "{spec.superlink}": its authority\'s certificate is needed: set run.root_certificates or '
             f"FEDFM_ROOT_CERTIFICATES to a PEM file{f' ({given}: no such file)' if given else ''}"
         )
-    with contextlib.closing(Control(str(spec.superlink), Path(given))) as control:
-        return _Watch(run, control, None, stop, progress).follow(_submit(run, folder, control))
+    with contextlib.closing(Control(address, Path(given))) as control:
+        if wait:
+            _reach(control, wait, stop, progress)
+            _gather(control, spec.timeout, stop, progress)
+        tries, done = 0, -1
+        while True:
+            watch = _Watch(run, control, None, stop, progress)
+            tries, done = (tries + 1 if watch.done == done else 1), watch.done
+            try:
+                return watch.follow(_submit(run, folder, control))
+            except _Lost as lost:
+                if tries == _TRIES:
+                    raise RunError(str(lost)) from None
+                progress.notice(f"{lost}; the run is submitted again and goes on after its last completed round")
+                _reach(control, _AWAY, stop, progress)
+
+
+class _Lost(Exception):
+    """The SuperLink has ended the run, which is not complete and did not fail."""
+
+
+def _gather(control: Control, wait: float, stop: Callable[[], bool], progress: Progress) -> None:
+    """Wait until the kit's silos are connected, or for the time limit: a run without some of them has other bits."""
+    deadline, missing = time.monotonic() + wait, Missing(progress.notice)
+    while time.monotonic() < deadline:
+        with contextlib.suppress(RunError):
+            if (nodes := control.nodes()) and not missing.tell(nodes):
+                return
+        if stop():
+            raise Interrupted
+        time.sleep(0.5)
+
+
+def _reach(control: Control, wait: float, stop: Callable[[], bool], progress: Progress) -> None:
+    """Wait for a SuperLink that starts.
+
+    Raises:
+        RunError: it does not answer in time.
+        Interrupted: the user stopped the run.
+    """
+    deadline, told = time.monotonic() + wait, False
+    while True:
+        try:
+            control.nodes()
+            return
+        except RunError:
+            if time.monotonic() > deadline:
+                raise
+        if not told:
+            told = True
+            progress.notice("waiting for the SuperLink")
+        if stop():
+            raise Interrupted
+        time.sleep(0.5)
 
 
 def _submit(run: Run, folder: Path, control: Control) -> int:
@@ -110,14 +180,22 @@ class _Watch:
         self._told = {line["round"] for line in run.metrics()}
         self._notices = {*run.manifest["notices"], *private_notices(run)}
         self._asked = self._reached = time.monotonic()
-        self._served, self._size = False, 0
+        self._held, self._served, self._size = False, False, 0
         self._read: tuple[int, dict[str, Any]] | None = None
+        self._away = False
+        self._missing, self._looked = Missing(progress.notice), self._asked
         progress.started(run, run.experiment.method.rounds, max(self._told, default=0))
+
+    @property
+    def done(self) -> int:
+        """The last round that is known to be complete; -1: none."""
+        return max(self._told, default=-1)
 
     def follow(self, run_id: int) -> dict[str, Any]:
         """Wait for the result line.
 
         Raises:
+            _Lost: the SuperLink ended the run while it or the ServerApp was away.
             InputError: the ServerApp refused the experiment.
             RunError: it failed, or a process that it needs ended.
             Interrupted: the user stopped the run.
@@ -165,14 +243,19 @@ class _Watch:
         self._outcome()
         if self._fleet is not None:
             self._fleet.check(self._progress.notice)
+        elif time.monotonic() - self._looked > _LOOK:
+            self._looked = time.monotonic()
+            self._tell_missing()
         held = processes.held(self._run.path / server_app.LOCK)
-        gone, self._served = self._served and not held, self._served or held
+        gone, self._held, self._served = self._held and not held, held, self._served or held
         if gone or time.monotonic() - self._asked > 2.0:
             status, details = self._status(run_id)
             if gone or status == "finished":
                 time.sleep(0.5)  # its last writes become visible
                 self._outcome()
                 if Run.open(self._run.path).manifest["result"] is None:
+                    if self._fleet is None and self._served and not details.startswith("stopped"):
+                        raise _Lost(self._ending(gone, details))
                     raise RunError(self._ending(gone, details))
 
     def _status(self, run_id: int) -> tuple[str, str]:
@@ -181,11 +264,28 @@ class _Watch:
         try:
             status = self._control.status(run_id)
         except RunError:
-            if self._fleet is not None or time.monotonic() - self._reached > _PATIENCE:
+            if self._fleet is not None or time.monotonic() - self._reached > _AWAY:
                 raise
+            if not self._away:
+                self._away = True
+                self._progress.notice("the SuperLink does not answer; the run goes on when it does")
             return "", ""
-        self._reached = time.monotonic()
+        if self._away:
+            self._progress.notice("the SuperLink answers again")
+        self._reached, self._away = time.monotonic(), False
         return status
+
+    def _tell_missing(self) -> None:
+        """Say which of the silos that the ServerApp waits for are not connected."""
+        try:
+            told = json.loads((self._run.path / server_app.WAITING).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        names = {node: name for name, node in told["asked"].items()}
+        with contextlib.suppress(RunError):
+            nodes = [node for node in self._control.nodes() if node.id in names] if told["missing"] else []
+            here = [replace(n, name=names[n.id], online=n.online or names[n.id] not in told["missing"]) for n in nodes]
+            self._missing.tell(here)
 
     def _ending(self, gone: bool, details: str) -> str:
         if not gone and not self._served and self._fleet is None:

@@ -73,6 +73,21 @@ class Retained:
         return body
 
 
+def unreferred(body: Any) -> Any:
+    """A message's body at a site that holds nothing.
+
+    Raises:
+        ClientFault: E_HELD, it refers to parameters.
+    """
+
+    def refuse(part: Any) -> None:
+        if isinstance(part, Mapping) and part.keys() == {KEY}:
+            raise ClientFault(E_HELD, "the message refers to parameters, and this site holds none")
+
+    replaced(body, refuse)
+    return body
+
+
 def hashes(payload: Mapping[str, Any]) -> dict[int, str]:
     """Hash of each of the parameters in a payload, by their ``id``."""
     found = dict[int, str]()

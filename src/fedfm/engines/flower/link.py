@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flwr.app import Message
@@ -16,8 +15,10 @@ from fedfm.core.transcript import Crossing
 from fedfm.core.wire import flower_records
 from fedfm.engines.answers import introduced
 from fedfm.engines.flower import held
-from fedfm.engines.flower.envelopes import Broadcast, Underway, failed, reply_of
-from fedfm.engines.flower.private_api import SUPERLINK, died, restarting
+from fedfm.engines.flower.answered import Answered
+from fedfm.engines.flower.presence import Presence
+from fedfm.engines.flower.private_api import SUPERLINK, absent, died, restarting
+from fedfm.engines.flower.sending import EncodedPayload, Underway, failed, reply_of
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
     E_CLIENT,
@@ -30,10 +31,11 @@ from fedfm.errors import (
 )
 from fedfm.privacy.policy import HELLO
 
-_POLL = (0.05, 0.25)  # seconds between two polls for replies: first and longest
+POLL = (0.05, 0.25)  # seconds between two polls for replies: first and longest
 _BATCH = 16  # messages per call of the Grid
 _RESTART = 60.0  # seconds for the restart of a process that ended
 _SETTLE = 10.0  # seconds without a new node after which the run begins with the connected nodes
+_PAUSED = 10.0  # seconds of a call of the Grid after which its time does not count as a client's
 
 
 class FlowerLink:
@@ -48,13 +50,15 @@ class FlowerLink:
         spare: parameters that a site says it holds cross as their hash.
         greeting: payload of the hello message to every site.
         slots: number of clients that run at the same time; 0: all. The time limit grows with the queue.
+        returns: a node that went may come back: it is waited for within the time limit, and asked again.
+        answered: replies of a round that was not completed; nobody is asked again for them.
+        waits: called now and then with all nodes that were asked, by name, and the names that are waited for.
         min_clients: smallest number of clients for a run.
         stop: called while waiting; True raises :class:`Interrupted`.
         progress: called for every client that finishes.
         notice: called for every node that does not take part.
 
     Attributes:
-        streams: the server may go on before all have answered, by :meth:`stream`.
         hellos: the crossings of the hello messages, for the transcript.
         own_data: the silos have their own rows and not a part of the server's table.
 
@@ -75,21 +79,22 @@ class FlowerLink:
         spare: bool = False,
         greeting: Mapping[str, Any] | None = None,
         slots: int = 0,
+        returns: bool = False,
+        answered: Answered | None = None,
+        waits: Callable[[Mapping[ClientId, int], Collection[ClientId]], None] = lambda asked, missing: None,
         min_clients: int = 1,
         stop: Callable[[], bool] = lambda: False,
         progress: Callable[[], None] = lambda: None,
         notice: Callable[[str], None] = lambda text: None,
-        streams: bool = False,
     ) -> None:
-        self.streams = streams
-        self._underway: dict[str, tuple[Underway, float]] = {}  # of stream, with the time of giving up
-        self._ready: deque[Reply] = deque()  # of stream: what is pulled is nowhere else, and the caller may stop
         self._grid, self._timeout, self._slots, self._stop = grid, timeout, slots, stop
         self._patience = timeout if gather is None else gather
         self._progress, self._notice, self._most = progress, notice, most
         self._expected, self._fingerprint, self._greeting = tuple(expected), fingerprint, dict(greeting or {})
         if spare:
             self._greeting[held.NAMES] = True
+        self._presence, self._returns = Presence(grid, returns), returns
+        self._answered, self._waits = answered, waits
         self._nodes: dict[ClientId, int] = {}
         self._held: dict[int, frozenset[str]] = {}  # by node: hashes of the parameters that are there
         self._barred: dict[ClientId, ClientFault] = {}
@@ -108,14 +113,41 @@ class FlowerLink:
     @property
     def straggling(self) -> bool:
         """Whether a client that timed out may still be running."""
-        return bool(self._late or self._underway)
+        return bool(self._late)
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         """Deliver; yield replies as clients finish. A client that is absent or late gets a fault."""
         if self._stop():
             raise Interrupted
-        sent, absent = self._placed(requests)
-        yield from absent
+        sent, known = self._placed(requests)
+        yield from known
+        asked = {request.client: request for _, request in sent}
+        for reply in self._answers(sent):
+            if self._answered is not None and reply.fault is None and reply.client in asked:
+                self._answered.keep(asked.pop(reply.client), reply)
+            yield reply
+
+    def _placed(self, requests: Sequence[Request]) -> tuple[list[tuple[int, Request]], list[Reply]]:
+        """Requests with their nodes; replies that are known, and faults for clients that cannot be asked."""
+        if any(r.client not in self._nodes and r.client not in self._barred for r in requests):
+            self._greet()
+        online = self._presence.online()
+        self._forget(online)
+        sent, known = list[tuple[int, Request]](), list[Reply]()
+        for request in requests:
+            node = self._nodes.get(request.client)
+            if request.client in self._barred:
+                known.append(failed(request, self._barred[request.client]))
+            elif self._answered is not None and (reply := self._answered.find(request)) is not None:
+                known.append(reply)
+            elif node is None or not self._presence.expects(node, online):
+                known.append(failed(request, ClientFault(E_DIED, "no node of that name is connected")))
+            else:
+                sent.append((node, request))
+        return sent, known
+
+    def _answers(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
+        """Deliver, and deliver again what a site does not hold any more or what its process did not survive."""
         ended: list[tuple[int, Request]] = []
         yield from self._deliver(sent, ended, died)
         if self._unheld:
@@ -127,23 +159,12 @@ class FlowerLink:
             patient = time.monotonic() - begun < _RESTART
             yield from self._deliver(retried, ended if patient else None, restarting)
             if ended:
-                time.sleep(_POLL[1])
+                time.sleep(POLL[1])
 
-    def _placed(self, requests: Sequence[Request]) -> tuple[list[tuple[int, Request]], list[Reply]]:
-        """Requests with their nodes, and faults for clients that cannot be asked."""
-        if any(r.client not in self._nodes and r.client not in self._barred for r in requests):
-            self._greet()
-        online = set(self._grid.get_node_ids())
-        sent, absent = list[tuple[int, Request]](), list[Reply]()
-        for request in requests:
-            node = self._nodes.get(request.client)
-            if request.client in self._barred:
-                absent.append(failed(request, self._barred[request.client]))
-            elif node is None or node not in online:
-                absent.append(failed(request, ClientFault(E_DIED, "no node of that name is connected")))
-            else:
-                sent.append((node, request))
-        return sent, absent
+    def _forget(self, online: Mapping[int, str]) -> None:
+        """What a node held is gone if it began anew since."""
+        for node in [node for node in self._held if self._presence.changed(node, online)]:
+            del self._held[node]
 
     def _deliver(
         self,
@@ -160,17 +181,18 @@ class FlowerLink:
     def _push(
         self, sent: Sequence[tuple[int, Request]], waiting: dict[str, Underway], patience: float
     ) -> Iterator[Reply]:
-        """Send; what the SuperLink has taken is added to ``waiting`` by the message's id."""
-        encoded: Broadcast | None = None
+        """Send, and enter into ``waiting`` what is under way."""
+        encoded: EncodedPayload | None = None
         for start in range(0, len(sent), _BATCH):
             messages = []
             for node, request in sent[start : start + _BATCH]:
                 if encoded is None or encoded.payload is not request.payload:  # a broadcast is encoded once
-                    encoded = Broadcast(request, any(self._held.values()))
+                    encoded = EncodedPayload(request, any(self._held.values()))
                 record, spared = encoded.without(self._held.get(node, frozenset()))
                 kind = flower_records.message_type(request.handler)
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
-                messages.append((message, Underway(node, request, encoded.nbytes, spared)))
+                one = Underway(node, request, encoded.nbytes, spared, self._presence.since(node))
+                messages.append((message, one))
             taken = set(self._grid.push_messages([message for message, _ in messages]))
             for message, one in messages:
                 name = message.metadata.message_id
@@ -179,55 +201,6 @@ class FlowerLink:
                 else:
                     yield failed(one.request, ClientFault(E_DIED, "the SuperLink did not take the message"))
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        """Deliver; yield replies to these and to earlier requests of this kind as they arrive, while any is awaited.
-
-        A client that is absent, dies or is late gets a fault, and can be asked again.
-        """
-        if self._stop():
-            raise Interrupted
-        sent, absent = self._placed(requests)
-        yield from absent
-        yield from self._launch(sent)
-        pause = _POLL[0]
-        while self._ready or self._underway:
-            while self._ready:
-                self._progress()
-                yield self._ready.popleft()
-            came = list(self._grid.pull_messages([*self._underway, *self._late]))
-            for message in came:
-                name = message.metadata.reply_to_message_id
-                self._late.discard(name)
-                if name not in self._underway:
-                    continue
-                one, _ = self._underway[name]
-                if message.metadata.src_node_id not in (one.node, SUPERLINK):
-                    continue  # from another node
-                del self._underway[name]
-                reply, self._held[one.node] = reply_of(message, one, self._most)
-                if reply.fault is not None and reply.fault.code == E_HELD and one.spared:
-                    self._ready.extend(self._launch([(one.node, one.request)]))  # again, whole
-                    continue
-                self._ready.append(reply)
-            if self._stop():
-                raise Interrupted
-            now = time.monotonic()
-            for name in [name for name, (_, deadline) in self._underway.items() if now > deadline]:
-                late, _ = self._underway.pop(name)
-                self._late.add(name)
-                self._ready.append(failed(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s")))
-            if not came:
-                time.sleep(pause)
-                pause = min(pause * 1.5, _POLL[1])
-            else:
-                pause = _POLL[0]
-
-    def _launch(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
-        """Send requests of :meth:`stream`; yields those that the SuperLink did not take."""
-        waiting: dict[str, Underway] = {}
-        yield from self._push(sent, waiting, self._timeout)
-        self._underway |= {name: (one, time.monotonic() + self._timeout) for name, one in waiting.items()}
-
     def _collect(
         self,
         waiting: dict[str, Underway],
@@ -235,16 +208,24 @@ class FlowerLink:
         ended: list[tuple[int, Request]] | None,
         again: Callable[[Any], bool],
     ) -> Iterator[Reply]:
-        pause = _POLL[0]
+        pause = POLL[0]
         done: dict[str, Underway] = {}
-        while waiting:
-            came = list(self._grid.pull_messages([*waiting, *self._late]))
+        away: list[Underway] = []  # their nodes have gone, with the message
+        asked = {one.request.client: one.node for one in waiting.values()}
+        while waiting or away:
+            begun = time.monotonic()
+            came = list(self._grid.pull_messages([*waiting, *self._late])) if waiting or self._late else []
+            if (took := time.monotonic() - begun) > _PAUSED:  # the SuperLink was away
+                deadline += took
             for message in came:
                 name = message.metadata.reply_to_message_id
                 self._late.discard(name)
                 known = waiting.get(name) or done.get(name)
                 if known is None or message.metadata.src_node_id not in (known.node, SUPERLINK):
                     continue  # an unknown reply, or one from another node
+                if self._returns and name in waiting and message.has_error() and absent(message.error):
+                    away.append(waiting.pop(name))
+                    continue
                 if ended is not None and name in waiting and message.has_error() and again(message.error):
                     ended.append(waiting.pop(name)[:2])
                     continue
@@ -259,14 +240,36 @@ class FlowerLink:
             if self._stop():
                 self._late.update(waiting)
                 raise Interrupted
-            if waiting and time.monotonic() > deadline:
+            if (waiting or away) and time.monotonic() > deadline:
                 self._late.update(waiting)
+                self._presence.give_up(one.node for one in (*waiting.values(), *away))
                 for late in waiting.values():
                     yield failed(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
-                return
-            if waiting:
+                for gone in away:
+                    told = f"its node went and did not come back within {self._timeout:g} s"
+                    yield failed(gone.request, ClientFault(E_DIED, told))
+                break
+            if self._returns and (lost := self._lost(waiting, away)):
+                yield from self._push(lost, waiting, max(deadline - time.monotonic(), 1.0))
+            self._waits(asked, {one.request.client for one in (*waiting.values(), *away)})
+            if waiting or away:
                 time.sleep(pause)
-                pause = _POLL[0] if came else min(pause * 1.5, _POLL[1])
+                pause = POLL[0] if came else min(pause * 1.5, POLL[1])
+        self._waits(asked, ())
+
+    def _lost(self, waiting: dict[str, Underway], away: list[Underway]) -> list[tuple[int, Request]]:
+        """Take out what has to be sent again: its node is back, and began anew without the message.
+
+        The client's memory is versioned by (round, call), so a second answer equals the first.
+        """
+        online = self._presence.look()
+        begun_anew = [n for n, one in waiting.items() if one.since and online.get(one.node, one.since) != one.since]
+        back = [one for one in away if one.node in online]
+        away[:] = [one for one in away if one.node not in online]
+        found = [waiting.pop(name) for name in begun_anew] + back
+        for one in found:
+            self._held.pop(one.node, None)
+        return [one[:2] for one in found]
 
     # --- hello --------------------------------------------------------------------------------------------------------
 
@@ -296,7 +299,7 @@ class FlowerLink:
 
     def _greet(self) -> None:
         """Send hello to the nodes that have not received it."""
-        new = [node for node in self._grid.get_node_ids() if node not in self._greeted]
+        new = [node for node in self._presence.online() if node not in self._greeted]
         if not new:
             return
         self._greeted.update(new)

@@ -63,7 +63,7 @@ def loopback(
     _needs("flower-superlink", "flower-superexec", "flower-supernode", "flwr-serverapp", "flwr-clientapp")
     shutil.rmtree(folder / "home", ignore_errors=True)
     keys.write_certificates(folder)
-    children = Children(folder / "logs", _environment(folder))
+    children = Children(folder / "logs", environment(folder / "home" / "superlink"))
     sites = folder / "sites"
     try:
         port, secret = free_port(), keys.write_secret(folder / "superexec.secret")
@@ -156,12 +156,12 @@ def end_workers(sites: Path) -> None:
             os.unlink(client_stub.address(lock.parent))
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def environment(home: Path) -> dict[str, str]:
     """Environment of every process: its own home, no telemetry, the programs of this Python first."""
     return {
         **os.environ,
         **QUICK_EXECUTOR,
-        "FLWR_HOME": str((folder / "home" / "superlink").resolve()),
+        "FLWR_HOME": str(home.resolve()),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",

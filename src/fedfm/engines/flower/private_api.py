@@ -21,6 +21,7 @@ from fedfm.errors import E_DIED, E_EXCEPTION, ClientFault, RunError
 
 if TYPE_CHECKING:
     from fedfm.core.messages import Request
+    from fedfm.engines.flower.node_status import NodeStatus
     from fedfm.runtime.client import Silos
 
 TESTED = ("1.41.", "1.42.")  # prefixes of the versions of Flower that pass the tests
@@ -174,6 +175,11 @@ def died(error: Any) -> bool:
     return crashed or "ActorDiedError" in reason or "ActorUnavailableError" in reason
 
 
+def absent(error: Any) -> bool:
+    """Whether the node is not connected, so that what it was asked is lost; a later connection can be asked again."""
+    return bool(error.code == error_codes().NODE_UNAVAILABLE)
+
+
 def restarting(error: Any) -> bool:
     """Whether Ray is still restarting the actor, which has not seen the message."""
     reason = str(error.reason or "")
@@ -216,11 +222,22 @@ class Control:
 
     def online(self) -> set[int]:
         """Ids of the SuperNodes that are connected."""
+        return {node.id for node in self.nodes() if node.online}
+
+    def nodes(self) -> list[NodeStatus]:
+        """The registered SuperNodes."""
         from flwr.proto.control_pb2 import ListNodesRequest
+
+        from fedfm.engines.flower.node_status import NodeStatus, moment
 
         with self._reaching():
             nodes = self._client.ListNodes(ListNodesRequest()).nodes_info
-        return {node.node_id for node in nodes if node.status == "online"}
+        found = []
+        for node in nodes:
+            if node.status != "unregistered":
+                online, seen = node.status == "online", moment(node.online_until) if node.last_activated_at else None
+                found.append(NodeStatus(node.node_id, node.name, bytes(node.public_key), online, seen))
+        return found
 
     def start(self, app: Path) -> int:
         """Submit an app folder, as ``flwr run`` does; returns the run's id.

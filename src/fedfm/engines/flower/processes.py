@@ -66,6 +66,15 @@ class Children:
                 _signal(process.pid, signal.SIGKILL)  # its remaining child processes
                 yield name, f"signal {-code}" if code < 0 else f"exit status {code}"
 
+    def stop(self, name: str) -> None:
+        """End a program's group if it runs; :meth:`ended` does not report it."""
+        if (process := self._running.pop(name, None)) is not None:
+            _signal(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+            _signal(process.pid, signal.SIGKILL)
+            process.wait()
+
     def pids(self) -> dict[str, int]:
         return {name: process.pid for name, process in self._running.items()}
 

@@ -9,11 +9,12 @@ import os
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 from flwr.app import Context
 from flwr.serverapp import Grid
 
@@ -23,9 +24,11 @@ from fedfm.core import storage
 from fedfm.core.messages import Excluded
 from fedfm.core.text import visible
 from fedfm.core.wire.limits import room
+from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.private_api import is_simulated
 from fedfm.engines.flower.processes import watch_parent
+from fedfm.engines.flower.stream import FlowerStream
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime import losses
@@ -40,6 +43,7 @@ from fedfm.runtime.server import Server
 
 OUTCOME = "private/outcome.json"  # an error of the ServerApp, for the process that waits for the run
 SERVER_ONLY = "server-only"  # beside the runs: values that the method withholds from clients, and so from the bundle
+WAITING = "private/waiting.json"  # whom the ServerApp waits for, for the process that waits for the run
 LOCK = "private/server.lock"  # held while a ServerApp writes the run
 
 
@@ -89,22 +93,27 @@ def host(
 
     with torch_threads(1):
         population = population or populate(experiment, server=True)
+        real = not is_simulated(grid)
+        answered = Answered(run.path / "private" / "answered") if real else None
         describe(run, population, watcher)
-        link = FlowerLink(
+        kind = FlowerStream if real and spec.asynchronous is not None else FlowerLink
+        link = kind(
             grid,
             gather=spec.timeout,
             timeout=patience(experiment.method, population, spec, watcher.notice),
             expected=population.clients,
             fingerprint=population.model.fingerprint,
             most=room(population.model.layout),
-            spare=not is_simulated(grid),
+            spare=real,
             greeting={"classes": list(population.federated.table.classes)},
             slots=slots,
+            returns=real,
+            answered=answered,
+            waits=_WaitingFile(run.path / WAITING).tell if real else lambda asked, missing: None,
             min_clients=spec.min_clients or 1,
             stop=stop,
             progress=watcher.client,
             notice=note,
-            streams=spec.asynchronous is not None and not is_simulated(grid),
         )
         try:
             if link.own_data:
@@ -120,9 +129,32 @@ def host(
             server = Server(run, link, population.model, judge=scores, progress=watcher)
             for crossing in link.hellos:
                 server.fed.transcript.add(crossing)
-            return server.go()
+            result = server.go()
+            if answered is not None:
+                answered.clear()
+            return result
         finally:
             ended(link.straggling)
+
+
+class _WaitingFile:
+    """A file that says whom the ServerApp waits for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._told = path, dict[str, Any]()
+
+    def tell(self, asked: Mapping[str, int], missing: Collection[str]) -> None:
+        """Write it if it changed.
+
+        Args:
+            asked: nodes of the clients that were asked.
+            missing: those that have not answered.
+        """
+        told = {"asked": dict(asked), "missing": sorted(missing)}
+        if told != self._told:
+            self._told = told
+            with contextlib.suppress(RunError):  # it is for people only
+                storage.write_atomic(self._path, json.dumps(told).encode(), 0o600, sync=False)
 
 
 def serve(grid: Grid, context: Context) -> None:
@@ -155,6 +187,8 @@ def serve(grid: Grid, context: Context) -> None:
             host(run, grid, progress=told)
             told.notice(f"finished; `fedfm report {run.path}` writes its report")
         except Exception as error:
+            if isinstance(error, httpx.HTTPError):  # the SuperLink is gone: who waits for the run submits it again
+                raise
             kind = "InputError" if isinstance(error, InputError) else "RunError"
             text = str(error) if isinstance(error, (InputError, RunError)) else f"{type(error).__name__}: {error}"
             storage.write_atomic(run.path / OUTCOME, json.dumps({"kind": kind, "text": text}).encode(), 0o600)

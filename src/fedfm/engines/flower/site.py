@@ -19,7 +19,7 @@ from fedfm.core.checks import conform
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Request
 from fedfm.core.wire import codec, flower_records, payload
-from fedfm.engines.flower.held import NAMES, Retained
+from fedfm.engines.flower.held import NAMES, Retained, unreferred
 from fedfm.errors import (
     E_EXCEPTION,
     E_EXPERIMENT,
@@ -158,7 +158,7 @@ class Site:
             if handler == HELLO:
                 value = self._hello(name, message["body"])
             else:
-                body = message["body"] if self._held is None else self._held.rebuilt(message["body"])
+                body = (unreferred if self._held is None else self._held.rebuilt)(message["body"])
                 body = self.silos.conform(handler, body)
                 (value,) = self.silos.answer([Request(name, handler, body, round, call)])
             if isinstance(value, ClientFault):

@@ -1,4 +1,4 @@
-"""Requests and replies as Flower messages carry them: what a site holds already does not cross again."""
+"""What a FlowerLink sends and gets: a payload's records, a message on its way, and a message as a Reply."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ class Underway(NamedTuple):
     request: Request
     nbytes: int  # with all its parameters
     spared: int  # of these, how many do not cross
+    since: str = ""  # when its node connected, as the SuperLink writes it
 
 
-class Broadcast:
+class EncodedPayload:
     """A payload in the forms in which it is sent: whole, and without what a site holds."""
 
     def __init__(self, request: Request, spare: bool) -> None:

@@ -1,0 +1,82 @@
+"""Replies of a round that is not complete: a run that goes on after a stop asks nobody again who has answered.
+
+They lie in ``private/answered`` of the run's directory, for the server's user only, until the next round begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedfm.core import storage
+from fedfm.core.messages import Reply, Request
+from fedfm.core.wire import payload
+from fedfm.errors import RunError
+
+_KEYS = {"client", "handler", "payload", "value", "down", "up", "spared"}
+
+
+class Answered:
+    """Replies on disk, by round, call and client; of another payload than the request's none is taken.
+
+    Args:
+        folder: is made when it is needed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._round = folder, -1
+        self._last: tuple[Mapping[str, Any], str] | None = None
+
+    def find(self, request: Request) -> Reply | None:
+        """The reply to this request, if it came before."""
+        self._begin(request.round)
+        path = self._path(request)
+        told = storage.load(path, None) if path.exists() else None
+        if not isinstance(told, Mapping) or told.keys() != _KEYS:
+            return None
+        if (told["client"], told["handler"]) != (request.client, request.handler):
+            return None
+        if told["payload"] != self._digest(request):
+            return None
+        sizes = told["down"], told["up"]
+        return Reply(request.client, told["value"], request.round, request.call, *sizes, None, told["spared"])
+
+    def keep(self, request: Request, reply: Reply) -> None:
+        """Write a reply. A disk that is full costs a second answer after a stop, and nothing else."""
+        self._begin(request.round)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        told = {"client": request.client, "handler": request.handler, "payload": self._digest(request)}
+        sizes = {"down": reply.nbytes_down, "up": reply.nbytes_up, "spared": reply.spared}
+        try:
+            storage.save(self._path(request), told | sizes | {"value": reply.value}, 0o600, sync=False)
+        except RunError:
+            self.clear()
+
+    def clear(self) -> None:
+        """Remove all."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _begin(self, round: int) -> None:
+        """Remove what is of other rounds."""
+        if round != self._round:
+            self._round = round
+            for path in self._folder.glob("*"):
+                if not path.name.startswith(f"{round}-"):
+                    path.unlink(missing_ok=True)
+
+    def _path(self, request: Request) -> Path:
+        name = hashlib.sha256(f"{request.handler}\n{request.client}".encode()).hexdigest()[:32]
+        return self._folder / f"{request.round}-{request.call}-{name}"
+
+    def _digest(self, request: Request) -> str:
+        """SHA-256 of the payload; a broadcast is read once."""
+        if self._last is None or self._last[0] is not request.payload:
+            head, pieces = payload.encode(request.payload)
+            digest = hashlib.sha256(head.encode())
+            for piece in pieces:
+                digest.update(piece)
+            self._last = (request.payload, digest.hexdigest())
+        return self._last[1]

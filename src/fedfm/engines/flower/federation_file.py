@@ -1,0 +1,121 @@
+"""A federation's file: where the server is, and the silos, from which ``fedfm provision`` makes a kit for each.
+
+server = "fed.example.org:8443"         # port 0 on loopback: a free one
+silos = ["hospital-a", "hospital-b"]
+classes = ["benign", "malignant"]       # as the federation agreed, in order
+models = ["bert-small"]                 # that the silos will load, besides the built-in ones
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedfm.config.toml import build, read
+from fedfm.core.fields import check as check_fields
+from fedfm.core.fields import setting
+from fedfm.data.spec import CLIENT_NAME
+from fedfm.errors import InputError
+
+PORT = 8443  # of a server whose address names none
+_HOST = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)"
+SERVER = "server"  # name of the server's kit, which no silo can have
+AUTHORITY = "authority"  # folder of the keys that sign certificates
+
+
+@dataclass(frozen=True)
+class FederationFile:
+    """A federation's file."""
+
+    server: str = setting(
+        "",
+        f"host:port at which the silos reach the server; port 0 on loopback: a free one [port {PORT}]",
+        required=True,
+        pattern=rf"{_HOST}(:\d{{1,5}})?",
+        words='a host and a port, e.g. "fed.example.org:8443"',
+    )
+    silos: tuple[str, ...] = setting(
+        (),
+        "the silos' names",
+        required=True,
+        least=1,
+        pattern=CLIENT_NAME,
+        words='a list of names, each of letters, digits, "-", "_" and "." only',
+    )
+    classes: tuple[str, ...] | None = setting(None, "class names as the federation agreed, in order [each silo's own]")
+    models: tuple[str, ...] = setting((), "folders and hub ids that the silos load, besides the built-in models")
+    allow: tuple[str, ...] = setting(
+        ("mean", "scores"),
+        "what the silos' files allow at first: mean, reply, scores, reveal",
+        choices=("mean", "reply", "scores", "reveal"),
+    )
+    days: int = setting(365, "days for which the server's certificate is valid", ge=1, le=3650)
+    hosts: tuple[str, ...] = setting(
+        (), "further names and addresses of the server, for its certificate", pattern=_HOST, words="host names"
+    )
+    proxy: bool = setting(False, "the server listens on loopback only, behind NGINX with the server kit's nginx.conf")
+    first_port: int = setting(9194, "first port of the silos' own processes, on loopback", ge=1024, le=65000)
+
+    @property
+    def host(self) -> str:
+        """The server's host, without brackets."""
+        return self._split()[0]
+
+    @property
+    def port(self) -> int:
+        """The server's port; 0: any free one."""
+        return self._split()[1]
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether the server and all silos are on one machine."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def _split(self) -> tuple[str, int]:
+        host, colon, port = self.server.rpartition(":")
+        if not colon or self.server.endswith("]"):
+            host, port = self.server, str(PORT)
+        return host.strip("[]"), int(port)
+
+
+def load(path: Path) -> FederationFile:
+    """Read a federation's file.
+
+    Raises:
+        InputError: the file is absent, not TOML, or has a wrong key or value.
+    """
+    table = read(path, {}, 'a federation\'s file has server = "host:port" and silos = ["hospital-a", ...]')
+    try:
+        found: FederationFile = build(FederationFile, table, "")
+        check_fields(found, "")
+        _check(found)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return found
+
+
+def _check(found: FederationFile) -> None:
+    if not found.silos:
+        raise InputError('silos is missing: expected a list of names, e.g. ["hospital-a", "hospital-b"]')
+    lower = [name.lower() for name in found.silos]  # some file systems do not tell cases apart
+    if twice := sorted({name for name in lower if lower.count(name) > 1}):
+        raise InputError(f'silos: "{twice[0]}" is there twice; each silo has a name of its own')
+    for name in (SERVER, AUTHORITY):
+        if name in lower:
+            raise InputError(f'silos: "{name}" is the name of a folder that is made besides; give the silo another')
+    if found.port > 65535:
+        raise InputError(f'server = "{found.server}": expected a port of at most 65535')
+    if found.port == 0 and not found.on_loopback:
+        raise InputError(
+            f'server = "{found.server}": which port is free there is not known here; expected "{found.host}:{PORT}"'
+        )
+    if found.first_port + len(found.silos) > 65536:
+        raise InputError(f"first_port = {found.first_port}: {len(found.silos)} silos need ports up to 65535")
+    if found.classes is not None and len(set(found.classes)) != len(found.classes):
+        raise InputError("classes: a name is there twice")

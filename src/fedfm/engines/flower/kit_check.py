@@ -1,0 +1,235 @@
+"""``fedfm silo check KIT EXPERIMENT``: what of a kit and its machine differs from what an experiment needs."""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import http.client
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fedfm.config.experiment import Experiment
+from fedfm.engines.flower import authority, kits
+from fedfm.engines.flower.kits import Kit
+from fedfm.errors import InputError, first_line
+from fedfm.runtime import silo_file, silo_identity, silo_terms
+
+SKEW = 60.0  # seconds by which a silo's clock may differ from the server's; Flower refuses older signatures
+_SOON = 30  # days before its end at which a certificate is told of
+_WAIT = 5.0  # seconds for the server's answer
+OK, DIFFERS, NOTE = "ok", "differs", "note"
+
+Line = dict[str, str]
+
+
+def examine(folder: Path, experiment: Path | None) -> dict[str, Any]:
+    """Check a kit, or a silo's file, against an experiment; without one, the kit alone.
+
+    Returns:
+        ``name``, ``fits``, and ``checks``: lines with ``what``, ``status`` (ok, differs, note) and ``found``.
+
+    Raises:
+        InputError: there is no kit, or the experiment is none.
+    """
+    needed = None if experiment is None else Experiment.load(experiment)
+    if folder.is_dir():
+        kit = kits.load(folder)
+        name, checks = kit.name, [*_of_kit(kit)]
+        file = None if kit.serves else folder / "silo.toml"
+    else:
+        name, file, checks = silo_file.load(folder).name, folder, []
+    if file is not None:
+        checks += _of_silo(name, file, needed)
+    elif needed is not None:
+        checks += _of_server(needed)
+    return {"name": name, "fits": all(line["status"] != DIFFERS for line in checks), "checks": checks}
+
+
+def described(found: dict[str, Any]) -> str:
+    """The result of :func:`examine` as text, a line a check."""
+    lines = [f"{found['name']}: {line['status']:<7} {line['what']}: {line['found']}" for line in found["checks"]]
+    count = sum(line["status"] == DIFFERS for line in found["checks"])
+    told = "fits" if found["fits"] else f"{count} {'thing differs' if count == 1 else 'things differ'}"
+    return "\n".join([*lines, f"{found['name']}: {told}"])
+
+
+def _line(what: str, status: str, found: str) -> Line:
+    return {"what": what, "status": status, "found": found}
+
+
+def _try(what: str, check: Callable[[], str]) -> Line:
+    try:
+        return _line(what, OK, check())
+    except (InputError, OSError) as error:
+        return _line(what, DIFFERS, first_line(error, 500))
+
+
+# --- the kit and its machine -----------------------------------------------------------------------------------------
+
+
+def _of_kit(kit: Kit) -> Iterator[Line]:
+    yield _try("files", lambda: _files(kit))
+    now = datetime.datetime.now(datetime.UTC)
+    for name in ("ca.crt", "server.pem") if kit.serves else ("ca.crt",):
+        yield _try(f"certificate {name}", lambda name=name: _valid(*authority.validity(kit.folder / name), now))  # type: ignore[misc]
+    if kit.serves:
+        yield _line("port", OK if kits.free(kit.port) else NOTE, f"{kit.port} is {_used(kit.port)}")
+        return
+    yield _line("port", OK if kits.free(kit.port) else NOTE, f"{kit.port}, on loopback, is {_used(kit.port)}")
+    yield from _server_seen(kit)
+
+
+def _used(port: int) -> str:
+    return "free" if kits.free(port) else "in use: by this kit if it runs"
+
+
+def _files(kit: Kit) -> str:
+    names = ("ca.crt", "server.pem", "server.key", "superexec.secret") if kit.serves else ("ca.crt", "node.key")
+    for name in names:
+        path = kit.folder / name
+        if not path.is_file():
+            raise InputError(f"{name} is missing; copy the kit again")
+        if path.suffix in (".key", ".secret") and path.stat().st_mode & 0o077:
+            raise InputError(f"{name} is open to other users; chmod 600 {path}")
+    return "all there, keys for their owner only"
+
+
+def _valid(begin: datetime.datetime, end: datetime.datetime, now: datetime.datetime) -> str:
+    if now < begin:
+        raise InputError(f"valid from {begin:%Y-%m-%d %H:%M} UTC, and this machine's clock says {now:%Y-%m-%d %H:%M}")
+    if now > end:
+        raise InputError(f"ended on {end:%Y-%m-%d}; `fedfm provision FILE --out KITS --renew` makes a new one")
+    left = (end - now).days
+    return f"valid until {end:%Y-%m-%d}" + (f", {left} days: renew it soon" if left < _SOON else "")
+
+
+def _server_seen(kit: Kit) -> Iterator[Line]:
+    """The server as this machine sees it: address, certificate, clock."""
+    host, _, port = kit.server.rpartition(":")
+    host = host.strip("[]")
+    context = ssl.create_default_context(cafile=str(kit.folder / "ca.crt"))
+    try:
+        link = http.client.HTTPSConnection(host, int(port), timeout=_WAIT, context=context)
+        link.request("GET", "/health")
+        told = link.getresponse()
+        link.close()
+    except ssl.SSLCertVerificationError as error:
+        yield _line("server", DIFFERS, f"{kit.server}: its certificate does not fit: {error.verify_message}")
+        return
+    except socket.gaierror:
+        yield _line("server", DIFFERS, f"{host}: no such host is known here")
+        return
+    except (OSError, http.client.HTTPException) as error:
+        yield _line("server", DIFFERS, f"{kit.server} does not answer: {first_line(error)}")
+        return
+    yield _line("server", OK, f"{kit.server} answers, with a certificate of this federation")
+    moment = told.getheader("date")
+    if moment is None:
+        yield _line("clock", NOTE, "the server does not tell the time")
+        return
+    off = datetime.datetime.now(datetime.UTC) - email.utils.parsedate_to_datetime(moment)
+    seconds = off.total_seconds()
+    way = "ahead of" if seconds > 0 else "behind"
+    told_of = f"{abs(seconds):.0f} s {way} the server's" if abs(seconds) > 2 else "as the server's"
+    yield _line("clock", DIFFERS if abs(seconds) > SKEW else OK, told_of)
+
+
+# --- the experiment --------------------------------------------------------------------------------------------------
+
+
+def _of_server(needed: Experiment) -> Iterator[Line]:
+    from fedfm.runtime.population import populate
+
+    def loaded() -> str:
+        model = populate(needed, server=True).model
+        return f"{needed.model.name}, fingerprint {model.fingerprint[:12]}"
+
+    yield _try("model", loaded)
+
+
+def _of_silo(name: str, file: Path, needed: Experiment | None) -> Iterator[Line]:
+    try:
+        silo = silo_file.load(file)
+        silo_file.admit_methods(silo, file)
+        if silo.name != name:
+            raise InputError(f'name = "{silo.name}", and the kit is of {name}')
+        silo_identity.of(silo)
+    except InputError as error:
+        yield _line(file.name, DIFFERS, first_line(error, 500))
+        return
+    yield _line(file.name, OK, "read")
+    if needed is None:
+        yield _try("rows", lambda: _rows(silo))
+        return
+    yield from _policy(silo, needed)
+    classes = _classes(silo, needed)
+    yield classes
+    if classes["status"] != DIFFERS:
+        yield _try("model", lambda: _model(silo, needed))
+
+
+def _rows(silo: silo_file.Silo) -> str:
+    from fedfm.data.spec import DataSpec
+
+    rows = silo_file.deal(silo, DataSpec(), seed=0, task=None).clients[silo.name]
+    return f"{len(rows.train)} training and {len(rows.test)} test rows"
+
+
+def _policy(silo: silo_file.Silo, needed: Experiment) -> Iterator[Line]:
+    def terms() -> str:
+        silo_terms.check(silo, needed)
+        return "the experiment promises what the silo requires"
+
+    yield _try("terms", terms)
+    method, allowed = needed.method, silo.policy.of(needed.method_name)
+    for used, word in ((method.means, "mean"), (method.asks, "reply")):
+        if used and word not in allowed:
+            told = f'{needed.method_name} needs "{word}" ({silo_file.EXPOSED[word]}), and allow is {list(allowed)}'
+            yield _line("policy", DIFFERS, told)
+            return
+    scored = "scores" in allowed
+    yield _line("policy", OK, "allows what the method asks" if scored else "no scores of this silo will be seen")
+
+
+def _classes(silo: silo_file.Silo, needed: Experiment) -> Line:
+    """The class names of the experiment, if the server's data are here, and those of the silo."""
+    from fedfm.data.load import load_table
+
+    try:
+        federated = silo_file.deal(silo, needed.data, seed=needed.run.seed, task=needed.model.task)
+        mine = silo_file.agreed(silo, federated.table)
+    except InputError as error:
+        return _line("rows", DIFFERS, first_line(error, 500))
+    try:
+        spec = needed.data
+        theirs = spec.classes or load_table(spec, seed=needed.run.seed, task=needed.model.task).classes
+    except InputError:
+        return _line("classes", NOTE, f"{list(mine)}; the server's rows, with its classes, are not here")
+    if tuple(theirs) == tuple(mine):
+        return _line("classes", OK, f"{list(mine)}")
+    same = sorted(theirs) == sorted(mine)
+    told = "the same names in another order" if same else _difference(tuple(theirs), tuple(mine))
+    return _line("classes", DIFFERS, f"{told}: the experiment has {list(theirs)}, silo.toml {list(mine)}")
+
+
+def _difference(theirs: tuple[str, ...], mine: tuple[str, ...]) -> str:
+    found = [f"without {name!r}" for name in theirs if name not in mine]
+    return ", ".join([*found, *(f"with {name!r} besides" for name in mine if name not in theirs)])
+
+
+def _model(silo: silo_file.Silo, needed: Experiment) -> str:
+    """The silo's copy of the model, compared with the experiment's where that is here, and with the pinned hash."""
+    spec = silo_file.listed_model(silo, needed.model)
+    federated = silo_file.deal(silo, needed.data, seed=needed.run.seed, task=needed.model.task)
+    mine = silo_file.agreed(silo, federated.table)
+    found = silo_file.populate(silo, needed, mine).model
+    if found is None:
+        return "the clients of this method have none"
+    pinned = needed.model.fingerprint
+    if pinned is not None and found.fingerprint != pinned:
+        raise InputError(f"{spec.name} is {found.fingerprint[:12]}, and the experiment needs {pinned[:12]}")
+    told = f"{spec.name}, fingerprint {found.fingerprint}"
+    return told if pinned is not None else f"{told}; compare it with what `fedfm check` says at the server"

@@ -1,0 +1,154 @@
+"""The texts of a kit's files: start script, units for systemd and containers, the silo's file, the proxy's fragment."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from fedfm.version import __version__
+
+if TYPE_CHECKING:
+    from fedfm.engines.flower.federation_file import FederationFile
+    from fedfm.engines.flower.kits import Kit
+
+
+def of_server(kit: Kit) -> dict[str, str]:
+    """Files of the server's kit, by name."""
+    own = {"nginx.conf": _nginx(kit), "README.md": _READ_SERVER.format(address=kit.server, version=__version__)}
+    return own | _units(kit, "server")
+
+
+def of_silo(kit: Kit, federation: FederationFile) -> dict[str, str]:
+    """Files of a silo's kit, by name."""
+    own = {"silo.toml": _silo(kit, federation), "README.md": _READ_SILO.format(kit=kit, version=__version__)}
+    return own | _units(kit, "silo")
+
+
+def _units(kit: Kit, role: str) -> dict[str, str]:
+    who = f"fedfm {role}" + ("" if kit.serves else f" {kit.name}")
+    return {
+        "start.sh": _START.format(who=who),
+        f"fedfm-{kit.name}.service": _SERVICE.format(who=who, name=kit.name),
+        "compose.yaml": _compose(kit),
+    }
+
+
+def _compose(kit: Kit) -> str:
+    if kit.loopback:
+        network = "network_mode: host  # server and silos are on one machine"
+    elif kit.serves and not kit.proxy:
+        network = f'ports: ["{kit.port}:{kit.port}"]'
+    elif kit.serves:
+        network = "network_mode: host  # it listens on loopback, where NGINX is in front of it"
+    else:
+        network = "# no port: the silo connects to the server, and nobody to the silo"
+    rows = "" if kit.serves else '      # - /where/the/rows/are:/rows:ro  # and data = "/rows/..." in silo.toml\n'
+    return _COMPOSE.format(service=kit.name, version=__version__, network=network, rows=rows)
+
+
+def _silo(kit: Kit, federation: FederationFile) -> str:
+    classes = json.dumps(list(federation.classes), ensure_ascii=False) if federation.classes is not None else None
+    lines = [
+        f'name = "{kit.name}"',
+        'data = "rows.csv"                # your rows: a file or a folder, relative to this file',
+        f"classes = {classes}" if classes else '# classes = ["...", "..."]      # as the federation agreed, in order',
+        f"models = {json.dumps(list(federation.models), ensure_ascii=False)}",
+        f"allow = {json.dumps(list(federation.allow))}",
+        "",
+        "# `fedfm silo check silo.toml` prints what this says; the server never sees this file.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _nginx(kit: Kit) -> str:
+    host, _, port = kit.server.rpartition(":")
+    return _NGINX.format(
+        listen=port,
+        name=host.strip("[]"),
+        port=kit.port if kit.proxy else "18443",
+        hint="" if kit.proxy else "# The kit was made without proxy = true in federation.toml: it needs that first.\n",
+    )
+
+
+_START = """#!/bin/sh
+# Starts the {who} with the keys of this folder; Ctrl-C or SIGTERM ends all of its processes.
+set -eu
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+umask 077
+exec ${{FEDFM:-fedfm}} start "$here"
+"""
+
+_SERVICE = """# This file belongs in ~/.config/systemd/user and the kit in ~/fedfm/{name}; then:
+# systemctl --user enable --now fedfm-{name}
+# `loginctl enable-linger` lets it run while nobody is logged in.
+[Unit]
+Description={who}
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+ExecStart=%h/fedfm/{name}/start.sh
+Environment=FEDFM=%h/fedfm/venv/bin/fedfm
+Restart=always
+RestartSec=10
+UMask=0077
+NoNewPrivileges=true
+
+[Install]
+WantedBy=default.target
+"""
+
+_COMPOSE = """# In this folder: docker compose up --detach
+# In fedfm's sources, for the image: docker build --tag fedfm:{version} .
+services:
+  {service}:
+    image: fedfm:{version}
+    command: ["start", "/kit"]
+    user: "${{FEDFM_USER:-1000:1000}}"  # the owner of this folder: id --user, id --group
+    volumes:
+      - .:/kit
+{rows}    {network}
+    restart: unless-stopped
+    init: true
+"""
+
+_NGINX = """# A fragment for NGINX's http block.
+# Silos reach what they need and nothing else: the port of Flower's SuperLink
+# also takes runs and nodes, and has no accounts. The SuperLink itself listens on loopback only.
+{hint}server {{
+    listen {listen} ssl;
+    server_name {name};
+    ssl_certificate     /path/to/server/server.pem;
+    ssl_certificate_key /path/to/server/server.key;
+
+    client_max_body_size 64m;      # an object of Flower's has at most 5 MB, and one request may have several
+    proxy_read_timeout 120s;
+    proxy_request_buffering off;
+
+    location /v1/fleet/ {{ proxy_pass https://127.0.0.1:{port}; proxy_set_header Host $host; }}
+    location = /health  {{ proxy_pass https://127.0.0.1:{port}; }}
+    location /          {{ return 403; }}
+}}
+"""
+
+_READ_SERVER = """# The server's kit
+
+`./start.sh` starts the server at {address}, with fedfm {version}; so do `docker compose up --detach` and the unit for
+systemd. It admits the silos whose public keys are in `silos/`, also those that come later. It starts again what ends.
+
+- `server.key` and `superexec.secret` are private. Who has them can be the server.
+- `nginx.conf` is for a proxy in front of it, so that silos reach what they need and nothing else.
+- A run, on this machine: `fedfm run exp.toml --engine deployment --set run.superlink=FOLDER`, with this folder.
+- `fedfm silo check FOLDER exp.toml` says whether this kit fits an experiment.
+"""
+
+_READ_SILO = """# The kit of {kit.name}
+
+1. Write into `silo.toml` where your rows are and what requests may expose. The server never sees that file.
+2. `fedfm silo check FOLDER exp.toml`, with this folder and the operator's experiment, says what does not fit yet.
+3. `./start.sh` connects to {kit.server}, with fedfm {version}; so do `docker compose up --detach` and the unit for
+   systemd. It needs no open port: the silo connects to the server. After a pause of the network it connects again.
+
+`node.key` is private: who has it can answer as {kit.name}. To use a key that nobody else ever had, make a new one
+(`ssh-keygen -q -t ecdsa -b 384 -N "" -f node.key`), and give the operator its public part for `server/silos/`.
+"""

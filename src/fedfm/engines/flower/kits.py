@@ -1,0 +1,221 @@
+"""Kits: a folder for the server and one for each silo, with all that their machines need besides fedfm itself.
+
+``authority/`` stays with who provisions: its key signs the server's certificate. A second call with the same file adds
+the silos that are new, and keeps every key that is there.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedfm.core import storage
+from fedfm.engines.flower import authority, keys, kit_files
+from fedfm.engines.flower.federation_file import AUTHORITY, SERVER, FederationFile
+from fedfm.errors import InputError
+
+FILE = "kit.json"
+NODES = "silos"  # in the server's kit: the silos' public keys
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A kit's ``kit.json``.
+
+    Attributes:
+        name: the silo's name, or "server".
+        server: host:port at which silos reach the server.
+        port: of this kit's own process: the SuperLink's, or the SuperNode's on loopback.
+        loopback: whether the whole federation is on one machine.
+        proxy: the server's process listens on loopback only.
+        folder: where the kit is.
+    """
+
+    name: str
+    server: str
+    port: int
+    loopback: bool
+    proxy: bool
+    folder: Path
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is the server's."""
+        return self.name == SERVER
+
+    @property
+    def local(self) -> str:
+        """host:port at which processes on the server's machine reach the SuperLink."""
+        return f"127.0.0.1:{self.port}"
+
+
+def load(folder: Path) -> Kit:
+    """Read a kit.
+
+    Raises:
+        InputError: the folder has none, or another release wrote it.
+    """
+    path = folder / FILE
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{folder}: no kit here ({FILE} is missing); `fedfm provision` makes kits") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    known = {"name": str, "server": str, "port": int, "loopback": bool, "proxy": bool}
+    if not isinstance(told, dict) or told.pop("schema", None) != _SCHEMA or told.keys() != known.keys():
+        raise InputError(f"{path}: another release wrote it, or it is damaged; this one reads schema {_SCHEMA}")
+    for key, kind in known.items():
+        if type(told[key]) is not kind:
+            raise InputError(f"{path}: {key} = {told[key]!r:.80} is not {kind.__name__}")
+    return Kit(**told, folder=folder)
+
+
+def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> dict[str, Any]:
+    """Write the kits into ``out``; what is there already is kept.
+
+    Args:
+        renew: make a new certificate for the server, with the same authority and a new key.
+
+    Returns:
+        ``out``, ``server`` (host:port), ``valid_until``, and the names of the kits ``made`` and ``kept``.
+
+    Raises:
+        InputError: ``out`` holds something else, or kits of another server.
+    """
+    _check_folder(out)
+    server, made, kept = out / SERVER, list[str](), list[str]()
+    old = load(server) if (server / FILE).exists() else None
+    address, port = _address(federation, old, out)
+    authority.found(out / AUTHORITY, federation.host)
+    out.chmod(0o700)
+    if old is None or renew:
+        server.mkdir(mode=0o700, exist_ok=True)
+        hosts = list(dict.fromkeys([federation.host, *federation.hosts, "localhost", "127.0.0.1"]))
+        authority.issue(out / AUTHORITY, server, hosts, federation.days)
+    kit = Kit(SERVER, address, port, federation.on_loopback, federation.proxy, server)
+    if old is None:
+        keys.write_secret(server / "superexec.secret")
+        (server / NODES).mkdir()
+        _write(kit, out, kit_files.of_server(kit))
+    (made if old is None else kept).append(SERVER)
+    ports = _ports(federation, out, port)
+    for name in federation.silos:
+        folder = out / name
+        if (folder / FILE).exists():
+            kept.append(name)
+            continue
+        if folder.exists() and any(folder.iterdir()):
+            raise InputError(f"{folder} is there and has no {FILE}: move it away, or take the silo out of silos")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        own = Kit(name, address, next(ports), federation.on_loopback, False, folder)
+        public = keys.write_node_key(folder / "node.key")
+        for place in (folder / "node.pub", server / NODES / f"{name}.pub"):
+            place.write_bytes(public)
+        _write(own, out, kit_files.of_silo(own, federation))
+        made.append(name)
+    until = authority.validity(server / "server.pem")[1]
+    told = {"out": str(out), "server": address, "valid_until": until.isoformat(timespec="seconds")}
+    return told | {"made": made, "kept": kept, "renewed": bool(renew and old is not None)}
+
+
+def described(found: dict[str, Any]) -> str:
+    """The result of :func:`provision` as text, with what comes next."""
+    out, silos = Path(found["out"]), [name for name in (*found["made"], *found["kept"]) if name != SERVER]
+    lines = [f"made: {', '.join(found['made']) or 'nothing'}"]
+    if found["kept"]:
+        lines.append(f"kept as they were: {', '.join(found['kept'])}")
+    if found["renewed"]:
+        lines.append(
+            f"the server's certificate is new: copy {out / SERVER} to its machine; no silo needs to do anything"
+        )
+    lines += [
+        f"the server's certificate is valid until {found['valid_until'][:10]}",
+        "",
+        f"{out / AUTHORITY}: keep it here; its key signs certificates, and no machine of the federation needs it",
+        f"{out / SERVER}: to the server's machine, then: {SERVER}/start.sh",
+        *(f"{out / name}: to that silo, by a way that others cannot read, then: {name}/start.sh" for name in silos),
+        "each silo first writes into its silo.toml where its rows are",
+    ]
+    return "\n".join(lines)
+
+
+def _check_folder(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; give a folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / SERVER / FILE).exists() and not (out / AUTHORITY).is_dir():
+        raise InputError(f"{out} is not empty and has no kits; give another folder")
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _address(federation: FederationFile, old: Kit | None, out: Path) -> tuple[str, int]:
+    """(host:port for the silos, port of the SuperLink)."""
+    host = f"[{federation.host}]" if ":" in federation.host else federation.host
+    if old is not None:
+        known = old.server.rpartition(":")
+        if known[0] != host or federation.port not in (0, int(known[2])) or old.proxy != federation.proxy:
+            raise InputError(
+                f"{out / SERVER} is of the server {old.server}{' behind a proxy' * old.proxy}: kits of another one "
+                "need an own folder, since the silos' kits name it"
+            )
+        return old.server, old.port
+    port = federation.port or free_ports(1)[0]
+    inner = port
+    if federation.proxy:
+        inner = free_ports(1, avoid=(port,))[0] if federation.on_loopback else (18443 if port != 18443 else 18444)
+    return f"{host}:{port}", inner
+
+
+def _ports(federation: FederationFile, out: Path, server: int) -> Any:
+    """Ports of the silos' processes: none is used by another kit, and on loopback none by another program."""
+    used = {server, *(load(path.parent).port for path in out.glob(f"*/{FILE}"))}
+    port = federation.first_port
+    while True:
+        if port > 65535:
+            raise InputError(f"first_port = {federation.first_port}: no ports are left above it")
+        if port not in used and (not federation.on_loopback or free(port)):
+            yield port
+        port += 1
+
+
+def free(port: int) -> bool:
+    """Whether nobody listens on a port of loopback."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_ports(count: int, avoid: Sequence[int] = ()) -> list[int]:
+    """So many free ports on loopback, each another one."""
+    probes, found = [], list[int]()
+    try:
+        while len(found) < count:
+            probe = socket.socket()
+            probes.append(probe)
+            probe.bind(("127.0.0.1", 0))
+            if (port := int(probe.getsockname()[1])) not in avoid:
+                found.append(port)
+    finally:
+        for probe in probes:
+            probe.close()
+    return found
+
+
+def _write(kit: Kit, out: Path, files: dict[str, str]) -> None:
+    """The files of a kit; ``kit.json`` comes last, so that a kit that has it is whole."""
+    (kit.folder / "ca.crt").write_bytes((out / AUTHORITY / "ca.crt").read_bytes())
+    for name, text in files.items():
+        path = kit.folder / name
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755 if name.endswith(".sh") else 0o644)
+    told = {"schema": _SCHEMA} | {key: value for key, value in asdict(kit).items() if key != "folder"}
+    storage.write_atomic(kit.folder / FILE, json.dumps(told, indent=1).encode() + b"\n")

@@ -1,0 +1,89 @@
+"""What a SuperLink knows of its nodes, and who is missing, in words."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_AGAIN = 60.0  # seconds before the same is said again: the first time, then twice as long each time
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A registered node.
+
+    Attributes:
+        id: Flower's.
+        name: as it was registered; "" if without a name.
+        public_key: PEM.
+        online: whether its last sign of life is recent.
+        seen: when it went offline, at most a minute after its last sign of life; None: it never connected.
+    """
+
+    id: int
+    name: str
+    public_key: bytes
+    online: bool
+    seen: datetime.datetime | None
+
+
+def waiting(nodes: Sequence[NodeStatus], now: datetime.datetime) -> str:
+    """Who is missing, in words; "" if everybody is there.
+
+    Example:
+        >>> now = datetime.datetime(2026, 1, 1, 12, 4, tzinfo=datetime.UTC)
+        >>> there = NodeStatus(1, "hospital-a", b"", True, now)
+        >>> gone = NodeStatus(2, "hospital-b", b"", False, now - datetime.timedelta(minutes=4))
+        >>> waiting([there, gone], now)
+        'waiting for 1 of 2 silos: hospital-b, last seen 4 minutes ago'
+        >>> waiting([there], now)
+        ''
+    """
+    missing = sorted((node for node in nodes if not node.online), key=lambda node: (node.name, node.id))
+    if not missing:
+        return ""
+    names = [f"{node.name or f'node {node.id}'}, {_ago(node.seen, now)}" for node in missing]
+    return f"waiting for {len(missing)} of {len(nodes)} silos: {'; '.join(names)}"
+
+
+class Missing:
+    """Says who is missing: at once if that changes, and else every few minutes.
+
+    Args:
+        notice: gets a line for people.
+    """
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self._notice = notice
+        self._names: list[int] = []
+        self._next, self._pause = 0.0, _AGAIN
+
+    def tell(self, nodes: Sequence[NodeStatus]) -> bool:
+        """Whether somebody is missing."""
+        missing, now = sorted(node.id for node in nodes if not node.online), time.monotonic()
+        if missing != self._names:
+            if self._names and not missing:
+                self._notice("all silos that were waited for are connected")
+            self._names, self._next, self._pause = missing, now, _AGAIN
+        if missing and now >= self._next:
+            self._notice(waiting(nodes, datetime.datetime.now(datetime.UTC)))
+            self._next, self._pause = now + self._pause, min(self._pause * 2, 3600.0)
+        return bool(missing)
+
+
+def _ago(seen: datetime.datetime | None, now: datetime.datetime) -> str:
+    if seen is None:
+        return "never seen"
+    seconds = max((now - seen).total_seconds(), 0.0)
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"last seen {count} {unit}{'s' * (count > 1)} ago"
+    return "last seen less than a minute ago"
+
+
+def moment(seconds: float) -> datetime.datetime | None:
+    """A moment from seconds since 1970; None for 0."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC) if seconds else None

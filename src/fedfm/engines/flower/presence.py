@@ -1,0 +1,59 @@
+"""Which nodes are connected. A node that went and came back has forgotten the messages that it had not answered."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+
+from flwr.serverapp import Grid
+
+_LOOK = 2.0  # seconds between two looks
+
+
+class Presence:
+    """The nodes of a Grid.
+
+    Args:
+        returns: a node that went may come back, and the Grid tells since when a node is connected.
+    """
+
+    def __init__(self, grid: Grid, returns: bool) -> None:
+        self._grid, self._returns = grid, returns
+        self._known: dict[int, str] = {}  # of every node, when it connected last
+        self._online: dict[int, str] = {}
+        self._looked = -math.inf
+        self._given_up: set[int] = set()
+
+    def online(self) -> Mapping[int, str]:
+        """When each connected node connected; "" if the Grid does not tell."""
+        if self._returns:
+            found = {node.node_id: str(node.last_activated_at) for node in self._grid.get_nodes()}
+        else:
+            found = dict.fromkeys(self._grid.get_node_ids(), "")
+        self._online, self._looked = found, time.monotonic()
+        self._given_up -= found.keys()
+        return found
+
+    def look(self) -> Mapping[int, str]:
+        """As :meth:`online`, at most two seconds old."""
+        return self._online if time.monotonic() - self._looked < _LOOK else self.online()
+
+    def since(self, node: int) -> str:
+        """When a node connected, as it was at the last look."""
+        return self._online.get(node, "")
+
+    def expects(self, node: int, online: Mapping[int, str]) -> bool:
+        """Whether a message to this node can be answered: it is connected, or was not yet waited for in vain."""
+        return node in online or (self._returns and node not in self._given_up)
+
+    def changed(self, node: int, online: Mapping[int, str]) -> bool:
+        """Whether a node connected anew since this was asked last."""
+        if node not in online:
+            return False
+        before, self._known[node] = self._known.get(node, online[node]), online[node]
+        return before != online[node]
+
+    def give_up(self, nodes: Iterable[int]) -> None:
+        """Do not wait any more for those of these nodes that are not connected, until they are."""
+        self._given_up.update(set(nodes) - self._online.keys())

@@ -1,0 +1,226 @@
+"""``fedfm start KIT``: the processes of a kit, which start again if one ends, until this process is asked to end.
+
+The server: Flower's SuperLink, whose state is in a file, and the executor of ServerApps. A silo: a SuperNode, and the
+executor of ClientApps. A new certificate in the server's kit is used from then on: the SuperLink starts again with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fedfm.engines.flower import client_stub, keys, loopback
+from fedfm.engines.flower.kits import NODES, Kit, load
+from fedfm.engines.flower.private_api import QUICK_EXECUTOR, Control
+from fedfm.engines.flower.processes import Children
+from fedfm.errors import InputError, RunError
+
+_POLL = 0.2
+_LOOK = 3.0  # seconds between looks at certificate and silos
+_PAUSES = (1.0, 30.0)  # seconds before an ended process starts again: the first, and the longest
+_STEADY = 60.0  # a process that has lived so long starts again without a longer pause
+
+
+def start(folder: Path, tell: Callable[[str], None], stop: Callable[[], bool] | None = None) -> None:
+    """Run a kit until SIGTERM or Ctrl-C.
+
+    Args:
+        tell: gets a line for people.
+        stop: asked now and then; True ends it. By default the two signals do.
+
+    Raises:
+        InputError: the kit is not whole, or another process runs it.
+    """
+    kit = load(folder.resolve())
+    _check(kit)
+    with contextlib.ExitStack() as stack:
+        stopped = stop or stack.enter_context(_signals())
+        stack.enter_context(_only(kit))
+        _Supervisor(kit, tell).run(stopped)
+
+
+def _check(kit: Kit) -> None:
+    names = ["ca.crt"]
+    names += ["server.pem", "server.key", "superexec.secret"] if kit.serves else ["node.key", "silo.toml"]
+    for name in names:
+        path = kit.folder / name
+        if not path.is_file():
+            raise InputError(f"{path} is missing: the kit is not whole; copy it again")
+        if path.suffix in (".key", ".secret") and path.stat().st_mode & 0o077:
+            raise InputError(f"{path} is open to other users; chmod 600")
+    if not kit.serves:
+        from fedfm.runtime import silo_file
+
+        silo = silo_file.load(kit.folder / "silo.toml")
+        if silo.name != kit.name:
+            raise InputError(f'{kit.folder / "silo.toml"}: name = "{silo.name}", and the kit is of {kit.name}')
+        if not Path(silo.data).exists():
+            raise InputError(f"{kit.folder / 'silo.toml'}: data: {silo.data} does not exist; write where your rows are")
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    asked: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    old = {number: signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _only(kit: Kit) -> Iterator[None]:
+    import fcntl
+
+    with open(kit.folder / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{kit.folder}: another process runs this kit") from None
+        yield
+
+
+class _Supervisor:
+    """Starts a kit's processes, and starts again those that end."""
+
+    def __init__(self, kit: Kit, tell: Callable[[str], None]) -> None:
+        self._kit, self._tell = kit, tell
+        self._state = kit.folder / ".fedfm"  # of a silo: also its runs and its log
+        self._state.mkdir(mode=0o700, exist_ok=True)
+        self._children = Children(self._state / "logs", self._environment())
+        self._commands = self._server() if kit.serves else self._silo()
+        self._due = dict.fromkeys(self._commands, 0.0)
+        self._pause = dict.fromkeys(self._commands, _PAUSES[0])
+        self._began: dict[str, float] = {}
+        self._certificate = self._stamp()
+        self._admitted: set[str] = set()
+        self._control: Control | None = None
+        self._looked = 0.0
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        kit = self._kit
+        where = f"listens at {kit.server}" if kit.serves else f"connects to {kit.server}"
+        self._tell(f"{kit.name} {where}; logs are in {self._state / 'logs'}")
+        try:
+            while not stop():
+                self._step(time.monotonic())
+                time.sleep(_POLL)
+        finally:
+            self._children.end()
+            if self._control is not None:
+                self._control.close()
+            if not kit.serves:
+                loopback.end_workers(self._state / client_stub.RUNS)
+            for name in ("home", "secret"):
+                shutil.rmtree(self._state / name, ignore_errors=True)
+            self._tell(f"{kit.name} has ended")
+
+    def _step(self, now: float) -> None:
+        for name, how in self._children.ended():
+            if now - self._began[name] > _STEADY:
+                self._pause[name] = _PAUSES[0]
+            self._due[name] = now + self._pause[name]
+            last = self._children.tail(name, 1)
+            self._tell(f"{name} ended with {how}{f' ({last})' if last else ''}; it starts again")
+            self._pause[name] = min(self._pause[name] * 2, _PAUSES[1])
+        for name, due in list(self._due.items()):
+            if due <= now:
+                del self._due[name]
+                self._begin(name, now)
+        if self._kit.serves and now - self._looked > _LOOK:
+            self._looked = now
+            if self._stamp() != self._certificate:
+                self._certificate = self._stamp()
+                self._tell("the certificate is new: the SuperLink starts again with it")
+                self._children.stop("superlink")
+                self._begin("superlink", now)
+            self._admit()
+
+    def _begin(self, name: str, now: float) -> None:
+        log = self._children.log(name)
+        if log.exists():
+            os.replace(log, log.with_suffix(".log.1"))
+        self._began[name] = now
+        self._children.start(name, self._commands[name])
+
+    def _stamp(self) -> tuple[int, ...]:
+        """When certificate and key of the server were written; of a silo nothing."""
+        if not self._kit.serves:
+            return ()
+        try:
+            return tuple((self._kit.folder / name).stat().st_mtime_ns for name in ("server.pem", "server.key"))
+        except OSError:  # they are being replaced
+            return self._certificate
+
+    def _admit(self) -> None:
+        """Register the silos whose public keys are in the kit, once the SuperLink answers."""
+        files = {path.stem: path for path in sorted((self._kit.folder / NODES).glob("*.pub"))}
+        if files.keys() <= self._admitted:
+            return
+        try:
+            if self._control is None:
+                self._control = Control(self._kit.local, self._kit.folder / "ca.crt")
+            known = {_key(node.public_key) for node in self._control.nodes()}
+            for name in sorted(files.keys() - self._admitted):
+                key = _key(files[name].read_bytes())
+                if key not in known:
+                    self._control.register(key, name)
+                    self._tell(f"{name} may connect")
+                self._admitted.add(name)
+        except RunError:  # it is starting
+            return
+        except ValueError as error:
+            self._tell(f"{self._kit.folder / NODES}: a public key cannot be read: {error}")
+
+    # --- commands ----------------------------------------------------------------------------------------------------
+
+    def _server(self) -> dict[str, list[str]]:
+        kit, at = self._kit, self._kit.folder
+        host = "127.0.0.1" if kit.loopback or kit.proxy else "0.0.0.0"  # noqa: S104 - silos are on other machines
+        superlink = ["flower-superlink", "--ssl-ca-certfile", str(at / "ca.crt")]
+        superlink += ["--ssl-certfile", str(at / "server.pem"), "--ssl-keyfile", str(at / "server.key")]
+        superlink += ["--enable-supernode-auth", "--host", host, "--port", str(kit.port)]
+        superlink += ["--database", str(self._state / "state.db"), "--disable-runtime-dependency-installation"]
+        secret = ["--superexec-auth-secret-file", str(at / "superexec.secret")]
+        executor = ["flower-superexec", "--runtime-api-address", kit.local, "--root-certificates", str(at / "ca.crt")]
+        return {
+            "superlink": [*superlink, "--isolation", "process", *secret],
+            "superexec": [*executor, *secret, "--parent-pid", str(os.getpid())],
+        }
+
+    def _silo(self) -> dict[str, list[str]]:
+        kit, at = self._kit, self._kit.folder
+        folder = self._state / "secret"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        secret = ["--superexec-auth-secret-file", str(keys.write_secret(folder / "superexec.secret"))]
+        quick = [sys.executable, "-m", "fedfm.engines.flower.private_api"]
+        node = [*quick, "supernode"] if kit.loopback else ["flower-supernode"]
+        node += ["--superlink", kit.server, "--root-certificates", str(at / "ca.crt")]
+        node += ["--auth-supernode-private-key", str(at / "node.key"), "--host", "127.0.0.1", "--port", str(kit.port)]
+        executor = [*quick, "superexec", "--insecure", "--runtime-api-address", f"127.0.0.1:{kit.port}"]
+        return {
+            "supernode": [*node, "--node-config", f'silo="{at / "silo.toml"}"', "--isolation", "process", *secret],
+            "executor": [*executor, *secret, "--parent-pid", str(os.getpid())],
+        }
+
+    def _environment(self) -> dict[str, str]:
+        quick = {} if self._kit.loopback else dict.fromkeys(QUICK_EXECUTOR, "1.0")
+        return loopback.environment(self._state / "home") | quick
+
+
+def _key(data: bytes) -> bytes:
+    """A public key, PEM or as ssh-keygen writes it, in one form."""
+    from cryptography.hazmat.primitives import serialization
+
+    text = data.strip()
+    read = serialization.load_pem_public_key if text.startswith(b"-----") else serialization.load_ssh_public_key
+    pem, form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    return bytes(read(text).public_bytes(pem, form))

@@ -1,0 +1,180 @@
+"""A federation of kits on this machine: provisioned, started by the kits' own scripts, stopped, killed, run."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from processes import ENV, fedfm, mentioning, until
+
+from fedfm.engines.flower import kits
+
+SILOS = ("hospital-a", "hospital-b")
+BIN = Path(sys.executable).parent / "fedfm"
+METHOD = '[model]\nname = "features"\n[method]\nname = "scaffold"\nrounds = {rounds}\n[run]\nseed = 4\ntimeout = 240\n'
+
+
+class Sites:
+    """Two silos with rows of their own and a server without rows."""
+
+    def __init__(self, folder: Path, more: str = "", rounds: int = 2) -> None:
+        self.folder, self.kits, self.running = folder, folder / "kits", dict[str, subprocess.Popen]()
+        (folder / "federation.toml").write_text(f'server = "127.0.0.1:0"\nsilos = {json.dumps(SILOS)}\n{more}')
+        self.provision()
+        for seed, name in enumerate(SILOS):
+            rng, y = np.random.default_rng(seed), np.arange(60) % 3
+            x = (rng.normal(size=(60, 5)) + y[:, None]).astype(np.float32)
+            split = np.where(np.arange(60) % 5 == 0, "test", "train")
+            np.savez(self.kits / name / "rows.npz", x=x, y=y, classes=np.array(["a", "b", "c"]), split=split)
+            file = self.kits / name / "silo.toml"
+            file.write_text(file.read_text().replace("rows.csv", "rows.npz"))
+        method = METHOD.format(rounds=rounds)
+        rows = ", ".join(f'{name} = "{self.kits / name / "rows.npz"}"' for name in SILOS)
+        self.experiment, self.alone = folder / "exp.toml", folder / "local.toml"
+        self.experiment.write_text(
+            '[data]\nclasses = ["a", "b", "c"]\nkind = "features"\nwidth = 5\n'
+            f'{method}engine = "deployment"\nsuperlink = "{self.kits / "server"}"\n'
+        )
+        self.alone.write_text(f"[data]\nclients = {{ {rows} }}\n{method}")
+
+    def provision(self, *args: str) -> None:
+        fedfm("provision", self.folder / "federation.toml", "--out", self.kits, *args)
+
+    def server(self) -> kits.Kit:
+        return kits.load(self.kits / "server")
+
+    def start(self, *names: str) -> None:
+        """Run the kits' scripts."""
+        for name in names or ("server", *SILOS):
+            with open(self.folder / f"{name}.log", "a") as log:
+                env = {**ENV, "FEDFM": str(BIN)}
+                script = self.kits / name / "start.sh"
+                self.running[name] = subprocess.Popen([script], env=env, stdout=log, stderr=log, start_new_session=True)
+
+    def stop(self, name: str, number: int = signal.SIGTERM) -> None:
+        os.kill(self.running[name].pid, number)
+        self.running.pop(name).wait(60)
+
+    def kill(self, name: str, program: str) -> None:
+        """Kill one process of a kit, as its supervisor would see it."""
+        (found,) = [
+            line
+            for line in mentioning(self.kits / name)
+            if re.match(rf"\d+ \S*python\S* \S*{program} ", line) and _parent(line) == self.running[name].pid
+        ]
+        os.kill(int(found.split()[0]), signal.SIGKILL)
+
+    def begin(self) -> subprocess.Popen:
+        """A run in the background; what it tells is in :meth:`told`."""
+        with open(self.folder / "run.log", "w") as log, open(self.folder / "run.out", "w") as out:
+            command = [BIN, "run", self.experiment, "--out", self.folder / "run", "--format", "json"]
+            return subprocess.Popen([*map(str, command)], env=ENV, stdout=out, stderr=log, start_new_session=True)
+
+    def told(self) -> str:
+        return (self.folder / "run.log").read_text()
+
+    def result(self, running: subprocess.Popen, limit: float = 400.0) -> dict[str, Any]:
+        """The result line of a run that ends."""
+        code = running.wait(limit)
+        assert code == 0, self.told() + self.logs()
+        return json.loads((self.folder / "run.out").read_text().strip().splitlines()[-1])
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-1500:] for path in self.folder.glob("*.log"))
+
+    def answers(self, name: str) -> list[tuple[int, int, str]]:
+        """(round, call, handler) of all that left a silo."""
+        lines = (self.kits / name / "silo.ledger.jsonl").read_text().splitlines()
+        return [(e["round"], e["call"], e["handler"]) for e in map(json.loads, lines)]
+
+    def end(self) -> None:
+        for name in list(self.running):
+            with contextlib.suppress(ProcessLookupError):
+                self.stop(name)
+        until(lambda: not mentioning(self.kits), 60, "processes outlived their kits")
+
+
+def _parent(line: str) -> int:
+    stat = Path(f"/proc/{line.split()[0]}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+@contextlib.contextmanager
+def sites(folder: Path, more: str = "", rounds: int = 2):
+    """Kits that are not started yet; all their processes end with the block."""
+    found = Sites(folder, more, rounds)
+    try:
+        yield found
+    finally:
+        found.end()
+
+
+class Relay:
+    """A TCP relay on loopback, as a firewall: it forgets connections on which nothing was said for a while."""
+
+    def __init__(self, port: int, to: int, idle: float) -> None:
+        self._to, self._idle, self.cut = to, idle, 0
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._ended = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._ended:
+            with contextlib.suppress(OSError):
+                here, _ = self._listener.accept()
+                threading.Thread(target=self._carry, args=(here,), daemon=True).start()
+
+    def _carry(self, here: socket.socket) -> None:
+        try:
+            there = socket.create_connection(("127.0.0.1", self._to), timeout=5)
+        except OSError:
+            here.close()
+            return
+        pair = (here, there)
+        self._pairs.add(pair)
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                ready, _, _ = select.select(pair, [], [], self._idle)
+                if not ready:
+                    self.cut += 1
+                    break
+                data = [(end, end.recv(1 << 16)) for end in ready]
+                for end, block in data:
+                    (there if end is here else here).sendall(block)
+                if any(not block for _, block in data):
+                    break
+        self._close(pair)
+
+    def _close(self, pair: tuple[socket.socket, socket.socket]) -> None:
+        self._pairs.discard(pair)
+        for end in pair:
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not a goodbye
+            end.close()
+
+    def interrupt(self, seconds: float) -> None:
+        """Cut every connection, and let nobody through for a while."""
+        until_then, end = self._idle, time.monotonic() + seconds
+        while time.monotonic() < end:
+            for pair in list(self._pairs):
+                self.cut += 1
+                self._close(pair)
+            time.sleep(0.02)
+        self._idle = until_then
+
+    def close(self) -> None:
+        self._ended = True
+        self._listener.close()
+        for pair in list(self._pairs):
+            self._close(pair)

@@ -1,0 +1,283 @@
+"""Kits of a federation: keys, certificates, ports, what is kept, what is refused, and the check against experiments."""
+
+import contextlib
+import datetime
+import http.server
+import json
+import ssl
+import stat
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedfm.cli import main
+from fedfm.engines.flower import kits
+
+SILOS = ("hospital-a", "hospital-b")
+
+
+def provision(folder: Path, more: str = "", *args: str, server: str = "127.0.0.1:0", silos=SILOS) -> Path:
+    """Kits in ``folder/kits``."""
+    file = folder / "federation.toml"
+    file.write_text(f'server = "{server}"\nsilos = {json.dumps(list(silos))}\n{more}')
+    assert main(["provision", str(file), "--out", str(folder / "kits"), *args]) == 0
+    return folder / "kits"
+
+
+def refused(folder: Path, capsys, text: str) -> str:
+    """The one line with which a file is refused."""
+    (folder / "federation.toml").write_text(text)
+    assert main(["provision", str(folder / "federation.toml"), "--out", str(folder / "new")]) == 2
+    told = capsys.readouterr().err.strip()
+    assert "\n" not in told
+    assert not (folder / "new").exists()
+    return told
+
+
+def digest(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_private_files_are_their_owners_and_silos_get_no_key_of_another(tmp_path):
+    out = provision(tmp_path)
+    private = {p for p in out.rglob("*") if p.suffix in (".key", ".secret")}
+    assert {p.name for p in private} == {"ca.key", "server.key", "superexec.secret", "node.key"}
+    assert {stat.S_IMODE(p.stat().st_mode) for p in private} == {0o600}
+    assert {stat.S_IMODE((out / name).stat().st_mode) for name in ("authority", "server", *SILOS)} == {0o700}
+    secrets = {p.read_bytes() for p in private}
+    assert len(secrets) == len(private)
+    for name in SILOS:
+        mine = {p for p in (out / name).rglob("*") if p.is_file() and p.read_bytes() in secrets}
+        assert mine == {out / name / "node.key"}
+        key = serialization.load_ssh_private_key((out / name / "node.key").read_bytes(), None)
+        public = serialization.load_pem_public_key((out / "server" / "silos" / f"{name}.pub").read_bytes())
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        assert key.public_key().public_numbers() == public.public_numbers()
+
+
+def test_the_certificate_is_the_authoritys_for_the_servers_names_and_days(tmp_path):
+    out = provision(tmp_path, 'days = 20\nhosts = ["10.0.0.7", "fed.internal"]\n', server="fed.example.org:9443")
+    authority, server = (
+        x509.load_pem_x509_certificate((out / name).read_bytes()) for name in ("authority/ca.crt", "server/server.pem")
+    )
+    server.verify_directly_issued_by(authority)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert set(names.get_values_for_type(x509.DNSName)) == {"fed.example.org", "fed.internal", "localhost"}
+    assert {str(a) for a in names.get_values_for_type(x509.IPAddress)} == {"10.0.0.7", "127.0.0.1"}
+    left = server.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    assert datetime.timedelta(days=19) < left < datetime.timedelta(days=21)
+    assert all((out / name / "ca.crt").read_bytes() == (out / "authority/ca.crt").read_bytes() for name in SILOS)
+
+
+def test_ports_do_not_collide_with_each_other_nor_with_what_listens(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        first = taken.getsockname()[1]
+        out = provision(tmp_path, f"first_port = {min(first, 65000)}\n", silos=[f"s{i}" for i in range(6)])
+        found = [json.loads(p.read_text())["port"] for p in out.glob("*/kit.json")]
+        assert len({*found, first}) == 8
+
+
+def test_again_with_more_silos_adds_kits_and_keeps_every_key(tmp_path, capsys):
+    out = provision(tmp_path)
+    before = digest(out)
+    provision(tmp_path, silos=(*SILOS, "hospital-c"))
+    after = digest(out)
+    assert {k: after[k] for k in before} == before
+    assert {k.split("/")[0] for k in after.keys() - before.keys()} == {"hospital-c", "server"}
+    assert after["server/silos/hospital-c.pub"] == after["hospital-c/node.pub"]
+    capsys.readouterr()
+    provision(tmp_path, "", "--renew")
+    renewed = digest(out)
+    changed = {k for k in after if renewed[k] != after[k]}
+    assert changed == {"server/server.pem", "server/server.key"}
+    assert "certificate is new" in capsys.readouterr().out
+
+
+def test_kits_of_another_server_and_other_folders_are_refused(tmp_path, capsys):
+    out = provision(tmp_path)
+    before = digest(out)
+    (tmp_path / "other.toml").write_text('server = "fed.example.org:443"\nsilos = ["x"]\n')
+    assert main(["provision", str(tmp_path / "other.toml"), "--out", str(out)]) == 2
+    assert "need an own folder" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    assert main(["provision", str(tmp_path / "federation.toml"), "--out", str(tmp_path / "full")]) == 2
+    assert digest(out) == before
+    (out / "authority" / "ca.key").unlink()
+    assert main(["provision", str(tmp_path / "federation.toml"), "--out", str(out)]) == 2
+    assert "ca.key is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('silos = ["a"]', 'server = "": expected a host'),
+        ('server = "h:1"', "silos"),
+        ('server = "h:1"\nsilos = []', "silos"),
+        ('server = "h:1"\nsilos = ["a", "A"]', 'silos: "a" is there twice'),
+        ('server = "h:1"\nsilos = ["../a"]', 'silos[0] = "../a"'),
+        ('server = "h:1"\nsilos = ["server"]', "give the silo another"),
+        ('server = "h:0"\nsilos = ["a"]', 'expected "h:8443"'),
+        ('server = "h:70000"\nsilos = ["a"]', "65535"),
+        ('server = "https://h"\nsilos = ["a"]', "expected a host and a port"),
+        ('server = "h:1"\nsilos = ["a"]\ndays = 0', "days = 0"),
+        ('server = "h:1"\nsilos = ["a"]\nsilo = 1', "unknown key"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(tmp_path, capsys, text, says):
+    assert says in refused(tmp_path, capsys, text)
+
+
+def test_a_kit_that_is_not_whole_does_not_start(tmp_path, capsys):
+    out = provision(tmp_path)
+    told = []
+    for change, says in (
+        (lambda: None, "rows.csv does not exist"),
+        (lambda: (out / "hospital-a" / "node.key").chmod(0o644), "open to other users"),
+        (lambda: (out / "hospital-a" / "node.key").unlink(), "node.key is missing"),
+        (lambda: (out / "hospital-a" / "kit.json").write_text("{}"), "another release"),
+        (lambda: (out / "hospital-a" / "kit.json").unlink(), "no kit here"),
+    ):
+        change()
+        assert main(["start", str(out / "hospital-a")]) == 2
+        told.append(capsys.readouterr().err)
+        assert says in told[-1]
+
+
+# --- the check -------------------------------------------------------------------------------------------------------
+
+EXPERIMENT = """
+[data]
+classes = ["a", "b", "c"]
+kind = "features"
+width = 5
+[model]
+name = "features"
+{model}
+[method]
+name = "fedavg"
+rounds = 2
+[run]
+engine = "deployment"
+"""
+
+
+def rows(place: Path, seed: int = 0) -> None:
+    """A silo's rows, and their place in its file."""
+    rng, y = np.random.default_rng(seed), np.arange(60) % 3
+    x = (rng.normal(size=(60, 5)) + y[:, None]).astype(np.float32)
+    split = np.where(np.arange(60) % 5 == 0, "test", "train")
+    np.savez(place / "rows.npz", x=x, y=y, classes=np.array(["a", "b", "c"]), split=split)
+    file = place / "silo.toml"
+    file.write_text(file.read_text().replace("rows.csv", "rows.npz"))
+
+
+@contextlib.contextmanager
+def answering(kit: kits.Kit, ahead: float):
+    """A server with the kit's certificate at the kit's port, whose clock is ahead by these seconds."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def date_time_string(self, timestamp=None):
+            return super().date_time_string(datetime.datetime.now().timestamp() + ahead)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", kit.port), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(kit.folder / "server.pem", kit.folder / "server.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def examined(capsys, *args: object) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Exit code, and (status, found) of each line of `fedfm silo check`."""
+    capsys.readouterr()
+    code = main(["silo", "check", *map(str, args), "--format", "json"])
+    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert found["fits"] == (code == 0)
+    return code, {line["what"]: (line["status"], line["found"]) for line in found["checks"]}
+
+
+def test_check_says_what_differs(tmp_path, capsys):
+    out = provision(tmp_path)
+    kit = out / "hospital-a"
+    rows(kit)
+    exp = tmp_path / "exp.toml"
+    exp.write_text(EXPERIMENT.format(model=""))
+    code, found = examined(capsys, kit, exp)
+    assert code == 1
+    assert [what for what, (status, _) in found.items() if status == "differs"] == ["server"]
+    capsys.readouterr()
+    with answering(kits.load(out / "server"), 0.0):
+        code, found = examined(capsys, kit, exp)
+        assert code == 0, found
+        assert main(["silo", "check", str(kit), str(exp)]) == 0
+        assert "hospital-a: fits" in capsys.readouterr().out
+        exp.write_text(EXPERIMENT.format(model=f'fingerprint = "{"0" * 64}"'))
+        silo = (kit / "silo.toml").read_text()
+        text = silo.replace("# classes", "classes").replace('["...", "..."]', '["a", "c", "b"]')
+        (kit / "silo.toml").write_text(text.replace('allow = ["mean", "scores"]', 'allow = ["scores"]'))
+        (kit / "node.key").chmod(0o640)
+        code, found = examined(capsys, kit, exp)
+        assert code == 1
+        assert {what for what, (status, _) in found.items() if status == "differs"} == {"files", "policy", "classes"}
+        assert "another order" in found["classes"][1]
+        (kit / "silo.toml").write_text(silo)
+        code, found = examined(capsys, kit, exp)
+        assert "the experiment needs 000000" in found["model"][1]
+    with answering(kits.load(out / "server"), 300.0):
+        code, found = examined(capsys, kit, exp)
+        assert found["clock"] == ("differs", found["clock"][1])
+        assert 295 <= float(found["clock"][1].split()[0]) <= 305
+        assert "behind" in found["clock"][1]
+
+
+def test_check_names_a_server_of_another_federation(tmp_path, capsys):
+    out = provision(tmp_path)
+    (tmp_path / "b").mkdir()
+    port = kits.load(out / "server").port
+    other = provision(tmp_path / "b", server=f"127.0.0.1:{port}")
+    rows(out / "hospital-a")
+    with answering(kits.load(other / "server"), 0.0):
+        code, found = examined(capsys, out / "hospital-a")
+    assert code == 1
+    assert "certificate does not fit" in found["server"][1]
+
+
+def test_the_silos_file_of_a_kit_is_valid_and_the_scripts_parse(tmp_path):
+    out = provision(tmp_path, 'classes = ["benign", "malignant"]\nmodels = ["bert"]\n', server="fed.example.org")
+    for name in SILOS:
+        told = tomllib.loads((out / name / "silo.toml").read_text())
+        assert (told["name"], told["classes"], told["models"]) == (name, ["benign", "malignant"], ["bert"])
+    for script in out.glob("*/start.sh"):
+        assert script.stat().st_mode & 0o111
+        assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
+    shown = subprocess.run(
+        [out / "server" / "start.sh"], env={"FEDFM": "echo", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert shown.stdout.split() == ["start", str(out / "server")]
+    assert sys.executable  # the scripts need no Python of their own

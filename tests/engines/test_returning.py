@@ -1,0 +1,142 @@
+"""Nodes that go and come back, and replies of a round that a stop cut off, over an in-process Grid."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flwr.app import Error, Message
+from test_apps import ROWS, sites
+
+from fedfm.aggregation.base import Aggregator
+from fedfm.core.federation import Federation
+from fedfm.core.messages import Request
+from fedfm.engines.flower import held
+from fedfm.engines.flower.answered import Answered
+from fedfm.engines.flower.link import FlowerLink
+from fedfm.engines.flower.private_api import error_codes, identity
+from fedfm.errors import ClientFault
+from fedfm.linalg.params import Params
+from fedfm.methods.scaffold import Scaffold
+from fedfm.training import SGD
+from grid import InProcessGrid
+from toy import Toys, federation, run
+
+NODE = 101  # of "b": test_apps numbers the nodes in the reverse order of names
+METHOD = Scaffold(local=SGD(batch_size=2))
+
+
+@pytest.fixture(autouse=True)
+def _identity(monkeypatch):
+    monkeypatch.setattr("fedfm.engines.flower.presence._LOOK", 0.0)
+    with identity():
+        yield
+
+
+class Restless(InProcessGrid):
+    """A Grid whose node ``b`` goes when it is asked for the n-th time, and comes back after some looks at it.
+
+    Args:
+        goodbye: the SuperLink knows that it has gone, and says so; else it only sees that the node began anew.
+        back: looks until it is back; None: never.
+    """
+
+    def __init__(self, apps, *, at: int, goodbye: bool, back: int | None) -> None:
+        super().__init__(apps, lambda request, reply: [reply] if goodbye or not reply.has_error() else [])
+        self._at, self._back = at, back
+        self.asked, self._looks, self._gone = 0, 0, False
+
+    def get_nodes(self):
+        self._looks += self._gone
+        if self._gone and self._back is not None and self._looks > self._back:
+            self._gone = False
+        since = "later" if self._looks else "first"
+        there = [node for node in self.apps if not (self._gone and node == NODE)]
+        return [SimpleNamespace(node_id=n, last_activated_at=since if n == NODE else "first") for n in there]
+
+    def _answer(self, message):
+        if message.metadata.dst_node_id != NODE:
+            return super()._answer(message)
+        self.asked += 1
+        if self.asked == self._at:
+            self._gone = True
+        if not self._gone:
+            return super()._answer(message)
+        reply = Message(Error(error_codes().NODE_UNAVAILABLE, "no heartbeat"), reply_to=message)
+        reply.metadata.__dict__["_src_node_id"] = 1
+        return reply
+
+
+def over(grid, **link):
+    link = FlowerLink(grid, **{"timeout": 20.0, "expected": sorted(ROWS), "returns": True, **link})
+    return Federation(link, model=Toys(ROWS).model, aggregator=Aggregator())
+
+
+@pytest.mark.parametrize("goodbye", [True, False])
+@pytest.mark.parametrize("at", [1, 3])  # at the hello, and at round 2
+def test_a_node_that_comes_back_is_asked_again_and_no_bit_changes(tmp_path, goodbye, at):
+    grid = Restless(sites(METHOD, tmp_path / "a"), at=at, goodbye=goodbye, back=3)
+    told = []
+    fed = over(grid, waits=lambda asked, missing: told.append(sorted(missing)))
+    state = run(METHOD, fed, 3)[-1]
+    assert fed.excluded == []
+    alone = federation(METHOD, ROWS, tmp_path / "b", workers=1)
+    expected = run(METHOD, alone, 3)[-1]
+    for client in ROWS:
+        assert METHOD.params_for(state, client).sha256() == METHOD.params_for(expected, client).sha256()
+    assert fed.transcript.bytes_down == alone.transcript.bytes_down
+    assert grid.asked >= 5  # a hello, three rounds, and what it forgot
+    assert [len(m.metadata.group_id) for m in grid.sent if m.metadata.dst_node_id != NODE] == [1] * 8  # the others once
+    assert (["b"] in told) == (at == 3)  # clients have names after the hello
+    assert told[-1] == []
+
+
+def test_a_node_that_never_comes_back_is_waited_for_once(tmp_path):
+    grid = Restless(sites(METHOD, tmp_path), at=3, goodbye=True, back=None)
+    fed = over(grid, timeout=0.5)
+    run(METHOD, fed, 4)
+    assert [(e.round, e.client, e.code) for e in fed.excluded] == [(t, "b", "E_DIED") for t in (2, 3, 4)]
+    assert "did not come back within 0.5 s" in fed.excluded[0].reason
+    assert grid.asked == 3
+
+
+def requests(w: float, t: int = 1) -> list[Request]:
+    payload = {"x": Params({"w": torch.tensor([w])}), "c": Params({"w": torch.tensor([0.0])})}
+    return [Request(client, "train.Scaffold_train", payload, t, 1) for client in sorted(ROWS)]
+
+
+def test_who_has_answered_is_not_asked_again_after_a_stop(tmp_path):
+    def begin():
+        grid = InProcessGrid(sites(METHOD, tmp_path / "sites"))
+        link = FlowerLink(grid, timeout=5.0, expected=sorted(ROWS), answered=Answered(tmp_path / "answered"))
+        hellos = len(grid.sent)
+        return link, lambda: [m.metadata.dst_node_id for m in grid.sent[hellos:]]
+
+    link, _ = begin()
+    first = link.exchange(requests(1.0))
+    before = {reply.client: reply for reply in (next(first), next(first))}
+    first.close()  # as if the server had been killed here
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "answered").iterdir())
+    link, asked = begin()
+    after = {reply.client: reply for reply in link.exchange(requests(1.0))}
+    assert after.keys() == ROWS.keys()
+    assert len(asked()) == 1
+    for client, reply in before.items():
+        assert after[client].value["delta"].sha256() == reply.value["delta"].sha256()
+        assert (after[client].nbytes_up, after[client].nbytes_down) == (reply.nbytes_up, reply.nbytes_down)
+    list(link.exchange(requests(2.0)))  # another payload under the same number
+    assert len(asked()) == 4
+    list(link.exchange(requests(2.0, t=2)))
+    assert len(asked()) == 7
+    assert {path.name[0] for path in (tmp_path / "answered").iterdir()} == {"2"}
+    damaged = next(iter((tmp_path / "answered").iterdir()))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    list(link.exchange(requests(2.0, t=2)))
+    assert len(asked()) == 8  # the one whose file is not whole
+
+
+def test_a_site_that_holds_nothing_says_so_when_a_message_refers_to_parameters():
+    body = {"w": Params({"w": torch.zeros(3)}), "more": [1, "x"]}
+    assert held.unreferred(body) is body
+    with pytest.raises(ClientFault, match="holds none") as told:
+        held.unreferred({"w": {held.KEY: "0" * 64}})
+    assert told.value.code == "E_HELD"

@@ -1,0 +1,98 @@
+"""Federations of kits, really started: the local engine's bits, whatever stops and comes back meanwhile."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from processes import fedfm, rounds, until
+from sites import SILOS, Relay, sites
+
+pytestmark = [
+    pytest.mark.deployment,
+    pytest.mark.skipif(sys.platform != "linux", reason="a kit's processes are found in Linux's /proc"),
+]
+BITS = ("params_sha256", "local_accuracy", "client_accuracy", "bytes_up", "bytes_down")
+
+
+def bits(result: dict) -> dict:
+    return {key: result[key] for key in BITS} | {"excluded": result["excluded"]}
+
+
+def once(at) -> None:
+    """No silo gave an answer twice."""
+    for name in SILOS:
+        left = at.answers(name)
+        assert len(left) == len(set(left)) > 0
+
+
+def passed(at, running: subprocess.Popen, done: int) -> None:
+    """Wait for a round of the run."""
+    until(lambda: rounds(at.folder / "run") > done or running.poll() is not None, 300, "no such round")
+    assert running.poll() is None, at.told() + at.logs()
+
+
+def test_kits_start_and_give_the_bits_of_the_local_engine(tmp_path):
+    with sites(tmp_path) as at:
+        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        running = at.begin()  # before the server is there: it waits
+        at.start("server", "hospital-a")
+        until(lambda: "waiting for 1 of 2 silos: hospital-b, never seen" in at.told(), 120)
+        at.start("hospital-b")
+        assert bits(at.result(running)) == bits(alone)
+        once(at)
+        told = fedfm("silo", "check", at.kits / "hospital-a", at.experiment)
+        assert told["fits"], told
+        assert {line["what"]: line["status"] for line in told["checks"]}["clock"] == "ok"
+        private = [p for p in (at.kits / "server" / ".fedfm").rglob("*") if p.is_file() and p.stat().st_mode & 0o077]
+        assert private == []
+
+
+def test_a_silo_that_stops_or_is_killed_comes_back_into_the_same_round(tmp_path):
+    with sites(tmp_path, rounds=4) as at:
+        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        at.start()
+        running = at.begin()
+        passed(at, running, 1)
+        at.stop("hospital-b")
+        until(lambda: "waiting for 1 of 2 silos: hospital-b, last seen less than a minute ago" in at.told(), 120)
+        at.start("hospital-b")
+        passed(at, running, 2)
+        assert "all silos that were waited for are connected" in at.told()
+        at.stop("hospital-b", signal.SIGKILL)  # says no goodbye: the SuperLink still counts on it
+        at.start("hospital-b")
+        assert bits(at.result(running)) == bits(alone)
+        assert len(at.answers("hospital-a")) == len(set(at.answers("hospital-a")))  # nobody asked the other one again
+
+
+def test_a_superlink_that_is_killed_comes_back_into_the_same_run(tmp_path):
+    with sites(tmp_path, rounds=4) as at:
+        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        at.start()
+        running = at.begin()
+        passed(at, running, 1)
+        at.kill("server", "flower-superlink")
+        passed(at, running, 2)
+        assert "submitted again" not in at.told()  # the same run of Flower's went on
+        at.stop("server", signal.SIGKILL)  # with the ServerApp
+        at.start("server")
+        assert bits(at.result(running)) == bits(alone)
+        assert "submitted again" in at.told()
+
+
+def test_a_relay_that_cuts_connections_and_a_new_certificate_change_no_bit(tmp_path):
+    with sites(tmp_path, "proxy = true\n", rounds=3) as at:
+        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        kit = at.server()
+        relay = Relay(int(kit.server.rpartition(":")[2]), kit.port, idle=0.15)
+        try:
+            at.start()
+            running = at.begin()
+            passed(at, running, 1)
+            relay.interrupt(4.0)
+            at.provision("--renew")
+            until(lambda: "the certificate is new" in (tmp_path / "server.log").read_text(), 30)
+            assert bits(at.result(running)) == bits(alone)
+            assert relay.cut > 3
+        finally:
+            relay.close()
