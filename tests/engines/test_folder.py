@@ -260,6 +260,23 @@ def test_a_silo_that_does_not_fit_is_named(carried, monkeypatch):
     assert 'method.name = "fedavg": allow_methods is "fedpft"' in carried.log("south")
 
 
+def test_another_experiment_under_the_same_key_is_refused_once(carried, monkeypatch):
+    counts: list[list[int]] = []
+
+    def pump():
+        for name in NAMES:
+            counts.append([carried.desks[name].answer() for _ in range(3)])
+        for path in carried.root.glob("south/.fedfm/runs/*/silo/site.json"):
+            path.write_text(path.read_text().replace("learning_rate = ", "learning_rate = 1"))
+
+    waiting(monkeypatch, pump)
+    tables = carried.engine(run={"min_clients": 1, "evaluate_every": 0}, method={"rounds": 1})
+    result = fedfm.run(tables, carried.root / "run", progress=fedfm.Progress())
+    assert {(e["client"], e["code"]) for e in result["excluded"]} == {("south", "E_EXPERIMENT")}
+    assert all(later == [0, 0] for _, *later in counts)
+    assert [line["handler"] for line in carried.left("south")] == ["query.hello"]
+
+
 def test_the_command_answers_what_is_there(carried, monkeypatch, capsys):
     def command():
         for name in NAMES:
@@ -316,6 +333,8 @@ def test_a_wrong_silo_is_refused(carried, capsys):
     path.write_text(text.replace(carried.server, "me"))
     assert "expected 64 hexadecimal digits" in refused(*disk)
     path.write_text(text)
+    assert main(["silo", "check", str(path)]) == 0
+    assert f"answers the files of the server {carried.server}" in capsys.readouterr().out
     assert main(["silo", "check", str(path), "--once"]) == 2
     assert "are for `fedfm silo serve`" in capsys.readouterr().err
     (carried.root / "roster.toml").write_text(f'server = "{carried.server}"\n')
