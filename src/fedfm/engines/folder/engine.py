@@ -48,6 +48,8 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     posts = _posts(run, private, progress.notice)
     progress.notice(f"the server's public key, for each silo.toml: {keys.identity_of(private).hex()}")
 
+    progress.notice(f"the run is in {run.path}; if it is stopped, `fedfm resume {run.path}` goes on with it")
+
     def note(text: str) -> None:
         run.manifest["notices"].append(text)
         run.write_manifest()

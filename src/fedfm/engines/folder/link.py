@@ -12,6 +12,7 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import codec, payload
+from fedfm.core.wire.limits import MAX_HEAD
 from fedfm.engines.answers import introduced, opened
 from fedfm.engines.folder.letters import Content, digest
 from fedfm.engines.folder.mailbox import Mailbox, Stamp, stamped
@@ -23,6 +24,7 @@ from fedfm.privacy.policy import HELLO
 _POLL = (0.05, 2.0)  # seconds between two looks into the folder: first and longest
 _QUIET = 5.0  # seconds of waiting before the operator is told
 _AGAIN = 600.0  # seconds after which the operator is told the same again
+_AROUND = MAX_HEAD * 4 + (1 << 16)  # bytes of a letter's content besides its data: the head in UTF-8, and its front
 _NAMED = 10  # silos in a notice
 
 
@@ -91,6 +93,8 @@ class FolderLink:
         self._posts, self._run, self._experiment, self._patience = dict(posts), run, experiment, patience
         self._fingerprint, self._most, self._stop = fingerprint, most, stop
         self._progress, self._notice, self._tell = progress, notice, tell
+        for post in self._posts.values():
+            post.back.most = None if most is None else most + _AROUND
         self._barred: dict[ClientId, ClientFault] = {}
         self._told: tuple[tuple[str, ...], float] = ((), -math.inf)  # who was waited for, and when that was told
         self._encoded: tuple[Any, ...] | None = None
