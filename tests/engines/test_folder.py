@@ -40,6 +40,7 @@ def test_the_bits_the_bytes_and_the_ledgers_are_those_of_other_engines(carried, 
         assert len(carried.letters("from", name)) == 1
 
 
+@pytest.mark.proof
 def test_sums_stay_hidden(tmp_path, monkeypatch):
     """Secure aggregation takes four calls a round, and its masks cancel as on the local engine."""
     carried = Carried(tmp_path, names=("east", *NAMES))
@@ -217,6 +218,7 @@ def test_a_resumed_run_needs_its_records_and_its_silos(carried, monkeypatch):
     assert fedfm.resume(path, progress=fedfm.Progress())["params_sha256"] == carried.local()["params_sha256"]
 
 
+@pytest.mark.proof
 def test_the_stick_is_away_and_another_one_comes(carried, monkeypatch):
     """Between two journeys the folder does not exist; a new stick has none of the old one's files."""
     turn = 0
@@ -236,6 +238,7 @@ def test_the_stick_is_away_and_another_one_comes(carried, monkeypatch):
     assert result["params_sha256"] == carried.local()["params_sha256"]
 
 
+@pytest.mark.proof
 def test_policies_and_budgets_hold(tmp_path, monkeypatch):
     carried = Carried(tmp_path, 'allow = ["mean"]\n[budget]\nrounds = 1\n')
     waiting(monkeypatch, carried.pump)
