@@ -40,6 +40,7 @@ def test_the_bits_the_bytes_and_the_ledgers_are_those_of_other_engines(carried, 
         assert len(carried.letters("from", name)) == 1
 
 
+@pytest.mark.proof
 def test_sums_stay_hidden(tmp_path, monkeypatch):
     """Secure aggregation takes four calls a round, and its masks cancel as on the local engine."""
     carried = Carried(tmp_path, names=("east", *NAMES))
@@ -175,6 +176,49 @@ def test_a_late_silo_is_left_out_and_comes_back(carried, monkeypatch):
     assert trained == [2]  # the request of round 1 was withdrawn
 
 
+def test_a_silo_whose_hello_is_late_joins(carried, monkeypatch):
+    def absent():
+        carried.desks["north"].answer()
+        if carried.left("north")[-1]["round"] >= 1:
+            carried.desks["south"].answer()
+
+    waiting(monkeypatch, absent)
+    heard = Heard()
+    tables = carried.engine(run={"timeout": 0.5, "min_clients": 1, "evaluate_every": 0})
+    result = fedfm.run(tables, carried.root / "run", progress=heard)
+    assert {(e["round"], e["client"], e["code"]) for e in result["excluded"]} == {(1, "south", "E_DIED")}
+    assert "no hello came from south" in heard.lines
+    assert [line["round"] for line in carried.left("south")] == [0, 2, 2]
+    sent = [json.loads(line) for line in (carried.root / "run/messages.jsonl").read_text().splitlines()]
+    assert [m["round"] for m in sent if m["from"] == "south" and m["handler"] == "query.hello"] == [0]
+
+
+def test_a_resumed_run_needs_its_records_and_its_silos(carried, monkeypatch):
+    class Stop(fedfm.Progress):
+        def round(self, line):
+            if line["round"] == 1:
+                raise RuntimeError
+
+    waiting(monkeypatch, carried.pump)
+    path, roster = carried.root / "run", carried.root / "roster.toml"
+    with pytest.raises(RuntimeError):
+        fedfm.run(carried.engine(), path, progress=Stop())
+    text = roster.read_text()
+    roster.write_text(text.splitlines()[0])
+    with pytest.raises(InputError, match="has other silos than this run began with"):
+        fedfm.resume(path, progress=fedfm.Progress())
+    roster.write_text(text)
+    record = path / "private/folder/south/sent.json"
+    kept = record.read_bytes()
+    for damage in (lambda: record.write_bytes(kept[:9]), record.unlink):
+        damage()
+        with pytest.raises(InputError, match=r"south/sent.json is damaged or missing: put it back"):
+            fedfm.resume(path, progress=fedfm.Progress())
+    record.write_bytes(kept)
+    assert fedfm.resume(path, progress=fedfm.Progress())["params_sha256"] == carried.local()["params_sha256"]
+
+
+@pytest.mark.proof
 def test_the_stick_is_away_and_another_one_comes(carried, monkeypatch):
     """Between two journeys the folder does not exist; a new stick has none of the old one's files."""
     turn = 0
@@ -194,6 +238,7 @@ def test_the_stick_is_away_and_another_one_comes(carried, monkeypatch):
     assert result["params_sha256"] == carried.local()["params_sha256"]
 
 
+@pytest.mark.proof
 def test_policies_and_budgets_hold(tmp_path, monkeypatch):
     carried = Carried(tmp_path, 'allow = ["mean"]\n[budget]\nrounds = 1\n')
     waiting(monkeypatch, carried.pump)
@@ -216,6 +261,23 @@ def test_a_silo_that_does_not_fit_is_named(carried, monkeypatch):
     assert {(e["client"], e["code"]) for e in result["excluded"]} == {("south", "E_EXPERIMENT")}
     assert any(line.startswith("south does not take part: E_EXPERIMENT") for line in heard.lines)
     assert 'method.name = "fedavg": allow_methods is "fedpft"' in carried.log("south")
+
+
+def test_another_experiment_under_the_same_key_is_refused_once(carried, monkeypatch):
+    counts: list[list[int]] = []
+
+    def pump():
+        for name in NAMES:
+            counts.append([carried.desks[name].answer() for _ in range(3)])
+        for path in carried.root.glob("south/.fedfm/runs/*/silo/site.json"):
+            path.write_text(path.read_text().replace("learning_rate = ", "learning_rate = 1"))
+
+    waiting(monkeypatch, pump)
+    tables = carried.engine(run={"min_clients": 1, "evaluate_every": 0}, method={"rounds": 1})
+    result = fedfm.run(tables, carried.root / "run", progress=fedfm.Progress())
+    assert {(e["client"], e["code"]) for e in result["excluded"]} == {("south", "E_EXPERIMENT")}
+    assert all(later == [0, 0] for _, *later in counts)
+    assert [line["handler"] for line in carried.left("south")] == ["query.hello"]
 
 
 def test_the_command_answers_what_is_there(carried, monkeypatch, capsys):
@@ -241,11 +303,13 @@ def test_the_command_answers_what_is_there(carried, monkeypatch, capsys):
         ({"identity": "nowhere/key"}, "run.identity: nowhere is no folder"),
         ({"folder": None}, "run.folder: engine"),
         ({"roster": None}, "run.roster: a file with the silos' public keys is needed"),
+        ({"attack": {"name": "sign_flip", "fraction": 0.5}}, "silos of their own, which do not attack"),
         ({"engine": "local"}, 'run.folder: only engine = "folder" takes it, not "local"'),
     ],
 )
 def test_a_wrong_experiment_is_refused(carried, changes, reason):
     tables = carried.engine()
+    tables |= {"attack": changes.pop("attack")} if "attack" in changes else {}
     tables["run"] = {k: v for k, v in {**tables["run"], **changes}.items() if v is not None}
     with pytest.raises(InputError, match=reason):
         fedfm.run(tables, carried.root / "run", progress=fedfm.Progress())
@@ -272,6 +336,8 @@ def test_a_wrong_silo_is_refused(carried, capsys):
     path.write_text(text.replace(carried.server, "me"))
     assert "expected 64 hexadecimal digits" in refused(*disk)
     path.write_text(text)
+    assert main(["silo", "check", str(path)]) == 0
+    assert f"answers the files of the server {carried.server}" in capsys.readouterr().out
     assert main(["silo", "check", str(path), "--once"]) == 2
     assert "are for `fedfm silo serve`" in capsys.readouterr().err
     (carried.root / "roster.toml").write_text(f'server = "{carried.server}"\n')

@@ -10,7 +10,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedfm.engines.folder import letters
 from fedfm.engines.folder.letters import REPLY, REQUEST, SERVER, Content, Header, Letter, Unfinished, sealed, shared_key
-from fedfm.errors import InputError
+from fedfm.engines.folder.mailbox import Mailbox
+from fedfm.errors import InputError, RunError
 from fedfm.privacy.crypto import keys
 
 SILO = Header(REQUEST, SERVER, "north", "run-1", 3, 0)
@@ -56,7 +57,7 @@ def test_a_letter_comes_as_it_was_sent(written, key):
 
 def test_every_shorter_file_is_unfinished(written, key):
     whole = written.read_bytes()
-    for size in [*range(0, 250), len(whole) - 1]:
+    for size in [*range(0, 170, 3), len(whole) - 1]:
         written.write_bytes(whole[:size])
         with pytest.raises(Unfinished):
             content(written, key)
@@ -67,7 +68,7 @@ def test_every_shorter_file_is_unfinished(written, key):
 
 def test_no_changed_byte_opens(written, key):
     whole = written.read_bytes()
-    for at in [*range(0, 300), *range(300, len(whole), 37)]:
+    for at in [*range(0, 180, 4), *range(180, len(whole), 97)]:
         flipped = bytearray(whole)
         flipped[at] ^= 4
         written.write_bytes(flipped)
@@ -110,3 +111,24 @@ def test_neither_links_nor_pipes_are_read(tmp_path, written, key):
         content(tmp_path / "pipe", key)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     assert REPLY != REQUEST
+
+
+def test_a_mailbox_takes_only_its_own_letters_of_a_size_that_can_be(tmp_path, key):
+    heard: list[str] = []
+    back = Mailbox(tmp_path, REPLY, "north", key, heard.append)
+    assert back.put("run-1", 1, TEXT)
+    assert [content for _, content in back.letters(lambda header: True)] == [TEXT]
+    assert back.holds("run-1", 1)
+    assert not back.holds("run-1", 2)
+    back.most = 1000
+    assert list(back.letters(lambda header: True)) == []
+    assert "bytes, expected at most 1000" in heard[0]
+    back.drop("run-1", 2)
+    assert not back.holds("run-1", 1)
+    gone = Mailbox(tmp_path / "gone", REPLY, "north", key, heard.append)
+    assert not gone.put("run-1", 1, TEXT)
+    assert not (tmp_path / "gone").exists()
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to/north").symlink_to(tmp_path / "from")
+    with pytest.raises(RunError, match="is a link; make it a folder"):
+        Mailbox(tmp_path, REQUEST, "north", key, heard.append).put("run-1", 1, TEXT)

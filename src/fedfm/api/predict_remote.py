@@ -34,11 +34,12 @@ def asking(run: Run) -> Experiment:
             f"{run.path}: --engine deployment predicts at a silo without the model, by runs of blindfed with "
             f'encryption = "ckks"; this one is of {run.experiment.method_name}: drop it'
         )
+    own: dict[str, Any] = dict.fromkeys(("superlink", "folder", "roster", "identity"))  # the nodes are on loopback
     return replace(
         experiment,
         name=f"{experiment.name}-predicts"[:64],
         method=replace(method, rounds=0, predict=True, trained=str(run.path.resolve())),  # type: ignore[type-var]
-        run=replace(experiment.run, engine="deployment", workers=0, wire=False, superlink=None, min_clients=1),
+        run=replace(experiment.run, engine="deployment", workers=0, wire=False, min_clients=1, **own),
     )
 
 

@@ -41,6 +41,7 @@ _NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices"
 _PARTS = [".manifest.json.*", ".metrics.jsonl.*", ".messages.jsonl.*", ".*.npz.*", "arrays/.*", "checkpoint/.*"]
 _PARTS += ["private/checkpoint/.*", "private/server/.*", "private/memory/*/.*", "private/+kept/*/.*"]
 _PARTS += ["private/memory/+kept/*/.*", "private/+store/*/.*", "private/memory/+store/*/.*"]
+_PARTS += ["private/folder/*/.*", "private/folder/*/*/.*"]
 KEEP = 2  # checkpoints: the newest, and a fallback
 
 

@@ -14,6 +14,8 @@ from fedfm.engines.flower import server_app
 from fedfm.errors import InputError
 from fedfm.version import __version__
 
+# Keys of [run] about the server's own machine, as they are elsewhere.
+_ON_THE_SERVER: dict[str, Any] = dict.fromkeys(("superlink", "root_certificates", "folder", "roster", "identity"))
 _DEMO = {
     "data": {"name": "digits", "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 5}},
     "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 4}},
@@ -95,9 +97,7 @@ def told(experiment: Experiment) -> str:
     data, model = experiment.data, replace(experiment.model, name=path(experiment.model.name) or "")
     clients = {name: path(file) or file for name, file in data.clients.items()} if data.clients else data.clients
     data = replace(data, path=path(data.path), hub=path(data.hub), clients=clients)
-    # What is on the server's machine is of no use to the sites.
-    own: dict[str, Any] = dict.fromkeys(("superlink", "root_certificates", "folder", "roster", "identity"))
-    spec = replace(experiment.run, engine="deployment", wire=False, workers=0, **own)
+    spec = replace(experiment.run, engine="deployment", wire=False, workers=0, **_ON_THE_SERVER)
     return replace(experiment, data=data, model=model, run=spec).for_clients().to_toml()
 
 

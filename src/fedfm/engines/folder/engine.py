@@ -48,6 +48,8 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     posts = _posts(run, private, progress.notice)
     progress.notice(f"the server's public key, for each silo.toml: {keys.identity_of(private).hex()}")
 
+    progress.notice(f"the run is in {run.path}; if it is stopped, `fedfm resume {run.path}` goes on with it")
+
     def note(text: str) -> None:
         run.manifest["notices"].append(text)
         run.write_manifest()
@@ -76,8 +78,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
         )
         scores = judge(population, experiment.method)
         server = Server(run, link, population.model, judge=scores, progress=progress)
-        for crossing in link.hellos:
-            server.fed.transcript.add(crossing)
+        link.list_hellos(server.fed.transcript.add)
         return server.go()
 
 
@@ -106,12 +107,14 @@ def _posts(run: Run, private: bytes, notice: Callable[[str], None]) -> dict[Clie
         raise InputError(f"run.{error}") from None
     if SERVER in roster:
         raise InputError(f'run.roster: {spec.roster}: "{SERVER}" is no name for a silo; it is the server\'s')
-    posts = {}
+    posts, begun = {}, bool(run.metrics())
+    if begun and sorted(roster) != run.manifest["clients"]:
+        raise InputError(f"run.roster: {spec.roster} has other silos than this run began with; put them back")
     for name, public in roster.items():
         try:
             key = shared_key(private, public)
         except InputError as error:
             raise InputError(f"run.roster: {name}: {error}") from None
         out, back = mailboxes(root.resolve(), name, key, notice)
-        posts[name] = Post(out, back, Sent(run.path / "private" / "folder", name, key))
+        posts[name] = Post(out, back, Sent(run.path / "private" / "folder", name, key, begun))
     return posts

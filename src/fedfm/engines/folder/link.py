@@ -12,6 +12,7 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import codec, payload
+from fedfm.core.wire.limits import MAX_HEAD
 from fedfm.engines.answers import introduced, opened
 from fedfm.engines.folder.letters import Content, digest
 from fedfm.engines.folder.mailbox import Mailbox, Stamp, stamped
@@ -23,6 +24,7 @@ from fedfm.privacy.policy import HELLO
 _POLL = (0.05, 2.0)  # seconds between two looks into the folder: first and longest
 _QUIET = 5.0  # seconds of waiting before the operator is told
 _AGAIN = 600.0  # seconds after which the operator is told the same again
+_AROUND = MAX_HEAD * 4 + (1 << 16)  # bytes of a letter's content besides its data: the head in UTF-8, and its front
 _NAMED = 10  # silos in a notice
 
 
@@ -68,9 +70,6 @@ class FolderLink:
         progress: called for every silo that answers.
         notice: receives lines that the run keeps; ``tell`` receives lines for the screen alone.
 
-    Attributes:
-        hellos: the crossings of the hello messages of this process, for the transcript.
-
     Raises:
         RunError: fewer than ``min_clients`` can take part in time.
     """
@@ -94,10 +93,13 @@ class FolderLink:
         self._posts, self._run, self._experiment, self._patience = dict(posts), run, experiment, patience
         self._fingerprint, self._most, self._stop = fingerprint, most, stop
         self._progress, self._notice, self._tell = progress, notice, tell
+        for post in self._posts.values():
+            post.back.most = None if most is None else most + _AROUND
         self._barred: dict[ClientId, ClientFault] = {}
         self._told: tuple[tuple[str, ...], float] = ((), -math.inf)  # who was waited for, and when that was told
         self._encoded: tuple[Any, ...] | None = None
-        self.hellos: list[Crossing] = []
+        self._met: list[Crossing] = []
+        self._list: Callable[[Crossing], None] = self._met.append
         self._hellos = {name: self._ask(Request(name, HELLO, dict(greeting or {}), 0, 0)) for name in self.clients}
         self._gather(min_clients)
 
@@ -105,6 +107,12 @@ class FolderLink:
     def clients(self) -> Sequence[ClientId]:
         """Names of the silos, sorted."""
         return sorted(self._posts)
+
+    def list_hellos(self, add: Callable[[Crossing], None]) -> None:
+        """Give the hellos that crossed in this process to a transcript, and those of late silos when they come."""
+        self._list = add
+        for crossing in self._met:
+            add(crossing)
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         """Deliver; yield replies as they come. A silo that does not take part, or is late, gets a fault."""
@@ -190,7 +198,7 @@ class FolderLink:
         """Replies as they come; a late silo gets a fault, and its request is withdrawn unless ``keep``."""
         pause, asked, changed = _POLL[0], len(waiting), time.monotonic()
         while waiting:
-            came = False
+            came, now = False, time.monotonic()  # what lies in the folder at this time is not late
             for name, one in sorted(waiting.items()):
                 if (reply := self._look(one)) is not None:
                     came, changed = True, time.monotonic()
@@ -198,7 +206,6 @@ class FolderLink:
                     yield reply
             if self._stop():
                 raise Interrupted
-            now = time.monotonic()
             for name, one in sorted(waiting.items()):
                 if now - one.asked > self._patience:
                     del waiting[name]
@@ -257,7 +264,7 @@ class FolderLink:
             self._barred[name] = fault
             self._notice(f"{name} does not take part: {fault}")
         for sender, receiver, nbytes in (("server", name, one.nbytes), (name, "server", reply.nbytes_up)):
-            self.hellos.append(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
+            self._list(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
 
 
 def _failed(request: Request, fault: ClientFault, down: int = 0) -> Reply:

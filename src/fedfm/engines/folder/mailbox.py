@@ -32,12 +32,16 @@ class Mailbox:
         silo: the silo's name.
         key: of the server and the silo.
         ignored: receives a line for each file that is no letter of this mailbox, once.
+
+    Attributes:
+        most: bytes of a letter's content; None: no limit.
     """
 
     def __init__(self, root: Path, kind: str, silo: str, key: bytes, ignored: Callable[[str], None]) -> None:
         self._root, self._kind, self._key, self._ignored = root, kind, key, ignored
         self.path = root / ("to" if kind == REQUEST else "from") / safe_name(silo)
         self._ends = (SERVER, silo) if kind == REQUEST else (silo, SERVER)
+        self.most: int | None = None
         self._bad: dict[str, tuple[Stamp, float]] = {}  # by name: the file as it was, and when
         self._said: set[tuple[str, str]] = set()
         self._whole: dict[str, Stamp] = {}  # of the last letter of this side that was found to be as it was written
@@ -112,6 +116,8 @@ class Mailbox:
                     raise ValueError(f"{whose}, and not a {self._kind} from {self._ends[0]} to {self._ends[1]}")
                 if not wanted(header):
                     return
+                if self.most is not None and header.size > self.most:
+                    raise ValueError(f"a content of {header.size} bytes, expected at most {self.most}")
                 content = letter.content(self._key)
             self._bad.pop(name, None)
         except (Unfinished, FileNotFoundError):

@@ -22,6 +22,7 @@ class Sent:
     Args:
         folder: of all records of the run, in its ``private/``.
         key: of the server and the silo; the answers stay encrypted.
+        begun: the silo has been asked before, so that there is a record.
 
     Attributes:
         number: of the newest request; a silo answers no older one.
@@ -29,21 +30,21 @@ class Sent:
         since: when it was first asked, in seconds since 1970.
 
     Raises:
-        InputError: the record is damaged.
+        InputError: the record is damaged or missing: a silo answers no number again.
     """
 
-    def __init__(self, folder: Path, silo: str, key: bytes) -> None:
+    def __init__(self, folder: Path, silo: str, key: bytes, begun: bool = False) -> None:
         self._silo, self._key = silo, key
         self._folder = folder / safe_name(silo)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = self._folder / "sent.json"
         self.number, self.digest, self.since = 0, "", 0.0
-        if self._file.exists():
+        if begun or self._file.exists():
             try:
                 told = json.loads(self._file.read_text(encoding="utf-8"))
                 self.number, self.digest, self.since = int(told["number"]), str(told["digest"]), float(told["since"])
             except (OSError, ValueError, KeyError, TypeError):
-                raise InputError(f"{self._file} is damaged: put it back from a backup of the run") from None
+                raise InputError(f"{self._file} is damaged or missing: put it back from a backup of the run") from None
 
     def ask(self, digest: str) -> None:
         """Number a request, on the disk; the newest one keeps its number."""

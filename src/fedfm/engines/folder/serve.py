@@ -77,15 +77,13 @@ class SiloDesk:
         return sum(self._answer(header, content) for header, content in newest.values())
 
     def _fresh(self, header: Header) -> bool:
-        """Whether a request is to be opened: it is new, or the newest one and its reply is not in the folder."""
+        """Whether a request is to be opened: none of a larger number has come, and its reply is not in the folder."""
         number = _state(self._folder(header.run)).get("number", 0)
         old = header.run, header.number
         if header.number < number and old not in self._old and len(self._old) < _MOST:
             self._old.add(old)
             self._log.note(f"request {header.number} of run {header.run[:100]} is ignored: request {number} has come")
-        if header.number == number:
-            return not self._replies.holds(header.run, number)
-        return bool(header.number > number)
+        return header.number >= number and not self._replies.holds(header.run, header.number)
 
     def _folder(self, run: str) -> Path:
         return client_stub.folder_of({"key": run}, {"silo": str(self._path)}, 0)
