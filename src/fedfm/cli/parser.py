@@ -170,8 +170,6 @@ def build() -> argparse.ArgumentParser:
 
     kits = "make a kit for a server and one for each silo"
     provision = command("provision", site_commands.provision, kits, json=True)
-        "provision", site_commands.provision, "make a kit for a server and one for each silo", json=True
-    )
     provision.add_argument("federation", type=Path, help='TOML file: server = "host:port", silos = ["a", "b"]')
     provision.add_argument("--out", type=Path, required=True, help="folder of the kits; keys that it has are kept")
     provision.add_argument("--renew", action="store_true", help="also make a new certificate for the server")
