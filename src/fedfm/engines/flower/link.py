@@ -17,7 +17,7 @@ from fedfm.engines.flower import held
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.presence import Presence
 from fedfm.engines.flower.private_api import SUPERLINK, absent, died, restarting
-from fedfm.engines.flower.sending import Encoded, Underway, reply_of
+from fedfm.engines.flower.sending import EncodedPayload, Underway, reply_of
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
     E_CLIENT,
@@ -178,12 +178,12 @@ class FlowerLink:
         self, sent: Sequence[tuple[int, Request]], waiting: dict[str, Underway], patience: float
     ) -> Iterator[Reply]:
         """Send, and enter into ``waiting`` what is under way."""
-        encoded: Encoded | None = None
+        encoded: EncodedPayload | None = None
         for start in range(0, len(sent), _BATCH):
             messages = []
             for node, request in sent[start : start + _BATCH]:
                 if encoded is None or encoded.payload is not request.payload:  # a broadcast is encoded once
-                    encoded = Encoded(request, any(self._held.values()))
+                    encoded = EncodedPayload(request, any(self._held.values()))
                 record, spared = encoded.without(self._held.get(node, frozenset()))
                 kind = flower_records.message_type(request.handler)
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))

@@ -51,7 +51,7 @@ class Underway(NamedTuple):
     since: str = ""  # when its node connected, as the SuperLink writes it
 
 
-class Encoded:
+class EncodedPayload:
     """A payload in the forms in which it is sent: whole, and without what a site holds."""
 
     def __init__(self, request: Request, spare: bool) -> None:

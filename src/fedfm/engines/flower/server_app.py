@@ -107,7 +107,7 @@ def host(
             slots=slots,
             returns=real,
             answered=answered,
-            waits=_Waiting(run.path / WAITING).tell if real else lambda asked, missing: None,
+            waits=_WaitingFile(run.path / WAITING).tell if real else lambda asked, missing: None,
             min_clients=spec.min_clients or 1,
             stop=stop,
             progress=watcher.client,
@@ -135,7 +135,7 @@ def host(
             ended(link.straggling)
 
 
-class _Waiting:
+class _WaitingFile:
     """A file that says whom the ServerApp waits for."""
 
     def __init__(self, path: Path) -> None:
