@@ -131,7 +131,7 @@ def keys(cls):
 
 
 def known_keys():
-    """Every key that an experiment, a pretraining, a silo's or a federation's file may have, dotted from its table on."""
+    """Every key that an experiment, a pretraining, a silo's or a federation's file may have, dotted from its table."""
     methods = set().union(*(keys(resolve("methods", n)) for n in available("methods")))
     local = {"name"}.union(*({key_of(f.name) for f in dataclasses.fields(c)} for c in BY_NAME.values()))
     tables = {

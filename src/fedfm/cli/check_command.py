@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.cli.commands import experiment_of, say
@@ -26,7 +27,8 @@ def check(args: Any) -> int:
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = experiment.to_toml().rstrip()
     population = None
-    if not experiment.run.superlink:  # with one, data and model lie on its machine
+    # With a SuperLink, data and model lie on its machine: this one if it has the kit.
+    if not experiment.run.superlink or Path(experiment.run.superlink).is_dir():
         from fedfm.models.names import locate
 
         if isinstance(experiment.method, Modelled):
