@@ -90,6 +90,21 @@ def test_a_node_that_comes_back_is_asked_again_and_no_bit_changes(tmp_path, good
     assert told[-1] == []
 
 
+def test_a_reply_that_is_lost_on_the_way_is_asked_for_again(tmp_path):
+    left = [error_codes().MESSAGE_UNAVAILABLE, error_codes().REPLY_MESSAGE_UNAVAILABLE]
+
+    def lose(request, reply):
+        if request.metadata.message_type == "train.Scaffold_train" and left and request.metadata.dst_node_id == NODE:
+            reply = Message(Error(left.pop(), "its upload was cut"), reply_to=request)
+        return [reply]
+
+    fed = over(InProcessGrid(sites(METHOD, tmp_path / "a"), lose))
+    state = run(METHOD, fed, 2)[-1]
+    assert left == fed.excluded == []
+    expected = run(METHOD, federation(METHOD, ROWS, tmp_path / "b", workers=1), 2)[-1]
+    assert METHOD.params_for(state, "b").sha256() == METHOD.params_for(expected, "b").sha256()
+
+
 def test_a_node_that_never_comes_back_is_waited_for_once(tmp_path):
     grid = Restless(sites(METHOD, tmp_path), at=3, goodbye=True, back=None)
     fed = over(grid, timeout=0.5)

@@ -1,6 +1,7 @@
 """Replies of a round that is not complete: a run that goes on after a stop asks nobody again who has answered.
 
-A round with more than 2 GiB of replies is asked again as a whole. They lie in ``private/answered`` of the run's directory, for the server's user only, until the next round begins.
+A round with more than 2 GiB of replies is asked again as a whole. They lie in ``private/answered`` of the run's
+directory, for the server's user only, until the next round begins.
 """
 
 from __future__ import annotations
