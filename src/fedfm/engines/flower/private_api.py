@@ -176,7 +176,7 @@ def died(error: Any) -> bool:
 
 
 def lost(error: Any) -> bool:
-    """Whether a message or its reply is lost on the way, or with a node that went: a connected node can be asked again."""
+    """Whether a message or its reply is lost, on the way or with a node that went: it can be asked again."""
     codes = error_codes()
     return error.code in (codes.NODE_UNAVAILABLE, codes.MESSAGE_UNAVAILABLE, codes.REPLY_MESSAGE_UNAVAILABLE)
 
