@@ -29,6 +29,7 @@ class Sites:
 
     def __init__(self, folder: Path, more: str = "", rounds: int = 2) -> None:
         self.folder, self.kits, self.running = folder, folder / "kits", dict[str, subprocess.Popen]()
+        self._runs: list[subprocess.Popen] = []
         (folder / "federation.toml").write_text(f'server = "127.0.0.1:0"\nsilos = {json.dumps(SILOS)}\n{more}')
         self.provision()
         for seed, name in enumerate(SILOS):
@@ -78,7 +79,9 @@ class Sites:
         """A run in the background; what it tells is in :meth:`told`."""
         with open(self.folder / "run.log", "w") as log, open(self.folder / "run.out", "w") as out:
             command = [BIN, "run", self.experiment, "--out", self.folder / "run", "--format", "json"]
-            return subprocess.Popen([*map(str, command)], env=ENV, stdout=out, stderr=log, start_new_session=True)
+            run = subprocess.Popen([*map(str, command)], env=ENV, stdout=out, stderr=log, start_new_session=True)
+        self._runs.append(run)
+        return run
 
     def told(self) -> str:
         return (self.folder / "run.log").read_text()
@@ -98,6 +101,9 @@ class Sites:
         return [(e["round"], e["call"], e["handler"]) for e in map(json.loads, lines)]
 
     def end(self) -> None:
+        for run in self._runs:
+            run.kill()
+            run.wait(60)
         for name in list(self.running):
             with contextlib.suppress(ProcessLookupError):
                 self.stop(name)
