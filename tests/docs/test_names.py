@@ -23,6 +23,7 @@ from fedfm.config.toml import key_of
 from fedfm.core import capabilities
 from fedfm.core.method import Method
 from fedfm.data.spec import DataSpec, PartitionSpec
+from fedfm.engines.flower.federation_file import FederationFile
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
@@ -130,7 +131,7 @@ def keys(cls):
 
 
 def known_keys():
-    """Every key that an experiment, a pretraining or a silo's file may have, dotted from its table on."""
+    """Every key that an experiment, a pretraining, a silo's or a federation's file may have, dotted from its table."""
     methods = set().union(*(keys(resolve("methods", n)) for n in available("methods")))
     local = {"name"}.union(*({key_of(f.name) for f in dataclasses.fields(c)} for c in BY_NAME.values()))
     tables = {
@@ -144,7 +145,7 @@ def known_keys():
         "pretrain": keys(PretrainSpec),
         "distil": keys(DistilSpec),
     }
-    return tables, {k.rpartition(".")[2] for t in tables.values() for k in t} | keys(Silo)
+    return tables, {k.rpartition(".")[2] for t in tables.values() for k in t} | keys(Silo) | keys(FederationFile)
 
 
 TABLES, KEYS = known_keys()

@@ -48,7 +48,7 @@ def complaint(tables, which="experiment"):
 def of(tables):
     """Which file the tables are of."""
     own = next((name for name in ("pretrain", "distil") if name in tables), "")
-    return own or ("experiment" if "method" in tables else "silo")
+    return own or ("experiment" if "method" in tables else "federation" if "silos" in tables else "silo")
 
 
 def written():
@@ -64,7 +64,7 @@ def written():
 
 
 WRITTEN = [
-    (place, tables) for place, text in written() if "name" in (tables := tomllib.loads(text)) or "data" in tables
+    (place, tables) for place, text in written() if {"name", "data", "server"} & (tables := tomllib.loads(text)).keys()
 ]
 
 

@@ -29,6 +29,7 @@ class Sites:
 
     def __init__(self, folder: Path, more: str = "", rounds: int = 2) -> None:
         self.folder, self.kits, self.running = folder, folder / "kits", dict[str, subprocess.Popen]()
+        self._runs: list[subprocess.Popen] = []
         (folder / "federation.toml").write_text(f'server = "127.0.0.1:0"\nsilos = {json.dumps(SILOS)}\n{more}')
         self.provision()
         for seed, name in enumerate(SILOS):
@@ -78,7 +79,9 @@ class Sites:
         """A run in the background; what it tells is in :meth:`told`."""
         with open(self.folder / "run.log", "w") as log, open(self.folder / "run.out", "w") as out:
             command = [BIN, "run", self.experiment, "--out", self.folder / "run", "--format", "json"]
-            return subprocess.Popen([*map(str, command)], env=ENV, stdout=out, stderr=log, start_new_session=True)
+            run = subprocess.Popen([*map(str, command)], env=ENV, stdout=out, stderr=log, start_new_session=True)
+        self._runs.append(run)
+        return run
 
     def told(self) -> str:
         return (self.folder / "run.log").read_text()
@@ -98,6 +101,9 @@ class Sites:
         return [(e["round"], e["call"], e["handler"]) for e in map(json.loads, lines)]
 
     def end(self) -> None:
+        for run in self._runs:
+            run.kill()
+            run.wait(60)
         for name in list(self.running):
             with contextlib.suppress(ProcessLookupError):
                 self.stop(name)
@@ -120,13 +126,15 @@ def sites(folder: Path, more: str = "", rounds: int = 2):
 
 
 class Relay:
-    """A TCP relay on loopback, as a firewall: it forgets connections on which nothing was said for a while."""
+    """A TCP relay on loopback, as a firewall: it cuts connections on which nothing was said for a while.
+
+    Only between two requests: what Flower has sent and a cut swallows, it does not send again.
+    """
 
     def __init__(self, port: int, to: int, idle: float) -> None:
         self._to, self._idle, self.cut = to, idle, 0
         self._listener = socket.create_server(("127.0.0.1", port))
-        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
-        self._ended = False
+        self._closed = self._ended = False
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -136,45 +144,43 @@ class Relay:
                 threading.Thread(target=self._carry, args=(here,), daemon=True).start()
 
     def _carry(self, here: socket.socket) -> None:
+        if self._closed:
+            _reset(here)
+            return
         try:
             there = socket.create_connection(("127.0.0.1", self._to), timeout=5)
         except OSError:
-            here.close()
+            _reset(here)
             return
-        pair = (here, there)
-        self._pairs.add(pair)
-        with contextlib.suppress(OSError, ValueError):
-            while True:
-                ready, _, _ = select.select(pair, [], [], self._idle)
-                if not ready:
+        answered, last = False, time.monotonic()
+        with contextlib.suppress(OSError):
+            while not self._ended:
+                for end in select.select((here, there), [], [], 0.02)[0]:
+                    block = end.recv(1 << 16)
+                    if not block:
+                        raise OSError
+                    (there if end is here else here).sendall(block)
+                    answered, last = end is there, time.monotonic()
+                quiet = time.monotonic() - last
+                if answered and (quiet > self._idle or (self._closed and quiet > 0.05)):
                     self.cut += 1
                     break
-                data = [(end, end.recv(1 << 16)) for end in ready]
-                for end, block in data:
-                    (there if end is here else here).sendall(block)
-                if any(not block for _, block in data):
-                    break
-        self._close(pair)
-
-    def _close(self, pair: tuple[socket.socket, socket.socket]) -> None:
-        self._pairs.discard(pair)
-        for end in pair:
-            with contextlib.suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not a goodbye
-            end.close()
+        _reset(here)
+        _reset(there)
 
     def interrupt(self, seconds: float) -> None:
         """Cut every connection, and let nobody through for a while."""
-        until_then, end = self._idle, time.monotonic() + seconds
-        while time.monotonic() < end:
-            for pair in list(self._pairs):
-                self.cut += 1
-                self._close(pair)
-            time.sleep(0.02)
-        self._idle = until_then
+        self._closed = True
+        time.sleep(seconds)
+        self._closed = False
 
     def close(self) -> None:
         self._ended = True
         self._listener.close()
-        for pair in list(self._pairs):
-            self._close(pair)
+
+
+def _reset(end: socket.socket) -> None:
+    """Close a connection without a goodbye."""
+    with contextlib.suppress(OSError):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    end.close()

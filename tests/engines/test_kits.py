@@ -18,6 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from fedfm import __version__
 from fedfm.cli import main
 from fedfm.engines.flower import kits
 
@@ -256,6 +257,23 @@ def test_check_says_what_differs(tmp_path, capsys):
         assert "behind" in found["clock"][1]
 
 
+def test_server_and_silo_print_the_same_fingerprint(tmp_path, capsys):
+    out = provision(tmp_path)
+    rows(out / "hospital-a")
+    exp = tmp_path / "exp.toml"
+    exp.write_text(EXPERIMENT.format(model="") + f'superlink = "{out / "server"}"\n')
+    capsys.readouterr()
+    assert main(["check", str(exp)]) == 0
+    told = capsys.readouterr().out
+    assert 'classes = ["a", "b", "c"]' in told
+    print_ = told.partition('model.fingerprint = "')[2].partition('"')[0]
+    assert len(print_) == 64
+    assert print_ in examined(capsys, out / "hospital-a", exp)[1]["model"][1]
+    exp.write_text(exp.read_text().replace("[model]", f'[model]\nfingerprint = "{print_}"'))
+    code, found = examined(capsys, out / "server", exp)
+    assert (code, found["model"][0]) == (0, "ok")
+
+
 def test_check_names_a_server_of_another_federation(tmp_path, capsys):
     out = provision(tmp_path)
     (tmp_path / "b").mkdir()
@@ -281,3 +299,20 @@ def test_the_silos_file_of_a_kit_is_valid_and_the_scripts_parse(tmp_path):
     )
     assert shown.stdout.split() == ["start", str(out / "server")]
     assert sys.executable  # the scripts need no Python of their own
+
+
+def test_the_compose_files_name_the_image_that_the_dockerfile_makes(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    out = provision(tmp_path, "proxy = true\n", server="fed.example.org")
+    image = f"fedfm:{__version__}"
+    assert all(f"image: {image}\n" in p.read_text() for p in out.glob("*/compose.yaml"))
+    assert f"docker build --tag {image} ." in (root / "docs/how-to/sites.md").read_text()
+    made = (root / "Dockerfile").read_text()
+    assert 'ENTRYPOINT ["fedfm"]' in made  # of which the compose files give the arguments
+    kept = {line.removeprefix("!") for line in (root / ".dockerignore").read_text().splitlines()}
+    copied = [words[1:-1] for line in made.splitlines() if (words := line.split()) and words[0] == "COPY"]
+    for name in [name for names in copied for name in names]:
+        assert (root / name).exists()
+        assert name in kept
+    # A published port does not reach a process on the container's own loopback.
+    assert "network_mode: host" in (out / "server" / "compose.yaml").read_text()

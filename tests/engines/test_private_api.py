@@ -150,8 +150,8 @@ def an_error_reply_says_whether_its_node_is_gone(codes: Any) -> None:
         assert private_api.client_fault(Error(getattr(codes, name), "r")).code == "E_EXCEPTION"
     assert private_api.died(Error(codes.CLIENT_APP_CRASHED))
     assert not private_api.died(Error(codes.NODE_UNAVAILABLE))
-    assert private_api.absent(Error(codes.NODE_UNAVAILABLE))
-    assert not private_api.absent(Error(codes.CLIENT_APP_CRASHED))
+    assert all(private_api.lost(Error(getattr(codes, name), "r")) for name in gone[:3])
+    assert not private_api.lost(Error(codes.CLIENT_APP_CRASHED, "r"))
 
 
 @needs(

@@ -9,7 +9,7 @@ from test_apps import ROWS, sites
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.core.federation import Federation
-from fedfm.core.messages import Request
+from fedfm.core.messages import Reply, Request
 from fedfm.engines.flower import held
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.link import FlowerLink
@@ -90,6 +90,21 @@ def test_a_node_that_comes_back_is_asked_again_and_no_bit_changes(tmp_path, good
     assert told[-1] == []
 
 
+def test_a_reply_that_is_lost_on_the_way_is_asked_for_again(tmp_path):
+    left = [error_codes().MESSAGE_UNAVAILABLE, error_codes().REPLY_MESSAGE_UNAVAILABLE]
+
+    def lose(request, reply):
+        if request.metadata.message_type == "train.Scaffold_train" and left and request.metadata.dst_node_id == NODE:
+            reply = Message(Error(left.pop(), "its upload was cut"), reply_to=request)
+        return [reply]
+
+    fed = over(InProcessGrid(sites(METHOD, tmp_path / "a"), lose))
+    state = run(METHOD, fed, 2)[-1]
+    assert left == fed.excluded == []
+    expected = run(METHOD, federation(METHOD, ROWS, tmp_path / "b", workers=1), 2)[-1]
+    assert METHOD.params_for(state, "b").sha256() == METHOD.params_for(expected, "b").sha256()
+
+
 def test_a_node_that_never_comes_back_is_waited_for_once(tmp_path):
     grid = Restless(sites(METHOD, tmp_path), at=3, goodbye=True, back=None)
     fed = over(grid, timeout=0.5)
@@ -132,6 +147,22 @@ def test_who_has_answered_is_not_asked_again_after_a_stop(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-1])
     list(link.exchange(requests(2.0, t=2)))
     assert len(asked()) == 8  # the one whose file is not whole
+
+
+def test_a_round_with_too_many_bytes_and_a_full_disk_keep_nothing_and_stop_nothing(tmp_path, monkeypatch):
+    reply = Reply("a", {"delta": Params({"w": torch.zeros(4)})}, 1, 1, 10, 20)
+    first, second, _ = requests(1.0)
+    kept = Answered(tmp_path / "answered")
+    kept.keep(first, reply)
+    assert Answered(tmp_path / "answered").find(first).value["delta"].sha256() == reply.value["delta"].sha256()
+    monkeypatch.setattr("fedfm.engines.flower.answered._MOST", 30)
+    kept.keep(second, reply)
+    assert kept.find(first) is None
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    blocked = Answered(tmp_path / "file" / "answered")  # no folder can be made here
+    blocked.keep(first, reply)
+    assert blocked.find(first) is None
 
 
 def test_a_site_that_holds_nothing_says_so_when_a_message_refers_to_parameters():

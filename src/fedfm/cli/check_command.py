@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.cli.commands import experiment_of, say
@@ -26,7 +27,8 @@ def check(args: Any) -> int:
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = experiment.to_toml().rstrip()
     population = None
-    if not experiment.run.superlink:  # with one, data and model lie on its machine
+    # With a SuperLink, data and model lie on its machine: this one if it has the kit.
+    if not experiment.run.superlink or Path(experiment.run.superlink).is_dir():
         from fedfm.models.names import locate
 
         if isinstance(experiment.method, Modelled):
@@ -42,10 +44,12 @@ def check(args: Any) -> int:
         population = populate(experiment)
         classes = list(population.federated.table.classes)
         trainable = sum(population.model.layout.sizes.values())
-        expected = forecast(experiment, population)
+        expected = forecast(experiment, population) if population.clients else None  # the silos have the rows
         result |= {"clients": list(population.clients), "classes": classes, "trainable": trainable}
         result["fingerprint"] = population.model.fingerprint
-        result |= {"forecast": asdict(expected), "notices": of_rows(experiment.method, population)}
+        result["notices"] = of_rows(experiment.method, population)
+        if expected is not None:
+            result["forecast"] = asdict(expected)
         lines = [
             f"classes = {json.dumps(classes, ensure_ascii=False)}",
             f'model.fingerprint = "{population.model.fingerprint}"',
@@ -71,10 +75,12 @@ def check(args: Any) -> int:
     return say(args, result, text)
 
 
-def _expected(forecast: Forecast, trainable: int, rounds: int) -> list[str]:
+def _expected(forecast: Forecast | None, trainable: int, rounds: int) -> list[str]:
     """The forecast in lines."""
     from fedfm.report.text import NBSP, duration, size
 
+    if forecast is None:
+        return [f"{trainable:,} trainable numbers; the silos have the rows"]
     out = [f"{len(forecast.rows)} clients, {trainable:,} trainable numbers"]
     for name, (train, val, test) in list(forecast.rows.items())[:_SHOWN]:
         held = f", {val} validation" if val else ""

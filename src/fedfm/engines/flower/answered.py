@@ -1,6 +1,7 @@
 """Replies of a round that is not complete: a run that goes on after a stop asks nobody again who has answered.
 
-They lie in ``private/answered`` of the run's directory, for the server's user only, until the next round begins.
+A round with more than 2 GiB of replies is asked again as a whole. They lie in ``private/answered`` of the run's
+directory, for the server's user only, until the next round begins.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import payload
 from fedfm.errors import RunError
 
+_MOST = 2 << 30  # bytes of a round's replies; of a round with more, none is kept
 _KEYS = {"client", "handler", "payload", "value", "down", "up", "spared"}
 
 
@@ -27,7 +29,7 @@ class Answered:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._round = folder, -1
+        self._folder, self._round, self._size = folder, -1, 0
         self._last: tuple[Mapping[str, Any], str] | None = None
 
     def find(self, request: Request) -> Reply | None:
@@ -47,12 +49,16 @@ class Answered:
     def keep(self, request: Request, reply: Reply) -> None:
         """Write a reply. A disk that is full costs a second answer after a stop, and nothing else."""
         self._begin(request.round)
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._size += reply.nbytes_up
+        if self._size > _MOST:
+            self.clear()
+            return
         told = {"client": request.client, "handler": request.handler, "payload": self._digest(request)}
         sizes = {"down": reply.nbytes_down, "up": reply.nbytes_up, "spared": reply.spared}
         try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
             storage.save(self._path(request), told | sizes | {"value": reply.value}, 0o600, sync=False)
-        except RunError:
+        except (OSError, RunError):
             self.clear()
 
     def clear(self) -> None:
@@ -62,10 +68,12 @@ class Answered:
     def _begin(self, round: int) -> None:
         """Remove what is of other rounds."""
         if round != self._round:
-            self._round = round
+            self._round, self._size = round, 0
             for path in self._folder.glob("*"):
                 if not path.name.startswith(f"{round}-"):
                     path.unlink(missing_ok=True)
+                else:
+                    self._size += path.stat().st_size
 
     def _path(self, request: Request) -> Path:
         name = hashlib.sha256(f"{request.handler}\n{request.client}".encode()).hexdigest()[:32]

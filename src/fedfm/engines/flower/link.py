@@ -17,7 +17,7 @@ from fedfm.engines.answers import introduced
 from fedfm.engines.flower import held
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.presence import Presence
-from fedfm.engines.flower.private_api import SUPERLINK, absent, died, restarting
+from fedfm.engines.flower.private_api import SUPERLINK, died, lost, restarting
 from fedfm.engines.flower.sending import EncodedPayload, Underway, failed, reply_of
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
@@ -210,7 +210,7 @@ class FlowerLink:
     ) -> Iterator[Reply]:
         pause = POLL[0]
         done: dict[str, Underway] = {}
-        away: list[Underway] = []  # their nodes have gone, with the message
+        away: list[Underway] = []  # lost, with their nodes or on the way
         asked = {one.request.client: one.node for one in waiting.values()}
         while waiting or away:
             begun = time.monotonic()
@@ -223,7 +223,7 @@ class FlowerLink:
                 known = waiting.get(name) or done.get(name)
                 if known is None or message.metadata.src_node_id not in (known.node, SUPERLINK):
                     continue  # an unknown reply, or one from another node
-                if self._returns and name in waiting and message.has_error() and absent(message.error):
+                if self._returns and name in waiting and message.has_error() and lost(message.error):
                     away.append(waiting.pop(name))
                     continue
                 if ended is not None and name in waiting and message.has_error() and again(message.error):
@@ -249,8 +249,8 @@ class FlowerLink:
                     told = f"its node went and did not come back within {self._timeout:g} s"
                     yield failed(gone.request, ClientFault(E_DIED, told))
                 break
-            if self._returns and (lost := self._lost(waiting, away)):
-                yield from self._push(lost, waiting, max(deadline - time.monotonic(), 1.0))
+            if self._returns and (again_now := self._lost(waiting, away)):
+                yield from self._push(again_now, waiting, max(deadline - time.monotonic(), 1.0))
             self._waits(asked, {one.request.client for one in (*waiting.values(), *away)})
             if waiting or away:
                 time.sleep(pause)
@@ -262,7 +262,8 @@ class FlowerLink:
 
         The client's memory is versioned by (round, call), so a second answer equals the first.
         """
-        online = self._presence.look()
+        if (online := self._presence.look()) is None:
+            return []
         begun_anew = [n for n, one in waiting.items() if one.since and online.get(one.node, one.since) != one.since]
         back = [one for one in away if one.node in online]
         away[:] = [one for one in away if one.node not in online]

@@ -35,9 +35,9 @@ class Presence:
         self._given_up -= found.keys()
         return found
 
-    def look(self) -> Mapping[int, str]:
-        """As :meth:`online`, at most two seconds old."""
-        return self._online if time.monotonic() - self._looked < _LOOK else self.online()
+    def look(self) -> Mapping[int, str] | None:
+        """As :meth:`online`; None if the last look was a moment ago."""
+        return None if time.monotonic() - self._looked < _LOOK else self.online()
 
     def since(self, node: int) -> str:
         """When a node connected, as it was at the last look."""

@@ -175,9 +175,10 @@ def died(error: Any) -> bool:
     return crashed or "ActorDiedError" in reason or "ActorUnavailableError" in reason
 
 
-def absent(error: Any) -> bool:
-    """Whether the node is not connected, so that what it was asked is lost; a later connection can be asked again."""
-    return bool(error.code == error_codes().NODE_UNAVAILABLE)
+def lost(error: Any) -> bool:
+    """Whether a message or its reply is lost, on the way or with a node that went: it can be asked again."""
+    codes = error_codes()
+    return error.code in (codes.NODE_UNAVAILABLE, codes.MESSAGE_UNAVAILABLE, codes.REPLY_MESSAGE_UNAVAILABLE)
 
 
 def restarting(error: Any) -> bool:
