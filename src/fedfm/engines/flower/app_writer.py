@@ -47,17 +47,22 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     return _how_to(folder, chosen)
 
 
-def write_app(folder: Path, experiment: Experiment, *, out: Path, run: str = "", key: str = "") -> None:
+def write_app(
+    folder: Path, experiment: Experiment, *, out: Path, run: str = "", key: str = "", loopback: bool = False
+) -> None:
     """Write the pyproject.toml from which Flower builds a bundle.
 
     Args:
         out: folder in which the ServerApp writes run directories.
         run: name of the run directory, which is resumed if it exists; "": a new one per Flower run.
         key: name of this run's folder at the sites.
+        loopback: the nodes are processes of the command that submits the run: one that ended does not come back.
     """
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
     app = f"fedfm-{name}"[:32].strip("-")  # the longest name that Flower accepts
-    values = {"experiment": told(experiment), "out": str(out), "run": run, "key": key}
+    values = {"experiment": told(experiment), "out": str(out), "run": run, "key": key} | (
+        {"loopback": True} if loopback else {}
+    )
     lines = "\n".join(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
     (folder / "pyproject.toml").write_text(
         f"""[build-system]

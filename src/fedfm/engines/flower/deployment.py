@@ -59,7 +59,9 @@ def start(
     clients = _clients(run) if silos is None else []
     config = {"experiment": app_writer.told(run.experiment), "key": key_of(run)}
     with loopback(folder, clients, config, stop, silos) as fleet:
-        return _Watch(run, fleet.control, fleet, stop, progress).follow(_submit(run, folder, fleet.control))
+        return _Watch(run, fleet.control, fleet, stop, progress).follow(
+            _submit(run, folder, fleet.control, loopback=True)
+        )
 
 
 def _clients(run: Run) -> list[ClientId]:
@@ -148,14 +150,14 @@ def _reach(control: Control, wait: float, stop: Callable[[], bool], progress: Pr
         time.sleep(0.5)
 
 
-def _submit(run: Run, folder: Path, control: Control) -> int:
+def _submit(run: Run, folder: Path, control: Control, *, loopback: bool = False) -> int:
     """Submit the app to the SuperLink; returns the run's id."""
     (run.path / server_app.OUTCOME).unlink(missing_ok=True)
     place = folder / "app"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     path = run.path.resolve()
-    app_writer.write_app(place, run.experiment, out=path.parent, run=path.name, key=key_of(run))
+    app_writer.write_app(place, run.experiment, out=path.parent, run=path.name, key=key_of(run), loopback=loopback)
     (place / "pyproject.toml").chmod(0o600)
     return control.start(place)
 

@@ -74,6 +74,7 @@ def host(
     stop: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
     slots: int = 0,
+    returns: bool = True,
     ended: Callable[[bool], None] = lambda straggling: None,
 ) -> dict[str, Any]:
     """Run from the last commit to the end; returns the result line.
@@ -81,6 +82,7 @@ def host(
     Args:
         population: rows and model, if they have been read already.
         slots: number of clients that run at the same time; 0: all.
+        returns: nodes that go may come back, on a network.
         ended: called at the end, also after an error, with whether clients that timed out may still be running.
     """
     watcher = progress or Progress()
@@ -107,7 +109,7 @@ def host(
             spare=real,
             greeting={"classes": list(population.federated.table.classes)},
             slots=slots,
-            returns=real,
+            returns=real and returns,
             answered=answered,
             waits=_WaitingFile(run.path / WAITING).tell if real else lambda asked, missing: None,
             min_clients=spec.min_clients or 1,
@@ -184,7 +186,7 @@ def serve(grid: Grid, context: Context) -> None:
         try:
             for notice in losses.settle(run):
                 told.notice(notice)
-            host(run, grid, progress=told)
+            host(run, grid, progress=told, returns=not config.get("loopback", False))
             told.notice(f"finished; `fedfm report {run.path}` writes its report")
         except Exception as error:
             if isinstance(error, httpx.HTTPError):  # the SuperLink is gone: who waits for the run submits it again
