@@ -42,15 +42,14 @@ class Needs:
     """What a method requires of the experiment.
 
     Attributes:
-        adaptation: the default adaptation.
-        adaptations: the adaptations that it supports; empty: all.
+        adaptation, adaptations: the default, and those that it supports; empty: all.
         ranks: LoRA ranks that it assigns to clients; the model's own rank must be at least the largest.
         pooled: it trains on all rows in one place; only the local engine supports this.
         model: who has the experiment's model. With "server" a client gets its rows as they were read, and the server
             requests no scores.
         local: the setting because of which all parties are in one place, on the local engine; empty: none.
         task: the only task that it supports; empty: all.
-        because: the setting that causes these needs, for messages; empty: the method.
+        because: the setting that causes these needs; empty: the method.
     """
 
     adaptation: str = "lora"
@@ -275,11 +274,7 @@ class ParametersAlone(Protocol):
 
 @runtime_checkable
 class TakesLate(Protocol):
-    """A round takes one mean of updates, each a change of the parameters that the client was sent, and it may be of an
-    earlier round. Caller: checks of ``run.asynchronous``.
-
-    A subclass declares it anew.
-    """
+    """Updates may be of earlier rounds; a subclass declares it anew. Caller: checks of ``run.asynchronous``."""
 
     @property
     def takes_late(self) -> bool:
