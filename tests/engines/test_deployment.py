@@ -48,7 +48,7 @@ def test_a_run_whose_server_app_was_killed_resumes_to_the_same_bits(tmp_path):
 
 def test_clients_that_raise_or_vanish_are_left_out_and_a_killed_command_takes_all_along(tmp_path):
     method = f'name = "naughty:Naughty"\nrounds = 50\norders = "{tmp_path}"'
-    exp = experiment(tmp_path, method=method, run="timeout = 45\nevaluate_every = 0")
+    exp = experiment(tmp_path, method=method, run="timeout = 45\nmin_clients = 1\nevaluate_every = 0")
     (tmp_path / "client-00").write_text("raise")
     (tmp_path / "client-01").write_text("die")
     out = tmp_path / "run"
