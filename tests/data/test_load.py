@@ -159,7 +159,7 @@ def test_clients_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (DataSpec(), r"\[data\]: expected exactly one of name, path, hub, clients; got none"),
+        (DataSpec(), r"\[data\]: expected exactly one of name, path, hub, clients, classes; got none"),
         (DataSpec(name="digits", path="a.csv"), r"exactly one of .*; got name and path"),
         (DataSpec(name="digit"), r'data\.name = "digit": expected "digits", .*did you mean "digits"'),
         (DataSpec(name="silo.csv"), r"a file or folder is data\.path"),

@@ -8,10 +8,7 @@ import pytest
 from processes import fedfm, rounds, until
 from sites import SILOS, Relay, sites
 
-pytestmark = [
-    pytest.mark.deployment,
-    pytest.mark.skipif(sys.platform != "linux", reason="a kit's processes are found in Linux's /proc"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kit's processes are found in Linux's /proc")
 BITS = ("params_sha256", "local_accuracy", "client_accuracy", "bytes_up", "bytes_down")
 
 
@@ -32,6 +29,7 @@ def passed(at, running: subprocess.Popen, done: int) -> None:
     assert running.poll() is None, at.told() + at.logs()
 
 
+@pytest.mark.deployment
 def test_kits_start_and_give_the_bits_of_the_local_engine(tmp_path):
     with sites(tmp_path) as at:
         alone = fedfm("run", at.alone, "--out", tmp_path / "local")
@@ -48,6 +46,7 @@ def test_kits_start_and_give_the_bits_of_the_local_engine(tmp_path):
         assert private == []
 
 
+@pytest.mark.outage
 def test_a_silo_that_stops_or_is_killed_comes_back_into_the_same_round(tmp_path):
     with sites(tmp_path, rounds=4) as at:
         alone = fedfm("run", at.alone, "--out", tmp_path / "local")
@@ -65,6 +64,7 @@ def test_a_silo_that_stops_or_is_killed_comes_back_into_the_same_round(tmp_path)
         assert len(at.answers("hospital-a")) == len(set(at.answers("hospital-a")))  # nobody asked the other one again
 
 
+@pytest.mark.outage
 def test_a_superlink_that_is_killed_comes_back_into_the_same_run(tmp_path):
     with sites(tmp_path, rounds=4) as at:
         alone = fedfm("run", at.alone, "--out", tmp_path / "local")
@@ -80,6 +80,7 @@ def test_a_superlink_that_is_killed_comes_back_into_the_same_run(tmp_path):
         assert "submitted again" in at.told()
 
 
+@pytest.mark.deployment
 def test_a_relay_that_cuts_connections_and_a_new_certificate_change_no_bit(tmp_path):
     with sites(tmp_path, "proxy = true\n", rounds=3) as at:
         alone = fedfm("run", at.alone, "--out", tmp_path / "local")

@@ -195,8 +195,10 @@ def test_no_audit_reads_what_secure_aggregation_hides(tmp_path):
     with pytest.raises(InputError, match="secure aggregation"):
         perform(tmp_path / "run", ["client_epsilon"])
     fedfm.run(tables(tmp_path, {"aggregator": "secagg"}), tmp_path / "plain")
-    with pytest.raises(InputError, match="no audit reads the messages of fedavg"):
-        perform(tmp_path / "plain")
+    with pytest.raises(InputError, match="the server saw sums of updates only"):
+        perform(tmp_path / "plain", ["label_counts"])
+    (finding,) = perform(tmp_path / "plain", ["update_membership"])
+    assert finding.detail["sums_only"]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ PASSES = "passes_beside"  # forward passes over the client's rows besides the op
 SERVERS = frozenset({
     "accuracy", "attack_success", "attackers", "balanced_accuracy", "bytes_down", "bytes_up", "client_accuracy",
     "client_accuracy_before_aggregation", "client_loss_before_aggregation",
-    "client_loss", "clock", "cohort", "details", "engine", "epsilon", "excluded", "global_accuracy",
+    "client_loss", "clock", "cohort", "confusion", "details", "engine", "epsilon", "excluded", "global_accuracy",
     "largest_staleness", "local_accuracy",
     "local_loss", "local_rouge_1", "macro_f1", "method", "params_sha256", "perplexity", "rouge_1", "round", "rounds",
     "run", "seconds", "seed", "server_accuracy", "server_client_accuracy", "server_client_loss", "server_loss",
