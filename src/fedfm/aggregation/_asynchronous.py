@@ -17,7 +17,7 @@ client's speed, as in the paper's simulations, so that a run has the same bits e
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -29,6 +29,8 @@ from fedfm.core.client import ClientId, Update, each
 from fedfm.core.federation import Federation
 from fedfm.errors import InputError
 from fedfm.linalg.params import Layout
+
+Check = Callable[[ClientId, Update], None]
 
 # In the server's memory: client -> [when it ends, round in which it began]; round -> what it sent; the two clocks.
 _UNDERWAY, _SENT, _CLOCKS = "asynchronous.underway", "asynchronous.sent", "asynchronous.clocks"
@@ -66,9 +68,13 @@ class Buffered(Transport):
 
     def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
         """Server half: the updates of the next buffer, in order of names."""
+
+        def check(client: ClientId, update: Update) -> None:
+            match(update.delta, like, "delta")
+
         means, ages = update_metrics.Means(), list[int]()
         came = self._arriving if fed.streams else self._simulated
-        for began, update in came(fed, handler, payload, like):
+        for began, update in came(fed, handler, payload, check):
             tau = fed.round - began
             ages.append(tau)
             means.add(update)
@@ -77,12 +83,8 @@ class Buffered(Transport):
         if ages:
             fed.metrics |= {"staleness": sum(ages) / len(ages), "largest_staleness": float(max(ages))}
 
-    def _arriving(self, fed: Federation, handler: Half, payload: Payload, like: Layout) -> Iterator[tuple[int, Update]]:
+    def _arriving(self, fed: Federation, handler: Half, payload: Payload, check: Check) -> Iterator[tuple[int, Update]]:
         """(round in which it began, update) of the first K to answer."""
-
-        def check(client: ClientId, update: Update) -> None:
-            match(update.delta, like, "delta")
-
         idle = [client for client in fed.clients if client not in fed.underway]
         first = fed.exchange(
             "train", handler, idle, payload, self.wire_type, form=self.form, check=check, first=self.buffer
@@ -91,13 +93,9 @@ class Buffered(Transport):
             yield fed.began[client], update
 
     def _simulated(
-        self, fed: Federation, handler: Half, payload: Payload, like: Layout
+        self, fed: Federation, handler: Half, payload: Payload, check: Check
     ) -> Iterator[tuple[int, Update]]:
         """(round in which it began, update) of the K that end first by the simulated clock."""
-
-        def check(client: ClientId, update: Update) -> None:
-            match(update.delta, like, "delta")
-
         if unknown := sorted(set(self.speeds) - set(fed.clients)):
             raise InputError(f"run.asynchronous.speeds: no client is called {', '.join(unknown)}")
         clock, synchronous = fed.memory.get(_CLOCKS, [0.0, 0.0])
