@@ -1,1 +1,1 @@
-"""How requests reach clients: in this process, in worker processes, and over Flower."""
+"""How requests reach clients: in this process, in worker processes, over Flower, and as files in a folder."""
