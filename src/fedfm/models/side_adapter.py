@@ -5,9 +5,9 @@ Gritsenko, Schmid, Arnab. arXiv:2402.02887): with b_1 ... b_L the block outputs,
 
     h_0 = b_L,   h_l = g_l(b_l + h_{l-1}) + h_{l-1},   g_l(z) = alpha W_u GELU(W_d z),
 
-and a linear head on the first position of h_L, here after a LayerNorm without parameters, over d^(1/4). Nothing goes
-back through the transformer, so that a row's block outputs are computed once. With P > 1 released positions LoSA's
-token mixer follows: with Z = B_l + H_{l-1} and G = g_l(Z), H_l = G + alpha V_u GELU(V_d (Z + G)) + H_{l-1}.
+and a linear head on the first position of h_L, here after a LayerNorm without parameters. Nothing goes back through
+the transformer, so that a row's block outputs are computed once. With P > 1 released positions LoSA's token mixer
+follows: with Z = B_l + H_{l-1} and G = g_l(Z), H_l = G + alpha V_u GELU(V_d (Z + G)) + H_{l-1}.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ class SideAdapter(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """(b, L, P, d) -> logits (b, C)."""
         first = self.hidden(states)[:, 0]
-        width = first.shape[-1]
-        # Of norm d^(1/4) instead of d^(1/2): the head's gradient grows with the square of its input.
-        return self.head(F.layer_norm(first, (width,)) * width**-0.25)  # type: ignore[no-any-return]
+        return self.head(F.layer_norm(first, first.shape[-1:]))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

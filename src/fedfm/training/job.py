@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,6 +34,14 @@ class Job:
     def orders(self) -> Iterator[np.ndarray]:
         """Row indexes of each mini-batch."""
         return mini_batches(len(self.client.data.train), self.local.batch_size, self.local.epochs, self.client.seed)
+
+    def rates(self) -> Iterator[float]:
+        """Eta of every step of this round."""
+        begin, end = self.client.span
+        steps = max(self.local.steps(len(self.client.data.train)), 1)
+        total = round(steps / (end - begin)) if end > begin else steps  # a late client trains after the last round
+        edges = [begin + (end - begin) * step / steps for step in range(steps + 1)]
+        return (self.local.rate(a, b, total) for a, b in pairwise(edges))
 
     def batches(self) -> Iterator[tuple[Rows, np.ndarray]]:
         """Each mini-batch as (rows, index into them): deferred pictures come computed, augmented ones changed."""

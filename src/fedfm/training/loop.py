@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -154,7 +153,7 @@ def _train(job: Job) -> Params:
     flat.clear()
     # Nothing but the rule sees the gradients, which then take no memory beside those of single tensors.
     alone = flat.lean and start is None and correction is None and not frozen and job.local.max_grad_norm is None
-    backward, rates = _Backward(job, flat), _rates(job)
+    backward, rates = _Backward(job, flat), job.rates()
     model.train_mode()
     # LoRA's dropout draws from torch's global generator: give it this client's own stream.
     with torch.random.fork_rng(devices=[]), _without_gradients(frozen.values()):
@@ -185,15 +184,6 @@ def _train(job: Job) -> Params:
         buffers.give_back()
     trained: Params = model.params()
     return trained if job.only is None else job.w.replace(trained.only(job.only))  # running statistics, too
-
-
-def _rates(job: Job) -> Iterator[float]:
-    """Eta of every step of this round."""
-    local, (begin, end) = job.local, job.client.span
-    steps = max(local.steps(len(job.client.data.train)), 1)
-    total = round(steps / (end - begin)) if end > begin else steps  # a late client trains after the last round
-    edges = [begin + (end - begin) * step / steps for step in range(steps + 1)]
-    return (local.rate(a, b, total) for a, b in pairwise(edges))
 
 
 class _Backward:

@@ -21,7 +21,8 @@ from fedfm.linalg.params import Params
 from fedfm.models import precision
 from fedfm.models.model import Model
 
-SCHEDULES = ("constant", "linear", "cosine")
+SCHEDULES = ("constant", "linear", "cosine", "steps")
+DROPS = (0.5, 0.8)  # schedule "steps": parts of the run after which eta is a tenth of what it was
 ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # replaces the logit of an absent class
 
 
@@ -48,7 +49,10 @@ class Local:
         None, "the loss's gradient is shortened to this norm if it is longer [never]", gt=0, finite=True
     )
     schedule: str = setting(
-        "constant", "of eta over all rounds: constant, linear or cosine, to 0 after the last", choices=SCHEDULES
+        "constant",
+        "of eta over all rounds: constant, linear or cosine (to 0 after the last), or steps (a tenth after half of the "
+        "rounds, a hundredth after four fifths)",
+        choices=SCHEDULES,
     )
     warmup: float = setting(0.0, "the first part of all steps, in which eta rises from 0", ge=0, lt=1)
     warmup_steps: float = setting(
@@ -95,13 +99,19 @@ class Local:
     def stepwise(self) -> bool:
         """Whether its steps differ in rate, or look at a whole gradient: then clients do not train as one batch."""
         varies = self.warmup or self.warmup_steps or self.schedule != "constant"
-        return bool(self.micro_batch or self.max_grad_norm or varies)
+        return self.looks or bool(varies)
+
+    @property
+    def looks(self) -> bool:
+        """Whether a step looks at a whole gradient, or adds one up from parts."""
+        return bool(self.micro_batch or self.max_grad_norm)
 
     def rate(self, begin: float, end: float, steps: int = 0) -> float:
         """Eta of the step that is this part of all ``steps`` of the run, 0 <= begin < end <= 1.
 
         It rises linearly to the end of the warm-up, and then falls as in Loshchilov and Hutter's SGDR without restarts
-        (cosine), linearly, or not at all. It depends on round and step alone.
+        (cosine), linearly, by a tenth at each of :data:`DROPS` (steps), or not at all. It depends on round and step
+        alone.
         """
         warmup, at = self.warmup, end
         if self.warmup_steps:  # as transformers.get_linear_schedule_with_warmup: step k of w has k / w
@@ -110,7 +120,12 @@ class Local:
         if begin < warmup:
             return self.learning_rate * min(1.0, at / warmup)
         left = 1 - (begin - warmup) / (1 - warmup) if warmup < 1 else 0.0
-        shares = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
+        shares = {
+            "constant": 1.0,
+            "linear": left,
+            "cosine": 0.5 - 0.5 * math.cos(math.pi * left),
+            "steps": 0.1 ** sum(begin >= drop for drop in DROPS),
+        }
         return self.learning_rate * shares[self.schedule]
 
     @property

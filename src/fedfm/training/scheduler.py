@@ -40,12 +40,14 @@ def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = No
     """The fast trainer for this model, if it supports the optimiser and all tensors are trained; else the loop."""
     if protected:
         return private.train
-    if only is not None or (local is not None and (local.absent != "keep" or local.stepwise)):
+    if only is not None or (local is not None and (local.absent != "keep" or local.looks)):
+        return loop.train
+    if side.applies(model):
+        return side.train
+    if local is not None and local.stepwise:
         return loop.train
     if heads.applies(model):
         return heads.train
-    if side.applies(model):
-        return side.train
     return packed.train if packed.applies(model, getattr(model, "kernels", "exact")) else loop.train
 
 

@@ -61,7 +61,7 @@ def _train(job: Job) -> Params:
     shape = blocks, positions, width, rank, classes
     room, at = side_chain.scratch(min(job.local.batch_size, n), *shape), _places(layout)
     p, g = flat.numpy(), gradient.numpy()
-    for batch in job.orders():
+    for batch, rule.eta in zip(job.orders(), job.rates(), strict=True):
         seen += side_chain.gradient(x, y, batch, p, g, at, *shape, room) * len(batch)
         if job.mu:
             gradient.add_(flat - start, alpha=job.mu)

@@ -209,7 +209,6 @@ def gradient(
                 product(t, o + here, d, d, False, p, vu, rank, 1, positions, t, b + of, d, rank)
             for j in range(shape):
                 t[h + j] += alpha * t[o + j]
-    scale = F(float(width) ** -0.25)
     for i in range(m):
         source, to = h + i * positions * d, i * d
         mean = F(0)
@@ -222,7 +221,7 @@ def gradient(
         spread_i = F(1) / F(math.sqrt(variance / F(width) + EPSILON))
         t[spread + i] = spread_i
         for j in range(width):
-            t[first + to + j] = (t[source + j] - mean) * spread_i * scale
+            t[first + to + j] = (t[source + j] - mean) * spread_i
         for j in range(width, d):
             t[first + to + j] = F(0)
         for k in range(c):
@@ -248,9 +247,9 @@ def gradient(
             mean += t[source + j]
             along += t[source + j] * t[seen + j]
         mean /= F(width)
-        along /= F(width) * scale * scale
+        along /= F(width)
         for j in range(width):
-            t[to + j] = (t[source + j] - mean - t[seen + j] * along) * t[spread + i] * scale
+            t[to + j] = (t[source + j] - mean - t[seen + j] * along) * t[spread + i]
     for back in range(blocks):
         level = blocks - 1 - back
         w, alpha = weights + 4 * level * matrix, p[at_alpha + level]

@@ -60,6 +60,11 @@ class BlindFed(Method[Carried]):
     rounds: int = setting(50, "T, rounds of averaging after the rows have passed; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
     local: Local = setting(SGD(learning_rate=0.05, batch_size=16), "client optimiser: E, B, eta")
+    drops: bool = setting(
+        True,
+        'with a constant local.schedule: eta is that of "steps", a tenth after half of the rounds and a hundredth after '
+        "four fifths (Appendix D); false: it stays",
+    )
     protocol: str = setting("masked", "masked (ours) or permuted (the paper's)", choices=("masked", "permuted"))
     encryption: str = setting(
         "ckks", "ckks, or clear: a simulation in which the server sees the rows", choices=("ckks", "clear")
@@ -134,8 +139,13 @@ class BlindFed(Method[Carried]):
     @on_client
     def train(self, client: Client, w: Params) -> Update:
         mine = self.view(client)
-        w_k = client.trained = self.local(mine, w)
+        w_k = client.trained = self.paced(mine, w)
         return Update(w_k - w, len(mine.data.train), mine.metrics)
+
+    @cached_property
+    def paced(self) -> Local:
+        """The client optimiser with the paper's schedule, if it has none of its own."""
+        return replace(self.local, schedule="steps") if self.drops and self.local.schedule == "constant" else self.local
 
     def view(self, client: Client) -> Client:
         return self.held.view(client)
