@@ -287,7 +287,21 @@ class Federation:
         self.excluded[before:] = sorted(self.excluded[before:], key=lambda e: (e.client, e.code))
         if kind != "aggregate":
             self.heard = good
-        wanted = len(cohort) if first is None else first
+        self.suffice(good, len(cohort) if first is None else first, name, before, least)
+
+    def suffice(self, good: int, wanted: int, name: str, before: int, least: int | None = None) -> None:
+        """Check that enough clients gave a valid reply.
+
+        Args:
+            good: how many gave one.
+            wanted: how many were to.
+            name: of the message.
+            before: length of ``excluded`` when they were asked.
+            least: number of valid replies that are needed; by default see :meth:`enough`.
+
+        Raises:
+            RunError: they are too few; with the reasons.
+        """
         if good < (needed := self.enough(wanted) if least is None else least):
             why = reasons(self.excluded[before:])
             raise RunError(

@@ -126,7 +126,7 @@ def host(
                 run.manifest["clients"] = list(link.clients)
                 tell(run, None, [])
                 run.write_manifest()
-            enough(experiment, len(link.clients))
+            enough(experiment, link.clients)
             scores = judge(population, experiment.method, base=experiment.data.base_classes)
             server = Server(run, link, population.model, judge=scores, progress=watcher)
             for crossing in link.hellos:
