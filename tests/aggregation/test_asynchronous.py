@@ -319,10 +319,14 @@ class Answers:
     """A link that streams: a script says who answers next, and what."""
 
     streams = True
+    awaited: ClassVar[dict] = {}  # as asked
     clients = ("a", "b", "c")
 
     def __init__(self, *script):
         self.script, self.asked, self.requests = list(script), {}, []
+
+    def restore(self, awaited):
+        raise AssertionError("nothing is resumed here")
 
     def exchange(self, requests):
         raise AssertionError("a buffer waits for nobody")

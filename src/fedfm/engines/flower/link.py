@@ -61,11 +61,14 @@ class FlowerLink:
     Attributes:
         hellos: the crossings of the hello messages, for the transcript.
         own_data: the silos have their own rows and not a part of the server's table.
+        kept: sites keep their answers to training, by the names of the requests.
 
     Raises:
         InputError: two nodes have the same name.
         RunError: fewer than ``min_clients`` can take part in time.
     """
+
+    kept = False
 
     def __init__(
         self,
@@ -187,11 +190,12 @@ class FlowerLink:
             messages = []
             for node, request in sent[start : start + _BATCH]:
                 if encoded is None or encoded.payload is not request.payload:  # a broadcast is encoded once
-                    encoded = EncodedPayload(request, any(self._held.values()))
-                record, spared = encoded.without(self._held.get(node, frozenset()))
+                    kept = self.kept and request.handler.startswith("train.")
+                    encoded = EncodedPayload(request, any(self._held.values()), kept)
+                record, spared, known_as = encoded.without(self._held.get(node, frozenset()))
                 kind = flower_records.message_type(request.handler)
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
-                one = Underway(node, request, encoded.nbytes, spared, self._presence.since(node))
+                one = Underway(node, request, encoded.nbytes, spared, self._presence.since(node), known_as)
                 messages.append((message, one))
             taken = set(self._grid.push_messages([message for message, _ in messages]))
             for message, one in messages:

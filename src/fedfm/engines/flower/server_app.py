@@ -11,6 +11,7 @@ import time
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fedfm.core.text import visible
 from fedfm.core.wire.limits import room
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.link import FlowerLink
+from fedfm.engines.flower.outstanding import Outstanding
 from fedfm.engines.flower.private_api import is_simulated
 from fedfm.engines.flower.processes import watch_parent
 from fedfm.engines.flower.stream import FlowerStream
@@ -98,7 +100,8 @@ def host(
         real = not is_simulated(grid)
         answered = Answered(run.path / "private" / "answered") if real else None
         describe(run, population, watcher)
-        kind = FlowerStream if real and spec.asynchronous is not None else FlowerLink
+        outstanding = Outstanding(run.path / "private") if real and spec.asynchronous is not None else None
+        kind = FlowerLink if outstanding is None else partial(FlowerStream, outstanding=outstanding)
         link = kind(
             grid,
             gather=spec.timeout,
@@ -132,8 +135,9 @@ def host(
             for crossing in link.hellos:
                 server.fed.transcript.add(crossing)
             result = server.go()
-            if answered is not None:
-                answered.clear()
+            for kept in (answered, outstanding):
+                if kept is not None:
+                    kept.clear()
             return result
         finally:
             ended(link.straggling)
