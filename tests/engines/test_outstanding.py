@@ -71,14 +71,20 @@ class World:
             site = Site(lambda: told, folder / name / "memory", lambda experiment, classes, t=toys: t, answers=file)
             self.apps[node] = App(site, name)
 
-    def serve(self, lost=(), after=None, stop=lambda: False):
-        """A server, from the first round on or after a commit; replies of the ``lost`` do not arrive."""
+    def serve(self, lost=(), after=None, stop=lambda: False, busy=()):
+        """A server, from the first round on or after a commit; replies of the ``lost`` to requests for training do not
+        arrive, and those of the ``busy`` to any message when ``self.end()`` is called.
+        """
+        later = []
 
         def mischief(request, reply):
-            training = request.metadata.message_type.startswith("train")
-            return [] if training and NODES[request.metadata.dst_node_id] in lost else [reply]
+            training, name = request.metadata.message_type.startswith("train"), NODES[request.metadata.dst_node_id]
+            if name in busy:
+                later.append(reply)
+            return [] if name in busy or (training and name in lost) else [reply]
 
         grid = InProcessGrid(self.apps, mischief)
+        self.end = lambda: grid._replies.extend(later)
         link = FlowerStream(
             grid, outstanding=Outstanding(self.folder), timeout=5.0, expected=sorted(ROWS), spare=True, stop=stop
         )
@@ -172,6 +178,24 @@ def test_a_round_that_was_not_completed_asks_nobody_anew(tmp_path, pulled):
     assert value(again) == pytest.approx(hand, rel=1e-5)
     if pulled:
         assert (again.sha256(), fed.cohort) == (second.sha256(), cohort)
+
+
+def test_a_site_that_is_still_at_it_holds_up_no_hello(tmp_path):
+    world = World(tmp_path)
+    fed, step, _ = world.serve(lost="c")
+    w = step(fed.initial, 1)
+    fed, step, _ = world.serve(after=fed.underway, busy="c")
+    assert fed.clients == ("a", "b", "c")
+    for t in (2, 3):
+        w = step(w, t)
+        assert fed.cohort == ("a", "b")
+    assert fed.underway == {"c": (1, 1)}
+    world.end()
+    for t in (4, 5):
+        w = step(w, t)
+    assert fed.began["c"] == 1
+    assert fed.excluded == []
+    assert world.passes.count("c") == 1 + ("c" in fed.underway)  # what it is at now, it was asked for in round 5
 
 
 def test_where_the_site_lost_its_answer_it_is_asked_anew(tmp_path):

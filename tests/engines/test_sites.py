@@ -65,6 +65,7 @@ def test_an_asynchronous_run_that_is_submitted_again_takes_what_a_silo_was_at(tm
             os.kill(int((at.folder / "run/private/server.lock").read_text()), signal.SIGKILL)
             waits = json.loads((at.folder / "run/private/underway.json").read_text())["hospital-b"]
             until(lambda: "submitted again" in at.told(), 120)
+            passed(at, running, rounds(at.folder / "run") + 2)  # the resumed run does not wait for it
         finally:
             os.kill(worker, signal.SIGCONT)
         result = at.result(running)
@@ -73,7 +74,7 @@ def test_an_asynchronous_run_that_is_submitted_again_takes_what_a_silo_was_at(tm
     lines = [json.loads(line) for line in (at.folder / "run/metrics.jsonl").read_text().splitlines()]
     ages = {line["round"]: line["largest_staleness"] for line in lines if "hospital-b" in line["cohort"]}
     (came,) = [t for t, age in ages.items() if t - age == waits["round"]]  # the answer to the request of before
-    assert ages[came] >= 3
+    assert ages[came] >= 5
     assert min(t for t in ages if t > waits["round"]) == came  # and it was the next of this silo
 
 

@@ -30,11 +30,13 @@ class Sent:
     """A request.
 
     Attributes:
+        node: Flower's number of the client's node.
         payload: SHA-256 of its payload, whole.
         name: by which the site keeps its answer.
         nbytes, spared: of the message, for the transcript.
     """
 
+    node: int
     round: int
     call: int
     handler: str
@@ -67,6 +69,10 @@ class Outstanding:
     def sent(self, client: ClientId) -> Sent | None:
         """The last request to a client."""
         return self._sent.get(client)
+
+    def at_work(self) -> dict[int, ClientId]:
+        """Clients by node that have not answered, as far as this server knows."""
+        return {sent.node: client for client, sent in self._sent.items() if not self._file(client).exists()}
 
     def enter(self, requests: Mapping[ClientId, Sent]) -> None:
         """Write requests that are on their way, in place of their clients' last ones."""

@@ -132,8 +132,7 @@ def host(
             enough(experiment, link.clients)
             scores = judge(population, experiment.method, base=experiment.data.base_classes)
             server = Server(run, link, population.model, judge=scores, progress=watcher)
-            for crossing in link.hellos:
-                server.fed.transcript.add(crossing)
+            link.record(server.fed.transcript.add)
             result = server.go()
             for kept in (answered, outstanding):
                 if kept is not None:

@@ -22,7 +22,7 @@ from fedfm.engines.flower.outstanding import Outstanding, Sent
 from fedfm.engines.flower.private_api import SUPERLINK
 from fedfm.engines.flower.sending import Underway, failed, reply_of
 from fedfm.engines.local.engine import Interrupted
-from fedfm.errors import E_HELD, E_TIMEOUT, ClientFault
+from fedfm.errors import E_DIED, E_HELD, E_TIMEOUT, ClientFault
 
 
 class FlowerStream(FlowerLink):
@@ -40,6 +40,7 @@ class FlowerStream(FlowerLink):
         self._ready: deque[Reply] = deque()  # what is pulled is nowhere else, and the caller may stop
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
+        self._unmet: dict[str, tuple[Underway, ClientId]] = {}  # hellos that nobody waits for
         self._anew: dict[str, Request] = {}  # by the message that asks for an answer: what to send if it is not there
         super().__init__(grid, **settings)
 
@@ -75,7 +76,7 @@ class FlowerStream(FlowerLink):
             while self._ready:
                 self._progress()
                 yield self._ready.popleft()
-            came = list(self._grid.pull_messages([*self._underway, *self._late]))
+            came = list(self._grid.pull_messages([*self._underway, *self._late, *self._unmet]))
             for message in came:
                 self._arrived(message)
             if self._stop():
@@ -96,6 +97,8 @@ class FlowerStream(FlowerLink):
         """Take in what was pulled."""
         name = message.metadata.reply_to_message_id
         self._late.discard(name)
+        if name in self._unmet:
+            self._met_late(message, *self._unmet.pop(name))
         if name not in self._underway:
             return
         one, _ = self._underway[name]
@@ -121,7 +124,7 @@ class FlowerStream(FlowerLink):
     def _entry(self, one: Underway) -> Sent:
         request = one.request
         digest = self._outstanding.digest.of(request)
-        return Sent(request.round, request.call, request.handler, digest, one.name, one.nbytes, one.spared)
+        return Sent(one.node, request.round, request.call, request.handler, digest, one.name, one.nbytes, one.spared)
 
     # --- after a stop -------------------------------------------------------------------------------------------------
 
@@ -138,6 +141,31 @@ class FlowerStream(FlowerLink):
             return sent
         same = sent.at == (request.round, request.call) and sent.payload == self._outstanding.digest.of(request)
         return sent if same else None
+
+    def _greet(self) -> None:
+        """Send hello; a site that a former process left at work answers when it has ended, and nobody waits for that.
+
+        Its node is known by the key with which it connects, and has said its name to the former process.
+        """
+        online = self._presence.online()
+        busy = {node: client for node, client in self._outstanding.at_work().items() if node in online}
+        busy = {node: client for node, client in busy.items() if node not in self._greeted}
+        if busy and online.keys() - busy.keys():  # else all have to be waited for
+            self._greeted.update(busy)
+            waiting: dict[str, Underway] = {}
+            unsent = [
+                reply.client for reply in self._push([self._hello(node) for node in busy], waiting, self._timeout)
+            ]
+            self._unmet |= {name: (one, busy[one.node]) for name, one in waiting.items()}
+            self._nodes |= {client: node for node, client in busy.items() if f"node {node}" not in unsent}
+        super()._greet()
+
+    def _met_late(self, message: Message, one: Underway, client: ClientId) -> None:
+        reply, self._held[one.node] = reply_of(message, one, self._most)
+        if reply.fault is not None and reply.fault.code == E_DIED:
+            return  # lost on its way or with its process: the client is who it was
+        self._nodes.pop(client, None)
+        self._met(reply)
 
     def _recall(self, sent: Sequence[tuple[int, Request]], known: Mapping[ClientId, Sent]) -> Iterator[Reply]:
         """Ask sites for answers that they keep, or are still at; these requests are sent where there is none."""
