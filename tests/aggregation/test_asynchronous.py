@@ -14,6 +14,7 @@ import toy
 from fedfm import seeds
 from fedfm.aggregation._asynchronous import Buffered, buffered
 from fedfm.aggregation.base import Aggregator
+from fedfm.cli import main
 from fedfm.config.experiment import Experiment
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
@@ -285,11 +286,19 @@ def test_what_the_federation_does_not_have(tmp_path, late, said):
         fedfm.run(asynchronous(tmp_path, asynchronous=late), progress=Progress())
 
 
-def test_speeds_of_unknown_clients_are_refused_before_anything_is_trained(tmp_path):
+def test_speeds_of_unknown_clients_are_refused_before_anything_is_trained(tmp_path, capsys):
     speeds = {"buffer": 2, "speeds": {"client-3": 2.0}}
     with pytest.raises(InputError, match=r'no client is called client-3 \(did you mean "client-03"\?\)'):
         fedfm.run(asynchronous(tmp_path, asynchronous=speeds), tmp_path / "run", progress=Progress())
     assert not (tmp_path / "run").exists()
+
+    (tmp_path / "exp.toml").write_text(
+        '[data]\nname = "digits"\npartition = { name = "iid", clients = 3 }\nlimit = 60\n[model]\nname = "nano-vit"\n'
+        'adaptation = { name = "head" }\n[method]\nname = "fedavg"\n[run]\n'
+        "asynchronous = { buffer = 2, speeds = { client-3 = 2.0 } }\n"
+    )
+    assert main(["check", str(tmp_path / "exp.toml")]) == 2
+    assert "no client is called client-3" in capsys.readouterr().err
 
     class Killed(Progress):
         def round(self, line):

@@ -69,6 +69,8 @@ def test_an_asynchronous_run_that_is_submitted_again_takes_what_a_silo_was_at(tm
         finally:
             os.kill(worker, signal.SIGCONT)
         result = at.result(running)
+        left = at.answers("hospital-b")
+    assert left.count((waits["round"], waits["call"], waits["handler"])) == 2  # for each of Flower's runs
     assert result["rounds"] == 14
     assert not result["excluded"]
     lines = [json.loads(line) for line in (at.folder / "run/metrics.jsonl").read_text().splitlines()]
