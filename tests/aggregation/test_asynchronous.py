@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
@@ -14,8 +14,9 @@ import toy
 from fedfm import seeds
 from fedfm.aggregation._asynchronous import Buffered, buffered
 from fedfm.aggregation.base import Aggregator
+from fedfm.cli import main
 from fedfm.config.experiment import Experiment
-from fedfm.core.client import Update
+from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply
 from fedfm.errors import ClientFault, InputError, RunError
@@ -33,7 +34,22 @@ def took(client, t):
     return abs(draw) / SPEEDS.get(client, 1.0)
 
 
-def by_hand(buffer, rounds, eta, a, start=1.0):
+@dataclass(frozen=True)
+class Failing(FedAvg):
+    """FedAvg, in which these clients raise an error instead of training."""
+
+    takes_late: ClassVar[bool] = True
+    means: ClassVar[tuple[str, ...]] = ("train",)
+    failing: tuple[str, ...] = field(default=(), metadata={"help": "clients that fail"})
+
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        if client.id in self.failing:
+            raise ValueError("as ordered")
+        return FedAvg.train(self, client, w)
+
+
+def by_hand(buffer, rounds, eta, a, start=1.0, failing=()):
     """(w_t, who was in which buffer, clocks): a client begins as soon as a server update has its answer, or at once."""
     w, versions, clock, queue, states, cohorts, clocks = start, {}, 0.0, {}, [start], [], []
     for t in range(1, rounds + 1):
@@ -41,11 +57,15 @@ def by_hand(buffer, rounds, eta, a, start=1.0):
         for client in ROWS:
             if client not in queue:
                 queue[client] = (clock + took(client, t), t)
-        arrived = sorted(queue, key=lambda client: queue[client][0])[:buffer]
-        step, total = 0.0, 0
-        for client in arrived:
+        arrived, step, total = [], 0.0, 0
+        for client in sorted(queue, key=lambda client: queue[client][0]):
+            if len(arrived) == buffer:
+                break
             end, began = queue.pop(client)
             clock = max(clock, end)
+            if client in failing:
+                continue
+            arrived.append(client)
             rows = ROWS[client]
             change = -eta * (versions[began] - sum(rows) / len(rows))  # one step on all rows
             step += len(rows) * change / (1 + t - began) ** a
@@ -74,6 +94,24 @@ def test_states_are_those_of_an_event_queue_by_hand(buffer, a, tmp_path):
     whole = sum(max(took(client, t) for client in ROWS) for t in range(1, 13))
     assert fed.metrics["synchronous_clock"] == pytest.approx(whole)
     assert len(fed.memory["asynchronous.sent"]) <= len(ROWS) - buffer
+
+
+@pytest.mark.parametrize(("buffer", "failing"), [(1, "d"), (2, "d"), (2, "bd"), (3, "a"), (3, "c")])
+def test_the_next_to_end_has_the_place_of_one_that_fails(buffer, failing, tmp_path):
+    method = Failing(rounds=12, local=SGD(learning_rate=0.3, batch_size=8), failing=tuple(failing))
+    fed = toy.federation(method, ROWS, tmp_path, aggregator=buffered(Aggregator(), buffer, 0.5, SPEEDS))
+    states, cohorts, clocks = by_hand(buffer, 12, 0.3, 0.5, failing=failing)
+    fed.begin(0)
+    w = method.init(fed)
+    for t in range(1, 13):
+        fed.begin(t)
+        w = method.step(fed, w, t)
+        assert float(w["w"]) == pytest.approx(states[t], rel=1e-5)
+        assert fed.cohort == cohorts[t - 1]
+        assert (fed.heard, len(fed.cohort)) == (buffer, buffer)
+        assert fed.metrics["clock"] == pytest.approx(clocks[t - 1])
+    assert {e.client for e in fed.excluded} == set(failing)
+    assert all((e.code, e.reason) == ("E_EXCEPTION", "ValueError: as ordered") for e in fed.excluded)
 
 
 def test_a_slow_client_does_not_hold_up(tmp_path):
@@ -126,11 +164,84 @@ def test_workers_messages_and_a_kill_change_no_bits(tmp_path):
     assert told["clock"] == lines[-1]["clock"] < told["synchronous_clock"]
 
 
+def failing(folder, *clients, **run):
+    tables = asynchronous(folder, **run)
+    tables["method"] |= {"name": "test_asynchronous:Failing", "failing": list(clients)}
+    return tables
+
+
+def test_places_of_clients_that_fail_are_the_same_with_workers_messages_and_after_a_kill(tmp_path):
+    class Killed(Progress):
+        def round(self, line):
+            if line["round"] == 3:
+                raise KeyboardInterrupt
+
+    fail = ("client-00", "client-02")
+    whole = fedfm.run(failing(tmp_path, *fail), tmp_path / "whole", progress=Progress())
+    lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    assert [len(line["cohort"]) for line in lines] == [0, 2, 2, 2, 2, 2, 2]
+    assert {e["client"] for line in lines for e in line["excluded"]} == set(fail)
+    assert {(e["client"], e["code"]) for e in whole["excluded"]} == {(client, "E_EXCEPTION") for client in fail}
+    for run in ({"workers": 2}, {"workers": 3}, {"wire": True}):
+        again = fedfm.run(failing(tmp_path, *fail, **run), progress=Progress())
+        assert again["params_sha256"] == whole["params_sha256"]
+        assert again["excluded"] == whole["excluded"]
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(failing(tmp_path, *fail), tmp_path / "killed", progress=Killed())
+    resumed = fedfm.resume(tmp_path / "killed", progress=Progress())
+    assert (resumed["params_sha256"], resumed["excluded"]) == (whole["params_sha256"], whole["excluded"])
+
+
+def test_places_of_clients_that_fail_are_the_same_over_flower(tmp_path, monkeypatch):
+    """The server of the simulation engine, over a Grid in this process."""
+    from flwr.clientapp import ClientApp
+
+    from fedfm.engines.flower.private_api import identity
+    from fedfm.engines.flower.server_app import host
+    from fedfm.engines.flower.simulation import reply
+    from fedfm.engines.flower.site import of_experiment
+    from fedfm.runtime.run_directory import Run
+    from grid import InProcessGrid
+
+    class App(ClientApp):
+        def __init__(self, site, number):
+            super().__init__()
+            self.site, self.number = site, number
+
+        def __call__(self, message, context):
+            return reply(self.site, self.number, message)
+
+    tables = failing(tmp_path, "client-00", "client-02")
+    local = fedfm.run(tables, progress=Progress())
+    run = Run.create(Experiment.from_dict(tables, imports=True), tmp_path / "run")
+    site = of_experiment(lambda: run.experiment, tmp_path / "memory", tmp_path)
+    monkeypatch.setattr("fedfm.engines.flower.server_app.is_simulated", lambda grid: True)
+    with identity():
+        result = host(run, InProcessGrid({100 + k: App(site, k) for k in range(5)}))
+    assert result["params_sha256"] == local["params_sha256"]
+    assert [(e["round"], e["client"]) for e in result["excluded"]] == [
+        (e["round"], e["client"]) for e in local["excluded"]
+    ]
+
+
+def test_the_run_stops_where_too_few_remain(tmp_path):
+    with pytest.raises(RunError) as error:
+        fedfm.run(failing(tmp_path, *(f"client-0{k}" for k in range(1, 5)), min_clients=2), progress=Progress())
+    assert "round 1: 1 of 2 clients gave a valid reply to train.Failing_train, 2 are needed" in str(error.value)
+    assert "E_EXCEPTION: ValueError: as ordered" in str(error.value)
+    result = fedfm.run(failing(tmp_path, *(f"client-0{k}" for k in range(1, 5))), progress=Progress())
+    assert result["rounds"] == 6  # without run.min_clients half of a buffer is enough
+    with pytest.raises(RunError, match="0 of 2 clients gave a valid reply"):
+        fedfm.run(failing(tmp_path, *(f"client-0{k}" for k in range(5))), progress=Progress())
+
+
 def test_an_audit_repeats_it(tmp_path):
     from fedfm.audits.replay import finished, replay
 
     fedfm.run(asynchronous(tmp_path), tmp_path / "run", progress=Progress())
     assert len(replay(finished(tmp_path / "run")).seen) == 12  # an error if it ends with other bits
+    fedfm.run(failing(tmp_path, "client-00"), tmp_path / "failing", progress=Progress())
+    assert len(replay(finished(tmp_path / "failing")).seen) == 12
 
 
 @pytest.mark.parametrize(
@@ -175,14 +286,56 @@ def test_what_the_federation_does_not_have(tmp_path, late, said):
         fedfm.run(asynchronous(tmp_path, asynchronous=late), progress=Progress())
 
 
+def test_speeds_of_unknown_clients_are_refused_before_anything_is_trained(tmp_path, capsys):
+    speeds = {"buffer": 2, "speeds": {"client-3": 2.0}}
+    with pytest.raises(InputError, match=r'no client is called client-3 \(did you mean "client-03"\?\)'):
+        fedfm.run(asynchronous(tmp_path, asynchronous=speeds), tmp_path / "run", progress=Progress())
+    assert not (tmp_path / "run").exists()
+
+    (tmp_path / "exp.toml").write_text(
+        '[data]\nname = "digits"\npartition = { name = "iid", clients = 3 }\nlimit = 60\n[model]\nname = "nano-vit"\n'
+        'adaptation = { name = "head" }\n[method]\nname = "fedavg"\n[run]\n'
+        "asynchronous = { buffer = 2, speeds = { client-3 = 2.0 } }\n"
+    )
+    assert main(["check", str(tmp_path / "exp.toml")]) == 2
+    assert "no client is called client-3" in capsys.readouterr().err
+
+    class Killed(Progress):
+        def round(self, line):
+            if line["round"] == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(asynchronous(tmp_path), tmp_path / "killed", progress=Killed())
+    manifest = json.loads((tmp_path / "killed/manifest.json").read_text())
+    manifest["experiment"]["run"]["asynchronous"]["speeds"] = {"client-30": 0.2}  # by an editor
+    (tmp_path / "killed/manifest.json").write_text(json.dumps(manifest))
+    before = (tmp_path / "killed/metrics.jsonl").read_text()
+    with pytest.raises(InputError, match="no client is called client-30"):
+        fedfm.resume(tmp_path / "killed", progress=Progress())
+    assert (tmp_path / "killed/metrics.jsonl").read_text() == before
+
+
+def test_speeds_of_clients_with_files_of_their_own_are_checked_with_the_experiment(tmp_path):
+    tables = asynchronous(tmp_path, asynchronous={"buffer": 2, "speeds": {"nort": 2.0}})
+    path = tables["data"]["path"]
+    tables["data"] = {"clients": {"north": path, "south": path}}
+    with pytest.raises(InputError, match=r'no client is called nort \(did you mean "north"\?\)'):
+        Experiment.from_dict(tables)
+
+
 class Answers:
     """A link that streams: a script says who answers next, and what."""
 
     streams = True
+    awaited: ClassVar[dict] = {}  # as asked
     clients = ("a", "b", "c")
 
     def __init__(self, *script):
         self.script, self.asked, self.requests = list(script), {}, []
+
+    def restore(self, awaited):
+        raise AssertionError("nothing is resumed here")
 
     def exchange(self, requests):
         raise AssertionError("a buffer waits for nobody")

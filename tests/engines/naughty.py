@@ -13,7 +13,10 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Naughty(FedAvg):
-    """FedAvg; ``orders``/<client> holds what that client does instead of training: raise, die, hang; wait: before."""
+    """FedAvg; ``orders``/<client> holds what that client does instead of training: raise, die, hang; wait: before.
+
+    If there is a folder ``orders``/log, each pass leaves a line in a file of the client's name there.
+    """
 
     takes_late: ClassVar[bool] = True
     orders: str = field(default="", metadata={"help": "folder of the orders"})
@@ -32,4 +35,8 @@ class Naughty(FedAvg):
                 time.sleep(1000)
             case "wait":
                 time.sleep(20)
-        return super().train(client, w)
+        found = super().train(client, w)
+        if (log := Path(self.orders, "log")).is_dir():
+            with open(log / client.id, "a") as file:
+                file.write(f"{client.seed}\n")
+        return found

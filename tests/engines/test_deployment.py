@@ -91,6 +91,38 @@ def test_a_slow_silo_does_not_hold_up_an_asynchronous_run(tmp_path):
     assert "in an order of their own" in fedfm("audit", tmp_path / "run", code=2)["stderr"]
 
 
+def test_an_answer_to_a_server_that_was_killed_is_not_trained_again(tmp_path):
+    """One of three sleeps 20 s; the ServerApp is stopped, the slow one ends meanwhile, and nobody pulls its answer."""
+    method = f'name = "naughty:Naughty"\nrounds = 16\norders = "{tmp_path}"'
+    exp = experiment(tmp_path, method=method, run="asynchronous = { buffer = 2 }")
+    (tmp_path / "client-01").write_text("wait")
+    (tmp_path / "log").mkdir()
+    out = tmp_path / "run"
+    running = begin("run", exp, "--out", out, "--engine", "deployment")
+    until(lambda: rounds(out) >= 3 or running.poll() is not None)
+    server = int((out / "private/server.lock").read_text())
+    os.kill(server, signal.SIGSTOP)
+    done = rounds(out)
+    assert not (tmp_path / "log/client-01").exists()
+    until(lambda: list(out.glob("private/deployment/sites/*/client-01/private/last-answer")), 60)
+    os.kill(server, signal.SIGKILL)
+    running.communicate(timeout=180)
+    assert running.returncode == 1
+    (tmp_path / "client-01").unlink()
+    waits = json.loads((out / "private/underway.json").read_text())["client-01"]
+    assert (waits["round"], waits["call"]) == (1, 1)
+    result = fedfm("resume", out)
+    assert result["rounds"] == 16
+    assert not result["excluded"]
+    passes = (tmp_path / "log/client-01").read_text().split()
+    assert len(passes) == len(set(passes))  # a pass of round 1, which is in the model, and later ones
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    first = next(line for line in lines if "client-01" in line["cohort"])
+    assert first["round"] >= done
+    assert first["largest_staleness"] == first["round"] - 1
+    assert not (out / "private/underway.json").exists()
+
+
 def excluded(out: Path) -> set[tuple[int, str, str]]:
     """(round, client, code) so far."""
     log = out / "metrics.jsonl"

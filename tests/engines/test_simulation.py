@@ -54,6 +54,19 @@ def test_the_same_clients_attack_and_the_same_rule_withstands_them(tmp_path):
         assert simulated[key] == local[key]
 
 
+def test_a_buffer_without_the_one_that_fails_has_the_local_bits(tmp_path):
+    method = f'name = "naughty:Naughty"\nrounds = 5\norders = "{tmp_path}"'
+    exp = experiment(tmp_path, method=method, run="asynchronous = { buffer = 2, speeds = { client-02 = 0.3 } }")
+    (tmp_path / "client-00").write_text("raise")
+    simulated = fedfm("run", exp, "--out", tmp_path / "simulated", "--engine", "simulation")
+    local = fedfm("run", exp, "--out", tmp_path / "local")
+    same(simulated, local)
+    assert simulated["excluded"] == local["excluded"]
+    assert {e["client"] for e in local["excluded"]} == {"client-00"}
+    lines = [json.loads(line) for line in (tmp_path / "simulated/metrics.jsonl").read_text().splitlines()]
+    assert [line["cohort"] for line in lines[1:]] == [["client-01", "client-02"]] * 5
+
+
 def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp_path):
     method = f'name = "naughty:Naughty"\nrounds = 400\norders = "{tmp_path}"'
     exp = experiment(tmp_path, method=method, run="timeout = 300")

@@ -1,5 +1,7 @@
 """Federations of kits, really started: the local engine's bits, whatever stops and comes back meanwhile."""
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -44,6 +46,38 @@ def test_kits_start_and_give_the_bits_of_the_local_engine(tmp_path):
         assert {line["what"]: line["status"] for line in told["checks"]}["clock"] == "ok"
         private = [p for p in (at.kits / "server" / ".fedfm").rglob("*") if p.is_file() and p.stat().st_mode & 0o077]
         assert private == []
+
+
+@pytest.mark.deployment
+def test_an_asynchronous_run_that_is_submitted_again_takes_what_a_silo_was_at(tmp_path):
+    """One of two silos stands still in its pass; the ServerApp is killed, and the SuperLink stays."""
+    with sites(tmp_path, rounds=14) as at:
+        text = at.experiment.read_text().replace("scaffold", "fedavg")
+        at.experiment.write_text(text + "asynchronous = { buffer = 1 }\n")
+        at.start()
+        running = at.begin()
+        passed(at, running, 1)
+        (lock,) = (at.kits / "hospital-b/.fedfm/runs").glob("*/silo/worker.lock")
+        worker = int(lock.read_text())
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            passed(at, running, rounds(at.folder / "run") + 3)
+            os.kill(int((at.folder / "run/private/server.lock").read_text()), signal.SIGKILL)
+            waits = json.loads((at.folder / "run/private/underway.json").read_text())["hospital-b"]
+            until(lambda: "submitted again" in at.told(), 120)
+            passed(at, running, rounds(at.folder / "run") + 2)  # the resumed run does not wait for it
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        result = at.result(running)
+        left = at.answers("hospital-b")
+    assert left.count((waits["round"], waits["call"], waits["handler"])) == 2  # for each of Flower's runs
+    assert result["rounds"] == 14
+    assert not result["excluded"]
+    lines = [json.loads(line) for line in (at.folder / "run/metrics.jsonl").read_text().splitlines()]
+    ages = {line["round"]: line["largest_staleness"] for line in lines if "hospital-b" in line["cohort"]}
+    (came,) = [t for t, age in ages.items() if t - age == waits["round"]]  # the answer to the request of before
+    assert ages[came] >= 5
+    assert min(t for t in ages if t > waits["round"]) == came  # and it was the next of this silo
 
 
 @pytest.mark.outage

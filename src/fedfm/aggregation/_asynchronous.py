@@ -25,9 +25,8 @@ from fedfm import seeds
 from fedfm.aggregation.base import Aggregator, Half, Of, Payload, Transport
 from fedfm.core import update_metrics
 from fedfm.core.checks import match
-from fedfm.core.client import ClientId, Update, each
+from fedfm.core.client import ClientId, Update, action, each
 from fedfm.core.federation import Federation
-from fedfm.errors import InputError
 from fedfm.linalg.params import Layout
 
 Check = Callable[[ClientId, Update], None]
@@ -95,9 +94,9 @@ class Buffered(Transport):
     def _simulated(
         self, fed: Federation, handler: Half, payload: Payload, check: Check
     ) -> Iterator[tuple[int, Update]]:
-        """(round in which it began, update) of the K that end first by the simulated clock."""
-        if unknown := sorted(set(self.speeds) - set(fed.clients)):
-            raise InputError(f"run.asynchronous.speeds: no client is called {', '.join(unknown)}")
+        """(round in which it began, update) of the first K to end by the simulated clock; of one that fails, the next
+        to end has the place, as on a deployment. The clock's draws are of the run's seed, and so is the order.
+        """
         clock, synchronous = fed.memory.get(_CLOCKS, [0.0, 0.0])
         underway = dict(fed.memory.get(_UNDERWAY, {}))
         sent = {**fed.memory.get(_SENT, {}), str(fed.round): dict(payload)}
@@ -105,13 +104,23 @@ class Buffered(Transport):
         for client in fed.clients:
             if client not in underway:
                 underway[client] = [clock + took[client], fed.round]
-        due = sorted(sorted(underway, key=lambda client: (underway[client][0], client))[: self.buffer])
-        began = {client: underway[client][1] for client in due}
-        clock = max(underway.pop(client)[0] for client in due)
-        if set(began.values()) != {fed.round}:
-            payload = {key: each({c: sent[str(t)][key] for c, t in began.items()}) for key in payload}
-        for client, update in fed.exchange("train", handler, due, payload, self.wire_type, form=self.form, check=check):
-            yield began[client], update
+        queue = sorted(underway, key=lambda client: (underway[client][0], client))
+        before, cohort = len(fed.excluded), list[ClientId]()
+        while queue and len(cohort) < self.buffer:
+            places = self.buffer - len(cohort)
+            due, queue = sorted(queue[:places]), queue[places:]
+            ended = {client: underway.pop(client) for client in due}
+            clock, began = max(end for end, _ in ended.values()), {client: t for client, (_, t) in ended.items()}
+            now = payload
+            if set(began.values()) != {fed.round}:
+                now = {key: each({c: sent[str(t)][key] for c, t in began.items()}) for key in payload}
+            for client, update in fed.exchange(
+                "train", handler, due, now, self.wire_type, form=self.form, check=check, least=0
+            ):
+                cohort.append(client)
+                yield began[client], update
+        fed.cohort, fed.heard = tuple(sorted(cohort)), len(cohort)
+        fed.suffice(len(cohort), self.buffer, f"train.{action(handler)}", before)
         needed = {str(t) for _, t in underway.values()}
         clocks = [clock, synchronous + max(took.values())]
         fed.memory[_UNDERWAY], fed.memory[_CLOCKS] = underway, clocks

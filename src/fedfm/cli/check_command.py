@@ -29,6 +29,7 @@ def check(args: Any) -> int:
     population = None
     # With a SuperLink, data and model lie on its machine: this one if it has the kit.
     if not experiment.run.superlink or Path(experiment.run.superlink).is_dir():
+        from fedfm.config.compatibility import enough
         from fedfm.models.names import locate
 
         if isinstance(experiment.method, Modelled):
@@ -42,6 +43,8 @@ def check(args: Any) -> int:
         from fedfm.runtime.population import populate
 
         population = populate(experiment)
+        if population.clients:
+            enough(experiment, population.clients)
         classes = list(population.federated.table.classes)
         trainable = sum(population.model.layout.sizes.values())
         expected = forecast(experiment, population) if population.clients else None  # the silos have the rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from fedfm.aggregation import private
@@ -23,7 +24,7 @@ from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser,
 from fedfm.core.client import Update
 from fedfm.core.method import nested
 from fedfm.data.spec import IN_MEMORY
-from fedfm.errors import InputError, listed
+from fedfm.errors import InputError, close, listed
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
 from fedfm.training import TrainsLocally
@@ -33,12 +34,14 @@ from fedfm.training.personal import TwoModels
 _OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that rows from a user's function take
 
 
-def enough(e: Any, clients: int) -> None:
-    """Refuse ``run.min_clients`` or an aggregation that needs more clients than the federation has.
+def enough(e: Any, names: Sequence[str]) -> None:
+    """Refuse what the federation's clients cannot give: ``run.min_clients`` or an aggregation that needs more of them,
+    and settings of a client that is not among them. Engines call it as soon as they know the clients' names.
 
     Raises:
-        InputError: with the number of clients that it needs.
+        InputError: with the number of clients that it needs, or with the name.
     """
+    clients = len(names)
     fraction = e.method.fraction if isinstance(e.method, Sampling) else 1.0
     cohort, least = max(math.floor(fraction * clients + 1e-9), 1), e.aggregation.least()
     if e.run.min_clients is not None and e.run.min_clients > cohort and not e.method.needs.pooled:
@@ -47,11 +50,19 @@ def enough(e: Any, clients: int) -> None:
     late = e.run.asynchronous
     if late is not None and late.buffer > clients:
         raise InputError(f"run.asynchronous.buffer = {late.buffer}: there are {clients} clients")
+    if late is not None:
+        _known(late.speeds, names)
     if cohort < least:
         raise InputError(
             f'aggregation.name = "{_rule(e)}": it needs {least} updates a round, and a round asks {cohort} of '
             f"{clients} clients"
         )
+
+
+def _known(speeds: Mapping[str, float], names: Collection[str]) -> None:
+    if unknown := sorted(speeds.keys() - set(names)):
+        hint = close(unknown[0], names) if len(unknown) == 1 else ""
+        raise InputError(f"run.asynchronous.speeds: no client is called {', '.join(unknown)}{hint}")
 
 
 def asynchronous(e: Any) -> Any:
@@ -90,6 +101,8 @@ def asynchronous(e: Any) -> Any:
         raise InputError(f'{where} engine = "folder" waits for the answers of whole rounds; drop one of the two')
     if late.speeds and e.run.engine == "deployment":
         raise InputError(f"{where} speeds: on a deployment clients are as fast as they are; drop it")
+    if e.data.clients:
+        _known(late.speeds, e.data.clients)
     return buffered(e.aggregation, late.buffer, late.staleness, late.speeds)
 
 

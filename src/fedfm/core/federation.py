@@ -89,6 +89,7 @@ class Federation:
         self.cohort: tuple[ClientId, ...] = ()
         self.underway: dict[ClientId, tuple[int, int]] = {}
         self.began: dict[ClientId, int] = {}
+        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # with what may be asked instead
         self._on_excluded = on_excluded
         self.clients: tuple[ClientId, ...] = tuple(sorted(link.clients))
 
@@ -102,6 +103,17 @@ class Federation:
         self.round, self.call, self.metrics, self.cohort, self.notices = t, 0, {}, (), []
         self.client_metrics = {}
         self.memory = self._memory(t)
+
+    def restore(self, underway: Mapping[ClientId, tuple[int, int]]) -> None:
+        """Go on waiting for requests of a process before this one, if the link can.
+
+        Args:
+            underway: as it was at the commit after which the run goes on.
+        """
+        if isinstance(self._link, Streaming) and self._link.streams:
+            self.underway = {client: at for client, at in underway.items() if client in self.clients}
+            self._restored = dict.fromkeys(self.underway)
+            self._link.restore(self.underway)
 
     def commit(self) -> None:
         """Write the server's memory."""
@@ -237,6 +249,9 @@ class Federation:
         asked = dict.fromkeys(cohort, (self.round, self.call))
         if first is not None:
             asked |= self.underway
+            instead = [client for client, at in self._restored.items() if at is None]
+            self._restored |= dict.fromkeys(instead, (self.round, self.call))
+            cohort = sorted({*cohort, *instead})
         elif counted and not self.cohort:
             self.cohort = tuple(cohort)
         varying = [k for k, v in payload.items() if isinstance(v, each)]
@@ -256,6 +271,7 @@ class Federation:
                 self._exclude(reply.client, fault)
                 continue
             pending.remove(reply.client)
+            self._restored.pop(reply.client, None)
             self._record(name, reply, form, down, counted)
             try:
                 if reply.fault is not None:
@@ -281,13 +297,28 @@ class Federation:
             for client in sorted(pending):
                 self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"))
         else:
-            self.underway = {client: asked[client] for client in pending}
+            awaited = self._link.awaited if isinstance(self._link, Streaming) else {}
+            self.underway = {client: awaited.get(client, asked[client]) for client in sorted(pending)}
             self.cohort = tuple(sorted(early))
         yield from sorted(early.items())
         self.excluded[before:] = sorted(self.excluded[before:], key=lambda e: (e.client, e.code))
         if kind != "aggregate":
             self.heard = good
-        wanted = len(cohort) if first is None else first
+        self.suffice(good, len(cohort) if first is None else first, name, before, least)
+
+    def suffice(self, good: int, wanted: int, name: str, before: int, least: int | None = None) -> None:
+        """Check that enough clients gave a valid reply.
+
+        Args:
+            good: how many gave one.
+            wanted: how many were to.
+            name: of the message.
+            before: length of ``excluded`` when they were asked.
+            least: number of valid replies that are needed; by default see :meth:`enough`.
+
+        Raises:
+            RunError: they are too few; with the reasons.
+        """
         if good < (needed := self.enough(wanted) if least is None else least):
             why = reasons(self.excluded[before:])
             raise RunError(
@@ -304,7 +335,7 @@ class Federation:
         if reply.client not in pending:
             code, why = (E_DUPLICATE, "a second reply to one request"), (E_CLIENT, "was not asked in this call")
             raise ClientFault(*(code if reply.client in asked else why))
-        if (reply.round, reply.call) != asked[reply.client]:
+        if (reply.round, reply.call) not in (asked[reply.client], self._restored.get(reply.client)):
             raise ClientFault(E_ROUND, f"a reply to round {reply.round}, call {reply.call}")
 
     def _exclude(self, client: ClientId, fault: ClientFault) -> None:

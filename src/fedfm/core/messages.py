@@ -58,6 +58,17 @@ class Streaming(Link, Protocol):
 
     streams: bool  # whether it is used so
 
+    @property
+    def awaited(self) -> Mapping[ClientId, tuple[int, int]]:
+        """(round, call) of the requests of :meth:`stream` whose replies have not been yielded."""
+
+    def restore(self, awaited: Mapping[ClientId, tuple[int, int]]) -> None:
+        """Wait for these requests of a process before this one.
+
+        The next :meth:`stream` gets a request for each of their clients, to deliver if nothing is known of the former
+        one.
+        """
+
     def stream(self, requests: Sequence[Request]) -> Iterator[Reply]:
         """Deliver; yield replies to these and to earlier requests of this kind as they arrive, while any is awaited."""
 

@@ -119,6 +119,14 @@ class CodedLink:
         """Whether clients may answer in a later call."""
         return isinstance(self._link, Streaming) and self._link.streams
 
+    @property
+    def awaited(self) -> Mapping[ClientId, tuple[int, int]]:
+        return self._link.awaited if isinstance(self._link, Streaming) else {}
+
+    def restore(self, awaited: Mapping[ClientId, tuple[int, int]]) -> None:
+        if isinstance(self._link, Streaming):
+            self._link.restore(awaited)
+
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         yield from self._through(self._link.exchange, requests, requests[0].handler.startswith(_METHODS))
 

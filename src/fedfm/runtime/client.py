@@ -150,6 +150,16 @@ class Silos:
             raise ClientFault(E_FIELD, f"{handler} takes no {sorted(unknown)}")
         return {key: conform(value, hints[key], key) for key, value in payload.items()}
 
+    def permit(self, handler: str) -> None:
+        """Check a request against the silo's policy.
+
+        Raises:
+            ClientFault: E_REFUSED, with the reason.
+        """
+        kind, _, name = handler.partition(".")
+        if (why := self._why_refused(kind, name)) is not None:
+            raise ClientFault(E_REFUSED, why)
+
     def _fault(self, client: ClientId, error: BaseException) -> ClientFault:
         self._on_error(client, "".join(traceback.format_exception(error)))
         text = first_line(error) if self._reveal else "see the site's errors.log"
@@ -158,9 +168,8 @@ class Silos:
         return ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
     def _answer(self, request: Request) -> Any:
+        self.permit(request.handler)
         kind, _, name = request.handler.partition(".")
-        if (why := self._why_refused(kind, name)) is not None:
-            raise ClientFault(E_REFUSED, why)
         fn, client = self._handlers[request.handler], self.client(request)
         payload = {key: value for key, value in request.payload.items() if key not in (TOLD, SCALE)}
         client.told, client.scale = request.payload.get(TOLD), request.payload.get(SCALE)

@@ -41,7 +41,7 @@ _NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices"
 _PARTS = [".manifest.json.*", ".metrics.jsonl.*", ".messages.jsonl.*", ".*.npz.*", "arrays/.*", "checkpoint/.*"]
 _PARTS += ["private/checkpoint/.*", "private/server/.*", "private/memory/*/.*", "private/+kept/*/.*"]
 _PARTS += ["private/memory/+kept/*/.*", "private/+store/*/.*", "private/memory/+store/*/.*"]
-_PARTS += ["private/folder/*/.*", "private/folder/*/*/.*"]
+_PARTS += ["private/folder/*/.*", "private/folder/*/*/.*", "private/.underway.json.*", "private/underway/.*"]
 KEEP = 2  # checkpoints: the newest, and a fallback
 
 
@@ -187,6 +187,7 @@ class Run:
             "seconds": seconds,
             "excluded": [asdict(e) for e in fed.excluded],
             "cohort": list(fed.cohort),
+            "underway": {client: list(at) for client, at in fed.underway.items()},
             "metrics": dict(fed.metrics),
             "extra": dict(extra or {}),
             "kept": kept_files.parties(self.path / "private"),
@@ -285,6 +286,7 @@ class Run:
         fed.transcript.bytes_up, fed.transcript.bytes_down = record["bytes_up"], record["bytes_down"]
         fed.excluded = [Excluded(**e) for e in record["excluded"]]
         fed.cohort, fed.metrics = tuple(record["cohort"]), dict(record["metrics"])
+        fed.restore({client: (t, call) for client, (t, call) in record.get("underway", {}).items()})
         self.seconds = record["seconds"]
 
     def keep_arrays(self, t: int, arrays: Mapping[str, np.ndarray]) -> None:

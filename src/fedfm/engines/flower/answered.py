@@ -30,7 +30,7 @@ class Answered:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._round, self._size = folder, -1, 0
-        self._last: tuple[Mapping[str, Any], str] | None = None
+        self._digest = Digest()
 
     def find(self, request: Request) -> Reply | None:
         """The reply to this request, if it came before."""
@@ -41,7 +41,7 @@ class Answered:
             return None
         if (told["client"], told["handler"]) != (request.client, request.handler):
             return None
-        if told["payload"] != self._digest(request):
+        if told["payload"] != self._digest.of(request):
             return None
         sizes = told["down"], told["up"]
         return Reply(request.client, told["value"], request.round, request.call, *sizes, None, told["spared"])
@@ -53,7 +53,7 @@ class Answered:
         if self._size > _MOST:
             self.clear()
             return
-        told = {"client": request.client, "handler": request.handler, "payload": self._digest(request)}
+        told = {"client": request.client, "handler": request.handler, "payload": self._digest.of(request)}
         sizes = {"down": reply.nbytes_down, "up": reply.nbytes_up, "spared": reply.spared}
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -79,8 +79,15 @@ class Answered:
         name = hashlib.sha256(f"{request.handler}\n{request.client}".encode()).hexdigest()[:32]
         return self._folder / f"{request.round}-{request.call}-{name}"
 
-    def _digest(self, request: Request) -> str:
-        """SHA-256 of the payload; a broadcast is read once."""
+
+class Digest:
+    """SHA-256 of requests' payloads; a broadcast is read once."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Mapping[str, Any], str] | None = None
+
+    def of(self, request: Request) -> str:
+        """The payload's, whole."""
         if self._last is None or self._last[0] is not request.payload:
             head, pieces = payload.encode(request.payload)
             digest = hashlib.sha256(head.encode())

@@ -59,13 +59,16 @@ class FlowerLink:
         notice: called for every node that does not take part.
 
     Attributes:
-        hellos: the crossings of the hello messages, for the transcript.
+        hellos: the crossings of the hello messages.
         own_data: the silos have their own rows and not a part of the server's table.
+        kept: sites keep their answers to training, by the names of the requests.
 
     Raises:
         InputError: two nodes have the same name.
         RunError: fewer than ``min_clients`` can take part in time.
     """
+
+    kept = False
 
     def __init__(
         self,
@@ -102,6 +105,7 @@ class FlowerLink:
         self._unheld: list[tuple[int, Request]] = []  # to send again, whole
         self._late: set[str] = set()  # messages that timed out: their replies are pulled and dropped
         self.hellos: list[Crossing] = []
+        self._crossed: Callable[[Crossing], None] = lambda crossing: None
         self.own_data = False
         self._gather(min_clients)
 
@@ -114,6 +118,12 @@ class FlowerLink:
     def straggling(self) -> bool:
         """Whether a client that timed out may still be running."""
         return bool(self._late)
+
+    def record(self, add: Callable[[Crossing], None]) -> None:
+        """Give the transcript the hellos, and those to come."""
+        for crossing in self.hellos:
+            add(crossing)
+        self._crossed = add
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
         """Deliver; yield replies as clients finish. A client that is absent or late gets a fault."""
@@ -187,11 +197,12 @@ class FlowerLink:
             messages = []
             for node, request in sent[start : start + _BATCH]:
                 if encoded is None or encoded.payload is not request.payload:  # a broadcast is encoded once
-                    encoded = EncodedPayload(request, any(self._held.values()))
-                record, spared = encoded.without(self._held.get(node, frozenset()))
+                    kept = self.kept and request.handler.startswith("train.")
+                    encoded = EncodedPayload(request, any(self._held.values()), kept)
+                record, spared, known_as = encoded.without(self._held.get(node, frozenset()))
                 kind = flower_records.message_type(request.handler)
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
-                one = Underway(node, request, encoded.nbytes, spared, self._presence.since(node))
+                one = Underway(node, request, encoded.nbytes, spared, self._presence.since(node), known_as)
                 messages.append((message, one))
             taken = set(self._grid.push_messages([message for message, _ in messages]))
             for message, one in messages:
@@ -304,25 +315,32 @@ class FlowerLink:
         if not new:
             return
         self._greeted.update(new)
-        requests = [(node, Request(f"node {node}", HELLO, self._greeting, 0, 0)) for node in new]
-        for reply in self._deliver(requests):
-            try:
-                if reply.fault is not None:
-                    raise reply.fault
-                name, fault = self._introduce(reply.value)
-            except ClientFault as fault:
-                self._notice(f"{reply.client} does not take part: {fault}")
-                continue
-            node = int(reply.client.removeprefix("node "))
-            if name in self._nodes or name in self._barred:
-                raise InputError(f'two nodes say that they are "{name}": give each silo a name of its own')
-            for sender, receiver, nbytes in (("server", name, reply.nbytes_down), (name, "server", reply.nbytes_up)):
-                self.hellos.append(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
-            if fault is None:
-                self._nodes[name] = node
-            else:
-                self._barred[name] = fault
-                self._notice(f"{name} does not take part: {fault}")
+        for reply in self._deliver([self._hello(node) for node in new]):
+            self._met(reply)
+
+    def _hello(self, node: int) -> tuple[int, Request]:
+        return node, Request(f"node {node}", HELLO, self._greeting, 0, 0)
+
+    def _met(self, reply: Reply) -> None:
+        """Take in the answer to a hello."""
+        try:
+            if reply.fault is not None:
+                raise reply.fault
+            name, fault = self._introduce(reply.value)
+        except ClientFault as fault:
+            self._notice(f"{reply.client} does not take part: {fault}")
+            return
+        node = int(reply.client.removeprefix("node "))
+        if name in self._nodes or name in self._barred:
+            raise InputError(f'two nodes say that they are "{name}": give each silo a name of its own')
+        for sender, receiver, nbytes in (("server", name, reply.nbytes_down), (name, "server", reply.nbytes_up)):
+            self.hellos.append(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
+            self._crossed(self.hellos[-1])
+        if fault is None:
+            self._nodes[name] = node
+        else:
+            self._barred[name] = fault
+            self._notice(f"{name} does not take part: {fault}")
 
     def _introduce(self, value: Any) -> tuple[ClientId, ClientFault | None]:
         """(name, reason not to take part or None) from a reply to hello."""

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from flwr.app import Message
 
 from fedfm.core.messages import Reply, Request
-from fedfm.core.wire import codec
+from fedfm.core.wire import codec, flower_records
 from fedfm.engines.answers import opened
-from fedfm.engines.flower import held
+from fedfm.engines.flower import held, recall
 from fedfm.engines.flower.private_api import client_fault
 from fedfm.errors import E_FORMAT, ClientFault
 
@@ -46,21 +46,29 @@ class Underway(NamedTuple):
     nbytes: int  # with all its parameters
     spared: int  # of these, how many do not cross
     since: str = ""  # when its node connected, as the SuperLink writes it
+    name: str = ""  # by which its site keeps the answer, where answers are kept
 
 
 class EncodedPayload:
-    """A payload in the forms in which it is sent: whole, and without what a site holds."""
+    """A payload in the forms in which it is sent: whole, and without what a site holds.
 
-    def __init__(self, request: Request, spare: bool) -> None:
+    Args:
+        spare: some site holds parameters.
+        kept: sites keep their answers, by name.
+    """
+
+    def __init__(self, request: Request, spare: bool, kept: bool = False) -> None:
         self._request, self.payload, self.nbytes = request, request.payload, codec.weigh(request.payload)
         self._known = held.hashes(request.payload) if spare else {}
-        self._forms: dict[frozenset[str], tuple[Any, int]] = {}
+        self._kept = kept
+        self._forms: dict[frozenset[str], tuple[Any, int, str]] = {}
 
-    def without(self, there: frozenset[str]) -> tuple[Any, int]:
-        """(record, spared bytes) for a site where these parameters are."""
+    def without(self, there: frozenset[str]) -> tuple[Any, int, str]:
+        """(record, spared bytes, name) for a site where these parameters are."""
         names = there & frozenset(self._known.values())
         if names not in self._forms:
             body = held.shortened(self.payload, self._known, names) if names else self.payload
             record = codec.to_record(codec.envelope(self._request.round, self._request.call, body))
-            self._forms[names] = record, self.nbytes - codec.weigh(body)
+            name = recall.name_of(self._request.handler, *flower_records.unpack(record)) if self._kept else ""
+            self._forms[names] = record, self.nbytes - codec.weigh(body), name
         return self._forms[names]

@@ -11,6 +11,7 @@ import time
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fedfm.core.text import visible
 from fedfm.core.wire.limits import room
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.link import FlowerLink
+from fedfm.engines.flower.outstanding import Outstanding
 from fedfm.engines.flower.private_api import is_simulated
 from fedfm.engines.flower.processes import watch_parent
 from fedfm.engines.flower.stream import FlowerStream
@@ -98,7 +100,8 @@ def host(
         real = not is_simulated(grid)
         answered = Answered(run.path / "private" / "answered") if real else None
         describe(run, population, watcher)
-        kind = FlowerStream if real and spec.asynchronous is not None else FlowerLink
+        outstanding = Outstanding(run.path / "private") if real and spec.asynchronous is not None else None
+        kind = FlowerLink if outstanding is None else partial(FlowerStream, outstanding=outstanding)
         link = kind(
             grid,
             gather=spec.timeout,
@@ -126,14 +129,14 @@ def host(
                 run.manifest["clients"] = list(link.clients)
                 tell(run, None, [])
                 run.write_manifest()
-            enough(experiment, len(link.clients))
+            enough(experiment, link.clients)
             scores = judge(population, experiment.method, base=experiment.data.base_classes)
             server = Server(run, link, population.model, judge=scores, progress=watcher)
-            for crossing in link.hellos:
-                server.fed.transcript.add(crossing)
+            link.record(server.fed.transcript.add)
             result = server.go()
-            if answered is not None:
-                answered.clear()
+            for kept in (answered, outstanding):
+                if kept is not None:
+                    kept.clear()
             return result
         finally:
             ended(link.straggling)

@@ -19,6 +19,7 @@ from fedfm.core.checks import conform
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Request
 from fedfm.core.wire import codec, flower_records, payload
+from fedfm.engines.flower import recall
 from fedfm.engines.flower.held import NAMES, Retained, unreferred
 from fedfm.errors import (
     E_EXCEPTION,
@@ -55,6 +56,7 @@ class Site:
         population: reads rows and model, given the experiment and, at a silo, the server's class names.
         on_error: receives tracebacks, which stay here.
         own: the silo with its own rows; None if the rows are a part of the server's table.
+        answers: file of the last answer to a request for training in buffered asynchronous rounds; None: none is kept.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Site:
         *,
         on_error: Callable[[ClientId, str], None] = lambda client, text: None,
         own: Own | None = None,
+        answers: Path | None = None,
     ) -> None:
+        self._answers = None if answers is None else recall.LastAnswer(answers)
         self._read, self._memory, self._populate = experiment, memory, population
         self._on_error, self._own = on_error, own
         self._round = 0  # of the latest message
@@ -155,15 +159,19 @@ class Site:
             name = self._name(client)
             if self._own is not None and self._own.changed():
                 self.__dict__.pop("silos", None)
-            if handler == HELLO:
-                value = self._hello(name, message["body"])
+            answers, asked = self._keeping(handler), recall.asked(message["body"])
+            sent = asked or ("" if answers is None else recall.name_of(handler, head, data))
+            given = None if answers is None else answers.find(sent)
+            if given is not None:
+                self.silos.permit(handler)
+                head, data = given
+            elif asked is not None:
+                raise recall.missing()
             else:
-                body = (unreferred if self._held is None else self._held.rebuilt)(message["body"])
-                body = self.silos.conform(handler, body)
-                (value,) = self.silos.answer([Request(name, handler, body, round, call)])
-            if isinstance(value, ClientFault):
-                raise value if self._own is None else self._without_values(name, value)
-            head, data = _halves(codec.envelope(round, call, value))
+                value = self._value(name, handler, message["body"], (round, call))
+                head, data = _halves(codec.envelope(round, call, value))
+                if answers is not None:
+                    answers.keep(sent, head, data)
             if self._own is not None:
                 self._own.leaves(handler, (round, call), (head, data), self.experiment)
             return self._telling(head), data
@@ -179,6 +187,22 @@ class Site:
         told = {"code": fault.code, "reason": fault.reason[:400]}
         head, data = _halves({"round": round, "call": call, "fault": told})
         return self._telling(head), data
+
+    def _value(self, name: ClientId, handler: str, body: Any, at: tuple[int, int]) -> Any:
+        """What a client half, or the hello, gives."""
+        if handler == HELLO:
+            return self._hello(name, body)
+        body = (unreferred if self._held is None else self._held.rebuilt)(body)
+        body = self.silos.conform(handler, body)
+        (value,) = self.silos.answer([Request(name, handler, body, *at)])
+        if isinstance(value, ClientFault):
+            raise value if self._own is None else self._without_values(name, value)
+        return value
+
+    def _keeping(self, handler: str) -> recall.LastAnswer | None:
+        """Where the answer to such a request is kept: in asynchronous rounds a server may ask for it again."""
+        late = handler.startswith("train.") and self.experiment.run.asynchronous is not None
+        return self._answers if late else None
 
     def _telling(self, head: str) -> str:
         """The head of a reply that also says which parameters are held here."""
@@ -246,13 +270,17 @@ def _halves(value: Any) -> tuple[str, bytes]:
     return head, b"".join(pieces)
 
 
-def of_experiment(experiment: Callable[[], Experiment], memory: Path, errors: Path) -> Site:
+def of_experiment(
+    experiment: Callable[[], Experiment], memory: Path, errors: Path, answers: Path | None = None
+) -> Site:
     """A site whose clients hold parts of the experiment's own table.
 
     Args:
         errors: folder with a ``private/`` for tracebacks.
+        answers: as of :class:`Site`.
     """
-    return Site(experiment, memory, lambda known, classes: populate(known), on_error=partial(record_error, errors))
+    told = partial(record_error, errors)
+    return Site(experiment, memory, lambda known, classes: populate(known), on_error=told, answers=answers)
 
 
 def _check_depth(text: str) -> None:
@@ -282,12 +310,18 @@ def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
         return Experiment.from_dict(tomllib.loads(told["experiment"]), imports=imports)
 
     (folder / "private").mkdir(mode=0o700, exist_ok=True)
+    answers = folder / "private" / recall.FILE
     if not told["silo"]:
-        return of_experiment(partial(experiment, True), folder / "memory", folder), told["client"]
+        return of_experiment(partial(experiment, True), folder / "memory", folder, answers), told["client"]
     from fedfm.engines.flower.own_silo import Own
 
     own = Own(folder, told)
     site = Site(
-        partial(experiment, False), folder / "memory", own.populate, on_error=partial(record_error, folder), own=own
+        partial(experiment, False),
+        folder / "memory",
+        own.populate,
+        on_error=partial(record_error, folder),
+        own=own,
+        answers=answers,
     )
     return site, own.name

@@ -1,36 +1,61 @@
-"""A FlowerLink whose server goes on before all have answered, for buffered asynchronous rounds."""
+"""A FlowerLink whose server goes on before all have answered, for buffered asynchronous rounds.
+
+After a stop it asks nobody anew who has answered, or is still at it: see :mod:`fedfm.engines.flower.outstanding`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
+from fedfm.core.wire import codec, flower_records
+from fedfm.engines.flower import recall
 from fedfm.engines.flower.link import POLL, FlowerLink
+from fedfm.engines.flower.outstanding import Outstanding, Sent
 from fedfm.engines.flower.private_api import SUPERLINK
 from fedfm.engines.flower.sending import Underway, failed, reply_of
 from fedfm.engines.local.engine import Interrupted
-from fedfm.errors import E_HELD, E_TIMEOUT, ClientFault
+from fedfm.errors import E_DIED, E_HELD, E_TIMEOUT, ClientFault
 
 
 class FlowerStream(FlowerLink):
-    """A link that streams; arguments as of :class:`FlowerLink`."""
+    """A link that streams.
 
-    streams = True
+    Args:
+        outstanding: the requests of a former process, and of this one for the next.
+        settings: as of :class:`FlowerLink`.
+    """
 
-    def __init__(self, grid: Grid, **settings: Any) -> None:
+    streams, kept = True, True
+
+    def __init__(self, grid: Grid, *, outstanding: Outstanding, **settings: Any) -> None:
         self._underway: dict[str, tuple[Underway, float]] = {}  # with the time of giving up
         self._ready: deque[Reply] = deque()  # what is pulled is nowhere else, and the caller may stop
+        self._outstanding = outstanding
+        self._restored: dict[ClientId, tuple[int, int]] = {}
+        self._unmet: dict[str, tuple[Underway, ClientId]] = {}  # hellos that nobody waits for
+        self._anew: dict[str, Request] = {}  # by the message that asks for an answer: what to send if it is not there
         super().__init__(grid, **settings)
 
     @property
     def straggling(self) -> bool:
         """Whether a client that timed out, or that nobody waits for, may still be running."""
         return super().straggling or bool(self._underway)
+
+    @property
+    def awaited(self) -> Mapping[ClientId, tuple[int, int]]:
+        sent = {one.request.client: (one.request.round, one.request.call) for one, _ in self._underway.values()}
+        return sent | {reply.client: (reply.round, reply.call) for reply in self._ready}
+
+    def restore(self, awaited: Mapping[ClientId, tuple[int, int]]) -> None:
+        self._restored = dict(awaited)
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Reply]:
         """Deliver; yield replies to these and to earlier requests of this kind as they arrive, while any is awaited.
@@ -39,35 +64,28 @@ class FlowerStream(FlowerLink):
         """
         if self._stop():
             raise Interrupted
-        sent, absent = self._placed(requests)
+        known = {one.client: before for one in requests if (before := self._sent_before(one)) is not None}
+        pulled = {client: reply for client in known if (reply := self._outstanding.answer(client)) is not None}
+        self._ready.extend(sorted(pulled.values(), key=lambda reply: (reply.round, reply.call, reply.client)))
+        sent, absent = self._placed([request for request in requests if request.client not in pulled])
         yield from absent
-        yield from self._launch(sent)
+        yield from self._launch([(node, request) for node, request in sent if request.client not in known])
+        yield from self._recall([(node, request) for node, request in sent if request.client in known], known)
         pause = POLL[0]
         while self._ready or self._underway:
             while self._ready:
                 self._progress()
                 yield self._ready.popleft()
-            came = list(self._grid.pull_messages([*self._underway, *self._late]))
+            came = list(self._grid.pull_messages([*self._underway, *self._late, *self._unmet]))
             for message in came:
-                name = message.metadata.reply_to_message_id
-                self._late.discard(name)
-                if name not in self._underway:
-                    continue
-                one, _ = self._underway[name]
-                if message.metadata.src_node_id not in (one.node, SUPERLINK):
-                    continue  # from another node
-                del self._underway[name]
-                reply, self._held[one.node] = reply_of(message, one, self._most)
-                if reply.fault is not None and reply.fault.code == E_HELD and one.spared:
-                    self._ready.extend(self._launch([(one.node, one.request)]))  # again, whole
-                    continue
-                self._ready.append(reply)
+                self._arrived(message)
             if self._stop():
                 raise Interrupted
             now = time.monotonic()
             for name in [name for name, (_, deadline) in self._underway.items() if now > deadline]:
                 late, _ = self._underway.pop(name)
                 self._late.add(name)
+                self._anew.pop(name, None)
                 self._ready.append(failed(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s")))
             if not came:
                 time.sleep(pause)
@@ -75,8 +93,93 @@ class FlowerStream(FlowerLink):
             else:
                 pause = POLL[0]
 
+    def _arrived(self, message: Message) -> None:
+        """Take in what was pulled."""
+        name = message.metadata.reply_to_message_id
+        self._late.discard(name)
+        if name in self._unmet:
+            self._met_late(message, *self._unmet.pop(name))
+        if name not in self._underway:
+            return
+        one, _ = self._underway[name]
+        if message.metadata.src_node_id not in (one.node, SUPERLINK):
+            return  # from another node
+        del self._underway[name]
+        anew = self._anew.pop(name, None)
+        reply, self._held[one.node] = reply_of(message, one, self._most)
+        if reply.fault is not None and reply.fault.code == E_HELD and (one.spared or anew is not None):
+            self._ready.extend(self._launch([(one.node, one.request if anew is None else anew)]))  # whole
+            return
+        self._outstanding.keep(reply.client, reply)
+        self._ready.append(reply)
+
     def _launch(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
         """Send requests of :meth:`stream`; yields those that the SuperLink did not take."""
         waiting: dict[str, Underway] = {}
         yield from self._push(sent, waiting, self._timeout)
         self._underway |= {name: (one, time.monotonic() + self._timeout) for name, one in waiting.items()}
+        if waiting:
+            self._outstanding.enter({one.request.client: self._entry(one) for one in waiting.values()})
+
+    def _entry(self, one: Underway) -> Sent:
+        request = one.request
+        digest = self._outstanding.digest.of(request)
+        return Sent(one.node, request.round, request.call, request.handler, digest, one.name, one.nbytes, one.spared)
+
+    # --- after a stop -------------------------------------------------------------------------------------------------
+
+    def _sent_before(self, request: Request) -> Sent | None:
+        """The request that a former process sent in place of this one, or None if it sent none.
+
+        For a client that was awaited at the last commit that is the request of then; else it is this very one, of a
+        round that was not completed.
+        """
+        sent, at = self._outstanding.sent(request.client), self._restored.pop(request.client, None)
+        if sent is None or sent.handler != request.handler:
+            return None
+        if at is not None and sent.at == at:
+            return sent
+        same = sent.at == (request.round, request.call) and sent.payload == self._outstanding.digest.of(request)
+        return sent if same else None
+
+    def _greet(self) -> None:
+        """Send hello; a site that a former process left at work answers when it has ended, and nobody waits for that.
+
+        Its node is known by the key with which it connects, and has said its name to the former process.
+        """
+        online = self._presence.online()
+        busy = {node: client for node, client in self._outstanding.at_work().items() if node in online}
+        busy = {node: client for node, client in busy.items() if node not in self._greeted}
+        if busy and online.keys() - busy.keys():  # else all have to be waited for
+            self._greeted.update(busy)
+            waiting: dict[str, Underway] = {}
+            unsent = [
+                reply.client for reply in self._push([self._hello(node) for node in busy], waiting, self._timeout)
+            ]
+            self._unmet |= {name: (one, busy[one.node]) for name, one in waiting.items()}
+            self._nodes |= {client: node for node, client in busy.items() if f"node {node}" not in unsent}
+        super()._greet()
+
+    def _met_late(self, message: Message, one: Underway, client: ClientId) -> None:
+        reply, self._held[one.node] = reply_of(message, one, self._most)
+        if reply.fault is not None and reply.fault.code == E_DIED:
+            return  # lost on its way or with its process: the client is who it was
+        self._nodes.pop(client, None)
+        self._met(reply)
+
+    def _recall(self, sent: Sequence[tuple[int, Request]], known: Mapping[ClientId, Sent]) -> Iterator[Reply]:
+        """Ask sites for answers that they keep, or are still at; these requests are sent where there is none."""
+        for node, request in sent:
+            before = known[request.client]
+            body = recall.reference(before.name)
+            record = codec.to_record(codec.envelope(*before.at, body))
+            kind = flower_records.message_type(request.handler)
+            message = Message(record, node, kind, ttl=self._timeout + 600, group_id=str(request.round))
+            taken = set(self._grid.push_messages([message]))
+            if (name := message.metadata.message_id) not in taken:
+                yield from self._launch([(node, request)])
+                continue
+            former = Request(request.client, request.handler, {}, *before.at)
+            nbytes = before.nbytes + codec.weigh(body)
+            one = Underway(node, former, nbytes, before.spared, self._presence.since(node), before.name)
+            self._underway[name], self._anew[name] = (one, time.monotonic() + self._timeout), request

@@ -61,7 +61,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
         run.manifest["clients"] = sorted(posts)
         tell(run, None, [])
         run.write_manifest()
-        enough(experiment, len(posts))
+        enough(experiment, list(posts))
         link = FolderLink(
             posts,
             key_of(run),

@@ -250,7 +250,7 @@ def start(
     with torch_threads(1):
         population = given() if given is not None else populate(experiment)
         describe(run, population, progress)
-        enough(experiment, len(population.clients))
+        enough(experiment, population.clients)
         silos, device = silos_of(run, population), population.model.device
         places = seats(spec, experiment.model.device, device) if given is None else []
         start = partial(spawn, run.path) if places else None

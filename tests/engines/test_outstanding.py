@@ -1,0 +1,313 @@
+"""A server of asynchronous rounds that stops and goes on: who has answered, or is still at it, trains no second time.
+
+Each server has a Grid of its own, as each of Flower's runs has its own messages; the sites stay.
+"""
+
+import json
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+from test_apps import App
+
+from fedfm.aggregation._asynchronous import buffered
+from fedfm.aggregation.base import Aggregator
+from fedfm.config.run_spec import AsynchronousSpec, RunSpec
+from fedfm.core.client import Client, Update, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.transport import linked
+from fedfm.engines.flower.outstanding import Outstanding
+from fedfm.engines.flower.private_api import identity
+from fedfm.engines.flower.recall import FILE, LastAnswer
+from fedfm.engines.flower.site import Site
+from fedfm.engines.flower.stream import FlowerStream
+from fedfm.errors import RunError
+from fedfm.linalg.params import Params
+from fedfm.methods.fedavg import FedAvg
+from fedfm.training import SGD
+from grid import InProcessGrid
+from toy import Toys
+
+ROWS = {"a": [1.0], "b": [2.0, 3.0], "c": [-1.0]}
+NODES = {102: "a", 101: "b", 100: "c"}
+ETA = 0.25
+
+
+@pytest.fixture(autouse=True)
+def _identity():
+    with identity():
+        yield
+
+
+@dataclass(frozen=True)
+class Counted(FedAvg):
+    """FedAvg that writes down who trains."""
+
+    takes_late: ClassVar[bool] = True
+    means: ClassVar[tuple[str, ...]] = ("train",)
+    passes: list = field(default_factory=list, metadata={"help": "who trained"})
+
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        self.passes.append(client.id)
+        return FedAvg.train(self, client, w)
+
+
+class World:
+    """Sites that stay, and one server after the other."""
+
+    def __init__(self, folder, transport="float32"):
+        self.folder, self.method = folder, Counted(local=SGD(learning_rate=ETA, batch_size=8))
+        self.passes, self.transport = self.method.passes, transport
+        spec = RunSpec(asynchronous=AsynchronousSpec(buffer=2), transport=transport)
+        told = SimpleNamespace(method=self.method, aggregation=Aggregator(), run=spec, privacy=None)
+        self.apps = {}
+        for node, name in NODES.items():
+            toys = Toys({name: ROWS[name]})
+            toys.model.fingerprint = "f" * 64
+            (folder / name).mkdir(parents=True)
+            file = folder / name / FILE
+            site = Site(lambda: told, folder / name / "memory", lambda experiment, classes, t=toys: t, answers=file)
+            self.apps[node] = App(site, name)
+
+    def serve(self, lost=(), after=None, stop=lambda: False, busy=()):
+        """A server, from the first round on or after a commit; replies of the ``lost`` to requests for training do not
+        arrive, and those of the ``busy`` to any message when ``self.end()`` is called.
+        """
+        later = []
+
+        def mischief(request, reply):
+            training, name = request.metadata.message_type.startswith("train"), NODES[request.metadata.dst_node_id]
+            if name in busy:
+                later.append(reply)
+            return [] if name in busy or (training and name in lost) else [reply]
+
+        grid = InProcessGrid(self.apps, mischief)
+        self.end = lambda: grid._replies.extend(later)
+        link = FlowerStream(
+            grid, outstanding=Outstanding(self.folder), timeout=5.0, expected=sorted(ROWS), spare=True, stop=stop
+        )
+        hellos, model = len(grid.sent), Toys(ROWS).model
+        fed = Federation(
+            linked(link, self.transport, model), model=model, aggregator=buffered(Aggregator(), 2, 0.5, {})
+        )
+        if after is not None:
+            fed.restore(after)
+
+        def step(w, t):
+            fed.begin(t)
+            return self.method.step(fed, w, t)
+
+        return fed, step, lambda: [NODES[m.metadata.dst_node_id] for m in grid.sent[hellos:]]
+
+
+def change(client, w):
+    return -ETA * (w - sum(ROWS[client]) / len(ROWS[client]))
+
+
+def update(w, came):
+    """By hand: the server's w after a buffer of {client: (w that it had, tau)}."""
+    n = {client: len(ROWS[client]) for client in came}
+    return w + sum(n[c] * change(c, was) / (1 + tau) ** 0.5 for c, (was, tau) in came.items()) / sum(n.values())
+
+
+def value(w):
+    return float(w["w"])
+
+
+@pytest.mark.parametrize("transport", ["float32", "bfloat16"])
+def test_an_answer_that_nobody_pulled_is_asked_for_and_not_trained_again(tmp_path, transport):
+    world = World(tmp_path, transport)
+    fed, step, _ = world.serve(lost="c")
+    w = [fed.initial]
+    for t in (1, 2):
+        w.append(step(w[-1], t))
+    assert fed.underway == {"c": (1, 1)}
+    assert sorted(world.passes) == ["a", "a", "b", "b", "c"]
+    fed, step, sent = world.serve(after=fed.underway)  # the former was killed after the commit of round 2
+    assert fed.underway == {"c": (1, 1)}
+    cohorts = []
+    for t in (3, 4):
+        w.append(step(w[-1], t))
+        cohorts.append(fed.cohort)
+    assert world.passes.count("c") == 1
+    assert sent().count("c") == 1
+    (t,) = [t for t, cohort in zip((3, 4), cohorts, strict=True) if "c" in cohort]
+    other = next(client for client in cohorts[t - 3] if client != "c")
+    tolerance = 1e-5 if transport == "float32" else 2e-2
+    hand = update(value(w[t - 1]), {"c": (value(w[0]), t - 1), other: (value(w[t - 1]), 0)})
+    if t == 4 and fed.began[other] == 3:
+        hand = update(value(w[3]), {"c": (value(w[0]), 3), other: (value(w[2]), 1)})
+    assert value(w[t]) == pytest.approx(hand, rel=tolerance)
+    assert fed.began["c"] == 1
+    assert fed.excluded == []
+
+
+def test_what_the_server_has_pulled_crosses_no_second_time(tmp_path):
+    world = World(tmp_path)
+    fed, step, _ = world.serve()
+    first = step(fed.initial, 1)
+    assert fed.underway == {"c": (1, 1)}  # its answer is here, and in no buffer
+    fed, step, sent = world.serve(after=fed.underway)
+    second = step(first, 2)
+    assert fed.cohort == ("a", "c")
+    assert "c" not in sent()
+    assert world.passes.count("c") == 1
+    hand = update(value(first), {"c": (value(fed.initial), 1), "a": (value(first), 0)})
+    assert value(second) == pytest.approx(hand, rel=1e-5)
+
+
+@pytest.mark.parametrize("pulled", [True, False])
+def test_a_round_that_was_not_completed_asks_nobody_anew(tmp_path, pulled):
+    world = World(tmp_path)
+    fed, step, _ = world.serve()
+    first, underway = step(fed.initial, 1), dict(fed.underway)
+    if pulled:
+        second, cohort = step(first, 2), fed.cohort  # and then the server was killed, before the commit
+    else:
+        _, step, _ = world.serve(lost="ab", after=underway, stop=lambda: len(world.passes) == 5)
+        with pytest.raises(KeyboardInterrupt):
+            step(first, 2)
+    assert sorted(world.passes) == ["a", "a", "b", "b", "c"]
+    fed, step, sent = world.serve(after=underway)
+    again = step(first, 2)
+    assert len(world.passes) == 5
+    assert sent() == ([] if pulled else ["a", "b"])  # for their answers
+    hand = update(value(first), {"c": (value(fed.initial), 1), "a": (value(first), 0)})
+    assert value(again) == pytest.approx(hand, rel=1e-5)
+    if pulled:
+        assert (again.sha256(), fed.cohort) == (second.sha256(), cohort)
+
+
+def test_a_site_that_is_still_at_it_holds_up_no_hello(tmp_path):
+    world = World(tmp_path)
+    fed, step, _ = world.serve(lost="c")
+    w = step(fed.initial, 1)
+    fed, step, _ = world.serve(after=fed.underway, busy="c")
+    assert fed.clients == ("a", "b", "c")
+    for t in (2, 3):
+        w = step(w, t)
+        assert fed.cohort == ("a", "b")
+    assert fed.underway == {"c": (1, 1)}
+    world.end()
+    for t in (4, 5):
+        w = step(w, t)
+    assert fed.began["c"] == 1
+    assert fed.excluded == []
+    assert world.passes.count("c") == 1 + ("c" in fed.underway)  # what it is at now, it was asked for in round 5
+
+
+def test_where_the_site_lost_its_answer_it_is_asked_anew(tmp_path):
+    world = World(tmp_path)
+    fed, step, _ = world.serve(lost="c")
+    w = step(fed.initial, 1)
+    (tmp_path / "c" / FILE).unlink()
+    fed, step, sent = world.serve(after=fed.underway)
+    for t in (2, 3):
+        w = step(w, t)
+    assert world.passes.count("c") == 2
+    assert sent().count("c") == 2  # for the answer, and whole
+    assert fed.began["c"] == 2  # with the newest model when the run went on
+    assert fed.excluded == []
+
+
+@pytest.mark.parametrize("damage", ["the server's list", "an older checkpoint", "the answer"])
+def test_what_is_damaged_or_of_another_request_is_asked_anew(tmp_path, damage):
+    world = World(tmp_path)
+    fed, step, _ = world.serve(lost="c")
+    w, underway = step(fed.initial, 1), dict(fed.underway)
+    if damage == "the server's list":
+        (tmp_path / "underway.json").write_text((tmp_path / "underway.json").read_text()[:-40])
+    elif damage == "an older checkpoint":
+        underway = {"c": (0, 3)}
+    else:
+        kept = tmp_path / "c" / FILE
+        kept.write_bytes(kept.read_bytes()[:-1])
+    fed, step, _ = world.serve(after=underway)
+    for t in (2, 3):
+        w = step(w, t)
+    assert world.passes.count("c") == 2
+    assert fed.began["c"] == 2
+    assert fed.excluded == []
+
+
+def test_a_second_stop_finds_what_was_asked_instead(tmp_path):
+    world = World(tmp_path)
+    fed, step, _ = world.serve(lost="c")
+    w = step(fed.initial, 1)
+    (tmp_path / "c" / FILE).unlink()
+    fed, step, _ = world.serve(after=fed.underway)
+    w = step(w, 2)
+    assert fed.cohort == ("a", "b")
+    assert fed.underway["c"] == (2, 1)  # asked anew, and its answer is not pulled
+    fed, step, _ = world.serve(after=dict(fed.underway))
+    for t in (3, 4):
+        w = step(w, t)
+    assert world.passes.count("c") == 2
+    assert fed.began["c"] == 2
+    assert fed.excluded == []
+
+
+def test_a_policy_that_was_changed_holds_for_an_answer_too(tmp_path):
+    world = World(tmp_path)
+    fed, step, _ = world.serve(lost="c")
+    w = step(fed.initial, 1)
+    world.apps[100].site.silos.allow = ("scores",)
+    fed, step, _ = world.serve(after=fed.underway)
+    for t in (2, 3):
+        w = step(w, t)
+    assert {(e.client, e.code) for e in fed.excluded} == {("c", "E_REFUSED")}
+    assert world.passes.count("c") == 1
+
+
+def test_files_are_the_servers_alone_and_one_a_client(tmp_path):
+    world = World(tmp_path)
+    fed, step, _ = world.serve()
+    w = fed.initial
+    for t in range(1, 6):
+        w = step(w, t)
+    told = json.loads((tmp_path / "underway.json").read_text())
+    assert told.keys() == ROWS.keys()
+    assert {name: (sent["round"], sent["call"]) for name, sent in told.items() if name in fed.underway} == fed.underway
+    kept = [tmp_path / "underway.json", *(tmp_path / "underway").iterdir(), *tmp_path.glob(f"*/{FILE}")]
+    assert len(kept) <= 1 + 2 * len(ROWS)
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
+    Outstanding(tmp_path).clear()
+    assert not (tmp_path / "underway").exists()
+    assert not (tmp_path / "underway.json").exists()
+
+
+def test_a_full_disk_keeps_nothing_and_stops_nothing(tmp_path, monkeypatch):
+    def full(path, *args, **more):
+        raise RunError(f"cannot write {path}: the disk is full")
+
+    monkeypatch.setattr("fedfm.core.storage.write_atomic", full)
+    world = World(tmp_path)
+    fed, step, _ = world.serve()
+    w = fed.initial
+    for t in (1, 2):
+        w = step(w, t)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert fed.excluded == []
+    monkeypatch.undo()
+    monkeypatch.setattr("fedfm.engines.flower.outstanding._MOST", 1)  # bytes of answers at the server
+    world = World(tmp_path / "other")
+    fed, step, _ = world.serve()
+    w = step(step(fed.initial, 1), 2)
+    assert not (tmp_path / "other/underway").exists()
+    fed, step, sent = world.serve(after=fed.underway)
+    step(w, 3)
+    assert len(sent()) == 3
+    assert len(world.passes) == 7  # three, two, and of the resumed one the two that nobody had asked
+
+
+def test_an_answer_is_found_by_its_own_name_and_whole_only(tmp_path):
+    kept = LastAnswer(tmp_path / FILE)
+    assert kept.find("x") is None
+    kept.keep("x", '{"m":{}}', b"1\n2")
+    assert LastAnswer(tmp_path / FILE).find("x") == ('{"m":{}}', b"1\n2")
+    assert kept.find("y") is None
+    kept.keep("y", "null", b"")
+    assert kept.find("x") is None
+    assert kept.find("y") == ("null", b"")
