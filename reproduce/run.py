@@ -10,7 +10,7 @@ the first of them or are the same at all, which rows have a key chosen by valida
 values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and share of the rows; at each point of a
 grid anew), and the claims; with a ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run
 at each of its points, as ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another
-point where ``tuned_at`` says so; with the choices of another table, at its point ``tuned_at`` if it has a grid, where
+point where ``tuned_at`` says so, for all rows or for ``<row>.<point>``; with the choices of another table, at its point ``tuned_at`` if it has a grid, where
 ``tuned_in`` names it), and an ``audit`` is made of every run. ``across`` (name -> heading -> point of the grid) shows
 the points of one line side by side, a table a column; with ``keep_states`` the states that a frozen model releases of
 a picture are computed once for all runs of a table. This script makes data and models from a folder of raw sets
@@ -39,7 +39,7 @@ from fedfm.api import execute
 from fedfm.api.studies import interval
 from fedfm.audits.audit import earlier, perform
 from fedfm.config.experiment import Experiment
-from fedfm.errors import InputError
+from fedfm.errors import E_NONFINITE, InputError, RunError
 from fedfm.runtime.run_directory import Run
 
 HERE = Path(__file__).resolve().parent
@@ -104,10 +104,19 @@ def tuned(path: Path, folder: Path, tune: Mapping[str, Any], point: Mapping[str,
     for values in itertools.product(*tune["grid"].values()):
         changes = dict(zip(keys, values, strict=True))
         out = folder / "-".join(f"{v:g}" for v in values)
-        finished(path, out, {**point, **changes, "data.val_fraction": tune["val_fraction"], "run.seed": tune["seed"]})
+        try:
+            searched = {"data.val_fraction": tune["val_fraction"], "run.seed": tune["seed"]}
+            finished(path, out, {**point, **changes, **searched})
+        except RunError as error:
+            if E_NONFINITE not in str(error):
+                raise
+            losses[values] = float("inf")  # it diverged
+            continue
         loss = [line["val_loss"] for line in Run.open(out).metrics() if line.get("val_loss") is not None][-1]
         losses[values] = loss if loss == loss else float("inf")
     best = min(losses, key=lambda values: losses[values])
+    if losses[best] == float("inf"):
+        raise SystemExit(f"{path.name}: diverged at every point of {tune['grid']}")
     said = []
     for key, value in zip(keys, best, strict=True):
         grid = tune["grid"][key]
@@ -376,7 +385,8 @@ def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int
         if searched := choices.get("tune", {}).get(as_whom):
             whose = path.with_name(f"{text.get('tuned_in', path.stem.partition('__')[0])}__{as_whom}.toml")
             how = {"val_fraction": 0.1, "seed": 0} | choices.get("tuning", {}) | {"grid": searched}
-            at = text.get("tuned_at", {}).get(point, "" if "tuned_in" in text else point)
+            at_whom = text.get("tuned_at", {})
+            at = at_whom.get(f"{name}.{point}", at_whom.get(point, "" if "tuned_in" in text else point))
             there = choices.get("grid", {"": {}})[at]
             changes, chosen = tuned(whose, runs / f"{whose.stem}{at and f'.{at}'}-tune", how, there)
         for seed in [s for s in seeds if s in text.get("seeds_at", {}).get(f"{name}.{point}", seeds)]:

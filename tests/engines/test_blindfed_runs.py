@@ -58,6 +58,20 @@ def test_in_the_clear_it_learns_and_says_that_it_is_a_simulation(clear):
     assert {c["form"] for c in crossings(folder / "run")} == {"plain"}
 
 
+def test_its_rate_falls_as_the_paper_s_unless_told_otherwise(clear, tmp_path):
+    _, tables, result = clear
+    method = tables["method"]
+
+    def run(name, schedule, **keys):
+        local = method["local"] | {"schedule": schedule}
+        return fedfm.run(tables | {"method": method | keys | {"local": local}}, tmp_path / name)["params_sha256"]
+
+    explicit = run("steps", "steps", drops=False)
+    assert result["params_sha256"] == explicit
+    assert run("linear", "linear") == run("linear too", "linear", drops=False) != explicit
+    assert run("constant", "constant", drops=False) != explicit
+
+
 class Killed(BaseException):
     """As by a signal: nothing of the process's memory is left."""
 

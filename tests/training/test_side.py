@@ -70,6 +70,18 @@ def test_the_numbers_are_those_of_the_loop(local, mu, corrected):
         assert job.client.metrics["loss"] == pytest.approx(loss, rel=1e-4)
 
 
+def test_rates_of_a_schedule_are_those_of_the_loop():
+    local = SGD(learning_rate=0.1, momentum=0.5, schedule="steps", batch_size=8, epochs=3)
+    todo = jobs((2, 5, 24, 4), [20, 8], local)
+    for job in todo:
+        job.client.span = (0.0, 1.0)
+    assert scheduler.trainer_for(todo[0].client.model, local) is side.train
+    constant = side.train(jobs((2, 5, 24, 4), [20, 8], SGD(**{**vars(local), "schedule": "constant"})))
+    for found, expected, other, job in zip(side.train(todo), loop.train(todo), constant, todo, strict=True):
+        assert (found - expected).norm() < 2e-4 * (expected - job.w).norm()
+        assert (found - other).norm() > 0.1 * (expected - job.w).norm()
+
+
 def test_a_client_s_bits_are_its_own():
     todo = jobs((2, 5, 24, 8), [20, 1, 33, 8], SGD(learning_rate=0.1, batch_size=7, epochs=2))
     alone = [side.train([job])[0].sha256() for job in todo]

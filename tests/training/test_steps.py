@@ -62,6 +62,14 @@ def test_cosine_and_linear_are_torchs_over_all_rounds(rounds):
     same(by_loop(rounds, schedule="linear"), linear)
 
 
+@pytest.mark.parametrize(
+    ("rounds", "falls"), [(1, [3, 5]), (3, [9, 15])]
+)  # from half and four fifths of 6 and 18 steps
+def test_steps_are_torchs_falls_to_a_tenth(rounds, falls):
+    by_falls = by_torch(rounds, lambda o: torch.optim.lr_scheduler.MultiStepLR(o, falls, gamma=0.1))
+    same(by_loop(rounds, schedule="steps"), by_falls)
+
+
 def test_the_warm_up_rises_and_then_the_schedule_falls():
     local = SGD(learning_rate=2.0, warmup=0.5, schedule="linear")
     rates = [local.rate(i / 8, (i + 1) / 8) for i in range(8)]

@@ -62,8 +62,8 @@ class BlindFed(Method[Carried]):
     local: Local = setting(SGD(learning_rate=0.05, batch_size=16), "client optimiser: E, B, eta")
     drops: bool = setting(
         True,
-        'where local.schedule is constant, eta follows "steps": a tenth after half of the rounds, a hundredth after four '
-        "fifths (Appendix D); false: it stays",
+        'eta follows local.schedule = "steps" (Appendix D: a tenth after half of the rounds, a hundredth after four '
+        "fifths) if no other schedule is set; false: it stays",
     )
     protocol: str = setting("masked", "masked (ours) or permuted (the paper's)", choices=("masked", "permuted"))
     encryption: str = setting(
