@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from processes import fedfm, rounds, until
@@ -131,3 +132,18 @@ def test_a_relay_that_cuts_connections_and_a_new_certificate_change_no_bit(tmp_p
             assert relay.cut > 3
         finally:
             relay.close()
+
+
+@pytest.mark.outage
+def test_a_server_that_is_gone_for_long_comes_back_into_the_same_run(tmp_path):
+    """For one minute, or for as many as FEDFM_OUTAGE_MINUTES says."""
+    with sites(tmp_path, rounds=4) as at:
+        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        at.start()
+        running = at.begin()
+        passed(at, running, 1)
+        at.stop("server", signal.SIGKILL)
+        time.sleep(60 * float(os.environ.get("FEDFM_OUTAGE_MINUTES", "1")))
+        at.start("server")
+        assert bits(at.result(running)) == bits(alone)
+        once(at)
