@@ -89,12 +89,16 @@ def test_arguments_are_clamped_in_training_and_counted_in_evaluation():
     assert gelu(x)[0] == pytest.approx(0.125 * 9 - 0.75 + 0.5)
     assert (gelu.outside, gelu.total, gelu.penalty) == (2, 4, None)
     gelu.train()
+    gelu(x[:3])
+    assert gelu.penalty is None  # it would hold the graphs of all steps of a training that does not ask for it
+    gelu.hinged = True
     y = gelu(x[:3])
     assert y[0] == pytest.approx(0.125 * 4 - 0.5 + 0.5)
     assert float(gelu.penalty) == pytest.approx((0.7**2 + 0.05**2) / 3)  # beyond 80 % of the half interval
     assert gelu.total == 4
     norm = PolynomialNorm(torch.nn.LayerNorm(2))
     norm.inverse = InverseSquareRoot(2, (1.0, 4.0))
+    norm.hinged = True
     norm(torch.tensor([[4.0, -4.0]]))  # variance 16, two half intervals of its logarithm from the end
     assert float(norm.penalty) == pytest.approx((3 - 0.8) ** 2, rel=1e-5)
 

@@ -28,13 +28,14 @@ class Replaced(nn.Module):
     Attributes:
         recording: keep the last arguments in ``seen``, for penalties and measurements.
         seen: the last argument of each name.
-        penalty: mean squared excess of the last arguments over 80 % of their intervals; only in training mode.
+        hinged: add up ``penalty`` in training mode. It holds all that it came from, until it is dropped.
+        penalty: mean squared excess of the arguments over 80 % of their intervals.
         outside, total: arguments outside their interval, and all, of evaluation mode.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.recording = False
+        self.recording = self.hinged = False
         self.seen: dict[str, Tensor] = {}
         self.penalty: Tensor | None = None
         self.outside = self.total = 0
@@ -56,10 +57,11 @@ class Replaced(nn.Module):
             self.outside += int(outside.sum())
             self.total += x.numel() if among is None else int(among.expand_as(x).sum())
             return x
-        excess = (_place(polynomial, x) - HINGE).clamp_min(0).square()
-        if among is not None:
-            excess = excess * among
-        self.penalty = excess.mean() if self.penalty is None else self.penalty + excess.mean()
+        if self.hinged:
+            excess = (_place(polynomial, x) - HINGE).clamp_min(0).square()
+            if among is not None:
+                excess = excess * among
+            self.penalty = excess.mean() if self.penalty is None else self.penalty + excess.mean()
         return x.clamp(*polynomial.interval)
 
 

@@ -147,7 +147,7 @@ class Taps:
         """Logits (n, C)."""
         self.states.clear()
         for module in self.modules():
-            module.penalty = None
+            module.penalty, module.hinged = None, True
         return self.model.logits(batch).float()
 
     def modules(self) -> Iterator[Replaced]:
