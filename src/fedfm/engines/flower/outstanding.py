@@ -26,7 +26,7 @@ _MOST = 2 << 30  # bytes of answers; those beyond are the sites' alone
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentRequest:
     """A request.
 
     Attributes:
@@ -57,7 +57,7 @@ class Outstanding:
         folder: the run's ``private``.
 
     Attributes:
-        digest: of payloads, for :class:`Sent`.
+        digest: of payloads, for :class:`SentRequest`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ class Outstanding:
         self._sizes = {path.name: path.stat().st_size for path in self._folder.glob("*")}
         self.digest = Digest()
 
-    def sent(self, client: ClientId) -> Sent | None:
+    def sent(self, client: ClientId) -> SentRequest | None:
         """The last request to a client."""
         return self._sent.get(client)
 
@@ -74,7 +74,7 @@ class Outstanding:
         """Clients by node that have not answered, as far as this server knows."""
         return {sent.node: client for client, sent in self._sent.items() if not self._file(client).exists()}
 
-    def enter(self, requests: Mapping[ClientId, Sent]) -> None:
+    def enter(self, requests: Mapping[ClientId, SentRequest]) -> None:
         """Write requests that are on their way, in place of their clients' last ones."""
         for client in requests:
             self._remove(client)
@@ -115,11 +115,11 @@ class Outstanding:
         self._path.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _read(self) -> dict[ClientId, Sent]:
+    def _read(self) -> dict[ClientId, SentRequest]:
         """What a former process wrote; nothing if it is not whole."""
         try:
             told = json.loads(self._path.read_text(encoding="utf-8"))
-            return {client: Sent(**sent) for client, sent in told.items()}
+            return {client: SentRequest(**sent) for client, sent in told.items()}
         except (OSError, ValueError, TypeError, AttributeError):
             return {}
 

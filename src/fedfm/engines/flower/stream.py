@@ -18,7 +18,7 @@ from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec, flower_records
 from fedfm.engines.flower import recall
 from fedfm.engines.flower.link import POLL, FlowerLink
-from fedfm.engines.flower.outstanding import Outstanding, Sent
+from fedfm.engines.flower.outstanding import Outstanding, SentRequest
 from fedfm.engines.flower.private_api import SUPERLINK
 from fedfm.engines.flower.sending import Underway, failed, reply_of
 from fedfm.engines.local.engine import Interrupted
@@ -121,14 +121,16 @@ class FlowerStream(FlowerLink):
         if waiting:
             self._outstanding.enter({one.request.client: self._entry(one) for one in waiting.values()})
 
-    def _entry(self, one: Underway) -> Sent:
+    def _entry(self, one: Underway) -> SentRequest:
         request = one.request
         digest = self._outstanding.digest.of(request)
-        return Sent(one.node, request.round, request.call, request.handler, digest, one.name, one.nbytes, one.spared)
+        return SentRequest(
+            one.node, request.round, request.call, request.handler, digest, one.name, one.nbytes, one.spared
+        )
 
     # --- after a stop -------------------------------------------------------------------------------------------------
 
-    def _sent_before(self, request: Request) -> Sent | None:
+    def _sent_before(self, request: Request) -> SentRequest | None:
         """The request that a former process sent in place of this one, or None if it sent none.
 
         For a client that was awaited at the last commit that is the request of then; else it is this very one, of a
@@ -167,7 +169,7 @@ class FlowerStream(FlowerLink):
         self._nodes.pop(client, None)
         self._met(reply)
 
-    def _recall(self, sent: Sequence[tuple[int, Request]], known: Mapping[ClientId, Sent]) -> Iterator[Reply]:
+    def _recall(self, sent: Sequence[tuple[int, Request]], known: Mapping[ClientId, SentRequest]) -> Iterator[Reply]:
         """Ask sites for answers that they keep, or are still at; these requests are sent where there is none."""
         for node, request in sent:
             before = known[request.client]
