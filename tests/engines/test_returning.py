@@ -114,6 +114,47 @@ def test_a_node_that_never_comes_back_is_waited_for_once(tmp_path):
     assert grid.asked == 3
 
 
+class Late(InProcessGrid):
+    """A Grid whose node ``b`` is connected after some looks."""
+
+    def __init__(self, apps, looks: float) -> None:
+        super().__init__(apps)
+        self._left = looks
+
+    def get_node_ids(self):
+        return [node.node_id for node in self.get_nodes()]
+
+    def get_nodes(self):
+        self._left -= 1
+        return [node for node in super().get_nodes() if self._left < 0 or node.node_id != NODE]
+
+
+@pytest.mark.parametrize("known", [(), sorted(ROWS)])
+def test_a_run_that_goes_on_waits_for_who_took_part_before(tmp_path, monkeypatch, known):
+    monkeypatch.setattr("fedfm.engines.flower.link._SETTLE", 0.2)
+    told = []
+    grid = Late(sites(METHOD, tmp_path / "a"), looks=12)
+    waits = lambda asked, missing: told.append(sorted(missing))  # noqa: E731
+    fed = over(grid, expected=(), known=known, waits=waits)
+    assert fed.clients == tuple(sorted(ROWS) if known else sorted(ROWS.keys() - {"b"}))
+    assert (["b"] in told) == bool(known)
+    state = run(METHOD, fed, 2)[-1]
+    assert fed.excluded == []
+    if known:
+        expected = run(METHOD, federation(METHOD, ROWS, tmp_path / "b", workers=1), 2)[-1]
+        assert METHOD.params_for(state, "b").sha256() == METHOD.params_for(expected, "b").sha256()
+
+
+def test_who_took_part_before_and_does_not_come_is_named_in_every_round(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedfm.engines.flower.link._SETTLE", 0.0)
+    notices = []
+    grid = Late(sites(METHOD, tmp_path), looks=float("inf"))
+    fed = over(grid, expected=(), known=sorted(ROWS), gather=0.5, notice=notices.append)
+    assert notices == ["no node came for b"]
+    run(METHOD, fed, 2)
+    assert [(e.round, e.client, e.code) for e in fed.excluded] == [(t, "b", "E_DIED") for t in (1, 2)]
+
+
 def requests(w: float, t: int = 1) -> list[Request]:
     payload = {"x": Params({"w": torch.tensor([w])}), "c": Params({"w": torch.tensor([0.0])})}
     return [Request(client, "train.Scaffold_train", payload, t, 1) for client in sorted(ROWS)]

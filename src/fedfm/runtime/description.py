@@ -43,7 +43,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     for notice in (*notices, *_on_disk(population)):
         progress.notice(notice)
     run.manifest |= {
-        "clients": list(population.clients),
+        "clients": run.manifest["clients"] if run.metrics() else list(population.clients),
         "attackers": list(population.attackers.names) if population.attackers else [],
         "fingerprints": prints,
         "device": run.manifest.get("device") or devices.about(population.model.device),

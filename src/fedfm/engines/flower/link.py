@@ -54,6 +54,7 @@ class FlowerLink:
         answered: replies of a round that was not completed; nobody is asked again for them.
         waits: called now and then with all nodes that were asked, by name, and the names that are waited for.
         min_clients: smallest number of clients for a run.
+        known: clients that took part before a stop: the run goes on when they are connected, or after ``gather``.
         stop: called while waiting; True raises :class:`Interrupted`.
         progress: called for every client that finishes.
         notice: called for every node that does not take part.
@@ -86,6 +87,7 @@ class FlowerLink:
         answered: Answered | None = None,
         waits: Callable[[Mapping[ClientId, int], Collection[ClientId]], None] = lambda asked, missing: None,
         min_clients: int = 1,
+        known: Collection[ClientId] = (),
         stop: Callable[[], bool] = lambda: False,
         progress: Callable[[], None] = lambda: None,
         notice: Callable[[str], None] = lambda text: None,
@@ -94,6 +96,7 @@ class FlowerLink:
         self._patience = timeout if gather is None else gather
         self._progress, self._notice, self._most = progress, notice, most
         self._expected, self._fingerprint, self._greeting = tuple(expected), fingerprint, dict(greeting or {})
+        self._known = frozenset(known)
         if spare:
             self._greeting[held.NAMES] = True
         self._presence, self._returns = Presence(grid, returns), returns
@@ -111,8 +114,8 @@ class FlowerLink:
 
     @property
     def clients(self) -> Sequence[ClientId]:
-        """Names of expected and of connected clients, sorted."""
-        return sorted({*self._nodes, *self._barred, *(() if self.own_data else self._expected)})
+        """Names of expected and of connected clients, and of those from before a stop, sorted."""
+        return sorted({*self._nodes, *self._barred, *self._known, *(() if self.own_data else self._expected)})
 
     @property
     def straggling(self) -> bool:
@@ -286,7 +289,7 @@ class FlowerLink:
     # --- hello --------------------------------------------------------------------------------------------------------
 
     def _gather(self, min_clients: int) -> None:
-        """Wait for the expected nodes, or for enough nodes and no new one for some time."""
+        """Wait for the expected nodes, or for enough nodes and no new one for some time; then for the known clients."""
         begun = changed = time.monotonic()
         count = -1
         while True:
@@ -300,14 +303,24 @@ class FlowerLink:
                 break
             time.sleep(0.1)
         self._greet()
+        while (away := self._away(self._known)) and time.monotonic() - begun < self._patience:
+            self._waits(self._nodes, away)
+            if self._stop():
+                raise Interrupted
+            time.sleep(POLL[1])
+            self._greet()
+        self._waits(self._nodes, ())
         able = len(self._nodes)
         if able < min_clients:
             text = f"{able} of {count} connected nodes can take part, min_clients is {min_clients}"
             why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._barred.items()))
             raise RunError(f"{text} ({why})" if why else text)
-        missing = [] if self.own_data else sorted({*self._expected} - {*self._nodes, *self._barred})
-        if missing:
+        if missing := self._away(self.clients):
             self._notice(f"no node came for {', '.join(missing)}")
+
+    def _away(self, clients: Collection[ClientId]) -> list[ClientId]:
+        """Those of whom no node has said hello."""
+        return sorted({*clients} - {*self._nodes, *self._barred})
 
     def _greet(self) -> None:
         """Send hello to the nodes that have not received it."""

@@ -116,6 +116,7 @@ def host(
             answered=answered,
             waits=_WaitingFile(run.path / WAITING).tell if real else lambda asked, missing: None,
             min_clients=spec.min_clients or 1,
+            known=run.manifest["clients"] if real and returns and run.metrics() else (),
             stop=stop,
             progress=watcher.client,
             notice=note,
@@ -147,15 +148,19 @@ class _WaitingFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._told = path, dict[str, Any]()
+        self._nodes = dict[str, int]()  # of clients before a stop
+        with contextlib.suppress(OSError, ValueError):
+            self._nodes |= json.loads(path.read_text(encoding="utf-8"))["asked"]
 
     def tell(self, asked: Mapping[str, int], missing: Collection[str]) -> None:
         """Write it if it changed.
 
         Args:
             asked: nodes of the clients that were asked.
-            missing: those that have not answered.
+            missing: those that have not answered, and those from before a stop that have not come back.
         """
-        told = {"asked": dict(asked), "missing": sorted(missing)}
+        before = {name: self._nodes[name] for name in missing if name in self._nodes}
+        told = {"asked": before | dict(asked), "missing": sorted(missing)}
         if told != self._told:
             self._told = told
             with contextlib.suppress(RunError):  # it is for people only

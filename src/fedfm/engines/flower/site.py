@@ -200,9 +200,15 @@ class Site:
         return value
 
     def _keeping(self, handler: str) -> recall.LastAnswer | None:
-        """Where the answer to such a request is kept: in asynchronous rounds a server may ask for it again."""
-        late = handler.startswith("train.") and self.experiment.run.asynchronous is not None
-        return self._answers if late else None
+        """Where the answer to such a request is kept: in asynchronous rounds a server may ask for it again.
+
+        Raises:
+            ClientFault: the silo has not agreed to this run.
+        """
+        if self._answers is None or not handler.startswith("train."):
+            return None
+        _ = self.silos  # says that the silo has not agreed, before an error in the experiment does
+        return self._answers if self.experiment.run.asynchronous is not None else None
 
     def _telling(self, head: str) -> str:
         """The head of a reply that also says which parameters are held here."""
