@@ -141,6 +141,19 @@ def a_simulation_has_a_grid_of_its_own(grid: Any) -> None:
     assert not private_api.is_simulated(object())
 
 
+@needs(
+    "push_error",
+    "flwr.supercore.inflatable.inflatable_utils.ObjectPushError",
+    "flwr.supercore.inflatable.inflatable_protobuf_utils.make_push_object_fn_protobuf",
+    "flwr.proto.message_pb2.PushObjectResponse",
+)
+def a_part_of_a_message_that_is_refused_raises(error: Any, pushes: Any, response: Any) -> None:
+    assert private_api.push_error() is error
+    push = pushes(lambda request: response(stored=False), None, 1, "session")
+    with pytest.raises(error):
+        push("ab" * 32, b"")
+
+
 @needs("client_fault", "flwr.common.constant.ErrorCode")
 def an_error_reply_says_whether_its_node_is_gone(codes: Any) -> None:
     gone = ("NODE_UNAVAILABLE", "MESSAGE_UNAVAILABLE", "REPLY_MESSAGE_UNAVAILABLE", "CLIENT_APP_CRASHED")

@@ -13,7 +13,7 @@ from fedfm.core.messages import Reply, Request
 from fedfm.engines.flower import held
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.link import FlowerLink
-from fedfm.engines.flower.private_api import error_codes, identity
+from fedfm.engines.flower.private_api import error_codes, identity, push_error
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
 from fedfm.methods.scaffold import Scaffold
@@ -101,6 +101,30 @@ def test_a_reply_that_is_lost_on_the_way_is_asked_for_again(tmp_path):
     fed = over(InProcessGrid(sites(METHOD, tmp_path / "a"), lose))
     state = run(METHOD, fed, 2)[-1]
     assert left == fed.excluded == []
+    expected = run(METHOD, federation(METHOD, ROWS, tmp_path / "b", workers=1), 2)[-1]
+    assert METHOD.params_for(state, "b").sha256() == METHOD.params_for(expected, "b").sha256()
+
+
+class Cut(InProcessGrid):
+    """A Grid whose SuperLink is killed while it takes one batch, and then says that it has a part already."""
+
+    def __init__(self, apps, at: int) -> None:
+        super().__init__(apps)
+        self._at, self.tries = at, 0
+
+    def push_messages(self, messages):
+        self.tries += 1
+        if self.tries == self._at:
+            raise push_error()("ab" * 32, 1, "session")
+        return super().push_messages(messages)
+
+
+@pytest.mark.parametrize("at", [1, 2])  # at the hellos, and at round 1
+def test_messages_that_a_killed_superlink_took_in_part_are_pushed_again(tmp_path, at):
+    fed = over(grid := Cut(sites(METHOD, tmp_path / "a"), at))
+    state = run(METHOD, fed, 2)[-1]
+    assert fed.excluded == []
+    assert (grid.tries, len(grid.sent)) == (4, 9)
     expected = run(METHOD, federation(METHOD, ROWS, tmp_path / "b", workers=1), 2)[-1]
     assert METHOD.params_for(state, "b").sha256() == METHOD.params_for(expected, "b").sha256()
 

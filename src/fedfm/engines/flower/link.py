@@ -17,7 +17,7 @@ from fedfm.engines.answers import introduced
 from fedfm.engines.flower import held
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.presence import Presence
-from fedfm.engines.flower.private_api import SUPERLINK, died, lost, restarting
+from fedfm.engines.flower.private_api import SUPERLINK, died, lost, push, restarting
 from fedfm.engines.flower.sending import EncodedPayload, Underway, failed, reply_of
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
@@ -207,7 +207,7 @@ class FlowerLink:
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
                 one = Underway(node, request, encoded.nbytes, spared, self._presence.since(node), known_as)
                 messages.append((message, one))
-            taken = set(self._grid.push_messages([message for message, _ in messages]))
+            taken = push(self._grid, [message for message, _ in messages])
             for message, one in messages:
                 name = message.metadata.message_id
                 if name in taken:

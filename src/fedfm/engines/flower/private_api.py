@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TESTED = ("1.41.", "1.42.")  # prefixes of the versions of Flower that pass the tests
 SUPERLINK = 1  # node id with which the SuperLink replies for unavailable nodes
+_PUSHES = 5  # tries; the SuperLink would have to be killed during each of them
 QUICK_EXECUTOR = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # environment; seconds, by default 1
 
 
@@ -145,6 +146,27 @@ def is_simulated(grid: Any) -> bool:
     from flwr.superlink.grid import InMemoryGrid
 
     return isinstance(grid, InMemoryGrid)
+
+
+def push(grid: Any, messages: Sequence[Any]) -> set[str]:
+    """Push messages; returns the ids of those that the SuperLink took.
+
+    A SuperLink that is killed may have stored a part of a message without having said so, and refuses that part when it
+    comes again. The message as a whole it takes again: of the same id, it is stored once.
+    """
+    for _ in range(_PUSHES - 1):
+        with contextlib.suppress(push_error()):
+            return set(grid.push_messages(messages))
+        time.sleep(0.25)
+    return set(grid.push_messages(messages))
+
+
+def push_error() -> type[Exception]:
+    """What Flower raises when the SuperLink refuses a part of a message."""
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+
+    error: type[Exception] = ObjectPushError
+    return error
 
 
 def error_codes() -> Any:

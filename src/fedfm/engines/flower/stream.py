@@ -19,7 +19,7 @@ from fedfm.core.wire import codec, flower_records
 from fedfm.engines.flower import recall
 from fedfm.engines.flower.link import POLL, FlowerLink
 from fedfm.engines.flower.outstanding import Outstanding, SentRequest
-from fedfm.engines.flower.private_api import SUPERLINK
+from fedfm.engines.flower.private_api import SUPERLINK, push
 from fedfm.engines.flower.sending import Underway, failed, reply_of
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import E_DIED, E_HELD, E_TIMEOUT, ClientFault
@@ -177,7 +177,7 @@ class FlowerStream(FlowerLink):
             record = codec.to_record(codec.envelope(*before.at, body))
             kind = flower_records.message_type(request.handler)
             message = Message(record, node, kind, ttl=self._timeout + 600, group_id=str(request.round))
-            taken = set(self._grid.push_messages([message]))
+            taken = push(self._grid, [message])
             if (name := message.metadata.message_id) not in taken:
                 yield from self._launch([(node, request)])
                 continue
