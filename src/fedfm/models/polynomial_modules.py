@@ -8,7 +8,7 @@ nothing can be on encrypted numbers; the arguments outside the interval are coun
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +157,20 @@ class PolynomialGelu(Replaced):
         if self.quadratic is None:
             return self.exact(x)  # type: ignore[no-any-return]
         return self.quadratic(self._take(self.quadratic, wide(x))).to(x.dtype)
+
+
+def hinge(modules: Collection[Replaced]) -> None:
+    """Begin to add up penalties, from zero."""
+    for module in modules:
+        module.penalty, module.hinged = None, True
+
+
+def penalties(modules: Collection[Replaced]) -> Tensor:
+    """The sum of what was added up since :func:`hinge`, a scalar; the modules drop it, and what it came from."""
+    found = [module.penalty for module in modules if module.penalty is not None]
+    for module in modules:
+        module.penalty = None
+    return torch.stack(found).sum() if found else torch.zeros(())
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from fedfm.core.rows import Batch
 from fedfm.errors import InputError
 from fedfm.models import choose_polynomials, fhe_friendly, folding
 from fedfm.models.model import Model
-from fedfm.models.polynomial_modules import Replaced
+from fedfm.models.polynomial_modules import Replaced, hinge, penalties
 from fedfm.models.quiet import quiet
 
 TAME, STATES, OUTPUTS = 0, 1, 2
@@ -146,13 +146,12 @@ class Taps:
     def __call__(self, batch: Batch) -> Tensor:
         """Logits (n, C)."""
         self.states.clear()
-        for module in self.modules():
-            module.penalty, module.hinged = None, True
+        hinge(self.modules())
         return self.model.logits(batch).float()
 
-    def modules(self) -> Iterator[Replaced]:
+    def modules(self) -> list[Replaced]:
         """All replaced functions."""
-        return (module for block in self.functions for module in block)
+        return [module for block in self.functions for module in block]
 
     @contextmanager
     def starting(self, states: list[Tensor]) -> Iterator[None]:
@@ -278,8 +277,7 @@ class Distiller:
         return torch.stack([nearness(s, t) for s, t in pairs]).sum()
 
     def _hinge(self) -> Tensor:
-        found = [module.penalty for module in self.student.modules() if module.penalty is not None]
-        return self.recipe.penalty * torch.stack(found).sum()
+        return self.recipe.penalty * penalties(self.student.modules())
 
     # --- the swap -----------------------------------------------------------------------------------------------------
     @torch.no_grad()

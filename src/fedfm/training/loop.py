@@ -19,10 +19,14 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
 from fedfm.models.memory import in_halves
 from fedfm.models.model import Model
+from fedfm.models.polynomial_modules import Replaced, hinge, penalties
 from fedfm.training.job import Job
 from fedfm.training.optimisers import ABSENT, Local
 from fedfm.training.update_rules import PIECE, Rule
 
+# Of the penalty on arguments outside a twin's intervals. The weight of `fedfm distil`, 10, is too small here: there the
+# intervals are measured again at the end, here they stay.
+PENALTY = 1000.0
 _ZERO = torch.zeros((), dtype=torch.float64)
 
 
@@ -190,7 +194,8 @@ class _Backward:
     """Adds the gradient of a batch's mean loss to the parameters', in parts if the optimiser or the memory says so."""
 
     def __init__(self, job: Job, flat: Flat) -> None:
-        self.model, self.loss, self.note = job.client.model, _loss(job), job.client.note
+        self.model, self.note = job.client.model, job.client.note
+        self.loss = _within_intervals(self.model, _loss(job))
         self.flat, self.most = flat, job.local.micro_batch
 
     def __call__(self, rows: Rows, index: np.ndarray) -> Tensor:
@@ -259,6 +264,24 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
         return F.cross_entropy(logits, batch["labels"].to(logits.device))
 
     return loss
+
+
+def _within_intervals(model: Model, loss: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+    """The loss and, of a twin whose blocks are trained, a penalty that keeps their arguments in the intervals.
+
+    Outside them a polynomial is no number soon, and encrypted numbers cannot be clamped.
+    """
+    replaced = [m for m in getattr(model, "train_too", ()) if isinstance(m, Replaced)]
+    if not replaced:
+        return loss
+
+    def penalised(batch: Batch) -> Tensor:
+        hinge(replaced)
+        found = loss(batch)
+        excess = penalties(replaced)
+        return found + PENALTY * excess if excess.requires_grad else found
+
+    return penalised
 
 
 def over_classes(model: Model, local: Local) -> None:
