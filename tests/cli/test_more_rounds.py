@@ -7,6 +7,7 @@ import pytest
 import fedfm
 from fedfm.cli import main
 from fedfm.errors import InputError
+from small import features
 
 
 def tables(method, **local):
@@ -54,3 +55,41 @@ def test_what_cannot_go_on_says_why(tmp_path):
     fedfm.run(private, tmp_path / "private")
     with pytest.raises(InputError, match="would exceed its epsilon"):
         fedfm.resume(tmp_path / "private", rounds=3)
+
+
+def test_a_run_goes_on_with_rows_that_were_moved(tmp_path, capsys):
+    rows, method = features(tmp_path), {"name": "fedavg", "rounds": 2}
+    asked = {"data": {"path": str(rows)}, "model": {"name": "features"}, "method": method, "run": {"workers": 1}}
+    straight = fedfm.run(asked, tmp_path / "straight")
+    for name in ("run", "other"):
+        fedfm.run(asked | {"method": method | {"rounds": 1}}, tmp_path / name)
+        kept = json.loads((tmp_path / name / "manifest.json").read_text())
+        kept |= {"result": None, "finished": None}
+        kept["experiment"]["method"]["rounds"] = 2
+        (tmp_path / name / "manifest.json").write_text(json.dumps(kept))
+    moved = rows.rename(tmp_path / "moved.npz")
+    with pytest.raises(InputError, match="there is no"):
+        fedfm.resume(tmp_path / "run")
+    args = [
+        "resume",
+        str(tmp_path / "run"),
+        "--set",
+        f"data.path={moved}",
+        "--set",
+        "run.timeout=9",
+        "--format",
+        "json",
+    ]
+    assert main(args) == 0
+    assert json.loads(capsys.readouterr().out)["params_sha256"] == straight["params_sha256"]
+    run = fedfm.load_run(tmp_path / "run")
+    assert (run.experiment.data.path, run.experiment.run.timeout) == (str(moved), 9.0)
+    with pytest.raises(InputError, match="is finished"):
+        fedfm.resume(tmp_path / "run", changes={"run.timeout": 8.0})
+    with pytest.raises(InputError, match="keeps its experiment; what may change is"):
+        fedfm.resume(tmp_path / "other", changes={"method.rounds": 3})
+    with pytest.raises(InputError, match=r"run\.timeout"):
+        fedfm.resume(tmp_path / "other", changes={"run.timeout": -1})
+    others = str(features(tmp_path, seed=1))
+    with pytest.raises(InputError, match="the data changed since this run began"):
+        fedfm.resume(tmp_path / "other", changes={"data.path": others})

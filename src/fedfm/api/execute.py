@@ -18,7 +18,7 @@ from fedfm.engines.start import start
 from fedfm.errors import FedfmError, InputError, RunError
 from fedfm.models import devices
 from fedfm.runtime import losses
-from fedfm.runtime.extend import extend
+from fedfm.runtime.extend import extend, move
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
@@ -55,7 +55,12 @@ def run(
 
 
 def resume(
-    path: str | Path, *, progress: Progress | None = None, accept_loss: bool = False, rounds: int | None = None
+    path: str | Path,
+    *,
+    progress: Progress | None = None,
+    accept_loss: bool = False,
+    rounds: int | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Continue a run after its last committed round; return the result of a finished run.
 
@@ -69,15 +74,19 @@ def resume(
         accept_loss: continue although secrets, clients' memories or all checkpoints are damaged or missing. The run
             then ends with other parameters, or draws its noise a second time; ``lost`` in its manifest and its result
             names the lost files.
+        changes: where files and parties are now, or how long a party may take: ``{"run.folder": "/mnt/stick"}``.
 
     Raises:
-        InputError: there is no run; it cannot have more rounds; or, as :class:`~fedfm.errors.Lost`, a file that it
-            needs is damaged or missing.
+        InputError: there is no run; it cannot have more rounds; a key may not change; or, as
+            :class:`~fedfm.errors.Lost`, a file that it needs is damaged or missing.
     """
     run = load_run(path)
     if rounds is not None:
         with run.lock():
             run = extend(run, rounds)
+    if changes:
+        with run.lock():
+            run = move(run, changes)
     return drive(run, progress or Bar(), fresh=False, accept_loss=accept_loss)
 
 

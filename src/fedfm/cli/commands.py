@@ -97,9 +97,11 @@ def _epochs(args: Any, about: str, call: Callable[[], dict[str, Any]]) -> dict[s
 def resume(args: Any) -> int:
     """``fedfm resume``."""
     from fedfm.api import execute
+    from fedfm.config.toml import parse_override
 
     progress = _watch()
-    how = {"accept_loss": args.accept_loss, "rounds": args.rounds}
+    changes = dict(parse_override(text) for text in args.set)
+    how = {"accept_loss": args.accept_loss, "rounds": args.rounds, "changes": changes}
     result = _guarded(lambda: execute.resume(args.run, progress=progress, **how), progress)
     _incomplete(Path(result["run"]))
     return say(args, result, _summary(result))

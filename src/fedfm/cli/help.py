@@ -75,6 +75,7 @@ and distil.json, which says how it was made. A head that is new for these classe
   fedfm resume runs/mine                               after a kill, a full disk or Ctrl-C: from the last round
   fedfm resume runs/mine --format json | tail -1       of a finished run: its result again
   fedfm resume runs/mine --rounds 40                   go on to 40 rounds, also with a finished run
+  fedfm resume runs/mine --set run.folder=/mnt/stick   the folder, a SuperLink or the rows are elsewhere now
   fedfm resume runs/mine --accept-loss                 continue without files that are damaged or missing
 
 Secrets, memories and checkpoints have checksums, and a list names the files that must exist. A run that lacks one is

@@ -81,6 +81,13 @@ def build() -> argparse.ArgumentParser:
     )
 
     resume.add_argument("--rounds", type=int, help="go on to this many rounds, also with a finished run")
+    resume.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="where a file or party is now, such as run.folder, run.superlink or data.path, or another run.timeout",
+    )
 
     audit = command("audit", commands.audit, "attack a finished run: what its messages disclose", json=True, run=True)
     audit.add_argument(

@@ -1,11 +1,59 @@
-"""More rounds for a run: it goes on from its last round, with the bits of a run that had them from the start."""
+"""What may change when a run goes on: its number of rounds, and where its files and parties are.
+
+It goes on from its last round, with the bits of a run that had it so from the start.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fedfm.config.experiment import Experiment
+from fedfm.config.toml import put
 from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
 from fedfm.training import Local, TrainsLocally
+
+# Places and patience. That data and model are the same their fingerprints show.
+MOVABLE = (
+    "data.path",
+    "model.name",
+    "run.extend_timeout",
+    "run.folder",
+    "run.identity",
+    "run.loader_workers",
+    "run.root_certificates",
+    "run.roster",
+    "run.superlink",
+    "run.timeout",
+    "run.track",
+    "run.workers",
+)
+
+
+def move(run: Run, changes: Mapping[str, Any]) -> Run:
+    """Change keys of :data:`MOVABLE` for the rest of the run, before its lock is taken.
+
+    Args:
+        changes: values by key ``a.b``.
+
+    Raises:
+        InputError: the run is finished, a key is another one, or a value is wrong.
+    """
+    table = run.experiment.to_dict()
+    for key in changes:
+        if key not in MOVABLE:
+            raise InputError(
+                f"--set {key}: a run that goes on keeps its experiment; what may change is {', '.join(MOVABLE)}"
+            )
+    for part in (table, run.manifest["experiment"]):
+        for key, value in changes.items():
+            put(part, key, value)
+    Experiment.from_dict(table, imports=True)
+    if run.manifest["result"] is not None:
+        raise InputError(f"--set: {run.path} is finished; nothing of it will run")
+    run.write_manifest()
+    return Run.open(run.path)
 
 
 def extend(run: Run, rounds: int) -> Run:
