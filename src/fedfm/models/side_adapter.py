@@ -36,6 +36,11 @@ STATES = "states"  # tensor of encoded rows, (n, L, P, d)
 _PROBES = 32  # pictures of noise that set the scales of a model without stored ones
 
 
+def with_numbers(states: Tensor) -> Tensor:
+    """Which rows (n,) of released states (n, L, P, d) are numbers of the model's: of others a block's are zeros."""
+    return states.flatten(2).any(2).all(1)
+
+
 class SideAdapter(nn.Module):
     """Adapters of L blocks and a linear head; the weights of all blocks are stacked.
 
@@ -162,6 +167,7 @@ class SideModel(Model):
         backbone: the frozen transformer; None at a party that has none and gets released states only.
         released: what the adapters read of a block's tokens.
         scales: (L,), what the block outputs are divided by.
+        ranges: (L,), of a twin: the largest released number of a row whose arguments are in their intervals.
     """
 
     def __init__(
@@ -175,6 +181,7 @@ class SideModel(Model):
         backbone: Model | None = None,
         released: Release | None = None,
         scales: Tensor | None = None,
+        ranges: Tensor | None = None,
     ) -> None:
         super().__init__(
             net,
@@ -186,7 +193,7 @@ class SideModel(Model):
             fingerprint=fingerprint,
             head=net.head,
         )
-        self.net, self.backbone, self.released, self.scales = net, backbone, released, scales
+        self.net, self.backbone, self.released, self.scales, self.ranges = net, backbone, released, scales, ranges
 
     @property
     def owned(self) -> tuple[Model, Release, Tensor]:
@@ -206,7 +213,9 @@ class SideModel(Model):
         return Rows({STATES: self.states(rows)}, labels=rows.labels)
 
     def states(self, rows: Rows) -> Tensor:
-        """Released block outputs (n, L, P, d) over their scales, on the CPU.
+        """Released block outputs (n, L, P, d) over their scales, on the CPU; zeros for rows beyond a twin's ranges.
+
+        So such a row is answered as one of which nothing is known.
 
         Raises:
             ValueError: this party has no backbone.
@@ -216,7 +225,11 @@ class SideModel(Model):
         for start in range(0, len(rows), CHUNK):
             part = rows.take(range(start, min(start + CHUNK, len(rows))))
             levels = torch.stack(backbone.blocks(part)[1:], 1)  # (n, L, T, d)
-            done.append(released(levels / scales[:, None, None]))
+            states = released(levels / scales[:, None, None])
+            if self.ranges is not None:
+                near = (states.abs().amax((2, 3)) <= self.ranges).all(1)
+                states = torch.where(near[:, None, None, None], states, 0.0)
+            done.append(states)
         return torch.cat(done)
 
     def blocks(self, rows: Rows) -> list[Tensor]:
@@ -276,9 +289,10 @@ def around(
         raise InputError(f"{where} has blocks of unequal shapes; use lora or head")
     projection = projection_of(module, width, adapt.projection) if adapt.released == "tokens" else None
     released = release(adapt.released, tokens, grid, projection)
-    scales = _stored_scales(module)
-    if scales is None:
-        scales = torch.stack([b.square().mean().sqrt() for b in levels])
+    scales, ranges = torch.stack([b.square().mean().sqrt() for b in levels]), None
+    if fhe_friendly.is_twin(module):
+        scales, ranges = _stored(module, "scale"), _stored(module, "range")
+        ranges = ranges / scales * (1.0 if projection is None else projection.abs().sum(0).max())
     shape = len(levels), len(released.positions), width if projection is None else projection.shape[1]
     net = SideAdapter(*shape, adapt.rank, len(classes)).draw(seed)
     device = next(module.parameters()).device
@@ -291,14 +305,13 @@ def around(
         backbone=backbone,
         released=released,
         scales=scales,
+        ranges=ranges,
     )
 
 
-def _stored_scales(module: nn.Module) -> Tensor | None:
-    """(L,) of a model with polynomials: root mean squares on the data that it was distilled with."""
-    if not fhe_friendly.is_twin(module):
-        return None
-    return torch.tensor([entry["scale"] for entry in module.config.fedfm_polynomials["blocks"]])  # type: ignore[union-attr,index]
+def _stored(module: nn.Module, key: str) -> Tensor:
+    """(L,) of a twin: "scale", root mean squares on the data that it was distilled with, or "range"."""
+    return torch.tensor([entry[key] for entry in module.config.fedfm_polynomials["blocks"]])  # type: ignore[union-attr,index]
 
 
 def _probes(side: tuple[int, int]) -> Rows:

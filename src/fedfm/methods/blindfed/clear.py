@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from fedfm.core.federation import Federation
 from fedfm.methods.blindfed.foundation import check
 from fedfm.methods.blindfed.holding import spans
-from fedfm.methods.blindfed.passing import Passing, clear_states
+from fedfm.methods.blindfed.passing import Passing, clear_states, rows_of
+from fedfm.models.side_adapter import with_numbers
 
 if TYPE_CHECKING:
     from fedfm.methods.blindfed.blindfed import BlindFed
@@ -25,6 +26,7 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
     passing.opened = fed.ask(method.open, told=passing.hello())
     passing.count_bytes()
     batches = {client: len(spans(o.rows, passing.batch)) for client, o in passing.opened.items()}
+    lost = dict[str, int]()
     for batch in range(max(batches.values(), default=0)):
         left = [c for c, count in batches.items() if batch < count and batch not in passing.done.get(c, ())]
         if not left:
@@ -34,7 +36,15 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
         if not rows:
             continue
         states = clear_states(passing.model, rows)
+        for client in states:
+            lost[client] = lost.get(client, 0) + int((~with_numbers(states[client])).sum())
         kept = fed.ask(method.keep, of=rows, least=0, batch=batch, block=1, states=states)
         passing.finished(kept, batch)
         passing.tell((batch + 1) / max(batches.values()), "rows pass the server's model")
+    for client, count in sorted(lost.items()):
+        if count:
+            fed.notice(
+                f"{count} of {rows_of(passing.opened[client])} rows of {client} left the intervals of the model's "
+                "polynomials: training goes without them, and test rows count as rows of which nothing is known"
+            )
     return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -21,15 +20,7 @@ from fedfm.privacy.crypto.ring import Parameters
 
 
 class OutOfRange(ClientFault):
-    """Released states of some rows are not what the model can give.
-
-    Attributes:
-        rows: numbers of the rows in their batch.
-    """
-
-    def __init__(self, code: str, reason: str, rows: Sequence[int]) -> None:
-        super().__init__(code, reason)
-        self.rows = tuple(rows)
+    """Released states are not what the model can give."""
 
 
 class Holder:
@@ -122,12 +113,11 @@ class Holder:
         return answered(self._keys, self._channel(session_of(message)), message, self._floor)
 
     def released(self, message: bytes, samples: int) -> NDArray[np.float32]:
-        """Released states of a block, (samples, P, width), over the block's scale.
+        """Released states of a block, (samples, P, width), over the block's scale; zeros for rows out of range.
 
         Raises:
             ClientFault: the message is not the next one of an open session.
-            OutOfRange: states are not finite, or larger than the model's: the computation has overflowed, or the keys
-                are not those of this holder.
+            OutOfRange: the first block's states of all rows are: the keys are not those of this holder.
         """
         tokens = self.layout.tokens
         channel = self._channel(session_of(message))
@@ -139,8 +129,7 @@ class Holder:
         if len(residues) != shape.ciphertexts or not 1 <= samples <= self.layout.samples:
             raise ClientFault(E_SHAPE, f"{len(residues)} ciphertexts of released states: expected {shape.ciphertexts}")
         states = shape.opened(self._keys.decrypt(residues, scale), samples)
-        check(states, largest, block)
-        return states.astype(np.float32)
+        return checked(states, largest, block).astype(np.float32)
 
     def _channel(self, session: bytes) -> Channel:
         if session not in self._channels:
@@ -148,16 +137,21 @@ class Holder:
         return self._channels[session]
 
 
-def check(states: NDArray[np.float64], largest: float, block: int) -> None:
-    """Whether released states (samples, P, width) are numbers of a magnitude that the model can give.
+def checked(states: NDArray[np.float64], largest: float, block: int) -> NDArray[np.float64]:
+    """States (samples, P, width), zeros for rows that are not finite or larger than the model's.
+
+    An argument of theirs left its interval, or the computation of their batch has overflowed.
 
     Raises:
-        OutOfRange: they are not; it names the rows.
+        OutOfRange: that are all rows of the first block: the keys are not those of this holder, or it has overflowed.
     """
     worst = np.abs(states).max(axis=(1, 2))
     bad = np.flatnonzero(~(worst <= largest))
-    if len(bad):
-        finite = bool(np.isfinite(worst[bad]).all())
-        shown = ", ".join(str(i) for i in bad[:8]) + (", ..." if len(bad) > 8 else "")
-        reason = f"released states of block {block + 1}, rows {shown}: up to {worst[bad].max():.4g}, expected at most"
-        raise OutOfRange(E_NORM if finite else E_NONFINITE, f"{reason} {largest:.4g}", bad.tolist())
+    if len(bad) == len(states) and block == 0:
+        finite = bool(np.isfinite(worst).all())
+        reason = f"released states of all rows of block 1: up to {worst.max():.4g}, expected at most {largest:.4g}"
+        why = "a row that is far outside the model's intervals has spoilt its batch, or the keys are others"
+        raise OutOfRange(E_NORM if finite else E_NONFINITE, f"{reason}: {why}")
+    out = states.copy()
+    out[bad] = 0
+    return out

@@ -18,8 +18,8 @@ from torch import Tensor
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.core.wire import payload
-from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, E_SHAPE, ClientFault
-from fedfm.methods.blindfed import orders
+from fedfm.errors import E_FIELD, E_LOST, E_SHAPE, ClientFault
+from fedfm.methods.blindfed import left_out, orders
 from fedfm.models import inputs
 from fedfm.models.folding import Patches
 from fedfm.models.pictures import pixels
@@ -118,6 +118,18 @@ def spans_by_part(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
     return found
 
 
+@dataclass(frozen=True)
+class View:
+    """A client's released states as rows.
+
+    Attributes:
+        whole: of all its rows of a part, (n,), which have numbers: see :mod:`.left_out`.
+    """
+
+    data: ClientData
+    whole: dict[str, Tensor]
+
+
 @dataclass
 class Held:
     """The client half, for all clients of this process.
@@ -130,7 +142,7 @@ class Held:
     encryption: str
     _sessions: list[Any] = field(default_factory=list)
     _models: dict[tuple[Any, ...], SideModel] = field(default_factory=dict)
-    _views: dict[tuple[str, str], ClientData] = field(default_factory=dict)
+    _views: dict[tuple[str, str], View] = field(default_factory=dict)
 
     # --- messages -----------------------------------------------------------------------------------------------------
     def open(self, client: Client, told: Hello) -> Opened:
@@ -174,8 +186,6 @@ class Held:
         shape = (n, states.shape[1] if states.dim() == 4 else 0, told.positions, told.width)
         if tuple(states.shape) != shape or not 1 <= block <= block + shape[1] - 1 <= told.blocks:
             raise ClientFault(E_SHAPE, f"states {tuple(states.shape)} of block {block}: expected {shape}")
-        if not bool(torch.isfinite(states).all()):
-            raise ClientFault(E_NONFINITE, f"released states of block {block} are not finite")
         client.store[f"states-{batch}-{block}"] = pack(states)
         self._views.pop((client.id, told.session), None)
         return n
@@ -247,19 +257,21 @@ class Held:
         key = client.id, told.session
         if key not in self._views:
             self._views[key] = self._read(client, told)
-        return replace(client, model=self._model(told), data=self._views[key])
+        return replace(client, model=self._model(told), data=self._views[key].data)
 
     def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """The largest difference of a released number from that in the clear."""
+        """The largest difference of a released number from that in the clear; how many rows have no numbers."""
         most = 0.0
+        whole = next(view.whole for view in self._views.values() if view.data is seen)
         for part in PARTS:
             states = getattr(seen, part).tensors[STATES]
+            states = states[whole[part]] if part == "test" else states
             if len(states):
-                true = clear(part).tensors[STATES]
+                true = clear(part).tensors[STATES][whole[part]]
                 if self.protocol == "permuted":  # nobody but the server knows which row is which: the closest one
                     true = true[torch.cdist(states.flatten(1), true.flatten(1)).argmin(1)]
                 most = max(most, float((states - true).abs().max()))
-        return {"max_error": most}
+        return {"max_error": most, "most_rows_left_out": float(sum(int((~mask).sum()) for mask in whole.values()))}
 
     def _model(self, told: Hello) -> SideModel:
         shape = told.blocks, told.positions, told.width, told.rank, tuple(told.classes)
@@ -269,15 +281,15 @@ class Held:
         model.kernels = told.kernels
         return model
 
-    def _read(self, client: Client, told: Hello) -> ClientData:
+    def _read(self, client: Client, told: Hello) -> View:
         have = counts(client)
         try:
             read = _aligned if self.protocol == "permuted" else _released
-            parts = read(client, told, have)
+            parts, whole = left_out.kept(client, read(client, told, have))
         except KeyError as error:
             raise ClientFault(E_LOST, f"the rows have not passed the server's model: {error} is missing") from None
         train, val, test = (parts[part] for part in PARTS)
-        return ClientData(lambda: train, lambda: val, lambda: test)
+        return View(ClientData(lambda: train, lambda: val, lambda: test), whole)
 
     def _batch(self, client: Client, told: Hello, batch: int) -> tuple[list[Any], Tensor]:
         """Pictures and labels of a batch."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedfm.core.client import Client
 from fedfm.errors import E_FORMAT, E_NORM, E_SHAPE, ClientFault
 from fedfm.methods.blindfed import messages
-from fedfm.methods.blindfed.holder import Holder, check
+from fedfm.methods.blindfed.holder import Holder, checked
 from fedfm.methods.blindfed.holding import of_bytes, to_bytes
 from fedfm.methods.blindfed.releases import Numbers
 from fedfm.methods.blindfed.sessions import Sessions
@@ -39,15 +39,14 @@ class PermutedHolder(Holder):
         return sealed(self._keys, self._channel(session), self.layout.pack(ones), messages.RELEASE_LIMBS)
 
     def turned(self, message: bytes, samples: int) -> NDArray[np.float64]:
-        """States of a block, (samples, T, d), in the owner's order.
+        """States of a block, (samples, T, d), in the owner's order; zeros for rows out of range.
 
         Raises:
             ClientFault: the message is not the next one of an open session.
-            OutOfRange: the computation has overflowed, or the keys are not those of this holder.
+            OutOfRange: the first block's states of all rows are: the keys are not those of this holder.
         """
         states, block, largest = self._ordered(message, messages.TURNED, samples)
-        check(states, largest, block)
-        return states
+        return checked(states, largest, block)
 
     def again(self, session: bytes, states: Numbers) -> bytes:
         """Fresh encryptions of states (samples, T, d), with all primes."""

@@ -1,0 +1,40 @@
+"""Rows of which the model has no numbers: an argument of one of its polynomials left its interval.
+
+Training and validation go without them. As test rows they count, and are answered by zero states, as a row of which
+nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from fedfm.core.client import Client
+from fedfm.core.rows import Rows
+from fedfm.errors import E_NONFINITE, ClientFault
+from fedfm.models.side_adapter import STATES, with_numbers
+
+
+def kept(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Tensor]]:
+    """The rows by part, as the client trains and is judged on them; of all its rows (n,), which have numbers.
+
+    Raises:
+        ClientFault: no row to train on has.
+    """
+    found, whole = dict[str, Rows](), {part: with_numbers(rows.tensors[STATES]) for part, rows in parts.items()}
+    for part, rows in parts.items():
+        if whole[part].all():
+            found[part] = rows
+        elif part == "test":
+            states = rows.tensors[STATES] * whole[part][:, None, None, None]
+            found[part] = Rows({STATES: states}, labels=rows.labels)
+        else:
+            found[part] = rows.take(whole[part].nonzero().flatten())
+    lost = {part: int((~mask).sum()) for part, mask in whole.items()}
+    if any(lost.values()):
+        told = ", ".join(f"{n} of {len(whole[part])} {part} rows" for part, n in lost.items() if n)
+        client.note(f"{told} left the intervals of the server's model and have no states")
+    if lost["train"] and not len(found["train"]):
+        raise ClientFault(E_NONFINITE, "all rows to train on left the intervals of the server's model")
+    return found, whole
