@@ -35,6 +35,7 @@ from fedfm.linalg.running_mean import weighted_mean
 from fedfm.models import inputs
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
+from fedfm.models.pictures import pixels
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, AdamW, Local, loop, packed
 from fedfm.training.job import Job
@@ -89,8 +90,9 @@ def vision(name: str, layers: int | None, limit: int) -> tuple[Model, Callable[[
     where = "nano-vit" if name == "nano-vit" else str(folder)
     model = load_model(ModelSpec(where, adaptation=adaptation), classes=[str(c) for c in range(10)], kind="image")
     assert model.tools.image is not None
-    pixels = inputs.pixels(pictures[order], model.tools.image)
-    rows = Rows({"pixel_values": pixels}, labels=torch.from_numpy(y[order].astype(np.int64)))
+    rows = Rows(
+        {"pixel_values": pixels(pictures[order], model.tools.image)}, labels=torch.from_numpy(y[order].astype(np.int64))
+    )
     return model, dealt(rows, np.arange(len(rows)))
 
 
