@@ -78,7 +78,8 @@ def goal(name: str, value: float, least: float | None = None, most: float | None
     """A goal with its verdict: at least ``least``, or at most ``most``."""
     bound, met = (least, value >= least) if least is not None else (most, value <= (most or 0))
     sign = ">=" if least is not None else "<="
-    return {"goal": name, "wanted": f"{sign} {bound:g}", "measured": round(value, 3), "met": met, "bound": bound}
+    measured = round(value, 3) if abs(value) >= 1 else float(f"{value:.3g}")
+    return {"goal": name, "wanted": f"{sign} {bound:g}", "measured": measured, "met": met, "bound": bound}
 
 
 def emit(
