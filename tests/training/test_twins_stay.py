@@ -12,6 +12,7 @@ from fedfm.models import fhe_friendly
 from fedfm.models.load import load_model
 from fedfm.models.polynomial_modules import Replaced
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.runtime.hindsight import outside
 from fedfm.training import SGD, loop
 from fedfm.training.job import Job
 from tiny_twins import CLASSES, make_twin
@@ -88,3 +89,21 @@ def test_no_graph_outlives_a_step_and_a_frozen_backbone_has_no_penalty(twin, mon
         losses.append(trained(model, 3 * x, SGD(learning_rate=1e-3, batch_size=16))[1])
         assert all(m.penalty is None for m in model.module.modules() if isinstance(m, Replaced))
     assert (losses[0] == losses[1]) == (adaptation == "head")
+
+
+def test_a_head_takes_a_row_without_numbers_as_one_of_which_nothing_is_known(twin):
+    folder, x = twin
+    model = load(folder, "head")
+    far = x.clone()
+    far[0] = torch.randn(x[0].shape, generator=torch.Generator().manual_seed(0)) * 1e3
+    far[0, 0, 0, 0] = math.nan  # as an argument far outside gives
+    rows = Rows({"pixel_values": far}, labels=torch.arange(len(x)) % 3)
+    features = model.encode(rows).tensors["features"]
+    assert not features[0].any()
+    assert torch.equal(features[1:], model.features(rows.take(range(len(x))))[1:])
+    (told,) = outside(model.module)
+    counts = fhe_friendly.violations(model.module).values()
+    assert told.startswith(f"{sum(n for n, _ in counts) / sum(t for _, t in counts):.2%} of the arguments")
+    fhe_friendly.forget(model.module)
+    model.encode(Rows({"pixel_values": x}, labels=rows.labels))
+    assert outside(model.module) == []

@@ -200,7 +200,10 @@ class Model:
         """
         if self.adaptation != "head" or "features" in rows.tensors:
             return rows
-        return Rows({"features": self.features(rows)}, labels=rows.labels)
+        features = self.features(rows)
+        if any(isinstance(m, Replaced) for m in self.train_too):  # outside its intervals a twin has no numbers
+            features = torch.where(features.isfinite().all(1, keepdim=True), features, 0.0)
+        return Rows({"features": features}, labels=rows.labels)
 
     def features(self, rows: Rows) -> Tensor:
         """The head's inputs (n, d), on the CPU; in causal models at the last token that is no padding.

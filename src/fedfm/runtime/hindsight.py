@@ -6,6 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
+from fedfm.models import fhe_friendly
+
 _RISE = 1.05  # of the lowest test loss; less is noise
 _FALL = 0.01  # of the accuracy
 
@@ -22,6 +26,18 @@ def overtrained(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         f"the loss on the test rows rose from {lowest:.3g} in round {best} to {last[1]:.3g}, and the accuracy fell "
         f"from {reached:.3f} to {last[2]:.3f}: training goes too far; take fewer rounds, a smaller "
         "method.local.learning_rate, or data.val_fraction with run.patience, which keeps the best round"
+    ]
+
+
+def outside(module: nn.Module) -> list[str]:
+    """A notice if arguments of a twin's polynomials left their intervals, of the rows that this process has seen."""
+    counts = fhe_friendly.violations(module).values()
+    if not (far := sum(n for n, _ in counts)):
+        return []
+    return [
+        f"{far / sum(total for _, total in counts):.2%} of the arguments of the model's polynomials were outside their "
+        "intervals: of a row far outside there are no numbers, and a head takes it as a row of which nothing is known; "
+        "distil the model on rows like these"
     ]
 
 

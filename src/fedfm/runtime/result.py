@@ -22,7 +22,7 @@ from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, logs
 from fedfm.runtime.disclosure import guarantee, rows_of
 from fedfm.runtime.evaluation import ANSWERS, CONFUSION, Evaluator
-from fedfm.runtime.hindsight import overtrained
+from fedfm.runtime.hindsight import outside, overtrained
 from fedfm.runtime.predictions import feature_transform, kept
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.seen import seen
@@ -100,17 +100,20 @@ def finish(
     result["details"] |= arrivals(run, lines)
     _count(run, lines)
     enter(run, spent)
+    privacy = run.manifest["experiment"].get("privacy")
     write_models(run, fed.model, models)
     run.note_messages(fed)  # the messages that asked for the final models
     for text in method.notices(state) if isinstance(method, Noticing) else ():
         if text not in run.manifest["notices"]:  # a resumed run may have it already
             run.manifest["notices"].append(text)
             notice(text)
-    for text in overtrained(lines) if of == t else ():
+    hindsight = overtrained(lines) if of == t else []
+    if privacy is None:  # rows of clients are among those counted
+        hindsight += outside(fed.model.module)
+    for text in hindsight:
         run.note(text)
         notice(text)
     result["warnings"] = list(run.manifest["notices"])
-    privacy = run.manifest["experiment"].get("privacy")
     run.manifest["seen"] = seen(run.path / logs.MESSAGES, {(e.round, e.client) for e in fed.excluded}).to_dict()
     run.manifest["guarantee"] = guarantee(run.manifest["ledger"] | {"epsilon": result["epsilon"]}, privacy)
     run.manifest["result"] = result
