@@ -18,7 +18,7 @@ from torch import Tensor
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.core.wire import payload
-from fedfm.errors import E_FIELD, E_LOST, E_SHAPE, ClientFault
+from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, E_SHAPE, ClientFault
 from fedfm.methods.blindfed import left_out, orders
 from fedfm.models import inputs
 from fedfm.models.folding import Patches
@@ -119,12 +119,8 @@ def spans_by_part(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
 
 
 @dataclass(frozen=True)
-class View:
-    """A client's released states as rows.
-
-    Attributes:
-        whole: of all its rows of a part, (n,), which have numbers: see :mod:`.left_out`.
-    """
+class SeenRows:
+    """A client's released states as rows; of all its rows of a part (n,), which have numbers (:mod:`.left_out`)."""
 
     data: ClientData
     whole: dict[str, Tensor]
@@ -142,7 +138,7 @@ class Held:
     encryption: str
     _sessions: list[Any] = field(default_factory=list)
     _models: dict[tuple[Any, ...], SideModel] = field(default_factory=dict)
-    _views: dict[tuple[str, str], View] = field(default_factory=dict)
+    _views: dict[tuple[str, str], SeenRows] = field(default_factory=dict)
 
     # --- messages -----------------------------------------------------------------------------------------------------
     def open(self, client: Client, told: Hello) -> Opened:
@@ -186,6 +182,8 @@ class Held:
         shape = (n, states.shape[1] if states.dim() == 4 else 0, told.positions, told.width)
         if tuple(states.shape) != shape or not 1 <= block <= block + shape[1] - 1 <= told.blocks:
             raise ClientFault(E_SHAPE, f"states {tuple(states.shape)} of block {block}: expected {shape}")
+        if not bool(torch.isfinite(states).all()):
+            raise ClientFault(E_NONFINITE, f"released states of block {block} are not finite")
         client.store[f"states-{batch}-{block}"] = pack(states)
         self._views.pop((client.id, told.session), None)
         return n
@@ -281,7 +279,7 @@ class Held:
         model.kernels = told.kernels
         return model
 
-    def _read(self, client: Client, told: Hello) -> View:
+    def _read(self, client: Client, told: Hello) -> SeenRows:
         have = counts(client)
         try:
             read = _aligned if self.protocol == "permuted" else _released
@@ -289,7 +287,7 @@ class Held:
         except KeyError as error:
             raise ClientFault(E_LOST, f"the rows have not passed the server's model: {error} is missing") from None
         train, val, test = (parts[part] for part in PARTS)
-        return View(ClientData(lambda: train, lambda: val, lambda: test), whole)
+        return SeenRows(ClientData(lambda: train, lambda: val, lambda: test), whole)
 
     def _batch(self, client: Client, told: Hello, batch: int) -> tuple[list[Any], Tensor]:
         """Pictures and labels of a batch."""
