@@ -8,7 +8,7 @@ export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo image test test-proofs test-engines test-outages lint type bench docs site clean
+.PHONY: help setup demo image test test-proofs test-engines test-outages test-gpu lint type bench docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a Su
 
 test-outages: $(STAMP) ## silos and servers that are killed and come back, about 10 minutes
 	$(BIN)/python -m pytest -m outage tests/engines
+
+test-gpu: $(STAMP) ## what only a GPU shows, where there is one
+	FEDFM_TESTS_SEE_GPUS=1 $(BIN)/python -m pytest -m gpu tests/gpu
 
 lint: $(STAMP) ## style, spelling, layers
 	$(BIN)/ruff format --check .

@@ -130,6 +130,13 @@ def skip(why: str) -> None:
     raise SystemExit(0)
 
 
+def no_gpu() -> str:
+    """Why nothing can be measured on a GPU here; empty if it can."""
+    import torch
+
+    return "" if torch.cuda.is_available() else "no GPU that torch can use"
+
+
 def machine() -> dict[str, Any]:
     """What it ran on, without a name."""
     model = platform.processor() or platform.machine()

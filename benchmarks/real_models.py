@@ -2,10 +2,12 @@
 
     python benchmarks/real_models.py
     python benchmarks/real_models.py --only full --turns 3
+    python benchmarks/real_models.py --device cuda       more and longer rows, seconds and memory of the GPU
 
 Each figure is of a whole job in a fresh process on one thread: read model and texts, train, judge the test rows, save.
 The model is made from its configuration, so nothing is downloaded; the texts are random words. CPU seconds are of the
-job without the imports of the libraries; the peak is ru_maxrss and includes them.
+job without the imports of the libraries; the peak is ru_maxrss and includes them. On a GPU they are seconds on the wall,
+after a first use of the GPU, and the peak is what torch allocated at most.
 
 - lora, full: one client, one epoch of AdamW; the plain loop is PEFT's, or the model's own.
 - evaluation: the start model's perplexity on the rows, in batches of the same size.
@@ -28,9 +30,11 @@ import common
 CASES = ("lora", "full", "evaluation", "fedbip", "fedpft")
 SIDES = ("plain", "fedfm")
 WORDS = [f"w{i}" for i in range(500)]
+WHOLE = {"hidden": 1024, "layers": 19, "inner": 2816, "vocabulary": 32_000}
 SIZES = {  # of the model, and of the data
-    False: {"hidden": 1024, "layers": 19, "inner": 2816, "vocabulary": 32_000, "length": 128, "rows": 48, "batch": 8},
-    True: {"hidden": 256, "layers": 4, "inner": 704, "vocabulary": 4_000, "length": 64, "rows": 48, "batch": 8},
+    "cpu": WHOLE | {"length": 128, "rows": 48, "batch": 8},
+    "cuda": WHOLE | {"length": 512, "rows": 256, "batch": 16},
+    "quick": {"hidden": 256, "layers": 4, "inner": 704, "vocabulary": 4_000, "length": 64, "rows": 48, "batch": 8},
 }
 JUDGED = 16  # rows of a batch without gradients in the plain loops
 CLASSES = 4
@@ -42,7 +46,7 @@ GOALS = {  # case -> times the plain loop's CPU seconds and peak, at most
 }
 
 
-def prepared(folder: Path, quick: bool) -> None:
+def prepared(folder: Path, size: dict[str, Any], device: str) -> None:
     """Write model, tokenizer and rows."""
     import random
 
@@ -50,7 +54,7 @@ def prepared(folder: Path, quick: bool) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    size, draw = SIZES[quick], random.Random(0)
+    draw = random.Random(0)
     special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "eos_token": "[END]", "bos_token": "[BEGIN]"}
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*special.values(), *WORDS])}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -69,7 +73,7 @@ def prepared(folder: Path, quick: bool) -> None:
         eos_token_id=tokenizer.eos_token_id,
     )
     model = LlamaForCausalLM(config)
-    (folder / "size.json").write_text(json.dumps(size | {"parameters": model.num_parameters()}))
+    (folder / "size.json").write_text(json.dumps(size | {"parameters": model.num_parameters(), "device": device}))
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     with open(folder / "rows.csv", "w", newline="") as file:
@@ -95,7 +99,7 @@ def ours(case: str, folder: Path, size: dict[str, Any]) -> None:
         "fedbip": {"name": "fedbip", "rounds": 2, "local": local},
         "fedpft": {"name": "fedpft"},
     }
-    model = {"name": str(folder / "model"), "max_length": size["length"], "device": "cpu"}
+    model = {"name": str(folder / "model"), "max_length": size["length"], "device": size["device"]}
     if case == "fedpft":
         model |= {"adaptation": {"name": "head"}}
     else:
@@ -134,7 +138,7 @@ def theirs(case: str, folder: Path, size: dict[str, Any]) -> None:
         for at in range(0, len(rows), count):
             texts = [row["text"] for row in rows[at : at + count]]
             told = tokenizer(texts, truncation=True, max_length=size["length"], padding=True, return_tensors="pt")
-            yield {name: told[name] for name in ("input_ids", "attention_mask")}
+            yield {name: told[name].to(size["device"]) for name in ("input_ids", "attention_mask")}
 
     def judge(model: Any, rows: list[dict[str, str]]) -> None:
         model.eval()
@@ -153,13 +157,14 @@ def theirs(case: str, folder: Path, size: dict[str, Any]) -> None:
 
     if case == "fedpft":
         model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=CLASSES).eval()
+        model.to(size["device"])
         found: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, rows in parts.items():
                 states = [model.model(**b, use_cache=False).last_hidden_state[:, -1] for b in batches(rows, 32)]
                 found[name] = torch.cat(states)
-        head = nn.Linear(size["hidden"], CLASSES)
-        labels = torch.tensor([int(row["label"][-1]) for row in parts["train"]])
+        head = nn.Linear(size["hidden"], CLASSES, device=size["device"])
+        labels = torch.tensor([int(row["label"][-1]) for row in parts["train"]], device=size["device"])
         search = torch.optim.LBFGS(head.parameters(), max_iter=50)
 
         def loss() -> torch.Tensor:
@@ -172,7 +177,7 @@ def theirs(case: str, folder: Path, size: dict[str, Any]) -> None:
         head(found["test"]).argmax(-1)
         save_file(head.state_dict(), folder / "head.safetensors")
         return
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").to(size["device"])
     if case in ("lora", "fedbip", "evaluation"):
         from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -200,16 +205,23 @@ def theirs(case: str, folder: Path, size: dict[str, Any]) -> None:
 
 
 def one(case: str, side: str, folder: Path) -> dict[str, Any]:
-    """CPU seconds and peak of one job in this process."""
+    """Seconds and peak of one job in this process."""
     import torch
     import transformers  # noqa: F401 - outside of the clock
 
     import fedfm  # noqa: F401
 
-    torch.set_num_threads(1)
-    size, began = json.loads((folder / "size.json").read_text()), time.process_time()
-    (ours if side == "fedfm" else theirs)(case, folder, size)
-    return {"cpu": time.process_time() - began, "mib": common.peak_mib()}
+    size, job = json.loads((folder / "size.json").read_text()), ours if side == "fedfm" else theirs
+    if size["device"] == "cpu":
+        torch.set_num_threads(1)
+        began = time.process_time()
+        job(case, folder, size)
+        return {"seconds": time.process_time() - began, "mib": common.peak_mib()}
+    torch.ones(1, device="cuda").sum().item()  # opens the GPU
+    began = time.perf_counter()
+    job(case, folder, size)
+    torch.cuda.synchronize()
+    return {"seconds": time.perf_counter() - began, "mib": torch.cuda.max_memory_allocated() / 2**20}
 
 
 def main() -> None:
@@ -218,20 +230,24 @@ def main() -> None:
         one={"nargs": 3, "metavar": ("CASE", "SIDE", "FOLDER"), "help": "one job in this process"},
         only={"nargs": "+", "choices": CASES, "default": CASES},
         turns={"type": int, "default": 2},
+        device={"choices": ("cpu", "cuda"), "default": "cpu"},
     )
     if options.one:
         case, side, folder = options.one
         print(json.dumps(one(case, side, Path(folder))))
         return
+    if options.device == "cuda" and (why := common.no_gpu()):
+        common.skip(why)
     folder, turns, rows, goals = common.scratch(), 1 if options.quick else options.turns, [], []
-    prepared(folder, options.quick)
+    prepared(folder, SIZES["quick" if options.quick else options.device], options.device)
+    clock = "CPU s" if options.device == "cpu" else "s"
     for case in options.only:
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for _ in range(turns):
             for side in SIDES:
                 found[side].append(common.child(__file__, "--one", case, side, str(folder), limit=3600))
         row: dict[str, Any] = {"case": case}
-        for key, name in (("cpu", "CPU s"), ("mib", "peak, MiB")):
+        for key, name in (("seconds", clock), ("mib", "peak, MiB")):
             plain, fedfm = (statistics.median(x[key] for x in found[side]) for side in SIDES)
             ratios = [b[key] / a[key] for a, b in zip(found["plain"], found["fedfm"], strict=True)]
             spread = {"median": round(fedfm / plain, 2), "min": round(min(ratios), 2), "max": round(max(ratios), 2)}
@@ -242,7 +258,8 @@ def main() -> None:
         rows.append(row)
     size = json.loads((folder / "size.json").read_text())
     title = f"Whole jobs with {size['parameters'] / 1e6:.0f} million parameters, {size['rows']} training rows"
-    common.emit("Real models beside plain loops", [{"title": title, "rows": rows}], goals)
+    where = "" if options.device == "cpu" else " on a GPU"
+    common.emit(f"Real models beside plain loops{where}", [{"title": title, "rows": rows}], goals)
 
 
 if __name__ == "__main__":

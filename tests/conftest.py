@@ -9,6 +9,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if os.environ.get("FEDFM_TESTS_SEE_GPUS") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # exact figures are of a CPU; `make test-gpu` shows the GPU
 os.environ["FEDFM_CACHE"] = ""  # a test that reads what an earlier run has computed says so
 
 import hypothesis
