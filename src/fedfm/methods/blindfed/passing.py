@@ -15,7 +15,7 @@ from torch import Tensor
 from fedfm.core.client import ClientId, each
 from fedfm.core.federation import Federation
 from fedfm.core.transcript import Crossing
-from fedfm.methods.blindfed.holding import PARTS, Hello, Opened
+from fedfm.methods.blindfed.hello import PARTS, Hello, Opened
 from fedfm.models import inputs
 from fedfm.models.folding import Patches, folded
 from fedfm.models.side_adapter import SideModel

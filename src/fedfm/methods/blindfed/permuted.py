@@ -17,7 +17,7 @@ from fedfm.core.federation import Federation
 from fedfm.methods.blindfed import orders
 from fedfm.methods.blindfed.clear import NOTICE
 from fedfm.methods.blindfed.foundation import check
-from fedfm.methods.blindfed.holding import spans_by_part
+from fedfm.methods.blindfed.hello import spans_by_part
 from fedfm.methods.blindfed.passing import Passing, token_states
 
 if TYPE_CHECKING:
