@@ -28,8 +28,9 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
 from fedfm.models import fhe_friendly
 from fedfm.models.families import Parts
-from fedfm.models.model import Model, Tools
+from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.tools import Tools
 
 CHUNK = 256  # rows whose block outputs are in memory at the same time
 STATES = "states"  # tensor of encoded rows, (n, L, P, d)
