@@ -29,8 +29,9 @@ from fedfm.core.rows import Rows
 from fedfm.data.table import Table
 from fedfm.models.families import Parts
 from fedfm.models.load import load_model
-from fedfm.models.model import Model, Tools
+from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.tools import Tools
 from fedfm.privacy.dp_sgd import DescentPlan
 from fedfm.training import SGD, private
 from fedfm.training.job import Job

@@ -11,7 +11,9 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import ClientFault, InputError
 from fedfm.methods.blindfed import orders
-from fedfm.methods.blindfed.holding import Held, Hello, pack, spans, spans_by_part, unpack
+from fedfm.methods.blindfed.as_bytes import pack, unpack
+from fedfm.methods.blindfed.hello import Hello, spans, spans_by_part
+from fedfm.methods.blindfed.holding import Held
 from fedfm.models.side_adapter import STATES
 from fedfm.runtime.population import populate
 from small import pictures

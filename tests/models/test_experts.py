@@ -19,9 +19,10 @@ from fedfm.models import families
 from fedfm.models.adapters import adaptation, lora
 from fedfm.models.adapters.experts import Expert, experts
 from fedfm.models.layers import layers
-from fedfm.models.model import Model, Tools
+from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.tools import Tools
 from fedfm.training import SGD, AdamW
 from fedfm.training.job import Job
 

@@ -118,6 +118,19 @@ def test_states_of_a_frozen_transformer(released, shape):
     assert torch.allclose(model.predict(rows), model.predict(model.encode(rows)), atol=1e-5)
 
 
+def test_a_row_beyond_a_twins_ranges_in_one_block_is_zeros_in_all():
+    states = torch.tensor(
+        [[[[1.0, -2.0]], [[3.0, 0.0]]], [[[2.5, 0.0]], [[1.0, 1.0]]], [[[math.nan, 0.0]], [[1.0, 1.0]]]]
+    )
+    model = of_states(2, 1, 2, 1, ("a", "b"))
+    assert model.within_ranges(states) is states  # no twin
+    model.ranges = torch.tensor([2.0, 3.0])
+    assert torch.equal(model.within_ranges(states), torch.cat([states[:1], torch.zeros(2, 2, 1, 2)]))
+    near = model.within_ranges(states[:2], unit=torch.tensor([1.25, 1.0]))  # the ranges are 2.5 and 3
+    assert torch.equal(near, states[:2])
+    assert not model.within_ranges(states, unit=0.5).any()
+
+
 def test_a_party_without_the_transformer():
     owner = side(rank=4, released="grid")
     rows = owner.encode(Rows({"pixel_values": torch.randn(3, 3, 32, 32)}))

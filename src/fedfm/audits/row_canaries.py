@@ -21,8 +21,9 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Batch, Rows
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.families import Parts
-from fedfm.models.model import Model, Tools
+from fedfm.models.model import Model
 from fedfm.models.spec import ModelSpec
+from fedfm.models.tools import Tools
 from fedfm.privacy.dp_sgd import DescentPlan
 from fedfm.runtime import client_memory
 from fedfm.runtime.population import Partitioned

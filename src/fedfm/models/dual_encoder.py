@@ -23,6 +23,7 @@ from fedfm.models.architectures.dual_encoder import DualEncoder, mean_direction,
 from fedfm.models.families import unwrapped
 from fedfm.models.model import Model
 from fedfm.models.precision import rounded
+from fedfm.models.row_batches import fixed_batches
 
 Blocks = Sequence[tuple[str, nn.Module]]
 
@@ -93,7 +94,7 @@ class DualModel(Model):
 
     def by_batches(self, rows: Rows, function: Callable[[Tensor], Tensor]) -> Tensor:
         """``function`` of the pictures, (n, ...), on the CPU; it sees 32 rows at a time, always."""
-        done = [function(batch["pixel_values"].to(self.device))[:n].cpu() for batch, n in self._fixed(rows)]
+        done = [function(batch["pixel_values"].to(self.device))[:n].cpu() for batch, n in fixed_batches(rows)]
         return torch.cat(done) if done else torch.zeros(0, self.dual.texts().shape[-1])
 
 
@@ -154,7 +155,7 @@ def images_with_states(model: DualModel, rows: Rows, k: int) -> Iterator[tuple[T
     caught: list[Tensor] = []
     hook = _split(model.parts.blocks, k)[1][0][1].register_forward_pre_hook(lambda _, args: caught.append(args[0]))
     try:
-        for batch, n in model._fixed(rows):
+        for batch, n in fixed_batches(rows):
             V = model.dual.images(batch["pixel_values"].to(model.device))
             yield V[:n].cpu(), caught.pop()[:n].cpu()
     finally:

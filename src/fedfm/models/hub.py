@@ -16,10 +16,10 @@ from fedfm.errors import InputError, close
 from fedfm.models import devices, families, fhe_friendly, inputs, quantised, templates, weights
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
-from fedfm.models.model import Tools
 from fedfm.models.names import DTYPES, locate
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.tools import Tools
 
 _TEXT_HEADS = ("SequenceClassification", "CausalLM", "MaskedLM")
 _HEADS = ("ImageClassification", "SequenceClassification", "CausalLM")

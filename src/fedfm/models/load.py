@@ -25,10 +25,11 @@ from fedfm.models.architectures import resnet
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.hub import Loaded
-from fedfm.models.model import Model, Tools
+from fedfm.models.model import Model
 from fedfm.models.names import DTYPES, locate
 from fedfm.models.preference import PreferenceModel
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.tools import Tools
 
 _FITS = {
     "classification": ("image", "text", "features"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,41 +20,21 @@ from fedfm.models import checkpointing, inputs, metrics
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
 from fedfm.models.families import Parts, unwrapped
+from fedfm.models.head_inputs import head_inputs, prompts
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
 from fedfm.models.memory import by_tokens, in_halves, warned
 from fedfm.models.next_token import scored
-from fedfm.models.pictures import Preprocess
 from fedfm.models.polynomial_modules import Replaced
 from fedfm.models.precision import rounded
+from fedfm.models.row_batches import by_length
 from fedfm.models.spec import LANGUAGE, AdaptationSpec, ModelSpec
+from fedfm.models.tools import Tools
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
 
-ENCODE = 32  # rows in one batch of the frozen backbone
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 PREDICTORS: list[Callable[[Any, Rows], Tensor | None]] = []  # faster logits; training.packed adds its own
-
-
-@dataclass(frozen=True)
-class Tools:
-    """Preprocessing of rows.
-
-    Attributes:
-        image: PIL pictures -> (n, 3, H, W), or None.
-        processor: the transformers image processor of ``image``, which an export saves, or None.
-        tokenizer: or None.
-        max_length: tokens.
-        positions: most positions of the model, or None without a limit.
-        template: how instructions are written, a text with {instruction}; None: by the tokenizer's chat template.
-    """
-
-    image: Preprocess | None = None
-    processor: Any = None
-    tokenizer: Any = None
-    max_length: int = 128
-    positions: int | None = None
-    template: str | None = None
 
 
 class Model:
@@ -213,7 +192,7 @@ class Model:
         """
         if "features" in rows.tensors:
             return rows.tensors["features"]
-        return self._inputs_of(self._existing_head(), rows)
+        return head_inputs(self, self._existing_head(), rows)
 
     def last_states(self, rows: Rows) -> Tensor:
         """The inputs of :attr:`last_layer` (n, d): in causal models the last token's final hidden state, for
@@ -224,27 +203,12 @@ class Model:
         """
         if self.last_layer is None:
             raise ValueError("the model has no linear head, hence no last hidden state")
-        return self._inputs_of(self.last_layer, _prompts(rows))
+        return head_inputs(self, self.last_layer, prompts(rows))
 
     def _existing_head(self) -> nn.Linear:
         if self.head is None:
             raise ValueError("the model has no linear head, hence no features")
         return self.head
-
-    def _inputs_of(self, head: nn.Linear, rows: Rows) -> Tensor:
-        """The inputs of this layer (n, d), on the CPU."""
-        rows, back = _by_length(rows)
-        caught: list[Tensor] = []
-        hook = head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
-        try:
-            done = []
-            with self.evaluating():
-                for batch, n in self._fixed(rows):
-                    self._outputs(batch)
-                    done.append(self._pool(caught.pop(), batch)[:n].float().cpu())
-        finally:
-            hook.remove()
-        return torch.cat(done)[back] if done else torch.zeros(0, head.in_features)
 
     def blocks(self, rows: Rows) -> list[Tensor]:
         """As :func:`fedfm.models.block_outputs.blocks`."""
@@ -300,7 +264,7 @@ class Model:
                 return found
         if self.is_language_model and rows.tokens is not None:
             rows = rows.padded()
-        rows, back = _by_length(rows)
+        rows, back = by_length(rows)
 
         def by(size: int) -> list[Tensor]:
             with self.evaluating():
@@ -341,16 +305,6 @@ class Model:
             out = self.module(**given, **fixed)
         return out if isinstance(out, Tensor) else out.logits
 
-    def _pool(self, x: Tensor, batch: Batch) -> Tensor:
-        """(b, T, d) -> (b, d) at the last real token, if the head is applied to every token."""
-        if x.dim() != 3:
-            return x
-        last = torch.full((len(x),), x.shape[1] - 1, device=x.device)
-        if "input_ids" in batch and self.tools.tokenizer is not None:
-            real = batch["input_ids"].to(x.device) != self.tools.tokenizer.pad_token_id
-            last = (torch.arange(x.shape[1], device=x.device) * real).argmax(-1)
-        return x[torch.arange(len(x), device=x.device), last]
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context manager: evaluation mode without gradients; restores the mode."""
@@ -362,27 +316,6 @@ class Model:
         finally:
             for module in training:
                 module.train()
-
-    def _fixed(self, rows: Rows) -> Iterator[tuple[Batch, int]]:
-        """(batch of ENCODE rows, number of valid ones); copies of the last row fill the last batch."""
-        starts = range(0, len(rows), ENCODE)
-        orders = [np.minimum(np.arange(start, start + ENCODE), len(rows) - 1) for start in starts]
-        return zip(rows.each(orders), (min(ENCODE, len(rows) - start) for start in starts), strict=True)
-
-
-def _by_length(rows: Rows) -> tuple[Rows, Tensor]:
-    """(rows sorted by length, so that batches have little padding; the inverse permutation)."""
-    if rows.tokens is None:
-        return rows, torch.arange(len(rows))
-    order = torch.argsort(torch.from_numpy(rows.tokens.length), stable=True)
-    return rows.take(order), torch.argsort(order)
-
-
-def _prompts(rows: Rows) -> Rows:
-    """Instruction rows without their answers; other rows unchanged."""
-    if "answer_start" not in rows.tensors or rows.tokens is None:
-        return rows
-    return Rows(tokens=rows.tokens.cut(rows.tensors["answer_start"].numpy()), pad=rows.pad)
 
 
 def _travelling(module: nn.Module, *, running_statistics: bool) -> Iterator[tuple[str, Tensor]]:

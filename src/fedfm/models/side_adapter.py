@@ -28,8 +28,9 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
 from fedfm.models import fhe_friendly
 from fedfm.models.families import Parts
-from fedfm.models.model import Model, Tools
+from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.tools import Tools
 
 CHUNK = 256  # rows whose block outputs are in memory at the same time
 STATES = "states"  # tensor of encoded rows, (n, L, P, d)
@@ -225,12 +226,19 @@ class SideModel(Model):
         for start in range(0, len(rows), CHUNK):
             part = rows.take(range(start, min(start + CHUNK, len(rows))))
             levels = torch.stack(backbone.blocks(part)[1:], 1)  # (n, L, T, d)
-            states = released(levels / scales[:, None, None])
-            if self.ranges is not None:
-                near = (states.abs().amax((2, 3)) <= self.ranges).all(1)
-                states = torch.where(near[:, None, None, None], states, 0.0)
-            done.append(states)
+            done.append(self.within_ranges(released(levels / scales[:, None, None])))
         return torch.cat(done)
+
+    def within_ranges(self, states: Tensor, unit: Tensor | float = 1.0) -> Tensor:
+        """The states (n, L, P, d), zeros for rows beyond a twin's ranges.
+
+        Args:
+            unit: of the states, or (L,) of each block's: states over their scales have unit 1.
+        """
+        if self.ranges is None:
+            return states
+        near = (states.abs().amax((2, 3)) <= self.ranges * unit).all(1)
+        return torch.where(near[:, None, None, None], states, 0.0)
 
     def blocks(self, rows: Rows) -> list[Tensor]:
         """The backbone's block outputs (see :meth:`Model.blocks`)."""

@@ -13,8 +13,9 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.models import load
 from fedfm.models.ends import Ends
 from fedfm.models.families import Parts
-from fedfm.models.model import Model, Tools
+from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.tools import Tools
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table

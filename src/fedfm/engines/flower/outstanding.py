@@ -4,6 +4,10 @@
 the name by which the site keeps its answer (:mod:`fedfm.engines.flower.recall`). ``private/underway/`` has the answer,
 as soon as it is pulled. An entry stands until its client is asked the next time, which is after the commit of the round
 that its answer was in. A run that goes on after a stop therefore finds all that its last checkpoint waits for.
+
+A request has two hashes. By that of its whole payload this server sees that it is about to send the same again. That of
+the message as it crossed, where a hash may stand for parameters, is the name by which the site finds its answer. An
+answer here bears the name too, since ``underway.json`` is an older one if the disk was full.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ class SentRequest:
     Attributes:
         node: Flower's number of the client's node.
         payload: SHA-256 of its payload, whole.
-        name: by which the site keeps its answer.
+        name: SHA-256 of the message as it crossed, by which the site keeps its answer.
         nbytes, spared: of the message, for the transcript.
     """
 

@@ -4,6 +4,9 @@ A message belongs to one run of Flower's, and a run that is resumed is a new one
 former ServerApp asked for and did not pull, and turns away an answer that comes later. So in buffered asynchronous
 rounds, where a pass may take many rounds, a site keeps its last answer, and a request may refer to it: the name is the
 SHA-256 of the request as it was sent. A site that does not have it says so (E_HELD), and is asked anew.
+
+It is for answers that the server did not pull. Those that it has pulled are on its own disk
+(:mod:`fedfm.engines.flower.outstanding`), so that no site has to be there to give them again.
 """
 
 from __future__ import annotations

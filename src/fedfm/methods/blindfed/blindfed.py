@@ -23,7 +23,8 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.blindfed import clear, foundation, permuted, predictions
-from fedfm.methods.blindfed.holding import Held, Hello, Opened
+from fedfm.methods.blindfed.hello import Hello, Opened
+from fedfm.methods.blindfed.holding import Held
 from fedfm.models.folding import folded
 from fedfm.models.model import Model
 from fedfm.models.spec import RELEASED

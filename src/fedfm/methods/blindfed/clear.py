@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fedfm.core.federation import Federation
 from fedfm.methods.blindfed.foundation import check
-from fedfm.methods.blindfed.holding import spans
+from fedfm.methods.blindfed.hello import spans
 from fedfm.methods.blindfed.passing import Passing, clear_states, rows_of
 from fedfm.models.side_adapter import with_numbers
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
-from fedfm.core.wire import payload
 from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, E_SHAPE, ClientFault
 from fedfm.methods.blindfed import left_out, orders
+from fedfm.methods.blindfed.as_bytes import of_bytes, pack, unpack
+from fedfm.methods.blindfed.hello import PARTS, Hello, Opened, spans, spans_by_part
 from fedfm.models import inputs
 from fedfm.models.folding import Patches
 from fedfm.models.pictures import pixels
@@ -28,94 +28,6 @@ from fedfm.models.side_adapter import STATES, Release, SideModel, of_states
 if TYPE_CHECKING:
     from fedfm.methods.blindfed.permuted_holder import PermutedSessions
     from fedfm.methods.blindfed.sessions import Sessions
-
-PARTS = ("train", "val", "test")
-
-
-@dataclass(frozen=True)
-class Hello:
-    """What the server tells a client before its rows pass.
-
-    Attributes:
-        session: names the run at the client, hexadecimal.
-        blocks, positions, width: L, P, d of the released states.
-        rank: r of the side adapters.
-        classes: in the order of the logits.
-        kernels: of local training (see ``run.kernels``).
-        batch: rows that pass together.
-        tokens, patch, extra: T of a row, (height, width) of a patch, tokens before the patches.
-        picture: how pictures become the model's input (see :func:`fedfm.models.inputs.told`).
-        digest: sha256 of the model.
-        key: the server's public key, with encryption.
-        ring: degree of the ciphertexts' ring, with encryption.
-        release, scales: permuted: from the tokens of a block to what the adapters read, (P, T), and what they are
-            divided by, (L,).
-    """
-
-    session: str
-    blocks: int
-    positions: int
-    width: int
-    rank: int
-    classes: list[str]
-    kernels: str
-    batch: int
-    tokens: int
-    patch: list[int]
-    extra: int
-    picture: dict[str, Any]
-    digest: str
-    key: Tensor | None = None
-    ring: int = 8192
-    release: Tensor | None = None
-    scales: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A client's answer.
-
-    Attributes:
-        rows: its numbers of rows, of each of :data:`PARTS`.
-        key: its public key, with encryption.
-        keys: a message with its evaluation keys.
-    """
-
-    rows: dict[str, int]
-    key: Tensor | None = None
-    keys: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class RowSpan:
-    """Rows of one batch: ``start`` to ``stop`` of all rows, or of one part's."""
-
-    start: int
-    stop: int
-    part: str = ""
-
-
-def spans(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
-    """The batches of a client's rows, its parts one after the other."""
-    total = sum(rows[part] for part in PARTS)
-    return [RowSpan(start, min(start + batch, total)) for start in range(0, total, batch)]
-
-
-def spans_by_part(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
-    """Batches of one part each, of at least two rows: with one row an order hides nothing.
-
-    Raises:
-        ClientFault: a part has one row.
-    """
-    found = []
-    for part in PARTS:
-        n = rows[part]
-        if n == 1:
-            raise ClientFault(E_FIELD, f"1 {part} row: a batch in a secret order needs at least 2")
-        count = -(-n // batch)
-        ends = [round(n * i / count) for i in range(count + 1)] if count else [0]
-        found += [RowSpan(a, b, part) for a, b in itertools.pairwise(ends)]
-    return found
 
 
 @dataclass(frozen=True)
@@ -372,27 +284,3 @@ def _aligned(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, 
 
 def _shape(told: Hello) -> Sequence[int]:
     return told.positions, told.width
-
-
-def of_bytes(data: bytes) -> Tensor:
-    """Bytes as a message carries them, uint8 (n,)."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
-
-
-def to_bytes(tensor: Tensor | None) -> bytes:
-    """The inverse of :func:`of_bytes`; nothing for None."""
-    return b"" if tensor is None else tensor.contiguous().numpy().tobytes()
-
-
-def pack(value: Any) -> bytes:
-    """A value of the wire format as bytes; :func:`unpack` is the inverse."""
-    head, pieces = payload.encode(value)
-    text = head.encode()
-    return len(text).to_bytes(8, "little") + text + b"".join(pieces)
-
-
-def unpack(data: bytes, hint: Any) -> Any:
-    """The value, checked against ``hint``."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    body = np.frombuffer(bytearray(data[end:]), np.uint8)
-    return payload.decode(data[8:end].decode(), body, hint, trusted=True)

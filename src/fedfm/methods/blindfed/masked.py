@@ -23,9 +23,10 @@ from fedfm.core.client import ClientId, each
 from fedfm.core.federation import Federation
 from fedfm.core.rows import Rows
 from fedfm.errors import E_CLIENT, ClientFault, InputError
+from fedfm.methods.blindfed.as_bytes import of_bytes, pack, to_bytes, unpack
 from fedfm.methods.blindfed.encrypted import Checkpoint, Holder, Owner
 from fedfm.methods.blindfed.foundation import check
-from fedfm.methods.blindfed.holding import Hello, Opened, RowSpan, of_bytes, pack, spans, to_bytes, unpack
+from fedfm.methods.blindfed.hello import Hello, Opened, RowSpan, spans
 from fedfm.methods.blindfed.messages import parameters_of
 from fedfm.methods.blindfed.passing import Passing
 from fedfm.methods.blindfed.processes import EncryptedBatch, run_all

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedfm.core.client import ClientId, each
 from fedfm.core.federation import Federation
 from fedfm.core.transcript import Crossing
-from fedfm.methods.blindfed.holding import PARTS, Hello, Opened
+from fedfm.methods.blindfed.hello import PARTS, Hello, Opened
 from fedfm.models import inputs
 from fedfm.models.folding import Patches, folded
 from fedfm.models.side_adapter import SideModel
@@ -133,15 +133,12 @@ def clear_states(model: SideModel, pixels: Mapping[ClientId, Tensor]) -> each:
 
 
 def token_states(model: SideModel, pixels: Tensor) -> Tensor:
-    """States of all tokens of all blocks (L, n, T, d), by the model in the clear; zeros for rows beyond its ranges."""
+    """States of all tokens of all blocks (n, L, T, d), by the model in the clear; zeros for rows beyond its ranges."""
     from fedfm.core.rows import Rows
 
-    levels = torch.stack(model.blocks(Rows({"pixel_values": pixels}))[1:])
+    levels = torch.stack(model.blocks(Rows({"pixel_values": pixels}))[1:], 1)
     _, _, scales = model.owned
-    if model.ranges is not None:
-        near = (levels.abs().amax((2, 3)) <= (model.ranges * scales)[:, None]).all(0)
-        levels = torch.where(near[:, None, None], levels, 0.0)
-    return levels
+    return model.within_ranges(levels, unit=scales)
 
 
 def _span(seconds: float) -> str:

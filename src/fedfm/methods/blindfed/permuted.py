@@ -17,7 +17,7 @@ from fedfm.core.federation import Federation
 from fedfm.methods.blindfed import orders
 from fedfm.methods.blindfed.clear import NOTICE
 from fedfm.methods.blindfed.foundation import check
-from fedfm.methods.blindfed.holding import spans_by_part
+from fedfm.methods.blindfed.hello import spans_by_part
 from fedfm.methods.blindfed.passing import Passing, token_states
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ def _batch(method: BlindFed, fed: Federation, passing: Passing, client: ClientId
     if client not in sent:
         return False
     rows, labels = sent[client]["rows"], sent[client]["labels"]
-    levels = token_states(passing.model, rows)  # (L, n, T, d)
-    n, blocks = len(rows), len(levels)
+    levels = token_states(passing.model, rows)  # (n, L, T, d)
+    n, blocks = levels.shape[:2]
     pi = orders.drawn(fed.secret("orders"), client, batch, blocks, n)
     for block in range(1, blocks + 1):
-        turned = levels[block - 1][pi[block - 1]]  # B_l Pi_l
+        turned = levels[:, block - 1][pi[block - 1]]  # B_l Pi_l
         if not fed.ask(method.turn, of=[client], least=0, batch=batch, block=block, states=turned):
             return False
         passing.count_bytes()

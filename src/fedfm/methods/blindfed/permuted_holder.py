@@ -13,8 +13,8 @@ from torch import Tensor
 from fedfm.core.client import Client
 from fedfm.errors import E_FORMAT, E_NORM, E_SHAPE, ClientFault
 from fedfm.methods.blindfed import messages
+from fedfm.methods.blindfed.as_bytes import of_bytes, to_bytes
 from fedfm.methods.blindfed.holder import Holder, checked
-from fedfm.methods.blindfed.holding import of_bytes, to_bytes
 from fedfm.methods.blindfed.releases import Numbers
 from fedfm.methods.blindfed.sessions import Sessions
 from fedfm.privacy.crypto import slot_orders

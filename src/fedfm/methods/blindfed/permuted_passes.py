@@ -21,8 +21,9 @@ from fedfm.core.federation import Federation
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.methods.blindfed import orders
+from fedfm.methods.blindfed.as_bytes import of_bytes, to_bytes
 from fedfm.methods.blindfed.foundation import check
-from fedfm.methods.blindfed.holding import Hello, RowSpan, of_bytes, spans_by_part, to_bytes
+from fedfm.methods.blindfed.hello import Hello, RowSpan, spans_by_part
 from fedfm.methods.blindfed.masked import EncryptedPasses
 from fedfm.methods.blindfed.messages import parameters_of
 from fedfm.methods.blindfed.passing import Passing

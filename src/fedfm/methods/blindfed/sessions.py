@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fedfm.core.client import Client
 from fedfm.errors import E_FORMAT, E_ROUND, E_VERSION, ClientFault
+from fedfm.methods.blindfed.as_bytes import of_bytes, to_bytes
 from fedfm.methods.blindfed.holder import Holder
-from fedfm.methods.blindfed.holding import of_bytes, to_bytes
 from fedfm.methods.blindfed.messages import SETS, parameters_of
 from fedfm.models.folding import Patches
 from fedfm.privacy.crypto import keys
@@ -110,7 +110,7 @@ def keys_channel(own: bytes, other: bytes, run: str, ring: int, side: Sender) ->
 
     Args:
         own, other: this side's secret and the other side's public key for agreements.
-        run: :attr:`~fedfm.methods.blindfed.holding.Hello.session`.
+        run: :attr:`~fedfm.methods.blindfed.hello.Hello.session`.
 
     Raises:
         ClientFault: the other side's key is none.

@@ -1,0 +1,100 @@
+"""How BlindFed's passes begin, for both halves: what is told and answered, and in which batches the rows pass."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fedfm.errors import E_FIELD, ClientFault
+
+PARTS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What the server tells a client before its rows pass.
+
+    Attributes:
+        session: names the run at the client, hexadecimal.
+        blocks, positions, width: L, P, d of the released states.
+        rank: r of the side adapters.
+        classes: in the order of the logits.
+        kernels: of local training (see ``run.kernels``).
+        batch: rows that pass together.
+        tokens, patch, extra: T of a row, (height, width) of a patch, tokens before the patches.
+        picture: how pictures become the model's input (see :func:`fedfm.models.inputs.told`).
+        digest: sha256 of the model.
+        key: the server's public key, with encryption.
+        ring: degree of the ciphertexts' ring, with encryption.
+        release, scales: permuted: from the tokens of a block to what the adapters read, (P, T), and what they are
+            divided by, (L,).
+    """
+
+    session: str
+    blocks: int
+    positions: int
+    width: int
+    rank: int
+    classes: list[str]
+    kernels: str
+    batch: int
+    tokens: int
+    patch: list[int]
+    extra: int
+    picture: dict[str, Any]
+    digest: str
+    key: Tensor | None = None
+    ring: int = 8192
+    release: Tensor | None = None
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A client's answer.
+
+    Attributes:
+        rows: its numbers of rows, of each of :data:`PARTS`.
+        key: its public key, with encryption.
+        keys: a message with its evaluation keys.
+    """
+
+    rows: dict[str, int]
+    key: Tensor | None = None
+    keys: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """Rows of one batch: ``start`` to ``stop`` of all rows, or of one part's."""
+
+    start: int
+    stop: int
+    part: str = ""
+
+
+def spans(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
+    """The batches of a client's rows, its parts one after the other."""
+    total = sum(rows[part] for part in PARTS)
+    return [RowSpan(start, min(start + batch, total)) for start in range(0, total, batch)]
+
+
+def spans_by_part(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
+    """Batches of one part each, of at least two rows: with one row an order hides nothing.
+
+    Raises:
+        ClientFault: a part has one row.
+    """
+    found = []
+    for part in PARTS:
+        n = rows[part]
+        if n == 1:
+            raise ClientFault(E_FIELD, f"1 {part} row: a batch in a secret order needs at least 2")
+        count = -(-n // batch)
+        ends = [round(n * i / count) for i in range(count + 1)] if count else [0]
+        found += [RowSpan(a, b, part) for a, b in itertools.pairwise(ends)]
+    return found

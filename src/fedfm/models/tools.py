@@ -1,0 +1,29 @@
+"""Tools: what prepares the rows of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fedfm.models.pictures import Preprocess
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Preprocessing of rows.
+
+    Attributes:
+        image: PIL pictures -> (n, 3, H, W), or None.
+        processor: the transformers image processor of ``image``, which an export saves, or None.
+        tokenizer: or None.
+        max_length: tokens.
+        positions: most positions of the model, or None without a limit.
+        template: how instructions are written, a text with {instruction}; None: by the tokenizer's chat template.
+    """
+
+    image: Preprocess | None = None
+    processor: Any = None
+    tokenizer: Any = None
+    max_length: int = 128
+    positions: int | None = None
+    template: str | None = None
