@@ -145,13 +145,16 @@ def machine() -> dict[str, Any]:
         lines = [line.partition(":") for line in info.read_text().splitlines()]
         model = next((value.strip() for key, _, value in lines if key.strip() == "model name"), model)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(memory), "load": round(os.getloadavg()[0], 1)}
+    about = {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(memory), "load": round(os.getloadavg()[0], 1)}
+    torch = sys.modules.get("torch")
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_available() else {}
+    return about | gpu
 
 
 def versions() -> dict[str, str]:
     """Of Python and of what is compared."""
     found = {"python": platform.python_version()}
-    for name in ("fedfm", "torch", "numpy", "flwr", "ray", "pfl", "peft", "transformers"):
+    for name in ("fedfm", "torch", "numpy", "flwr", "ray", "pfl", "peft", "transformers", "trl", "bitsandbytes"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

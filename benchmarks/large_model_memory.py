@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from fedfm.models import families
 from fedfm.models.adapters import adaptation
+from fedfm.models.loss_in_pieces import PIECE
 from fedfm.models.names import DTYPES
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
@@ -107,6 +108,7 @@ def plan(
             rest += p.numel() * half.itemsize
     block = kept_by_a_block(module, parts, (rows, length, width), half)
     tokens = rows * length
+    logits = min(tokens * config.vocab_size, max(PIECE, config.vocab_size))
     return {
         f"linear maps of the blocks, {quantization}": maps,
         f"embeddings, head and norms, {dtype}": rest,
@@ -116,8 +118,7 @@ def plan(
         f"one map in {dtype} while it multiplies": 0 if quantization == "none" else largest,
         f"inputs of {len(parts.blocks)} blocks, {dtype}": len(parts.blocks) * tokens * width * half.itemsize,
         "what one block keeps while it is computed again": block,
-        f"logits of {tokens} tokens, {dtype} and float32, and their gradients": tokens
-        * config.vocab_size
+        f"logits of {logits // config.vocab_size} tokens, {dtype} and float32, and their gradients": logits
         * (half.itemsize + 4 + 4 + 4),
     }
 

@@ -6,8 +6,8 @@
 
 Each figure is of a whole job in a fresh process on one thread: read model and texts, train, judge the test rows, save.
 The model is made from its configuration, so nothing is downloaded; the texts are random words. CPU seconds are of the
-job without the imports of the libraries; the peak is ru_maxrss and includes them. On a GPU they are seconds on the wall,
-after a first use of the GPU, and the peak is what torch allocated at most.
+job without the imports of the libraries; the peak is ru_maxrss and includes them. On a GPU they are seconds on the
+wall, after a first use of the GPU, and the peak is what torch allocated at most.
 
 - lora, full: one client, one epoch of AdamW; the plain loop is PEFT's, or the model's own.
 - evaluation: the start model's perplexity on the rows, in batches of the same size.

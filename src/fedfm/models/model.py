@@ -22,6 +22,7 @@ from fedfm.models.block_outputs import blocks
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.head_inputs import head_inputs, prompts
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
+from fedfm.models.loss_in_pieces import mean_loss
 from fedfm.models.memory import by_tokens, in_halves, warned
 from fedfm.models.next_token import scored
 from fedfm.models.polynomial_modules import Replaced
@@ -224,8 +225,10 @@ class Model:
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean cross-entropy, a scalar: over the rows, for language models over the next tokens that are no padding."""
-        found = scored(self, batch) if self.is_language_model else self.flat(self.logits(batch), batch)
-        return F.cross_entropy(*found, ignore_index=IGNORE)
+        if not self.is_language_model:
+            return F.cross_entropy(*self.flat(self.logits(batch), batch))
+        in_pieces = mean_loss(self, batch)
+        return F.cross_entropy(*scored(self, batch), ignore_index=IGNORE) if in_pieces is None else in_pieces
 
     def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits (m, C) and targets (m,) of the cross-entropy; the target ``IGNORE`` does not count.
