@@ -13,6 +13,7 @@ from fedfm.audits.inference import rates
 from fedfm.audits.loss_drops import LossDrops
 from fedfm.audits.model_membership import attack, final_models
 from fedfm.audits.replay import finished, replay
+from fedfm.audits.row_evidence import by_class
 from fedfm.audits.shadow_runs import Half, RowPool
 from fedfm.config.experiment import Experiment
 from fedfm.core.client import POOLED
@@ -187,3 +188,8 @@ def test_everybodys_lines_in_one_place_are_attacked_as_blocks_of_all(tmp_path):
     assert found.detail["clients"] == 1
     assert found.detail["members"] == 12
     assert found.low > 0.55
+
+
+def test_without_labels_all_rows_are_of_one_class():
+    assert by_class(np.array([1.0, 5.0, 3.0]), None).tolist() == [-2.0, 2.0, 0.0]
+    assert by_class(np.array([1.0, 5.0, 3.0]), np.array([0, 0, 1])).tolist() == [-2.0, 2.0, 0.0]
