@@ -37,6 +37,13 @@ def test_chunks_of_lists_and_of_tensors_make_the_same() -> None:
     assert len(Tokens.gathered([])) == 0
 
 
+def test_parts_are_joined_as_their_rows_stand() -> None:
+    parts = [Tokens.of([[1, 2], [3], [4]]).take([2, 0]), Tokens.of([]), Tokens.of([[5]])]
+    together = Tokens.joining(parts)
+    assert [t.tolist() for t in together] == [[4], [1, 2], [5]]
+    assert together.flat.dtype == np.int32
+
+
 def test_a_token_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"token 4294967296 does not fit into 32 bits"):
         Tokens.of([[1], [2**32]])

@@ -174,11 +174,11 @@ class BaseStep:
         (arXiv:1910.06378, lines 12 and 17): c + (K/|S|) (c_new - c) is the mean of (x - y_k) / (s_k eta_l). With s_k
         equal steps at all clients, w' follows to rounding; else the members' mean number of steps stands for all.
         """
-        base, rows = self._method.base, self._population.federated.clients
+        base, rows = self._method.base, self._population.sizes()
         assert isinstance(base, Scaffold)  # noqa: S101 - lines() checks it
         x, c = turn.before.x, turn.before.c
         there = {s.client for s in turn.seen}
-        own = [base.local.steps(len(rows[k].train)) for k in sorted(there & set(members))]
+        own = [base.local.steps(rows[k]) for k in sorted(there & set(members))]
         step = sum(own) / len(own) * base.local.learning_rate * base.server_learning_rate
         moved: Params = turn.after.c - c
         aggregate: Params = x - step * (c + (len(rows) / len(there)) * moved)

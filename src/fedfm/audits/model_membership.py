@@ -24,7 +24,7 @@ from fedfm.audits.inference.shadow_ratio import log_ratio
 from fedfm.audits.membership import Membership
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, evidence, no_round, unreadable
-from fedfm.audits.shadow_runs import Half, RowPool, affordable, shadow_models
+from fedfm.audits.shadow_runs import Half, RowPool, affordable, shadow_models, unit
 from fedfm.core.client import ClientId
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -71,7 +71,8 @@ class ModelMembership(Audit):
         if not told:
             why = "No client has training rows, a model here and test rows to compare with."
             return [nothing("model_membership", QUESTION, why), nothing("model_membership_tpr", QUESTION_TPR, why)]
-        return [_auc(run, told, how), _tpr(run, told, how)]
+        of = unit(population)
+        return [_auc(run, told, how, of), _tpr(run, told, how, of)]
 
 
 def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
@@ -99,7 +100,8 @@ def attack(
     Args:
         population: with the model at its start.
     """
-    pool, seed = RowPool(population, run.experiment.run.seed), run.experiment.run.seed
+    seed, pooled = run.experiment.run.seed, run.experiment.method.needs.pooled
+    pool = RowPool(population, seed, pooled=pooled)
     clients = [c for c in pool.honest if c in models or "" in models]
     clients = [c for c in clients if len(pool.members[c]) and len(pool.strangers[c])]
     if not clients:
@@ -125,14 +127,17 @@ def attack(
         else:
             scores = by_class(target[c], pool.labels(c))
         told.append(ClientScores(c, scores[:split], scores[split:]))
-    return told, f"the likelihood ratio over {number} shadow runs" if number else "the loss, with a threshold a class"
+    each = "" if pool.labels(clients[0]) is None else ", with a threshold a class"
+    if population.packed:
+        each = ", with one threshold for whole blocks and one for shorter ones"
+    return told, f"the likelihood ratio over {number} shadow runs" if number else f"the loss{each}"
 
 
 def _of(run: Run, population: Partitioned, w: Params, pool: RowPool, client: ClientId) -> Array:
     return evidence(run.experiment.method, population.model, w, pool.compared(client))
 
 
-def _auc(run: Run, told: Sequence[ClientScores], how: str) -> Finding:
+def _auc(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
     by_client = np.array([rates.auc(t.members, t.strangers) for t in told])
     weights, strangers = np.array([len(t.members) for t in told]), sum(len(t.strangers) for t in told)
 
@@ -154,10 +159,10 @@ def _auc(run: Run, told: Sequence[ClientScores], how: str) -> Finding:
         contradicts = interval(STRICT, Z_STRICT)[1] > allowed
         says += f", and epsilon = {epsilon:.4g} allows {allowed:.3f}"
     verdict: Verdict = "leaks" if low > NOTABLE else "holds" if high <= NOTABLE else "inconclusive"
-    return Finding("model_membership", QUESTION, mean, low, high, NOTABLE, verdict, f"{says}.", contradicts, detail)
+    return Finding("model_membership", QUESTION, mean, low, high, NOTABLE, verdict, f"{says}.{of}", contradicts, detail)
 
 
-def _tpr(run: Run, told: Sequence[ClientScores], how: str) -> Finding:
+def _tpr(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
     name, rng = "model_membership_tpr", seeds.generator(run.experiment.run.seed, "audit", "model membership tpr")
     r = rates.tpr_at([(t.members, t.strangers) for t in told], ALARMS, rng)
     if r is None:
@@ -165,7 +170,7 @@ def _tpr(run: Run, told: Sequence[ClientScores], how: str) -> Finding:
     says = (
         f"By {how}, {100 * r.tpr:.1f} % of the training rows [{100 * r.low:.1f}, {100 * r.high:.1f}] are above a "
         f"threshold that {100 * r.alarms / r.negatives:.1f} % of {r.negatives} test rows exceed; guessing gives 1 %, "
-        f"the line is {100 * NOTABLE_TPR:.0f} %."
+        f"the line is {100 * NOTABLE_TPR:.0f} %.{of}"
     )
     detail = {"hits": r.hits, "members": r.positives, "false_alarms": r.alarms, "strangers": r.negatives}
     verdict = "leaks" if r.low > NOTABLE_TPR else "holds" if r.high <= NOTABLE_TPR else "inconclusive"

@@ -107,8 +107,7 @@ class RowCanaries(Audit):
 
 def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:
     """The client that spends most; of those that spend the same the one with the most rows; None without rows."""
-    sizes = {client: len(population.federated.clients[client].train) for client in population.clients}
-    sizes = {client: n for client, n in sizes.items() if n}
+    sizes = {client: n for client, n in population.sizes().items() if n}
     plan = mechanism.plan
     if plan.target_epsilon is None:
         spent = {n: plan.epsilon(plan.releases(n, mechanism.batch_size, mechanism.steps(n))) for n in {*sizes.values()}}

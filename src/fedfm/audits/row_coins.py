@@ -20,7 +20,7 @@ from fedfm.audits.inference.rates import Array
 from fedfm.audits.loss_drops import LossDrops
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, no_round
-from fedfm.audits.shadow_runs import BUDGET, Half, RowPool, cost, shadow_turns
+from fedfm.audits.shadow_runs import BUDGET, Half, RowPool, cost, shadow_turns, unit
 from fedfm.audits.stated_epsilon import claim
 from fedfm.audits.update_membership import NO_UPDATE, reads_updates
 from fedfm.linalg.threads import torch_threads
@@ -64,10 +64,10 @@ class RowCoins(Audit):
                 if c in drops.found
             ]
         )
-        return [_finding(run, right, drops)]
+        return [_finding(run, right, drops, unit(population))]
 
 
-def _finding(run: Run, right: Array, drops: LossDrops) -> Finding:
+def _finding(run: Run, right: Array, drops: LossDrops, of: str) -> Finding:
     """From readings (m,), positive where the guess is right."""
     promise = claim(run)
     delta, line = (DELTA, 0.0) if promise is None else (promise.delta, promise.epsilon)
@@ -94,4 +94,4 @@ def _finding(run: Run, right: Array, drops: LossDrops) -> Finding:
     else:  # a coin is one row more or less: a promise on exchanged rows says nothing of it
         says += f" The manifest claims {promise.epsilon:.4g} of exchanged rows."
     detail = {"coins": len(right), "sure": guesses, "right": hits, "delta": delta}
-    return Finding("row_coins", QUESTION, max(estimate, 0.0), low, None, line, verdict, says, contradicts, detail)
+    return Finding("row_coins", QUESTION, max(estimate, 0.0), low, None, line, verdict, says + of, contradicts, detail)

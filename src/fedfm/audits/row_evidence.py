@@ -63,9 +63,11 @@ def losses(found: Array, labelled: bool) -> Array:
 
 
 def by_class(scores: Array, labels: Array | None) -> Array:
-    """Scores less the median of their class, of members and strangers together, which favours neither."""
-    if labels is None:
-        return scores
+    """Scores less the median of their class, of members and strangers together, which favours neither.
+
+    Without labels all rows are of one class.
+    """
+    labels = np.zeros(len(scores)) if labels is None else labels
     done = scores.copy()
     for c in np.unique(labels):
         done[labels == c] -= np.median(scores[labels == c])

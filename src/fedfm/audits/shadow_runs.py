@@ -2,7 +2,8 @@
 model does with and without a row.
 
 A shadow has the run's method, settings, rounds, clients and start. A coin for each row decides whether the client that
-holds it has it in this shadow; test rows have a coin, too. Its seed differs. So the attacker knows the distribution of
+holds it has it in this shadow; test rows have a coin, too. Of running text a row is a block, which stays whole: lines
+are joined before the coins, and no shadow joins them anew. Its seed differs. So the attacker knows the distribution of
 the rows and the settings, as in Carlini et al. (arXiv:2112.03570), but neither who took part nor the run's messages.
 """
 
@@ -22,6 +23,7 @@ from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Turn, connect, turns
 from fedfm.core.client import POOLED, ClientData, ClientId, each
 from fedfm.core.rows import Rows
+from fedfm.core.tokens import Tokens
 from fedfm.data.table import ClientRows
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
@@ -41,53 +43,100 @@ MASKING = 0.05  # seconds a client spends on hiding an update
 
 
 class RowPool:
-    """Rows of the experiment that the attack compares: of each client those it trained on and as good as unused ones.
+    """Rows of the experiment that the attack compares: of each holder those it trained on and as good as unused ones.
+
+    Of running text a row is what clients train on, too: a block of joined lines. Each holder's training lines,
+    validation lines and strangers are joined apart, so that no block has lines of two of these.
 
     Attributes:
-        members, strangers: (n,) indexes of the table by client; strangers were drawn from the same distribution.
+        holders: who trains: the clients, or POOLED.
+        members, strangers, val: (n,) places of rows by holder: indexes of the table, or numbers of blocks. Strangers
+            were drawn from the same distribution as members.
         own: whether strangers are the client's own test rows; else they are global test rows, dealt at random.
     """
 
-    def __init__(self, population: Partitioned, seed: int) -> None:
+    def __init__(self, population: Partitioned, seed: int, *, pooled: bool = False) -> None:
+        """With ``pooled`` one holder has everybody's training rows: of running text its blocks are no client's."""
         self.population = population
         clients = population.federated.clients
         bad = population.attackers.names if population.attackers is not None else ()
-        self.honest = [c for c in population.clients if c not in bad]
-        self.members: dict[ClientId, Array] = {c: np.sort(clients[c].train) for c in population.clients}
-        self.own = any(len(clients[c].test) for c in self.honest)
+        honest = [c for c in population.clients if c not in bad]
+        self.own = any(len(clients[c].test) for c in honest)
         if self.own:
-            self.strangers: dict[ClientId, Array] = {c: np.sort(clients[c].test) for c in population.clients}
+            unused = [clients[c].test for c in population.clients]
         else:
             dealt = seeds.generator(seed, "audit", "strangers").permutation(population.federated.test)
-            parts = np.array_split(dealt, max(len(population.clients), 1))
-            self.strangers = {c: np.sort(x) for c, x in zip(population.clients, parts, strict=True)}
+            unused = np.array_split(dealt, max(len(population.clients), 1))
+        held = {
+            c: ClientRows(np.sort(clients[c].train), clients[c].val, np.sort(test))
+            for c, test in zip(population.clients, unused, strict=True)
+        }
+        self._blocks, self._count = list[Rows](), 0
+        if pooled and population.packed:
+            held, honest = {POOLED: _joined([*held.values()])}, [POOLED]
+        if population.packed:
+            held = {c: self._packed(lines) for c, lines in held.items()}
+        self.holders, self.honest = list(held), honest
+        self.members: dict[ClientId, Array] = {c: rows.train for c, rows in held.items()}
+        self.strangers: dict[ClientId, Array] = {c: rows.test for c, rows in held.items()}
+        self.val: dict[ClientId, Array] = {c: rows.val for c, rows in held.items()}
+
+    def _packed(self, lines: ClientRows) -> ClientRows:
+        """Numbers of the blocks of these lines."""
+        numbers = []
+        for index in (lines.train, lines.val, lines.test):
+            self._blocks.append(self.population.rows(index))
+            numbers.append(np.arange(self._count, self._count + len(self._blocks[-1])))
+            self._count += len(numbers[-1])
+        return ClientRows(*numbers)
 
     @functools.cached_property
     def order(self) -> Array:
-        """All rows of the pool, ascending, validation rows included."""
-        val = [self.population.federated.clients[c].val for c in self.population.clients]
-        return np.unique(np.concatenate([*self.members.values(), *self.strangers.values(), *val]))
+        """Places of all rows of the pool, ascending, validation rows included."""
+        return np.unique(np.concatenate([*self.members.values(), *self.strangers.values(), *self.val.values()]))
 
     @functools.cached_property
     def _all(self) -> Rows:
-        return self.population.rows(self.order)
+        if not self._blocks:
+            return self.population.rows(self.order)
+        tokens = [rows.tokens for rows in self._blocks if rows.tokens is not None]
+        return Rows(tokens=Tokens.joining(tokens), pad=self._blocks[0].pad)
 
     def rows(self, index: Array) -> Rows:
-        """Rows of the table, ready for the model; each is prepared once."""
+        """The rows at these places, ready for the model; each is prepared once."""
         return self._all.take(np.searchsorted(self.order, index))
 
     def compared(self, client: ClientId) -> Rows:
-        """A client's members and strangers, in this order."""
+        """A holder's members and strangers, in this order."""
         return self.rows(self.index(client))
 
     def index(self, client: ClientId) -> Array:
-        """Indexes (n,) of :meth:`compared`."""
+        """Places (n,) of :meth:`compared`."""
         return np.concatenate([self.members[client], self.strangers[client]]).astype(np.int64)
 
     def labels(self, client: ClientId) -> Array | None:
-        """Labels (n,) of :meth:`compared`; None for language models."""
+        """Labels (n,) of :meth:`compared`; None for language models.
+
+        Of blocks whether each is a whole one: the last of a text is shorter, and its tokens are harder to predict.
+        """
+        if self._blocks and (tokens := self._all.tokens) is not None:
+            return np.asarray(tokens.length[self.index(client)] == self._all.longest, dtype=np.int64)
         labels = self.population.federated.table.labels
         return None if labels is None else np.asarray(labels)[self.index(client)]
+
+
+def unit(population: Partitioned) -> str:
+    """What a row is, for the end of a finding; "" if it is a row of the table."""
+    if not population.packed:
+        return ""
+    length = population.model.tools.max_length
+    return f" A row is a block of at most {length} tokens of joined lines, as clients train on it, and no line."
+
+
+def _joined(parts: Sequence[ClientRows]) -> ClientRows:
+    """Rows of all, as one holder has them."""
+    names = ("train", "val", "test")
+    return ClientRows(*(np.sort(np.concatenate([getattr(part, name) for part in parts])) for name in names))
 
 
 class Half:
@@ -104,7 +153,7 @@ class Half:
         self.model: Model = pool.population.model
         self.client_model = pool.population.client_model
         self.taken: dict[ClientId, tuple[Array, Array]] = {}
-        for c in pool.population.clients:
+        for c in pool.holders:
             rows = pool.index(c)
             coins = seeds.generator(seed, "audit", "coins", number, c).random(len(rows)) < 0.5
             if len(rows) and not coins.any():  # a client without rows would not train: the run had one with rows
@@ -117,18 +166,13 @@ class Half:
 
     def data(self, client: ClientId) -> ClientData:
         """The client's rows in this shadow."""
-        if client == POOLED:
-            parts = [self._of(c) for c in self.clients]
-            train, val = (np.sort(np.concatenate([getattr(p, name) for p in parts])) for name in ("train", "val"))
-        else:
-            train, val = self._of(client).train, self._of(client).val
+        held = self._of(client) if client in self.taken else _joined([self._of(c) for c in self.clients])
         rows = self._pool.rows
-        return ClientData(lambda: rows(train), lambda: rows(val), lambda: rows(train[:0]))
+        return ClientData(lambda: rows(held.train), lambda: rows(held.val), lambda: rows(held.test))
 
     def _of(self, client: ClientId) -> ClientRows:
         rows, coins = self.taken[client]
-        held = self._pool.population.federated.clients[client]
-        return ClientRows(np.sort(rows[coins]), held.val, rows[:0])
+        return ClientRows(np.sort(rows[coins]), self._pool.val[client], rows[:0])
 
 
 def affordable(run: Run, population: Partitioned) -> int:
@@ -143,7 +187,7 @@ def cost(run: Run, population: Partitioned) -> float:
     method: Any = run.experiment.method
     rounds, clients = int(run.manifest["result"]["rounds"]), len(population.clients)
     trained = rounds * clients
-    sizes = [len(population.federated.clients[c].train) for c in population.clients]
+    sizes = population.sizes().values()
     seconds = 0.0
     if isinstance(method, TrainsLocally):
         operations = run.manifest["ledger"].get("operations") or {}

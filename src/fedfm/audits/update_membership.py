@@ -17,6 +17,7 @@ from fedfm.audits.inference.rates import ALARMS, NOTABLE
 from fedfm.audits.loss_drops import LossDrops
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, no_round, unreadable
+from fedfm.audits.shadow_runs import RowPool, unit
 from fedfm.audits.stated_epsilon import claim
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally
@@ -53,7 +54,7 @@ class UpdateMembership(Audit):
                 cells.append((scores[:split], scores[split:]))
         if not cells:
             return [nothing("update_membership", QUESTION, "There are no test rows to compare with.")]
-        return [_finding(run, cells, drops)]
+        return [_finding(run, cells, drops, pool)]
 
 
 def reads_updates(run: Run) -> bool:
@@ -62,7 +63,7 @@ def reads_updates(run: Run) -> bool:
     return unreadable(run) is None and isinstance(method, TrainsLocally) and not run.experiment.method.needs.pooled
 
 
-def _finding(run: Run, cells: list[Any], drops: LossDrops) -> Finding:
+def _finding(run: Run, cells: list[Any], drops: LossDrops, pool: RowPool) -> Finding:
     by_client = np.array([rates.auc(*cell) for cell in cells])
     weights, strangers = np.array([len(members) for members, _ in cells]), sum(len(b) for _, b in cells)
 
@@ -71,10 +72,11 @@ def _finding(run: Run, cells: list[Any], drops: LossDrops) -> Finding:
         return rates.auc_interval(by_client, weights, strangers, rng, confidence, z)
 
     mean, low, high = interval(0.95, Z)
+    of = "" if pool.population.model.is_language_model else " of its class"
     what = "the sums that it saw" if drops.sums else "the client's own updates"
     says = (
-        f"In {drops.updates} updates, {what} lowered the loss of a training row more than that of a test row of its "
-        f"class with chance {mean:.3f} [{low:.3f}, {high:.3f}]; 0.5 is guessing"
+        f"In {drops.updates} updates, {what} lowered the loss of a training row more than that of a test row{of} "
+        f"with chance {mean:.3f} [{low:.3f}, {high:.3f}]; 0.5 is guessing"
     )
     detail: dict[str, Any] = {"updates": drops.updates, "sums_only": drops.sums, "clients": len(cells)}
     detail |= {"members": int(weights.sum()), "strangers": strangers, "highest_of_a_client": float(by_client.max())}
@@ -90,4 +92,5 @@ def _finding(run: Run, cells: list[Any], drops: LossDrops) -> Finding:
         contradicts = interval(STRICT, Z_STRICT)[1] > allowed
         says += f", and epsilon = {promise.epsilon:.4g} allows {allowed:.3f}"
     verdict: Verdict = "leaks" if low > NOTABLE else "holds" if high <= NOTABLE else "inconclusive"
-    return Finding("update_membership", QUESTION, mean, low, high, NOTABLE, verdict, f"{says}.", contradicts, detail)
+    says += f".{unit(pool.population)}"
+    return Finding("update_membership", QUESTION, mean, low, high, NOTABLE, verdict, says, contradicts, detail)

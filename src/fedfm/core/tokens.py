@@ -66,6 +66,12 @@ class Tokens(Sequence[Tensor]):
                 raise ValueError(f"token {int(wide[flats[-1] != wide][0])} does not fit into 32 bits")
         return cls.one_after_the_other(np.concatenate(flats), np.concatenate(lengths))
 
+    @classmethod
+    def joining(cls, parts: Sequence[Tokens]) -> Tokens:
+        """The rows of all parts, in order, copied."""
+        flat = np.concatenate([part.joined().int().numpy() for part in parts])
+        return cls.one_after_the_other(flat, np.concatenate([part.length for part in parts]))
+
     def __len__(self) -> int:
         return len(self.length)
 

@@ -81,7 +81,7 @@ def prepare(
     if tokenizer is None:
         raise InputError(f"{_source(table)} holds {table.kind}, which model.name does not take")
     pad = int(tokenizer.pad_token_id or 0)
-    if table.kind == "passages" or (language_model and table.kind == "text"):
+    if packs(table.kind, language_model):
         return Rows(tokens=passages(list(part.inputs), tokenizer, max_length), pad=pad)
     if table.kind == "instruction":
         tokens, where = instructions(part.inputs, tokenizer, max_length, template)
@@ -180,6 +180,11 @@ def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
             return [i or empty for i in tokenizer(some, truncation=True, max_length=max_length)["input_ids"]]
 
     return Tokens.gathered(map(chunk, range(0, len(strings), CHUNK)))
+
+
+def packs(kind: str, language_model: bool) -> bool:
+    """Whether rows of this kind become blocks of their joined text, so that blocks and rows differ in number."""
+    return kind == "passages" or (language_model and kind == "text")
 
 
 def passages(pieces: list[str], tokenizer: Any, max_length: int) -> Tokens:

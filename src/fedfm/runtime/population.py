@@ -157,6 +157,16 @@ class Partitioned:
     def _rest(self) -> Rows:
         return self.rows(self.pieces[REST])
 
+    @property
+    def packed(self) -> bool:
+        """Whether clients train on blocks of their joined rows (see :func:`fedfm.models.inputs.passages`)."""
+        return inputs.packs(self.federated.table.kind, isinstance(self.model, Model) and self.model.is_language_model)
+
+    def sizes(self) -> dict[ClientId, int]:
+        """Number of rows that each client trains on: of running text the blocks, which a tokenizer has to count."""
+        held = self.federated.clients
+        return {c: len(self.data(c).train) if self.packed else len(held[c].train) for c in self.clients}
+
     def labels(self, index: np.ndarray) -> Tensor:
         """Labels (n,) of rows of the table."""
         return torch.from_numpy(np.asarray(self.federated.table.labels, dtype=np.int64)[index])
@@ -265,12 +275,7 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
     if not isinstance(method, TrainsLocally) or method.needs.pooled or table.kind == "own":
         return None
     model, clients = population.model, [population.federated.clients[c] for c in population.clients]
-    # The number of blocks in running text depends on the tokenizer; all other rows are samples.
-    blocks = table.kind == "passages" or (table.kind == "text" and model.is_language_model)
-    samples = [
-        len(population.data(c).train) if blocks else len(rows.train)
-        for c, rows in zip(population.clients, clients, strict=True)
-    ]
+    samples = list(population.sizes().values())
     first = next((rows.train[:_LOOK] for rows in clients if len(rows.train)), None)
     macs = None if first is None else per_sample(model, model.prepare(table, first), method.local.batch_size)
     if macs is None:
