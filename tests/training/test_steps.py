@@ -185,13 +185,14 @@ def test_out_of_memory_halves_the_batch_and_says_so():
     c = client(model)
     c.note = said.append
     local = SGD(learning_rate=0.3, batch_size=8, epochs=2)
-    (w,) = loop.train([Job(c, model.params(), local)])
+    with pytest.warns(RuntimeWarning, match="rows at once"):
+        (w,) = loop.train([Job(c, model.params(), local)])
     (expected,) = loop.train([Job(client(Tiny()), Tiny().params(), local)])
     same(w, dict(expected.items()))
     assert said == ["out of memory: from here on 4 rows at once", "out of memory: from here on 2 rows at once"]
     assert model.seen == 2
     model.fits = 0
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning, match="1 row at once"):
         loop.train([Job(client(model), model.params(), local)])
 
 

@@ -17,7 +17,7 @@ from fedfm.errors import InputError
 from fedfm.linalg import pages
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
-from fedfm.models.memory import in_halves
+from fedfm.models.memory import in_halves, warned
 from fedfm.models.model import Model
 from fedfm.models.polynomial_modules import Replaced, hinge, penalties
 from fedfm.training.job import Job
@@ -208,9 +208,14 @@ class _Backward:
             self.flat.clear()
             return self._add(rows, index, size)
 
-        loss, fit = in_halves(size, afresh, self.note)
+        loss, fit = in_halves(size, afresh, self._say)
         self.most = fit if fit < size else self.most
         return loss
+
+    def _say(self, text: str) -> None:
+        """In the silo's log, and as a warning to whoever started this process."""
+        self.note(text)
+        warned(text)
 
     def _add(self, rows: Rows, index: np.ndarray, size: int) -> Tensor:
         weigh = getattr(self.model, "weigh", None)
