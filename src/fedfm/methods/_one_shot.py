@@ -27,7 +27,7 @@ from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
 class OneShot(Method[Params]):
     """One round on the features of a frozen backbone; the state is the model that predicts."""
 
-    needs: ClassVar[Needs] = Needs("head", ("head",))
+    needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
 
     rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")
 
