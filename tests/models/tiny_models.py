@@ -137,8 +137,14 @@ def _build(family: str, wider: int = 1):
             return t.SwinModel(t.SwinConfig(**shape, window_size=2))
         case "convnext":
             return t.ConvNextModel(t.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=16))
-        case "llama":
-            return t.LlamaForCausalLM(t.LlamaConfig(**text, **special))
+        case "llama" | "mistral" | "qwen2":
+            stem = family.capitalize()
+            config = getattr(t, f"{stem}Config")(**text, **special, num_key_value_heads=2)
+            return getattr(t, f"{stem}ForCausalLM")(config)
+        case "opt":
+            shape = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "ffn_dim": 24}
+            sizes = {"vocab_size": 64, "max_position_embeddings": 40, "word_embed_proj_dim": 16}
+            return t.OPTForCausalLM(t.OPTConfig(**shape, **sizes, **special))
     raise AssertionError(family)
 
 

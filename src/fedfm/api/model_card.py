@@ -96,6 +96,12 @@ def _load(model: Model, to: Target) -> list[str]:
             "machine's copy as links: on another machine give the base yourself, by `PeftModel.from_pretrained(base, "
             '"FOLDER")`.',
         ]
+    if to == "torch" and model.added_bias:
+        out += [
+            "",
+            f"The head has a bias, `{model.parts.head}.bias`, and {type(model.module).__name__} has no place for it: "
+            "make one before you load the weights, or their outputs are others.",
+        ]
     if model.tools.tokenizer is not None:
         out += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
     return out

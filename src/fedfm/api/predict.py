@@ -59,6 +59,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
         task=experiment.model.task,
         seed=experiment.run.seed,
         feature_dim=shape["feature_dim"],
+        head_bias=experiment.method.needs.bias,
     )
     if client or last:
         w = load_adapter(model, folder)

@@ -27,7 +27,7 @@ from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
 class OneShot(Method[Params]):
     """One round on the features of a frozen backbone; the state is the model that predicts."""
 
-    needs: ClassVar[Needs] = Needs("head", ("head",))
+    needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
 
     rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")
 
@@ -69,17 +69,19 @@ def rows_of(client: Client) -> tuple[Tensor, Tensor]:
     return client.model.features(rows), rows.labels
 
 
-def need_head(model: Model) -> None:
-    """Refuse a model whose trainable part is not a linear head with a bias.
+def need_head(model: Model, *, bias: bool = True) -> None:
+    """Refuse a model whose trainable part is not a linear head, by default one with a bias.
 
     Raises:
-        InputError: with the adaptation that is expected.
+        InputError: with what is expected.
     """
-    bias = getattr(getattr(model, "head", None), "bias", None)
-    if getattr(model, "adaptation", None) != "head" or len(model.names) != 2 or bias is None:
+    head = getattr(model, "head", None)
+    if getattr(model, "adaptation", None) != "head" or head is None:
         raise InputError(
             'model.adaptation: the method trains a linear head on frozen features; expected { name = "head" }'
         )
+    if bias and head.bias is None:
+        raise InputError("model: the method fits a linear head with a bias, and this head has none; expected one")
 
 
 def head_of(model: Model, w: Tensor, b: Tensor) -> Params:

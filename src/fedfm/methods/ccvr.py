@@ -33,7 +33,7 @@ from fedfm.training.fit_head import HeadSpec, fit_rows
 class CCVR(FedAvg):
     """FedAvg whose head is trained again on virtual features drawn from the Gaussian of each class."""
 
-    needs: ClassVar[Needs] = Needs("head")
+    needs: ClassVar[Needs] = Needs("head", bias=True)
 
     rounds: int = setting(1, "the last one calibrates, those before it are FedAvg's", ge=0)
     covariance: str = setting("diag", "of a class: diag or full", choices=("diag", "full"))
@@ -92,7 +92,10 @@ def _head_names(model: Model) -> list[str]:
     live = {id(tensor): name for name, tensor in model.live().items()}
     names = [live.get(id(getattr(head, part, None)), "") for part in ("weight", "bias")]
     if not all(names):
-        raise InputError("model: ccvr calibrates a linear head with a bias that is trained; this model has none")
+        raise InputError(
+            "model: ccvr calibrates a linear head with a bias that is trained, and this model has none; with "
+            'model.adaptation = { name = "head" } a head gets one'
+        )
     return names
 
 

@@ -64,7 +64,7 @@ class FedFed(FedAvg):
     noise: float = setting(0.15, "sigma_s, in units of the root mean square of x_s", ge=0)
 
     def init(self, fed: Federation) -> FedFedState:  # type: ignore[override]
-        need_head(fed.model)
+        need_head(fed.model, bias=False)
         return FedFedState(fed.initial, {})
 
     def step(self, fed: Federation, state: FedFedState, t: int) -> FedFedState:  # type: ignore[override]

@@ -136,7 +136,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
         raise InputError(f"--to {to}: two experts and a gate are no one model: use peft, which writes each")
     if to == "peft":
         if not _is_lora(model):
-            other = "torch" if _of_transformers(model.module) is None else "hf or torch"
+            other = "torch" if model.added_bias or _of_transformers(model.module) is None else "hf or torch"
             raise InputError(f"--to peft: adaptation {model.adaptation!r} makes no PEFT adapter: use {other}")
         if model.spec.weights == "random":
             raise InputError(
@@ -159,6 +159,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
                 f"--to hf: this head takes {head_takes}, which no transformers model does: use `fedfm predict`, or "
                 "torch and do it yourself"
             )
+        _without_added_bias(model, module)
         with quiet():
             module.save_pretrained(str(_folder(out)))
     else:
@@ -218,6 +219,23 @@ logits = net(states)
 
 def _is_lora(model: Model) -> bool:
     return model.adaptation in LORA and hasattr(model.module, "peft_config")
+
+
+def _without_added_bias(model: Model, module: Any) -> None:
+    """Take a bias of zeros out of the head of a class that has none.
+
+    Raises:
+        InputError: the bias is not zero, and transformers would leave it out as it loads.
+    """
+    if not model.added_bias:
+        return
+    head: Any = module.get_submodule(model.parts.head)
+    if head.bias.any():
+        raise InputError(
+            f"--to hf: the run gave the head a bias, and {type(module).__name__} has no place for it: use `fedfm "
+            "predict`, or torch, or a method that trains the head as it is, such as fedavg"
+        )
+    head.bias = None
 
 
 def _of_transformers(module: Any) -> Any:

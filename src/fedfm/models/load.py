@@ -65,6 +65,7 @@ def load_model(
     seed: int = 0,
     feature_dim: int | None = None,
     keep_head: bool = False,
+    head_bias: bool = False,
     hollow: bool = False,
 ) -> Model:
     """The model of an experiment.
@@ -77,6 +78,7 @@ def load_model(
         seed: the new head, LoRA's A and random weights derive from it, so that they are the same everywhere.
         feature_dim: d, for kind "features".
         keep_head: do not draw a saved head with as many outputs as classes again.
+        head_bias: with adaptation "head", give a head without a bias one of zeros; the fingerprint is without it.
         hollow: where possible, without the frozen weights, on the CPU: for a server that handles parameters and
             computes no outputs. Trained tensors and fingerprint are those of the whole model.
 
@@ -125,6 +127,7 @@ def load_model(
             )
         module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
         return side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
+    biased = head_bias and adapt.name == "head" and adaptation.give_bias(loaded.module, parts.head)
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
     head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
     precision.train_in_single(module)
@@ -152,7 +155,7 @@ def load_model(
         fingerprint=print_,
         head=head,
     )
-    model.new, model.hollow = tuple(loaded.new), loaded.hollow
+    model.new, model.hollow, model.added_bias = tuple(loaded.new), loaded.hollow, biased
     if spec.compile and not loaded.hollow and (why := compiled.compile_blocks(parts, spec.compile, model.device)):
         model.notices = (why,)
     return model

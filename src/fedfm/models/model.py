@@ -58,6 +58,7 @@ class Model:
         loaders: processes that prepare pictures ahead of a batch, where they are not prepared at once.
         notices: what of its table does nothing on this machine.
         hollow: its frozen weights were not loaded, so that it computes no outputs.
+        added_bias: its head has a bias that the architecture has no place for.
         undecayed: trained tensors without weight decay.
         weigh: a batch's parts -> (part, factor of its loss); None: by the targets that they count.
     """
@@ -66,6 +67,7 @@ class Model:
     loaders: int = 0
     notices: tuple[str, ...] = ()
     hollow: bool = False
+    added_bias: bool = False
     undecayed: frozenset[str] = frozenset()
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
     weights_overridden: int = 0  # above 0: its modules do not compute what its weights define

@@ -234,8 +234,16 @@ def model_of(experiment: Experiment, table: Table, *, hollow: bool = False) -> M
     if experiment.run.deterministic:
         devices.make_deterministic()
     spec, dim = experiment.model, feature_dim(table)
-    seed, classes, kind = experiment.run.seed, table.classes, table.kind
-    model = load_model(spec, classes=classes, kind=kind, task=spec.task, seed=seed, feature_dim=dim, hollow=hollow)
+    model = load_model(
+        spec,
+        classes=table.classes,
+        kind=table.kind,
+        task=spec.task,
+        seed=experiment.run.seed,
+        feature_dim=dim,
+        head_bias=experiment.method.needs.bias,
+        hollow=hollow,
+    )
     model.kernels, model.loaders = experiment.run.kernels, experiment.run.loader_workers
     return model
 

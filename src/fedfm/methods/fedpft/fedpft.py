@@ -73,7 +73,7 @@ class FedPFT(Method[State]):
     first contains the first one's rows already, and no rows are counted twice.
     """
 
-    needs: ClassVar[Needs] = Needs("head", ("head",))
+    needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
     state_type: ClassVar[Any] = State
     privacy: ClassVar[Plan | None] = None  # of an instance: see protected()
 

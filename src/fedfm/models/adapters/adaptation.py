@@ -111,6 +111,15 @@ def base_alone(module: nn.Module) -> Iterator[None]:
             p.requires_grad_(flag)
 
 
+def give_bias(module: nn.Module, path: str) -> bool:
+    """Give the linear head a bias of zeros, which changes no output, if it has none; whether it did."""
+    head = live_head(module, path)
+    if head is None or head.bias is not None:
+        return False
+    head.bias = nn.Parameter(head.weight.new_zeros(head.out_features))
+    return True
+
+
 def live_head(module: nn.Module, path: str) -> nn.Linear | None:
     """The linear head of the forward pass: PEFT replaces it by a trained copy."""
     if not path:

@@ -1,0 +1,38 @@
+"""A head that gets a bias, at sites of their own: the local engine's bits."""
+
+import pytest
+from processes import fedfm, same
+
+import tiny_text
+
+TOML = """
+[data]
+path = "{place}/rows.jsonl"
+partition = {{ name = "iid", clients = 3 }}
+
+[model]
+name = "{place}/llama"
+adaptation = {{ name = "head" }}
+
+[method]
+name = "fedpft"
+components = 2
+
+[run]
+seed = 3
+"""
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("simulation", marks=pytest.mark.simulation),
+        pytest.param("deployment", marks=pytest.mark.deployment),
+    ],
+)
+def test_fedpft_on_a_llama_has_the_same_bits_and_bytes_as_local(tmp_path, engine):
+    tiny_text.save_llama(tmp_path / "llama")
+    tiny_text.texts(tmp_path / "rows.jsonl")
+    exp = tmp_path / "exp.toml"
+    exp.write_text(TOML.format(place=tmp_path))
+    same(fedfm("run", exp, "--out", tmp_path / "there", "--engine", engine), fedfm("run", exp, "--out", tmp_path / "l"))
