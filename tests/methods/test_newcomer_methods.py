@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 import fedfm
 from fedfm import Client, Federation, Params, Update, on_client
+from fedfm.cli import main
 from fedfm.errors import InputError
 
 RECORD: list[dict] = []  # one entry a round, written by the server half in this process
@@ -141,3 +142,36 @@ def test_one_and_two_workers_give_the_same_bits(tmp_path, method):
 def test_fednova_takes_plain_sgd_only(local):
     with pytest.raises(InputError):
         fedfm.Experiment.load(EXPERIMENT, {"method.local": local})
+
+
+PLAIN = """
+from dataclasses import dataclass
+import newcomer
+from fedfm import Client, Params, Update, on_client
+
+@dataclass(frozen=True)
+class Plain(newcomer.FedNova):
+    @on_client
+    def train({signature}:
+        return super().train(client, w)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signature", "what"),
+    [
+        ("self, client, w: Params) -> Update", "the parameter client"),
+        ("self, client: Client, w) -> Update", "the parameter w"),
+        ("self, client: Client, w: Params)", "the return value"),
+    ],
+)
+def test_a_client_half_without_annotations_is_refused_where_it_is_defined(
+    tmp_path, monkeypatch, capsys, signature, what
+):
+    """Engines that send messages check them by the annotations: without, one worker alone ran it."""
+    (tmp_path / "plain_methods.py").write_text(PLAIN.format(signature=signature))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["run", str(EXPERIMENT), "--set", "method.name=plain_methods:Plain", "--out", str(tmp_path / "r")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"Plain.train: {what} has no annotation" in line
+    assert not (tmp_path / "r").exists()
