@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 import fedfm
 from fedfm import Client, Federation, Params, Update, on_client
 from fedfm.cli import main
-from fedfm.errors import InputError
+from fedfm.errors import InputError, RunError
 
 RECORD: list[dict] = []  # one entry a round, written by the server half in this process
 
@@ -117,6 +117,43 @@ def test_fednova_is_not_fedavg_where_steps_differ(tmp_path):
     run(tmp_path, "fedavg", "fedavg", over=UNEQUAL)
     a, b = weights(tmp_path, "nova"), weights(tmp_path, "fedavg")
     assert any(not np.allclose(a[k], b[k], rtol=1e-5, atol=1e-6) for k in a)
+
+
+@dataclass(frozen=True)
+class Untold(newcomer.FedNova):
+    """FedNova whose clients do not send what the server half reads."""
+
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        return Update(self.local(client, w) - w, len(client.data.train), client.metrics)
+
+
+SECURE = {"aggregation.name": "secure", "aggregation.metrics": ["loss"]}
+NOISE = {"privacy": {"unit": "client", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    ("method", "over", "why"),
+    [
+        ("newcomer:FedNova", SECURE, 'set [aggregation] name = "secure", metrics = ["loss", "tau"]'),
+        ("test_newcomer_methods:Untold", {}, "no client reported it"),
+        ("test_newcomer_methods:Untold", SECURE | {"aggregation.metrics": ["tau"]}, "or its sum is 0"),
+        ("newcomer:FedNova", NOISE, "under [privacy] metrics stay at the clients"),
+    ],
+)
+def test_a_metric_that_clients_did_not_report_is_named(tmp_path, method, over, why):
+    with pytest.raises(RunError) as stop:
+        run(tmp_path, method, over=over)
+    assert str(stop.value).startswith('round 1: fed.metrics has no "tau": ')
+    assert why in str(stop.value)
+
+
+def test_fednova_under_secure_aggregation_with_its_metric(tmp_path):
+    run(tmp_path, "newcomer:FedNova", "plain", over=UNEQUAL)
+    run(tmp_path, "newcomer:FedNova", "secure", over=UNEQUAL | SECURE | {"aggregation.metrics": ["loss", "tau"]})
+    a, b = weights(tmp_path, "plain"), weights(tmp_path, "secure")
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("clients", [3, 4])
