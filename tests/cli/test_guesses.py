@@ -6,7 +6,7 @@ import pytest
 
 import small
 from fedfm.cli import main
-from fedfm.config import catalogue
+from fedfm.config import catalogue, registry
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import ours, resolve
 from fedfm.config.toml import to_toml
@@ -99,3 +99,13 @@ def test_show_of_ones_own_class_has_its_text_and_its_optimiser(tmp_path, monkeyp
     assert late["local"].keys() == tomllib.loads(catalogue.method("fedclip"))["method"]["local"].keys()
     assert (later["local"]["learning_rate"], "beside" in later) == (0.001, False)
     assert "# beside = ..." in found["Later"]
+
+
+@pytest.mark.parametrize("name", [*ours("methods"), *ours("aggregation")])
+def test_show_of_a_class_by_its_place_is_that_by_its_name(name, monkeypatch):
+    """The one comes from the class, the other from the schema: the same keys and the same defaults."""
+    monkeypatch.setattr(registry, "_admitted", {})
+    kind = next(k for k in ("methods", "aggregation") if name in ours(k))
+    cls = resolve(kind, name)
+    place = f"{cls.__module__}:{cls.__name__}"
+    assert catalogue.method(place).replace(f'"{place}"', f'"{name}"') == catalogue.method(name)
