@@ -122,7 +122,8 @@ def _property(f: Field[Any], hint: Any) -> Schema:
     if isinstance(hint, type) and issubclass(hint, Local):
         names = {cls: name for name, cls in BY_NAME.items()}
         name = names[type(default)]
-        told |= {"default": {"name": name}}
+        values = [(key, of, getattr(default, of.name)) for key, of, _ in settings_of(type(default))]
+        told |= {"default": {"name": name} | {key: value for key, of, value in values if value != of.default}}
         if name == "sgd":
             return told | _ref("optimisers")
         own = _variant(name, list(settings_of(type(default))), True, "")  # without a name the method's own

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from fedfm.aggregation.secure import Secure
-from fedfm.core.client import Update, on_client
+from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.method import Method
 from fedfm.engines.local.engine import LocalLink
@@ -29,7 +29,7 @@ class Vectors(Method):
     means: ClassVar = ("give",)
 
     @on_client
-    def give(self, client, t: int, w: Params) -> Update:
+    def give(self, client: Client, t: int, w: Params) -> Update:
         return update_of(client.id, t, self.size, self.scale)
 
     def init(self, fed):

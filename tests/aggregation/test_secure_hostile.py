@@ -12,8 +12,9 @@ from scipy import stats
 from fedfm.aggregation import _secagg_keys as side
 from fedfm.aggregation._secagg_client import short
 from fedfm.aggregation.secure import Secure
-from fedfm.core.client import on_client
+from fedfm.core.client import Client, on_client
 from fedfm.errors import RunError
+from fedfm.linalg.params import Params
 from fedfm.privacy.crypto import keys
 
 SEALED = torch.empty(0, 96, dtype=torch.uint8)
@@ -173,7 +174,10 @@ def test_an_argument_that_differs_by_client_is_declared(tmp_path):
     fed.begin(1)
     with pytest.raises(RunError, match=r"give: \{'w'\} differ by client; mark it @on_client"):
         fed.mean(method.give, t=1, w=w)
-    assert on_client(varying=("w",))(lambda client, w: None).varying == ("w",)
+
+    def give(self, client: Client, w: Params) -> None: ...
+
+    assert on_client(varying=("w",))(give).varying == ("w",)
 
 
 @pytest.mark.parametrize("wrong", [{"c04"}, {"c00"}])

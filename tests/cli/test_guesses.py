@@ -6,7 +6,7 @@ import pytest
 
 import small
 from fedfm.cli import main
-from fedfm.config import catalogue
+from fedfm.config import catalogue, registry
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import ours, resolve
 from fedfm.config.toml import to_toml
@@ -52,3 +52,60 @@ def test_show_prints_toml(name):
     kind = next(k for k in ("methods", "attacks", "aggregation") if name in ours(k))
     known = {key for key, _, _ in settings_of(resolve(kind, name))} | {"name"}
     assert set(table) <= known
+
+
+OWN = '''
+"""Late: a method of one's own.
+
+A line about it.
+"""
+
+from dataclasses import dataclass
+
+from fedfm import setting
+from fedfm.methods.fedavg import FedAvg
+from fedfm.training import AdamW, Local
+
+
+@dataclass(frozen=True)
+class Late(FedAvg):
+    eta: float = setting(0.5, "step", gt=0)
+    head: float = setting(2.0, "a number here, no table")
+    local: Local = setting(AdamW(learning_rate=0.02), "client optimiser")
+
+
+@dataclass(frozen=True)
+class Later(Late):
+    """Later than Late."""
+
+    local: Local = setting(AdamW, "client optimiser")
+    beside: Local = setting(AdamW(), "a second one")
+'''
+
+
+def test_show_of_ones_own_class_has_its_text_and_its_optimiser(tmp_path, monkeypatch, capsys):
+    (tmp_path / "late_methods.py").write_text(OWN.lstrip())
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {}
+    for name in ("Late", "Later"):
+        assert main(["show", f"late_methods:{name}"]) == 0
+        found[name] = capsys.readouterr().out
+    head = "# Late: a method of one's own.\n#\n# A line about it.\n\n"
+    assert found["Late"].startswith(head + "[method]\n")
+    assert found["Later"].startswith(head.rstrip("\n") + "\n#\n# Later than Late.\n\n[method]\n")
+    late, later = (tomllib.loads(text)["method"] for text in found.values())
+    assert (late["name"], late["eta"], late["head"]) == ("late_methods:Late", 0.5, 2.0)
+    assert (late["local"]["name"], late["local"]["learning_rate"]) == ("adamw", 0.02)
+    assert late["local"].keys() == tomllib.loads(catalogue.method("fedclip"))["method"]["local"].keys()
+    assert (later["local"]["learning_rate"], "beside" in later) == (0.001, False)
+    assert "# beside = ..." in found["Later"]
+
+
+@pytest.mark.parametrize("name", [*ours("methods"), *ours("aggregation")])
+def test_show_of_a_class_by_its_place_is_that_by_its_name(name, monkeypatch):
+    """The one comes from the class, the other from the schema: the same keys and the same defaults."""
+    monkeypatch.setattr(registry, "_admitted", {})
+    kind = next(k for k in ("methods", "aggregation") if name in ours(k))
+    cls = resolve(kind, name)
+    place = f"{cls.__module__}:{cls.__name__}"
+    assert catalogue.method(place).replace(f'"{place}"', f'"{name}"') == catalogue.method(name)

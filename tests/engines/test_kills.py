@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from processes import begin, experiment, fedfm, rounds, same, until
 
-from fedfm.core.client import Update, on_client
+from fedfm.core.client import Client, Update, on_client
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
@@ -40,7 +40,7 @@ class Killed(Scaffold):
     orders: str = field(default="", metadata={"help": "folder of the orders"})
 
     @on_client
-    def train(self, client, x: Params, c: Params) -> Update:
+    def train(self, client: Client, x: Params, c: Params) -> Update:
         ordered(f"{self.orders}/{client.id}-before")
         update = super().train(client, x, c)
         ordered(f"{self.orders}/{client.id}-after")
@@ -86,7 +86,7 @@ class Deadly(FedAvg):
     """Clients whose name says so kill their worker each time."""
 
     @on_client
-    def train(self, client, w: Params) -> Update:
+    def train(self, client: Client, w: Params) -> Update:
         if client.id.startswith("dies"):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().train(client, w)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedfm.aggregation.base import Aggregator
-from fedfm.core.client import Update, each, on_client
+from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Request
 from fedfm.engines.local.engine import Interrupted, LocalLink, processes
@@ -57,7 +57,7 @@ class Naughty(FedAvg):
     """Some clients misbehave in the way that their name says."""
 
     @on_client
-    def train(self, client, w: Params) -> Update:
+    def train(self, client: Client, w: Params) -> Update:
         if client.id.startswith("raises"):
             raise ValueError("no such file: /secret/path")
         if client.id.startswith("dies"):
@@ -112,7 +112,7 @@ class Raising(FedAvg):
     late: bool = False
 
     @on_client
-    def train(self, client, w: Params) -> Update:
+    def train(self, client: Client, w: Params) -> Update:
         if self.late:
             self.local(client, w)
         if client.id in RAISED:
@@ -179,7 +179,7 @@ class Untravelled(FedAvg):
     """One client's metrics hold what has no place in the wire format."""
 
     @on_client
-    def train(self, client, w: Params) -> Update:
+    def train(self, client: Client, w: Params) -> Update:
         one = Params({"w": torch.tensor([1.0])})
         return Update(one, 1, {"loss": UNTRAVELLED[client.id]() if client.id in UNTRAVELLED else 1.0})
 
@@ -288,7 +288,7 @@ def test_slow_clients_do_not_wait_behind_each_other(tmp_path):
     @dataclass(frozen=True)
     class Slow(FedAvg):
         @on_client
-        def train(self, client, w: Params) -> Update:
+        def train(self, client: Client, w: Params) -> Update:
             time.sleep(0.2)  # long beside what a message takes, on a busy machine too
             return Update(w, 1)
 
@@ -306,7 +306,7 @@ def test_a_client_stays_with_the_worker_that_has_its_rows(tmp_path):
     @dataclass(frozen=True)
     class Where(FedAvg):
         @on_client
-        def train(self, client, w: Params) -> Update:
+        def train(self, client: Client, w: Params) -> Update:
             return Update(Params({"pid": torch.tensor([os.getpid()])}), 1)
 
     method, found = Where(), []
@@ -333,7 +333,7 @@ def test_a_worker_with_nothing_to_do_helps_out(tmp_path, monkeypatch):
     @dataclass(frozen=True)
     class Slow(FedAvg):
         @on_client
-        def train(self, client, w: Params) -> Update:
+        def train(self, client: Client, w: Params) -> Update:
             (begun / f"{os.getpid()} {client.id}").touch()
             end = time.monotonic() + 120
             while calls(mine=False) < calls(mine=True):  # until the other worker has as many
@@ -363,7 +363,7 @@ def test_a_client_that_takes_too_long_in_this_process_is_left_out_as_in_a_worker
 
     class Slow(FedAvg):
         @on_client
-        def train(self, client, w):
+        def train(self, client: Client, w: Params) -> Update:
             if client.id == "slow":
                 time.sleep(2.5)
             return Update(w, 1)
@@ -394,7 +394,7 @@ def test_payloads_that_differ_by_client_are_let_go_with_their_replies(tmp_path):
     @dataclass(frozen=True)
     class Twice(FedAvg):
         @on_client
-        def train(self, client, w: Params) -> Update:
+        def train(self, client: Client, w: Params) -> Update:
             if client.id == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             return Update(2 * w, 1)
@@ -426,7 +426,7 @@ class Numbered(FedAvg):
     size: int = 1
 
     @on_client
-    def train(self, client, w: Params, factor: float) -> Update:
+    def train(self, client: Client, w: Params, factor: float) -> Update:
         return Update(Params({"v": torch.full((self.size,), factor + int(client.id[1:]))}), 1)
 
 
@@ -543,7 +543,7 @@ def test_tensors_pass_by_reference_in_one_process(tmp_path):
     @dataclass(frozen=True)
     class Peek(FedAvg):
         @on_client
-        def train(self, client, w: Params) -> Update:
+        def train(self, client: Client, w: Params) -> Update:
             seen.append(w)
             return Update(w, 1)
 

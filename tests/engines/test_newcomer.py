@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from processes import ENV
 
+from fedfm.aggregation import median
+
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "add-a-method.md"
 FILES = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 
@@ -21,13 +23,29 @@ FILES = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
     ],
 )
 def test_the_newcomers_method_gives_the_same_bits_everywhere(tmp_path, engine):
+    passes(tmp_path, "-k", engine, "test_my_methods.py")
+
+
+def test_the_newcomers_step_is_that_of_numpy(tmp_path):
+    passes(tmp_path, "test_aggregate.py")
+
+
+def test_the_page_counts_its_lines():
+    text = PAGE.read_text()
+    words = " ".join(text.split())
+    assert f"It has {len(dict(FILES.findall(text))['my_methods.py'].splitlines())} lines:" in words
+    count = len(Path(median.__file__).read_text().splitlines())
+    assert f"`fedfm.aggregation.median` is one of {count} lines." in words
+
+
+def passes(folder, *arguments):
+    """The page's files lie in the folder, and one test there passes."""
     files = dict(FILES.findall(PAGE.read_text()))
-    assert set(files) == {"my_methods.py", "exp.toml", "test_my_methods.py"}
-    assert len(files["my_methods.py"].strip().splitlines()) <= 32
+    assert set(files) == {"my_methods.py", "exp.toml", "test_my_methods.py", "test_aggregate.py"}
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    env = {**ENV, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ENV['PYTHONPATH']}"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", engine, "test_my_methods.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=540)
+        (folder / name).write_text(text)
+    env = {**ENV, "PYTHONPATH": f"{folder}{os.pathsep}{ENV['PYTHONPATH']}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=540)
     assert done.returncode == 0, done.stdout[-2000:]
     assert "1 passed" in done.stdout

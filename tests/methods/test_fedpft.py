@@ -94,8 +94,8 @@ def record_summaries(file, tmp_path, **method):
         return summary
 
     original = FedPFT.summarise
-    on_client(summarise)
     summarise.__annotations__ = original.__annotations__
+    on_client(summarise)
     summarise.__name__ = "summarise"
     summarise.__globals__.update(Client=Client, Summary=Summary)
     with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 import fedfm
 from fedfm import Client, Federation, Params, Update, on_client
-from fedfm.errors import InputError
+from fedfm.cli import main
+from fedfm.errors import InputError, RunError
 
 RECORD: list[dict] = []  # one entry a round, written by the server half in this process
 
@@ -118,6 +119,43 @@ def test_fednova_is_not_fedavg_where_steps_differ(tmp_path):
     assert any(not np.allclose(a[k], b[k], rtol=1e-5, atol=1e-6) for k in a)
 
 
+@dataclass(frozen=True)
+class Untold(newcomer.FedNova):
+    """FedNova whose clients do not send what the server half reads."""
+
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        return Update(self.local(client, w) - w, len(client.data.train), client.metrics)
+
+
+SECURE = {"aggregation.name": "secure", "aggregation.metrics": ["loss"]}
+NOISE = {"privacy": {"unit": "client", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    ("method", "over", "why"),
+    [
+        ("newcomer:FedNova", SECURE, 'set [aggregation] name = "secure", metrics = ["loss", "tau"]'),
+        ("test_newcomer_methods:Untold", {}, "no client reported it"),
+        ("test_newcomer_methods:Untold", SECURE | {"aggregation.metrics": ["tau"]}, "or its sum is 0"),
+        ("newcomer:FedNova", NOISE, "under [privacy] metrics stay at the clients"),
+    ],
+)
+def test_a_metric_that_clients_did_not_report_is_named(tmp_path, method, over, why):
+    with pytest.raises(RunError) as stop:
+        run(tmp_path, method, over=over)
+    assert str(stop.value).startswith('round 1: fed.metrics has no "tau": ')
+    assert why in str(stop.value)
+
+
+def test_fednova_under_secure_aggregation_with_its_metric(tmp_path):
+    run(tmp_path, "newcomer:FedNova", "plain", over=UNEQUAL)
+    run(tmp_path, "newcomer:FedNova", "secure", over=UNEQUAL | SECURE | {"aggregation.metrics": ["loss", "tau"]})
+    a, b = weights(tmp_path, "plain"), weights(tmp_path, "secure")
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("clients", [3, 4])
 def test_median_against_numpy(tmp_path, clients):
     over = {**UNEQUAL, "data.partition": {"name": "iid", "clients": clients}}
@@ -141,3 +179,36 @@ def test_one_and_two_workers_give_the_same_bits(tmp_path, method):
 def test_fednova_takes_plain_sgd_only(local):
     with pytest.raises(InputError):
         fedfm.Experiment.load(EXPERIMENT, {"method.local": local})
+
+
+PLAIN = """
+from dataclasses import dataclass
+import newcomer
+from fedfm import Client, Params, Update, on_client
+
+@dataclass(frozen=True)
+class Plain(newcomer.FedNova):
+    @on_client
+    def train({signature}:
+        return super().train(client, w)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signature", "what"),
+    [
+        ("self, client, w: Params) -> Update", "the parameter client"),
+        ("self, client: Client, w) -> Update", "the parameter w"),
+        ("self, client: Client, w: Params)", "the return value"),
+    ],
+)
+def test_a_client_half_without_annotations_is_refused_where_it_is_defined(
+    tmp_path, monkeypatch, capsys, signature, what
+):
+    """Engines that send messages check them by the annotations: without, one worker alone ran it."""
+    (tmp_path / "plain_methods.py").write_text(PLAIN.format(signature=signature))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["run", str(EXPERIMENT), "--set", "method.name=plain_methods:Plain", "--out", str(tmp_path / "r")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"Plain.train: {what} has no annotation" in line
+    assert not (tmp_path / "r").exists()

@@ -529,8 +529,8 @@ def test_a_client_whose_own_model_is_of_another_kind_stops_nobody(tmp_path, monk
         return Params({"other": torch.zeros(2)}) if client.id == "client-01" else honest(self, client, w)
 
     lie.__name__ = half
-    on_client(kind=honest.kind)(lie)
     lie.__annotations__ = honest.__annotations__ | {"return": Params}
+    on_client(kind=honest.kind)(lie)
     monkeypatch.setattr(cls, half, lie)
     tables = experiment(tmp_path)
     tables["method"] = {"name": name, "rounds": 2, "local": {"learning_rate": 0.1}}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import fedfm
 from fedfm.aggregation._client_level import WITHIN
 from fedfm.aggregation._lattice import flat_of
+from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.private import CentralGaussian, DistributedGaussian
 from fedfm.config.experiment import Experiment
 from fedfm.core.client import Client, ClientData, Update
@@ -44,7 +45,7 @@ class Nobody:
 
 
 def server():
-    fed = Federation(Nobody(), model=Quadratic(), aggregator=None, secret=lambda name: bytes(32))
+    fed = Federation(Nobody(), model=Quadratic(), aggregator=Aggregator(), secret=lambda name: bytes(32))
     fed.begin(1)
     return fed
 

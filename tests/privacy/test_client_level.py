@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedfm.aggregation._lattice import clipped, lattice_noise, step_of
+from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.private import CentralGaussian, DistributedGaussian
 from fedfm.aggregation.secure import Secure
@@ -39,7 +40,7 @@ class NoClients:
 
 def server(key=bytes(32)):
     """A federation of which only the server's half is used."""
-    fed = Federation(NoClients(), model=Quadratic(), aggregator=None, secret=lambda name: key)
+    fed = Federation(NoClients(), model=Quadratic(), aggregator=Aggregator(), secret=lambda name: key)
     fed.begin(1)
     return fed
 

@@ -11,6 +11,7 @@ from scipy import stats
 from scipy.integrate import quad
 
 import fedfm
+from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.private import CentralGaussian
 from fedfm.core.client import Client, Update, on_client
@@ -186,7 +187,9 @@ def least_epsilon(m, trials=1500):
     """
 
     def mean(trial, names):
-        fed = Federation(Named(names), model=Quadratic(), aggregator=None, secret=lambda name: key + name.encode())
+        fed = Federation(
+            Named(names), model=Quadratic(), aggregator=Aggregator(), secret=lambda name: key + name.encode()
+        )
         key = hashlib.sha256(f"{trial} {names}".encode()).digest()
         fed.begin(1)
         unit = Params({"w": torch.tensor([1.0, 0.0])})

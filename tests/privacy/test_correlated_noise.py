@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy import optimize, stats
 
 import fedfm
+from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.private import CentralGaussian, CorrelatedGaussian
 from fedfm.config.experiment import Experiment
 from fedfm.core.federation import Federation
@@ -138,7 +139,7 @@ def server(seed=0, memory=None):
     return Federation(
         Nobody(),
         model=Quadratic(),
-        aggregator=None,
+        aggregator=Aggregator(),
         seed=seed,
         secret=lambda name: bytes(32),
         memory=None if memory is None else lambda t: memory,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.core.checks import conform, nonfinite
-from fedfm.core.client import Update, each, on_client
+from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
 from fedfm.errors import ClientFault, RunError
@@ -190,10 +190,10 @@ class Sums(FedAvg):
     """A client half that tells numbers of every kind."""
 
     @on_client
-    def tell(self, client, w: Params) -> dict[str, Any]: ...
+    def tell(self, client: Client, w: Params) -> dict[str, Any]: ...
 
     @on_client
-    def show(self, client, w: Params) -> list[Tensor]: ...
+    def show(self, client: Client, w: Params) -> list[Tensor]: ...
 
 
 ABSURD = {

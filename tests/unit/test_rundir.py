@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import fedfm
-from fedfm.core.client import on_client
+from fedfm.core.client import Client, Update, on_client
 from fedfm.core.text import safe_name
 from fedfm.errors import InputError, RunError
+from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.report import html
 from fedfm.runtime.client_memory import DiskMemory
@@ -267,7 +268,7 @@ def test_one_client_of_finite_numbers_does_not_end_a_run(tmp_path, monkeypatch):
     """Entries of 3e38 beside the largest weight: it is left out of every round, and the run ends as without it."""
     train, bad = FedAvg.train, "client-02"
 
-    def absurd(self, client, w):
+    def absurd(self, client: Client, w: Params) -> Update:
         update = train(self, client, w)
         if client.id == bad:
             return replace(update, delta=update.delta.map(lambda x: torch.full_like(x, 3e38)), weight=1e9)
@@ -286,7 +287,7 @@ def test_metrics_that_overflow_are_null_in_strict_json_and_cost_no_checkpoint(tm
     """Two clients tell a loss of 1e308: each is a number, their sum is none."""
     train = FedAvg.train
 
-    def loud(self, client, w):
+    def loud(self, client: Client, w: Params) -> Update:
         update = train(self, client, w)
         return replace(update, metrics=update.metrics | {"loss": 1e308})
 

@@ -72,6 +72,7 @@ class CentralGaussian(Mechanism):
     name: ClassVar[str] = "Gaussian, by the server"
     told_type: ClassVar[Any] = float | None
     figures: ClassVar[tuple[str, ...]] = (CLIP, SHARE)
+    withholds: ClassVar[bool] = True
 
     @property
     def secrets(self) -> tuple[str, ...]:  # type: ignore[override]

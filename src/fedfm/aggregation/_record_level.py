@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from fedfm.aggregation.base import Aggregator, Mechanism
 from fedfm.core.client import Client, Update
@@ -31,6 +32,7 @@ class DpSgd(Mechanism):
     chosen: DescentPlan
     batch_size: int
     steps: Callable[[int], int]
+    withholds: ClassVar[bool] = True
 
     @property
     def plan(self) -> DescentPlan:

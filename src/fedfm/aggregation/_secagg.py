@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,14 @@ class SecAgg(Transport):
     def _terms(self) -> str:
         """Digest of the settings: who has others can neither sign nor decrypt for those who have these."""
         return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()
+
+    def why_missing(self, metric: str) -> str:
+        if metric in self.metrics:
+            return f'no client reported it, or its sum is 0; fed.metrics.get("{metric}", 0.0) is right for both'
+        return (
+            "clients did not report it, because secure aggregation sums only what aggregation.metrics names; set "
+            f'[aggregation] name = "secure", metrics = {json.dumps([*self.metrics, metric])}'
+        )
 
     def head_code(self, n: int) -> FixedPoint:
         """Code of weights and weighted metrics; whole weights are exact."""

@@ -47,6 +47,10 @@ class Transport:
     wire_type: Any = Update
     told_type: Any = None
 
+    def why_missing(self, metric: str) -> str:
+        """Why ``fed.metrics`` has none of this name, and what would be right."""
+        return f'no client reported it; the client half returns it: Update(..., client.metrics | {{"{metric}": ...}})'
+
     def protect(self, client: Client, update: Update) -> Any:
         """Client half: what to send instead of ``update``, which may stay in ``client.memory`` for a later message."""
         return update
@@ -79,12 +83,14 @@ class Mechanism:
         told_type: of the payload's entry ``SCALE``, which :meth:`told` may add.
         figures: names in ``fed.metrics`` that the line of a round shows.
         fresh: a round that a resume repeats gets other noise: it is one release more to who saw it before.
+        withholds: the metrics of updates stay at the clients.
     """
 
     secrets: ClassVar[tuple[str, ...]] = ()
     told_type: ClassVar[Any] = None
     figures: ClassVar[tuple[str, ...]] = ()
     fresh: ClassVar[bool] = False
+    withholds: ClassVar[bool] = False
 
     @property
     def plan(self) -> DescentPlan | None:
@@ -153,6 +159,12 @@ class Aggregator:
     def least(self) -> int:
         """Number of updates that a mean needs."""
         return 1
+
+    def why_missing(self, metric: str) -> str:
+        """Why ``fed.metrics`` has none of this name, and what would be right."""
+        if self.mechanism.withholds:
+            return "under [privacy] metrics stay at the clients; a method that needs one cannot run with this mechanism"
+        return self.transport.why_missing(metric)
 
     def protect(self, client: Client, update: Update) -> Any:
         """Client half: what to send instead of ``update``."""

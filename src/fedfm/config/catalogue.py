@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from dataclasses import is_dataclass
+import sys
+from dataclasses import MISSING, is_dataclass
 from importlib.resources import files
 from typing import Any
 
 from fedfm.config.registry import admit, admit_any, available, ours, resolve
-from fedfm.core.fields import described, settings_of
+from fedfm.core.fields import described, is_required, settings_of
 from fedfm.errors import InputError, close
 
 SCHEMAS = ("experiment", "pretrain", "distil", "silo", "federation")  # files that have a JSON Schema
@@ -83,34 +85,54 @@ def method(name: str) -> str:
         keys = _foreign(resolve(kind, name))
     else:
         keys = _variants(defs[kind])[name]
-    own = {key: found for key, found in keys["properties"].items() if key not in ("name", "local", "head", "base")}
+    own = {key: found for key, found in keys["properties"].items() if key != "name"}
+    inner = {key: own.pop(key) for key in ("local", "head", "base") if _is_table(own.get(key, {}))}
     lines = [_comment(keys.get("description", "")), "", f"[{titles[kind]}]", f'name = "{name}"', *_lines(own)]
-    if local := keys["properties"].get("local"):
+    if local := inner.get("local"):
         optimisers, usual = _variants(defs["optimisers"]), local["default"]["name"]
         lines += ["", "# The model's own dropout is off in training; LoRA's is model.adaptation.dropout."]
         lines += [f"[method.local]  # the client optimiser: {', '.join(optimisers)}", f'name = "{usual}"']
-        lines += _lines(_but_name(optimisers[usual]))
+        lines += _lines(_filled(_but_name(optimisers[usual]), local["default"]))
         for other, found in optimisers.items():
             more = {k: v for k, v in _but_name(found).items() if k not in optimisers["sgd"]["properties"]}
             if more and other != usual:
                 also = _comment("\n".join(_lines(more)))  # a table has each key once
                 lines += ["", f'# name = "{other}" also takes', also]
-    if base := keys["properties"].get("base"):
-        lines += ["", f"[method.base]  # {base['description']}: `fedfm show fedprox`", 'name = "fedavg"']
-    if head := keys["properties"].get("head"):
+    if base := inner.get("base"):
+        lines += ["", f"[method.base]  # {base['description']}: `fedfm show fedprox`"]
+        lines += [f'name = "{base["default"]["name"]}"']
+    if head := inner.get("head"):
         lines += ["", f"[method.head]  # {head['description']}", *_lines(head["properties"])]
     return "\n".join(lines)
 
 
+def _is_table(found: dict[str, Any]) -> bool:
+    """Whether a key is an inner table."""
+    return "properties" in found or isinstance(found.get("default"), dict)
+
+
+def _filled(keys: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """Keys with the defaults that a table gives them."""
+    return {key: found | {"default": table[key]} if key in table else found for key, found in keys.items()}
+
+
 def _foreign(cls: type) -> dict[str, Any]:
-    """Schema of a class from outside fedfm."""
+    """Schema of a class from outside fedfm, described by its module and by itself."""
+    from fedfm.config.toml import named  # it imports torch, as the class has
+
     keys: dict[str, dict[str, Any]] = {}
     for key, f, hint in settings_of(cls):
-        if not is_dataclass(f.default):
-            keys[key] = {"description": described(f, hint)}
-        if isinstance(f.default, (bool, int, float, str, tuple)):
-            keys[key]["default"] = f.default
-    return {"description": cls.__doc__ or "", "properties": keys}
+        keys[key] = {"description": described(f, hint)}
+        default = f.metadata.get("usual", f.default if f.default_factory is MISSING else f.default_factory())
+        if isinstance(default, (bool, int, float, str, tuple)) and default != "" and not is_required(f):
+            keys[key]["default"] = default
+        elif key == "head" and is_dataclass(default):
+            keys[key]["properties"] = _filled(_foreign(type(default))["properties"], named(default))
+        elif key in ("local", "base") and is_dataclass(default) and "name" in (table := named(default)):
+            keys[key]["default"] = table
+    itself = "" if (cls.__doc__ or "").startswith(f"{cls.__name__}(") else inspect.getdoc(cls)  # dataclass wrote it
+    about = "\n\n".join(filter(None, (inspect.getdoc(sys.modules[cls.__module__]), itself)))
+    return {"description": about, "properties": keys}
 
 
 def schema(which: str) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from fedfm.core import update_metrics
 from fedfm.core.rows import Rows
-from fedfm.errors import E_WEIGHT, ClientFault
+from fedfm.errors import E_WEIGHT, ClientFault, InputError
 from fedfm.linalg.params import Params
 
 if TYPE_CHECKING:
@@ -142,9 +143,19 @@ def on_client(handler: Handler | None = None, *, kind: str = "", varying: tuple[
             An aggregation's own handlers have ``aggregate``, the run's have ``scores`` or ``reveal``.
         varying: arguments that may differ by client (see :class:`each`). Under secure aggregation the clients of a
             mean make sure that all were sent the same values of the others.
+
+    Raises:
+        InputError: a parameter besides ``self``, or the return value, has no annotation.
     """
 
     def mark(handler: Handler) -> Handler:
+        for name in (*list(inspect.signature(handler).parameters)[1:], "return"):
+            if name not in handler.__annotations__:
+                what = "the return value" if name == "return" else f"the parameter {name}"
+                raise InputError(
+                    f"{handler.__qualname__}: {what} has no annotation; messages are checked by the annotations of a "
+                    "client half, e.g. (self, client: Client, w: Params) -> Update"
+                )
         handler.on_client, handler.kind, handler.varying = True, kind, varying  # type: ignore[attr-defined]
         return handler
 

@@ -84,7 +84,7 @@ class Federation:
         self.excluded: list[Excluded] = []
         self.notices: list[str] = []
         self.heard = 0
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = update_metrics.RoundMetrics(0, aggregator.why_missing)
         self.client_metrics: dict[ClientId, dict[str, float]] = {}
         self.cohort: tuple[ClientId, ...] = ()
         self.underway: dict[ClientId, tuple[int, int]] = {}
@@ -100,7 +100,8 @@ class Federation:
 
     def begin(self, t: int) -> None:
         """Start round t: its random streams, its metrics."""
-        self.round, self.call, self.metrics, self.cohort, self.notices = t, 0, {}, (), []
+        self.round, self.call, self.cohort, self.notices = t, 0, (), []
+        self.metrics = update_metrics.RoundMetrics(t, self.aggregator.why_missing)
         self.client_metrics = {}
         self.memory = self._memory(t)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fedfm.errors import E_FIELD, E_SIZE, ClientFault
+from fedfm.errors import E_FIELD, E_SIZE, ClientFault, RunError
 
 MOST = 100  # metrics of one update
 LONGEST = 100  # characters of a name
@@ -43,6 +43,21 @@ def check(metrics: Mapping[str, Any]) -> None:
             raise ClientFault(E_FIELD, f'metrics: "{name}" is a name of the server\'s own figures')
         if isinstance(name, str) and len(name) > LONGEST:
             raise ClientFault(E_SIZE, f"metrics: a name of {len(name)} characters, expected at most {LONGEST}")
+
+
+class RoundMetrics(dict[str, float]):
+    """Metrics of round t by name; reading one that is not there ends the run.
+
+    Args:
+        why: says why a name is missing.
+    """
+
+    def __init__(self, t: int, why: Callable[[str], str]) -> None:
+        super().__init__()
+        self._round, self._why = t, why
+
+    def __missing__(self, name: str) -> float:
+        raise RunError(f'round {self._round}: fed.metrics has no "{name}": {self._why(name)}')
 
 
 class Means:

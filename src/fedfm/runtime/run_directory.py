@@ -285,7 +285,8 @@ class Run:
         fed.call = record.get("call", 0)  # the next requests read the memories that the round has left
         fed.transcript.bytes_up, fed.transcript.bytes_down = record["bytes_up"], record["bytes_down"]
         fed.excluded = [Excluded(**e) for e in record["excluded"]]
-        fed.cohort, fed.metrics = tuple(record["cohort"]), dict(record["metrics"])
+        fed.cohort = tuple(record["cohort"])
+        fed.metrics.update(record["metrics"])
         fed.restore({client: (t, call) for client, (t, call) in record.get("underway", {}).items()})
         self.seconds = record["seconds"]
 
