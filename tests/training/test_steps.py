@@ -192,7 +192,7 @@ def test_out_of_memory_halves_the_batch_and_says_so():
     assert said == ["out of memory: from here on 4 rows at once", "out of memory: from here on 2 rows at once"]
     assert model.seen == 2
     model.fits = 0
-    with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning, match="1 row at once"):
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning, match="rows? at once"):
         loop.train([Job(client(model), model.params(), local)])
 
 
