@@ -16,6 +16,7 @@ from fedfm.methods.blindfed.hello import Hello, spans, spans_by_part
 from fedfm.methods.blindfed.holding import Held
 from fedfm.models.side_adapter import STATES
 from fedfm.runtime.population import populate
+from fedfm.training import SGD
 from small import pictures
 
 
@@ -211,3 +212,12 @@ def test_values_survive_the_store():
 
 def test_its_default_names_no_foundation():
     assert resolve("methods", "blindfed")().needs.model == "server"
+
+
+def test_a_local_table_without_a_name_changes_the_methods_own_optimiser():
+    def local(**keys):
+        method = {"name": "blindfed", "foundation": "nano-vit-fhe", "local": keys}
+        return Experiment.from_dict({"data": {"name": "digits"}, "method": method}).method.local
+
+    assert local(epochs=3) == SGD(learning_rate=0.05, batch_size=16, epochs=3)
+    assert local(name="sgd", epochs=3) == SGD(epochs=3)

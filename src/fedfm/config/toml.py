@@ -78,8 +78,9 @@ def build(cls: type, table: Any, path: str) -> Any:
     found = {}
     for key, value in table.items():
         of = known[key]
-        if isinstance(of.default, Local) and not isinstance(of.default, SGD) and isinstance(value, Mapping):
-            value = value if "name" in value else named(of.default) | dict(value)  # keys of the method's own optimiser
+        own = isinstance(of.default, Local) and (type(of.default) is SGD or not isinstance(of.default, SGD))
+        if own and isinstance(value, Mapping) and "name" not in value:
+            value = named(of.default) | dict(value)  # keys of the method's own optimiser
         if isinstance(value, str) and value == of.metadata.get("alone"):
             value = (value,)  # a word in place of a list
         if isinstance(value, bool) and (word := of.metadata.get("true")):
