@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
-from fedfm.models.row_batches import by_length, fixed_batches
+from fedfm.models.row_batches import LARGE, by_length, fixed_batches
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 def head_inputs(model: Model, head: nn.Linear, rows: Rows) -> Tensor:
     """The inputs of this layer (n, d), on the CPU."""
     rows, back = by_length(rows)
+    large = sum(p.numel() for p in model.module.parameters()) >= LARGE
     caught: list[Tensor] = []
     hook = head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
     try:
         done = []
         with model.evaluating():
-            for batch, n in fixed_batches(rows):
+            for batch, n in fixed_batches(rows, large=large):
                 model._outputs(batch)
                 done.append(_pooled(model, caught.pop(), batch)[:n].float().cpu())
     finally:

@@ -11,13 +11,20 @@ from torch import Tensor
 from fedfm.core.rows import Batch, Rows
 
 FIXED = 32  # rows in one batch of the frozen backbone
+LARGE = 100_000_000  # numbers of a model; from here on copies of a row cost more than the last bits are worth
 
 
-def fixed_batches(rows: Rows) -> Iterator[tuple[Batch, int]]:
-    """(batch of FIXED rows, number of valid ones); copies of the last row fill the last batch."""
+def fixed_batches(rows: Rows, *, large: bool = False) -> Iterator[tuple[Batch, int]]:
+    """(batch of FIXED rows, number of valid ones); copies of the last row fill the last batch.
+
+    So a row has the same bits whatever rows come with it. Of a ``large`` model the last batch has as many rows as the
+    next power of two.
+    """
     starts = range(0, len(rows), FIXED)
-    orders = [np.minimum(np.arange(start, start + FIXED), len(rows) - 1) for start in starts]
-    return zip(rows.each(orders), (min(FIXED, len(rows) - start) for start in starts), strict=True)
+    valid = [min(FIXED, len(rows) - start) for start in starts]
+    sizes = [1 << (n - 1).bit_length() if large else FIXED for n in valid]
+    orders = [np.minimum(np.arange(at, at + size), len(rows) - 1) for at, size in zip(starts, sizes, strict=True)]
+    return zip(rows.each(orders), valid, strict=True)
 
 
 def by_length(rows: Rows) -> tuple[Rows, Tensor]:
