@@ -141,6 +141,19 @@ class TestEveryTrainedMethod:
         other = fedfm.run(experiment_of(name, tmp_path, rounds=2, run={"seed": 2}), tmp_path / "other")
         assert other["params_sha256"] != results[0]["params_sha256"]
 
+    def test_its_clients_follow_schedule_warm_up_and_norm_or_refuse_them(self, name, tmp_path):
+        """Of steps that last until the end; a method that calibrates its head after them shows none of it."""
+        if name == "ccvr" or "local" not in {f.name for f in dataclasses.fields(resolve("methods", name))}:
+            return
+        tables, ends = experiment_of(name, tmp_path, rounds=2), []
+        tables["method"] |= {"global_rounds": 0} if name == "fedms" else {}
+        tables["method"].setdefault("local", {"learning_rate": 0.05, "batch_size": 8})
+        changes = [{}, {"schedule": "linear"}, {"warmup": 0.5}, {"max_grad_norm": 1e-3}]
+        for i, change in enumerate(changes):
+            told = {**tables, "method": {**tables["method"], "local": {**tables["method"]["local"], **change}}}
+            ends.append(fedfm.run(told, tmp_path / str(i))["params_sha256"])
+        assert len(set(ends)) == len(changes)
+
     def test_learns(self, name, tmp_path):
         tables = experiment_of(name, tmp_path, rounds=10, fraction=1.0, **LEARNS.get(name, {}))
         result = fedfm.run(tables, tmp_path / "run")

@@ -57,10 +57,12 @@ class FedCLIP(FedAvg):
         adapter.load_state_dict(w)
         flat = Flat(dict(adapter.named_parameters()))
         rule, total, seen = Rule(self.local, flat.p), 0.0, 0
-        for index in Job(client, w, self.local).orders():
+        job = Job(client, w, self.local)
+        for index, rule.eta in zip(job.orders(), job.rates(), strict=True):
             logits = model.dual.scale.cpu() * adapter(V[index]) @ T.T
             loss: Any = model.objective(logits, rows.labels[index])
             loss.backward()
+            self.local.shorten(flat.g)
             rule.step(flat.p, flat.g)
             flat.g.zero_()
             seen, total = seen + len(index), total + float(loss.detach()) * len(index)

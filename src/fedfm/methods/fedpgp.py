@@ -82,7 +82,8 @@ class FedPGP(KeepingFedAvg):
         images, z_C = model.features(rows), model.written_texts() if self.mu else None  # (n, d), (C, d)
         flat = Flat(live)
         rule, total, apart, seen = Rule(self.local, flat.p), 0.0, 0.0, 0
-        for index in Job(client, w, self.local).orders():
+        job = Job(client, w, self.local)
+        for index, rule.eta in zip(job.orders(), job.rates(), strict=True):
             z_i = dual.encode_texts(p_G + U @ V)  # (C, d)
             logits = dual.logits(images[index].to(device), z_i)
             loss: Any = model.objective(logits, rows.labels[index].to(device))
@@ -90,6 +91,7 @@ class FedPGP(KeepingFedAvg):
                 of_texts = contrastive(dual.encode_texts(p_G), z_C, z_i, self.tau)
                 loss, apart = loss + self.mu * of_texts, apart + of_texts.item() * len(index)
             loss.backward()
+            self.local.shorten(flat.g)
             rule.step(flat.p, flat.g)
             flat.g.zero_()
             seen, total = seen + len(index), total + loss.item() * len(index)

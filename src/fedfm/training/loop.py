@@ -170,8 +170,7 @@ def _train(job: Job) -> Params:
                 seen, total = seen + len(index), total + loss * len(index)
                 continue
             flat.collect()
-            if job.local.max_grad_norm is not None:
-                flat.g.mul_((job.local.max_grad_norm / flat.g.norm()).clamp(max=1))
+            job.local.shorten(flat.g)
             if start is not None:
                 flat.g.add_(flat.p - start, alpha=job.mu)
             if correction is not None:

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor
+
 from fedfm.core.checks import match
 from fedfm.core.client import Client
 from fedfm.core.fields import setting
@@ -127,6 +130,14 @@ class Local:
             "steps": 0.1 ** sum(begin >= drop for drop in DROPS),
         }
         return self.learning_rate * shares[self.schedule]
+
+    def shorten(self, *parts: Tensor) -> None:
+        """Shorten the gradient of one loss, whole or in parts, to :attr:`max_grad_norm` in place, if it is longer."""
+        if self.max_grad_norm is not None:
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            factor = (self.max_grad_norm / whole.norm()).clamp(max=1)
+            for part in parts:
+                part.mul_(factor)
 
     @property
     def plain(self) -> Local:

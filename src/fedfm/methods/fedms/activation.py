@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 
 import numpy as np
+import torch
 
 from fedfm import seeds
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
+from fedfm.models.model import Model
 
 HELD_OUT = 0.1  # of the training rows: they decide when a layer wakes up
 FEWEST = 20  # training rows of which some are held out; with fewer, the training rows decide
@@ -40,3 +43,10 @@ def split(client: Client) -> tuple[Rows, Rows]:
 def with_rows(client: Client, rows: Rows) -> Client:
     """The client with these training rows; its memory and metrics are shared."""
     return dataclasses.replace(client, data=ClientData(lambda: rows, Rows, Rows))
+
+
+def clock(model: Model) -> float:
+    """Seconds, when the device has done what it was given: a layer that sleeps takes no backward pass."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()

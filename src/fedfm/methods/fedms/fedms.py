@@ -11,7 +11,6 @@ is done here.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import E_LOST, E_NONFINITE, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.methods.fedms.activation import activated, split, with_rows
+from fedfm.methods.fedms.activation import activated, clock, split, with_rows
 from fedfm.methods.fedms.gate import LAST, Gate, initial
 from fedfm.methods.fedms.mixture import TRUNK, Experts, differing, mixed
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
@@ -232,14 +231,14 @@ class FedMS(Method[MSState]):
             Flat({n: p for n, p in model.live().items() if owners[n] in active}),
             Flat({n: p for n, p in gate.named_parameters() if self.gate != "last" or n.startswith(LAST)} | trunk),
         ]
-        rules = [Rule(self.local, flat.p) for flat in flats]
+        rules, job = [Rule(self.local, flat.p) for flat in flats], Job(client, W_i, self.local)
         total, expert, shares, backward, seen = 0.0, 0.0, 0.0, 0.0, 0
         model.train_mode()
         gate.mode(rows=len(rows), last=self.gate == "last")
         # LoRA's dropout draws from torch's global generator: give it this client's own stream.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(client.seed)
-            for index in Job(client, W_i, self.local).orders():
+            for index, eta in zip(job.orders(), job.rates(), strict=True):
                 if len(index) == 1 and gate.training:
                     continue  # batch norm has no variance of one row
                 y = labels[index].to(model.device)
@@ -253,7 +252,10 @@ class FedMS(Method[MSState]):
                 began = clock(model)
                 loss.backward()
                 backward += clock(model) - began
+                for parts in [[flat] for flat in flats] if self.objective == "separate" else [flats]:
+                    self.local.shorten(*(flat.g for flat in parts))  # of one loss
                 for flat, rule in zip(flats, rules, strict=True):
+                    rule.eta = eta
                     rule.step(flat.p, flat.g)
                     flat.g.zero_()
                 b = len(index)
@@ -386,13 +388,11 @@ class FedMS(Method[MSState]):
             raise InputError("method.local.name: every client has an expert of its own already; take a plain optimiser")
         if self.local.batch_size == 1:
             raise InputError("method.local.batch_size = 1: the gate's batch norm has no variance of one row; take 2")
-
-
-def clock(model: Model) -> float:
-    """Seconds, when the device has done what it was given."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()
+        if self.local.micro_batch:
+            raise InputError(
+                "method.local.micro_batch: the gate's batch norm mixes a batch's rows, so that its parts do not add up "
+                "to it; drop it"
+            )
 
 
 def is_mixture(w: Params) -> bool:
