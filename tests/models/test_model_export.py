@@ -9,7 +9,7 @@ from fedfm.errors import InputError
 from fedfm.models.export import export, load_adapter, merged, save_adapter
 from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
-from fedfm.models.spec import ModelSpec
+from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 
 def trained(model):
@@ -160,6 +160,24 @@ def test_language_model_exports(folder, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(whole(**batch).logits, expected(model, w, rows), rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(adapted(**batch).logits, expected(model, w, rows), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # PEFT's
+@pytest.mark.parametrize("target", ["wte", "lm_head"])
+def test_an_adapter_on_one_of_two_tied_maps_is_merged_into_that_one(folder, tmp_path, target):
+    from transformers import AutoModelForCausalLM
+
+    table = prose()
+    model = load(folder("gpt2"), table, AdaptationSpec("lora", rank=2, targets=(target,)))
+    w, rows = trained(model), model.prepare(table, range(4))
+    export(model, w, "hf", tmp_path)
+    with quiet():
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            whole(**arguments(model, rows)).logits, expected(model, w, rows), rtol=1e-3, atol=1e-4
+        )
+    assert not whole.config.tie_word_embeddings
 
 
 @pytest.mark.parametrize("family", ["vit", "gpt2", "features"])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedfm.core.text import to_json
 from fedfm.errors import InputError
@@ -182,9 +182,25 @@ def merged(model: Model, w: Params) -> Any:
     module = quantised.rebuilt(module, DTYPES[model.spec.dtype]) if quantised.kind_of(module) else module.cpu()
     if _is_lora(model):
         with quiet():
+            _untie(module)
             module = module.merge_and_unload()
     module._forward_pre_hooks.clear()
     return module
+
+
+def _untie(module: Any) -> None:
+    """Give embeddings and head a weight each where they share one and LoRA is on one of them alone."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    whole = module.get_base_model()
+    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    if head is None:
+        return
+    ends = whole.get_input_embeddings(), head
+    bare: list[Any] = [getattr(end, "base_layer", end) for end in ends]
+    if bare[0].weight is bare[1].weight and any(isinstance(end, BaseTunerLayer) for end in ends):
+        bare[1].weight = nn.Parameter(bare[1].weight.detach().clone(), requires_grad=False)
+        whole.config.tie_word_embeddings = False
 
 
 @contextmanager
