@@ -215,6 +215,15 @@ def test_a_quantised_folder_loads_as_it_is(folder, tmp_path):
     assert {m.compute_dtype for _, m in quantised.maps(model.module)} == {torch.float32}
     with pytest.raises(InputError, match="is quantised already, as nf4; drop it"):
         load(tmp_path / "q", table, "lora", quantization="int8")
+    with quiet():
+        odd = transformers.AutoModelForCausalLM.from_pretrained(
+            folder("llama"), quantization_config=bits, device_map={"": "cpu"}, dtype=torch.float32
+        )
+        odd.save_pretrained(tmp_path / "odd")
+    save_tokenizer(tmp_path / "odd", "llama")
+    for named in ({}, {"quantization": "nf4"}):  # naming it must not have the odd maps drawn anew as whole weights
+        with pytest.raises(InputError, match="inputs in 4 bits, and on a CPU"):
+            load(tmp_path / "odd", table, "lora", **named)
     with pytest.raises(InputError, match=r'adaptation "full" trains weights .* expected "lora"'):
         load(tmp_path / "q", table, "full")
 

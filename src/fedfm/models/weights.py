@@ -70,7 +70,7 @@ def module_of(
     new = new_modules(skeleton, config.model_type, missing) if task == "classification" else []
     out = skeleton.get_output_embeddings()
     keep = [*new, *(name for name, m in skeleton.named_modules() if m is out and out is not None)]
-    keep += quantised.odd_maps(skeleton, spec)
+    keep += quantised.odd_maps(skeleton, spec) if stored is None else []  # a folder's bits are as they are
     bits = quantised.settings(spec, stored, keep)
     with_bits = copy.deepcopy(config)
     if stored is not None:
