@@ -148,6 +148,10 @@ def test_a_rank_for_each_kind_of_map(folder):
     model = load(folder("vit"), images(), spec)
     ranks = {n.split(".lora_A")[0].split(".")[-1]: model.layout.slots[n][3][0] for n in model.names if "lora_A" in n}
     assert ranks == {"q_proj": R, "fc2": 5}
+    for key in ("fc1", "q_proj.fc2"):
+        spec = AdaptationSpec("lora", rank=R, targets=("q_proj", "fc2"), rank_pattern={"fc2": 5, key: 3})
+        with pytest.raises(InputError, match=f"rank_pattern: no adapted module's name ends with '{key}': it has fc2"):
+            load(folder("vit"), images(), spec)
 
 
 @pytest.mark.parametrize("options", [{"dora": True}, {"rslora": True}, {"rank_pattern": {"q_proj": 3}}])

@@ -8,7 +8,8 @@ PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Mode
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -154,10 +155,9 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
                 f"model.adaptation.targets: none of {', '.join(spec.targets or ())} is in the last {spec.layers} of "
                 f"{_deepest(parts)} blocks; drop model.adaptation.layers, or raise it"
             )
-    transposed = any(
-        type(m).__name__ == "Conv1D" and any(n == t or n.endswith(f".{t}") for t in targets)
-        for n, m in module.named_modules()
-    )
+    hits = {n: m for n, m in module.named_modules() if any(n == t or n.endswith(f".{t}") for t in targets)}
+    _check_ranks(spec, hits)
+    transposed = any(type(m).__name__ == "Conv1D" for m in hits.values())
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha if spec.alpha is None or spec.alpha % 1 else int(spec.alpha),
@@ -214,6 +214,14 @@ def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: l
             raise InputError(
                 f"model.adaptation.targets: {wrong} is of type {kind}, which {spec.name} cannot adapt: {right}"
             )
+
+
+def _check_ranks(spec: AdaptationSpec, adapted: Iterable[str]) -> None:
+    """Refuse a rank for modules that are not adapted, which PEFT would pass over."""
+    for key in spec.rank_pattern or ():
+        if not any(re.match(rf"(.*\.)?({key})$", name) for name in adapted):  # as PEFT compares them
+            has = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
+            raise InputError(f"model.adaptation.rank_pattern: no adapted module's name ends with {key!r}: it has {has}")
 
 
 def _takes_factors(module: nn.Module, spec: AdaptationSpec, parts: Parts) -> bool:
