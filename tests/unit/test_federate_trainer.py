@@ -143,6 +143,29 @@ def test_an_own_loss_and_a_long_text_without_counted_tokens(tmp_path):
     assert apart(ours.model, theirs.model, bert()) < 1e-4
 
 
+def test_rows_are_judged_in_the_trainers_batches_and_in_halves_without_memory(tmp_path):
+    from transformers import Trainer
+
+    class Short(Trainer):
+        judged, most = [], 5
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if not model.training:
+                self.judged.append(len(inputs["labels"]))
+                if len(inputs["labels"]) > self.most:
+                    raise torch.OutOfMemoryError
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    told = {"train_dataset": texts(4), "eval_dataset": texts(), "data_collator": Pad(language=True)}
+    ours = Short(llama(), args=arguments(tmp_path, per_device_eval_batch_size=5), **told)
+    result = fedfm.federate(ours, clients={"a": texts(4)}, rounds=1, out=tmp_path / "run", run={"workers": 1})
+    assert max(ours.judged) == 5
+    assert result["loss"] == pytest.approx(ours.evaluate()["eval_loss"], rel=1e-5)  # a mean of batches' means
+    ours.most = 4
+    with pytest.warns(RuntimeWarning, match="from here on 2 rows at once"):
+        fedfm.federate(ours, clients={"a": texts(4)}, rounds=1, out=tmp_path / "few", run={"workers": 1})
+
+
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing`:FutureWarning")  # TRL sets the old name
 def test_trls_sft_trainer_is_its_own_loop(tmp_path):
     trl = pytest.importorskip("trl")
@@ -168,6 +191,9 @@ def test_trls_sft_trainer_is_its_own_loop(tmp_path):
             processing_class=AutoTokenizer.from_pretrained(folder),
         )
 
+    dense = trl.SFTConfig(output_dir=str(tmp_path / "hf"), packing=True, report_to=[], use_cpu=True, max_length=24)
+    with pytest.raises(InputError, match="packing: batches without padding"):
+        fedfm.federate(made(trl.SFTTrainer, dense), partition={"clients": 1}, rounds=1, out=tmp_path / "no")
     theirs, ours = made(in_order(trl.SFTTrainer)), made(trl.SFTTrainer)
     theirs.train()
     fedfm.federate(ours, clients={"a": ours.train_dataset}, rounds=1, out=tmp_path / "run", run={"workers": 1})
@@ -188,6 +214,17 @@ def test_a_schedule_goes_over_all_rounds(tmp_path):
     theirs = in_order(Trainer, epochs=1)(bert(), args=arguments(tmp_path, **args | {"num_train_epochs": 3}), **told)
     theirs.train()
     assert apart(ours.model, theirs.model, bert()) < 1e-4
+
+
+def test_a_module_of_half_precision_is_said_or_refused(tmp_path):
+    from transformers import Trainer
+
+    told = {"args": arguments(tmp_path), "train_dataset": texts(), "data_collator": Pad()}
+    settings = {"clients": {"a": texts()}, "rounds": 1, "run": {"workers": 1}}
+    with pytest.raises(InputError, match="float16, whose gradients vanish"):
+        fedfm.federate(Trainer(bert().half(), **told), **settings, out=tmp_path / "a")
+    result = fedfm.federate(Trainer(bert().bfloat16(), **told), **settings, out=tmp_path / "b")
+    assert any("parameters are bfloat16" in text for text in fedfm.load_run(result["run"]).manifest["notices"])
 
 
 @pytest.mark.parametrize(
@@ -217,21 +254,26 @@ def test_arguments_that_clients_cannot_honour_are_refused_by_name(tmp_path, args
 def test_a_loop_of_ones_own_is_refused_and_what_is_not_used_is_named(tmp_path):
     from transformers import EarlyStoppingCallback, Trainer
 
-    class Loop(Trainer):
-        def training_step(self, *args, **kwargs):
-            raise AssertionError
+    def never(self, *args, **kwargs):
+        raise AssertionError
+
+    class Watched(Trainer):
+        evaluate = prediction_step = never
 
     told = {"args": arguments(tmp_path), "train_dataset": texts(), "data_collator": Pad()}
     settings = {"clients": {"a": texts()}, "rounds": 1, "run": {"workers": 1}}
-    with pytest.raises(InputError, match="Loop overrides training_step"):
-        fedfm.federate(Loop(bert(), **told), **settings, out=tmp_path / "a")
+    for name in ("training_step", "train", "create_optimizer_and_scheduler", "_get_train_sampler"):
+        own = type("Loop", (Trainer,), {name: never})(bert(), **told)
+        with pytest.raises(InputError, match=f"Loop overrides {name}"):
+            fedfm.federate(own, **settings, out=tmp_path / "a")
     model = bert()
     given = (torch.optim.SGD(model.parameters(), lr=0.1), None)
     with pytest.raises(InputError, match="brings an optimiser"):
         fedfm.federate(Trainer(model, optimizers=given, **told), **settings, out=tmp_path / "b")
-    watched = Trainer(bert(), callbacks=[EarlyStoppingCallback()], compute_metrics=lambda p: {}, **told)
+    watched = Watched(bert(), callbacks=[EarlyStoppingCallback()], compute_metrics=lambda p: {}, **told)
     result = fedfm.federate(watched, **settings, out=tmp_path / "c")
     run = fedfm.load_run(result["run"])
     assert run.experiment.run.seed == 7
-    assert any("callback EarlyStoppingCallback, compute_metrics" in notice for notice in run.manifest["notices"])
+    unused = "callback EarlyStoppingCallback, compute_metrics, its own evaluate, its own prediction_step"
+    assert any(unused in notice for notice in run.manifest["notices"])
     assert not any("args." in notice for notice in run.manifest["notices"])

@@ -19,6 +19,7 @@ from fedfm.data.user_datasets import DatasetRows, Joined, checked, column, read_
 from fedfm.errors import InputError, first_line
 from fedfm.linalg.params import to_bytes
 from fedfm.models.ends import known, seen
+from fedfm.models.memory import in_halves, warned
 from fedfm.models.metrics import nothing, scores
 from fedfm.models.own.trainer import ITEMS, TrainersModule, is_trainer
 from fedfm.models.wrap import WrappedModel, wrap
@@ -144,7 +145,13 @@ class Given:
             at += len(data)
         split = np.concatenate([np.full(len(data), which) for which, _, data in sets])
         columns = column([data for _, _, data in sets], by) if by and clients is None else {}
-        table = Table("own", inputs, None, (), split, columns, "the data given to federate()", self.notices)
+        notices = self.notices
+        if any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.module.parameters()):
+            notices += (
+                "the module's trainable parameters are bfloat16, in which steps below about 1/256 of a weight are "
+                "lost; load it in float32, a Trainer's with bf16=True",
+            )
+        table = Table("own", inputs, None, (), split, columns, "the data given to federate()", notices)
         self.rows = DatasetRows(table=table, index=np.arange(len(inputs)), collated=self.collated)
         labels, self._nan = read_once(self.rows)
         self._labelled = labels is not None
@@ -197,6 +204,11 @@ class Given:
                 raise InputError(
                     f"model: trainable parameters are of {' and '.join(sorted(found))}; expected one {what}"
                 )
+        if live[0].dtype == torch.float16:
+            raise InputError(
+                "model: trainable parameters are float16, whose gradients vanish below 6e-8: expected float32, or "
+                "bfloat16"
+            )
         model = wrap(
             module,
             self.loss,
@@ -258,10 +270,14 @@ class Given:
         Raises:
             InputError: module or loss fail on the first rows, or the loss is no scalar.
         """
-        batch = _batch(model, self.rows, range(min(_PROBE, len(self.rows))))
+
+        def tried(size: int) -> tuple[Tensor, Any]:
+            return self.outcome(self.module, _batch(model, self.rows, range(size)))
+
+        most = self._at_once(min(_PROBE, len(self.rows)))
         try:
             with torch.random.fork_rng(devices=[]), model.evaluating(), seen(self.module) as layers:
-                loss, logits = self.outcome(self.module, batch)
+                (loss, logits), _ = in_halves(most, tried, warned)
         except InputError:
             raise
         except Exception as error:
@@ -276,6 +292,10 @@ class Given:
         self._check_nan(model)
         fits = isinstance(logits, Tensor) and logits.dim() == 2 and logits.is_floating_point() and logits.shape[1] > 1
         return int(logits.shape[1]) if fits and table.labels is not None else 0
+
+    def _at_once(self, most: int) -> int:
+        """Rows of a batch without gradients: at most as many as a Trainer says."""
+        return most if self.trainer is None else min(most, int(self.trainer.args.eval_batch_size))
 
     def _check_nan(self, model: WrappedModel) -> None:
         """Refuse rows with a NaN, unless their loss is finite."""
@@ -294,11 +314,12 @@ class Given:
             row -= len(data)
 
     def _scores(self, model: WrappedModel, rows: Rows, size: int, classifier: bool) -> dict[str, Any]:
-        """As models.metrics.evaluate, with the user's loss, a mean over rows."""
+        """As models.metrics.evaluate, with the user's loss, a mean over rows; a Trainer says how many at once."""
         if not len(rows):
             return nothing()
-        total, outputs, targets = 0.0, [], []
-        with torch.random.fork_rng(devices=[]), model.evaluating():
+
+        def sums(size: int) -> tuple[float, list[Tensor], list[Tensor]]:
+            total, outputs, targets = 0.0, [], []
             for start in range(0, len(rows), size):
                 index = range(start, min(start + size, len(rows)))
                 batch = _batch(model, rows, index)
@@ -307,6 +328,10 @@ class Given:
                 if classifier:
                     outputs.append(logits.float().cpu())
                     targets.append(batch["labels"].cpu().long())
+            return total, outputs, targets
+
+        with torch.random.fork_rng(devices=[]), model.evaluating():
+            (total, outputs, targets), _ = in_halves(self._at_once(min(size, len(rows))), sums, warned)
         found = scores(torch.cat(outputs), torch.cat(targets)) if classifier else nothing(len(rows))
         mean = total / len(rows)
         return found | {"loss": mean if np.isfinite(mean) else None}

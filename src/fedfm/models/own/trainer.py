@@ -18,7 +18,12 @@ from fedfm.errors import InputError
 ITEMS = "(items)"  # of a batch: how many targets the whole accumulated batch has, as Trainers pass it to the loss
 _OPTIMISERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-_OWN_LOOP = ("training_step", "create_optimizer", "create_scheduler", "get_train_dataloader", "get_batch_samples")
+_OWN_LOOP = (
+    *("train", "_inner_training_loop", "training_step", "get_batch_samples", "_prepare_inputs", "_clip_grad_norm"),
+    *("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs"),
+    *("get_train_dataloader", "_get_train_sampler"),
+)
+_OWN_VIEW = ("evaluate", "evaluation_loop", "prediction_step", "get_eval_dataloader", "log")
 _KNOWN = ("transformers.", "trl.trainer.sft_trainer")  # modules whose overridden methods are accounted for here
 _QUIET = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 
@@ -105,6 +110,7 @@ class TrainersModule:
         unused = [
             *(f"callback {name}" for name in callbacks if name not in _QUIET),
             *(name for name in ("compute_metrics", "preprocess_logits_for_metrics") if getattr(self.trainer, name)),
+            *(f"its own {name}" for name in _OWN_VIEW if _overrides(self.trainer, name)),
             *(f"args.{key}" for key in _IGNORED if getattr(self.args, key, None)),
         ]
         if unused:
@@ -183,6 +189,10 @@ def _refuse(trainer: Any) -> None:
             _text(getattr(args, "train_sampling_strategy", "random")) != "random",
             'each epoch has a new random order; expected "random"',
         ),
+        "packing": (
+            getattr(trainer, "padding_free", False),
+            "batches without padding are no rows that can be dealt; expected False, and padding_free = False, too",
+        ),
         "activation_offloading": (getattr(args, "activation_offloading", False), "it is not done here; drop it"),
     }
     for key, (found, why) in wrong.items():
@@ -201,12 +211,17 @@ def _refuse(trainer: Any) -> None:
             "arguments; give args.optim and args.lr_scheduler_type"
         )
     for name in _OWN_LOOP:
-        where = next(c for c in type(trainer).__mro__ if name in vars(c))
-        if not where.__module__.startswith(_KNOWN):
+        if where := _overrides(trainer, name):
             raise InputError(
-                f"Trainer: {where.__name__} overrides {name}, which belongs to the Trainer's own loop and is never "
+                f"Trainer: {where} overrides {name}, which belongs to the Trainer's own loop and is never "
                 "called here; override compute_loss, or pass the module with an objective"
             )
+
+
+def _overrides(trainer: Any, name: str) -> str:
+    """The class with a method of its own of this name; empty for the library's."""
+    where = next((c for c in type(trainer).__mro__ if name in vars(c)), None)
+    return "" if where is None or where.__module__.startswith(_KNOWN) else where.__name__
 
 
 def _text(value: Any) -> str:
