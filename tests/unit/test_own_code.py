@@ -16,9 +16,11 @@ from fedfm.api.execute import drive
 from fedfm.api.predict import export, predict
 from fedfm.audits.audit import perform
 from fedfm.audits.replay import finished, replay
+from fedfm.audits.row_evidence import evidence
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
+from fedfm.linalg.params import Params
 from fedfm.runtime.run_directory import Run
 
 SCRIPT = """
@@ -148,6 +150,19 @@ def test_a_module_that_is_no_classifier_predicts_its_outputs(ward, tmp_path, cap
     state = load_file(tmp_path / "run" / "adapter" / "model.safetensors")
     x = torch.stack([x for (x,) in ward.new()])
     np.testing.assert_allclose(printed, (x @ state["weight"].T + state["bias"]).flatten(), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_a_module_that_is_no_classifier_are_told_apart_by_its_loss(ward, tmp_path):
+    fedfm.run(tables("line"), tmp_path / "run")
+    found = {f.name: f for f in perform(tmp_path / "run")}
+    assert found["model_membership"].detail["members"] == found["update_membership"].detail["members"] == 40
+    seen = replay(finished(tmp_path / "run"))
+    population = seen.fresh()
+    rows, state = population.data("client-00").train, load_file(tmp_path / "run" / "adapter" / "model.safetensors")
+    x, y = (rows.batch(range(len(rows)))[key] for key in ("0", "labels"))
+    expected = ((x @ state["weight"].T + state["bias"] - y) ** 2).flatten()
+    method = seen.run.experiment.method
+    np.testing.assert_allclose(-evidence(method, population.model, Params(state), rows), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.deployment

@@ -26,8 +26,6 @@ def unreadable(run: Run) -> str | None:
     method, task = run.experiment.method, run.experiment.model.task
     if method.needs.model == "server":
         return "the model stays at the server, and clients' rows are read by nobody else"
-    if (run.experiment.in_memory or run.experiment.own_code) and not run.manifest["model"]["classes"]:
-        return "its module is no classifier, and what its outputs say of a row is not known"
     if task is not None and task not in TASKS:
         return f"it compares rows of tasks {', '.join(TASKS)}, and this run's is {task}"
     return None
@@ -39,7 +37,8 @@ def no_round(run: Run) -> str | None:
 
 
 def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
-    """Of each row (n,): with labels phi = log(p_y / (1 - p_y)), of texts minus the mean loss of a token.
+    """Of each row (n,): with labels phi = log(p_y / (1 - p_y)), of texts minus the mean loss of a token, of a module of
+    the user's that is no classifier minus its loss.
 
     More says "trained on": Yeom et al. (arXiv:1709.01604) compare the loss, which phi is a monotone function of.
     """
@@ -49,6 +48,8 @@ def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
         return confidence(logits(method, model, w, rows).numpy(), rows.labels.numpy())
     found = []
     with applied(method, model, w, rows) as judged, model.evaluating():
+        if model.task == "own":
+            return np.array([-float(model.loss(judged.batch([i]))) for i in range(len(judged))])
         for batch in (judged.padded() if judged.tokens is not None else judged).batches(BATCH):
             said, targets = model.flat(model.logits(batch), batch)
             each = F.cross_entropy(said, targets, ignore_index=IGNORE, reduction="none")
