@@ -316,3 +316,21 @@ def test_the_compose_files_name_the_image_that_the_dockerfile_makes(tmp_path):
         assert name in kept
     # A published port does not reach a process on the container's own loopback.
     assert "network_mode: host" in (out / "server" / "compose.yaml").read_text()
+
+
+def test_the_fragment_listens_where_the_silos_connect_and_passes_on_to_loopback(tmp_path):
+    for number, (server, more, listen, name, inner) in enumerate(
+        (
+            ("fed.example.org", "", "8443", "fed.example.org", 18443),  # it says that the kit needs proxy = true
+            ("fed.example.org:18443", "proxy = true\n", "18443", "fed.example.org", 18444),
+            ("[2001:db8::7]:9443", "proxy = true\n", "[::]:9443", "[2001:db8::7]", 18443),
+            ("127.0.0.1:0", "proxy = true\n", "127.0.0.1:{port}", "127.0.0.1", None),
+        )
+    ):
+        (tmp_path / str(number)).mkdir()
+        kit = kits.load(provision(tmp_path / str(number), more, server=server) / "server")
+        text = (kit.folder / "nginx.conf").read_text()
+        assert f"listen {listen.format(port=kit.server.rpartition(':')[2])} ssl;" in text
+        assert f"server_name {name};" in text
+        assert f"proxy_pass https://127.0.0.1:{inner or kit.port}/v1/fleet/;" in text
+        assert ("it needs that first" in text) == (not more)
