@@ -84,16 +84,16 @@ exec ${{FEDFM:-fedfm}} start "$here"
 _SERVICE = """# This file belongs in ~/.config/systemd/user and the kit in ~/fedfm/{name}; then:
 # systemctl --user enable --now fedfm-{name}
 # `loginctl enable-linger` lets it run while nobody is logged in.
+# It does not wait for the network, of which a user's units know nothing: a silo tries until the server answers.
 [Unit]
 Description={who}
-Wants=network-online.target
-After=network-online.target
 
 [Service]
 ExecStart=%h/fedfm/{name}/start.sh
 Environment=FEDFM=%h/fedfm/venv/bin/fedfm
 Restart=always
 RestartSec=10
+KillMode=mixed
 UMask=0077
 NoNewPrivileges=true
 
