@@ -42,7 +42,7 @@ test-proofs: $(STAMP) ## tests that take long: encrypted runs, attacks by repeat
 test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a SuperLink with SuperNodes
 	$(BIN)/python -m pytest -m 'simulation or deployment' tests/engines
 
-test-outages: $(STAMP) ## silos and servers that are killed and come back, about 10 minutes
+test-outages: $(STAMP) ## silos and servers that are killed and come back, about 20 minutes
 	$(BIN)/python -m pytest -m outage tests/engines
 
 test-gpu: $(STAMP) ## what only a GPU shows, where there is one

@@ -15,26 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from processes import ENV, fedfm, mentioning, until
+from processes import ENV, fedfm, mentioning, rounds, until
 
 from fedfm.engines.flower import kits
 
 SILOS = ("hospital-a", "hospital-b")
 BIN = Path(sys.executable).parent / "fedfm"
+BITS = ("params_sha256", "local_accuracy", "client_accuracy", "bytes_up", "bytes_down")
 METHOD = '[model]\nname = "features"\n[method]\nname = "scaffold"\nrounds = {rounds}\n[run]\nseed = 4\ntimeout = 240\n'
 
 
 class Sites:
     """Two silos with rows of their own and a server without rows."""
 
-    def __init__(self, folder: Path, more: str = "", rounds: int = 2) -> None:
+    def __init__(self, folder: Path, more: str = "", rounds: int = 2, width: int = 5) -> None:
         self.folder, self.kits, self.running = folder, folder / "kits", dict[str, subprocess.Popen]()
         self._runs: list[subprocess.Popen] = []
         (folder / "federation.toml").write_text(f'server = "127.0.0.1:0"\nsilos = {json.dumps(SILOS)}\n{more}')
         self.provision()
         for seed, name in enumerate(SILOS):
             rng, y = np.random.default_rng(seed), np.arange(60) % 3
-            x = (rng.normal(size=(60, 5)) + y[:, None]).astype(np.float32)
+            x = np.tile((rng.normal(size=(60, 5)) + y[:, None]).astype(np.float32), (1, width // 5))
             split = np.where(np.arange(60) % 5 == 0, "test", "train")
             np.savez(self.kits / name / "rows.npz", x=x, y=y, classes=np.array(["a", "b", "c"]), split=split)
             file = self.kits / name / "silo.toml"
@@ -43,8 +44,8 @@ class Sites:
         rows = ", ".join(f'{name} = "{self.kits / name / "rows.npz"}"' for name in SILOS)
         self.experiment, self.alone = folder / "exp.toml", folder / "local.toml"
         self.experiment.write_text(
-            '[data]\nclasses = ["a", "b", "c"]\nkind = "features"\nwidth = 5\n'
-            f'{method}engine = "deployment"\nsuperlink = "{self.kits / "server"}"\n'
+            '[data]\nclasses = ["a", "b", "c"]\nkind = "features"\n'
+            f'width = {width}\n{method}engine = "deployment"\nsuperlink = "{self.kits / "server"}"\n'
         )
         self.alone.write_text(f"[data]\nclients = {{ {rows} }}\n{method}")
 
@@ -66,14 +67,18 @@ class Sites:
         os.kill(self.running[name].pid, number)
         self.running.pop(name).wait(60)
 
-    def kill(self, name: str, program: str) -> None:
-        """Kill one process of a kit, as its supervisor would see it."""
+    def process(self, name: str, program: str) -> int:
+        """The id of one process of a kit."""
         (found,) = [
             line
             for line in mentioning(self.kits / name)
             if re.match(rf"\d+ \S*python\S* \S*{program} ", line) and _parent(line) == self.running[name].pid
         ]
-        os.kill(int(found.split()[0]), signal.SIGKILL)
+        return int(found.split()[0])
+
+    def kill(self, name: str, program: str) -> None:
+        """Kill one process of a kit, as its supervisor would see it."""
+        os.kill(self.process(name, program), signal.SIGKILL)
 
     def begin(self) -> subprocess.Popen:
         """A run in the background; what it tells is in :meth:`told`."""
@@ -116,9 +121,9 @@ def _parent(line: str) -> int:
 
 
 @contextlib.contextmanager
-def sites(folder: Path, more: str = "", rounds: int = 2):
+def sites(folder: Path, more: str = "", rounds: int = 2, width: int = 5):
     """Kits that are not started yet; all their processes end with the block."""
-    found = Sites(folder, more, rounds)
+    found = Sites(folder, more, rounds, width)
     try:
         yield found
     finally:
@@ -184,3 +189,20 @@ def _reset(end: socket.socket) -> None:
     with contextlib.suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     end.close()
+
+
+def bits(result: dict) -> dict:
+    return {key: result[key] for key in BITS} | {"excluded": result["excluded"]}
+
+
+def once(at) -> None:
+    """No silo gave an answer twice."""
+    for name in SILOS:
+        left = at.answers(name)
+        assert len(left) == len(set(left)) > 0
+
+
+def passed(at, running: subprocess.Popen, done: int) -> None:
+    """Wait for a round of the run."""
+    until(lambda: rounds(at.folder / "run") > done or running.poll() is not None, 300, "no such round")
+    assert running.poll() is None, at.told() + at.logs()

@@ -4,6 +4,8 @@ import contextlib
 import datetime
 import http.server
 import json
+import os
+import shutil
 import ssl
 import stat
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -316,3 +319,88 @@ def test_the_compose_files_name_the_image_that_the_dockerfile_makes(tmp_path):
         assert name in kept
     # A published port does not reach a process on the container's own loopback.
     assert "network_mode: host" in (out / "server" / "compose.yaml").read_text()
+
+
+def verified(out: Path, home: Path, change: tuple[str, str] = ("", "")) -> subprocess.CompletedProcess:
+    """What systemd says of the units of kits that lie where their first lines want them."""
+    shutil.copytree(out, home / "fedfm")
+    program = home / "fedfm/venv/bin/fedfm"
+    program.parent.mkdir(parents=True)
+    program.symlink_to(Path(sys.executable).parent / "fedfm")
+    units = home / ".config/systemd/user"
+    units.mkdir(parents=True)
+    for path in out.glob("*/*.service"):
+        (units / path.name).write_text(path.read_text().replace(*change))
+    env = {**os.environ, "HOME": str(home), "XDG_RUNTIME_DIR": str(home)}
+    command = ["systemd-analyze", "--user", "verify", *map(str, sorted(units.iterdir()))]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_has_nothing_to_say_about_the_units(tmp_path):
+    out = provision(tmp_path, server="fed.example.org")
+    assert len(list(out.glob("*/*.service"))) == 3
+    done = verified(out, tmp_path / "home")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = verified(out, tmp_path / "other", ("Restart=always", "Restart=ever"))
+    assert "restart specifier" in done.stderr
+
+
+def compose() -> list[str] | None:
+    """The command that reads compose files, if there is one."""
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    if shutil.which("docker") is None:
+        return None
+    done = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    return ["docker", "compose"] if done.returncode == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("server", "more", "network"),
+    [
+        ("fed.example.org", "", {"ports": 8443}),
+        ("fed.example.org", "proxy = true\n", {"network_mode": "host"}),
+        ("127.0.0.1:0", "", {"network_mode": "host"}),
+    ],
+)
+def test_compose_reads_the_files_and_finds_kit_and_port(tmp_path, server, more, network):
+    if (command := compose()) is None:
+        pytest.skip("neither docker-compose nor docker compose is installed")
+    out = provision(tmp_path, more, server=server)
+    for name in ("server", *SILOS):
+        env = {**os.environ, "FEDFM_USER": "1234:5678"}
+        read = [*command, "config", "--format", "json"] if len(command) == 2 else [*command, "config"]
+        done = subprocess.run(read, cwd=out / name, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        service = yaml.safe_load(done.stdout)["services"][name]  # JSON is YAML
+        assert service["command"] == ["start", "/kit"]
+        assert service["user"] == "1234:5678"
+        (volume,) = service["volumes"]
+        source, target = (volume["source"], volume["target"]) if isinstance(volume, dict) else volume.split(":")[:2]
+        assert (source, target) == (str(out / name), "/kit")
+        if "ports" in network and name == "server":
+            (port,) = service["ports"]
+            assert (int(port["published"]), port["target"]) == (kits.load(out / name).port, network["ports"])
+        else:
+            assert "ports" not in service
+        if "network_mode" in network and (name == "server" or not more):
+            assert service["network_mode"] == "host"
+
+
+def test_the_fragment_listens_where_the_silos_connect_and_passes_on_to_loopback(tmp_path):
+    for number, (server, more, listen, name, inner) in enumerate(
+        (
+            ("fed.example.org", "", "8443", "fed.example.org", 18443),  # it says that the kit needs proxy = true
+            ("fed.example.org:18443", "proxy = true\n", "18443", "fed.example.org", 18444),
+            ("[2001:db8::7]:9443", "proxy = true\n", "[::]:9443", "[2001:db8::7]", 18443),
+            ("127.0.0.1:0", "proxy = true\n", "127.0.0.1:{port}", "127.0.0.1", None),
+        )
+    ):
+        (tmp_path / str(number)).mkdir()
+        kit = kits.load(provision(tmp_path / str(number), more, server=server) / "server")
+        text = (kit.folder / "nginx.conf").read_text()
+        assert f"listen {listen.format(port=kit.server.rpartition(':')[2])} ssl;" in text
+        assert f"server_name {name};" in text
+        assert f"proxy_pass https://127.0.0.1:{inner or kit.port}/v1/fleet/;" in text
+        assert ("it needs that first" in text) == (not more)

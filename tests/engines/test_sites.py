@@ -3,33 +3,14 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 from processes import fedfm, rounds, until
-from sites import SILOS, Relay, sites
+from sites import SILOS, Relay, bits, once, passed, sites
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kit's processes are found in Linux's /proc")
-BITS = ("params_sha256", "local_accuracy", "client_accuracy", "bytes_up", "bytes_down")
-
-
-def bits(result: dict) -> dict:
-    return {key: result[key] for key in BITS} | {"excluded": result["excluded"]}
-
-
-def once(at) -> None:
-    """No silo gave an answer twice."""
-    for name in SILOS:
-        left = at.answers(name)
-        assert len(left) == len(set(left)) > 0
-
-
-def passed(at, running: subprocess.Popen, done: int) -> None:
-    """Wait for a round of the run."""
-    until(lambda: rounds(at.folder / "run") > done or running.poll() is not None, 300, "no such round")
-    assert running.poll() is None, at.told() + at.logs()
 
 
 @pytest.mark.deployment

@@ -62,9 +62,12 @@ def _silo(kit: Kit, federation: FederationFile) -> str:
 
 def _nginx(kit: Kit) -> str:
     host, _, port = kit.server.rpartition(":")
+    listen = f"[::]:{port}" if host.startswith("[") else port
+    if kit.loopback:  # as the SuperLink: other machines do not reach a rehearsal
+        listen = kit.server
     return _NGINX.format(
-        listen=port,
-        name=host.strip("[]"),
+        listen=listen,
+        name=host,
         port=kit.port if kit.proxy else "18443",
         hint="" if kit.proxy else "# The kit was made without proxy = true in federation.toml: it needs that first.\n",
     )
@@ -81,16 +84,16 @@ exec ${{FEDFM:-fedfm}} start "$here"
 _SERVICE = """# This file belongs in ~/.config/systemd/user and the kit in ~/fedfm/{name}; then:
 # systemctl --user enable --now fedfm-{name}
 # `loginctl enable-linger` lets it run while nobody is logged in.
+# It does not wait for the network, of which a user's units know nothing: a silo tries until the server answers.
 [Unit]
 Description={who}
-Wants=network-online.target
-After=network-online.target
 
 [Service]
 ExecStart=%h/fedfm/{name}/start.sh
 Environment=FEDFM=%h/fedfm/venv/bin/fedfm
 Restart=always
 RestartSec=10
+KillMode=mixed
 UMask=0077
 NoNewPrivileges=true
 
@@ -112,21 +115,30 @@ services:
     init: true
 """
 
-_NGINX = """# A fragment for NGINX's http block.
+_NGINX = """# A fragment for NGINX's http block; write the kit's folder for /path/to/server.
 # Silos reach what they need and nothing else: the port of Flower's SuperLink
 # also takes runs and nodes, and has no accounts. The SuperLink itself listens on loopback only.
+# A new certificate is used after `nginx -s reload`.
 {hint}server {{
     listen {listen} ssl;
     server_name {name};
     ssl_certificate     /path/to/server/server.pem;
     ssl_certificate_key /path/to/server/server.key;
 
-    client_max_body_size 64m;      # an object of Flower's has at most 5 MB, and one request may have several
+    client_max_body_size 64m;      # a request has one of Flower's objects, of at most 5 MB; NGINX's own limit is 1 MB
     proxy_read_timeout 120s;
-    proxy_request_buffering off;
+    proxy_request_buffering off;   # no update and no model
+    proxy_max_temp_file_size 0;    # lies in files of NGINX
 
-    location /v1/fleet/ {{ proxy_pass https://127.0.0.1:{port}; proxy_set_header Host $host; }}
-    location = /health  {{ proxy_pass https://127.0.0.1:{port}; }}
+    # Another program that takes the SuperLink's port while it restarts gets no request.
+    proxy_ssl_verify on;
+    proxy_ssl_trusted_certificate /path/to/server/ca.crt;
+    proxy_ssl_name localhost;
+
+    # The paths behind the port make NGINX pass on what it has checked, and not what was sent:
+    # /v1/control/list-nodes%3f/../../fleet/x is below /v1/fleet/ for NGINX, and not for the SuperLink.
+    location /v1/fleet/ {{ proxy_pass https://127.0.0.1:{port}/v1/fleet/; proxy_set_header Host $host; }}
+    location = /health  {{ proxy_pass https://127.0.0.1:{port}/health; }}
     location /          {{ return 403; }}
 }}
 """
