@@ -27,7 +27,7 @@ SCRIPTS: dict[str, list[str]] = {
     "lora_last_layers": ["lora.py", "--model", "minilm", "--layers", "2", "--rows", "64", "--rounds", "3"],
     "lora_nano_vit": ["lora.py", "--model", "nano-vit", "--batch-size", "32", "--rounds", "5"],
     "lora_vit_tiny": ["lora.py", "--model", "vit-tiny", "--clients", "4", "--cohort", "4", "--rows", "16"],
-    "real_models": ["real_models.py"],
+    "real_models": ["real_models.py", "--turns", "1"],
     "causal": ["causal.py"],
     "flower_lora": ["flower_lora.py"],
     "messages": ["messages.py"],
