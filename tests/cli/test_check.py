@@ -50,6 +50,13 @@ def test_rows_classes_bytes_time_and_memory_are_said(capsys, tmp_path):
     assert "of training for the largest client in a round" in out
 
 
+def test_what_a_run_says_of_the_model_is_said(capsys, tmp_path):
+    text = DIGITS.format(adaptation="lora", method="fedavg").replace('"lora"', '"lora", rank = 300')
+    code, out, _ = checked(capsys, tmp_path, text)
+    assert code == 0
+    assert "# model.adaptation.rank = 300 is above the width" in out
+
+
 def test_the_bytes_of_statistics_are_not_guessed(capsys, tmp_path):
     text = DIGITS.format(adaptation="head", method="fedpft").replace("rounds = 2", "")
     code, out, _ = checked(capsys, tmp_path, text, "--format", "json")

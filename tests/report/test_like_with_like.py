@@ -9,6 +9,7 @@ from runs import make
 import fedfm
 from fedfm.report import compare, read
 from fedfm.report.basis import GLOBAL, HEADLINE, LOCAL, basis, unlike_settings
+from fedfm.report.text import percent
 
 
 def tables(**method):
@@ -84,6 +85,21 @@ def test_a_run_of_one_round_is_a_line(pair, tmp_path):
     assert paths
     (_, y_0), (_, y_1) = (point.split() for point in paths[0])
     assert y_0 == y_1
+
+
+def test_lines_are_of_the_same_rows_where_a_run_is_evaluated_at_its_end_only(pair, tmp_path):
+    """As `fedfm demo` does with each client alone: its own rows are no measure beside all test rows."""
+    alone = tables(name="local") | {"run": {"workers": 1, "evaluate_every": 0}}
+    fedfm.run(alone, tmp_path / "alone")
+    page = compare.write([pair[0], tmp_path / "alone"], tmp_path / "c.html").read_text()
+    drawn = page[page.index("Accuracy by round") :]
+    assert "Accuracy on all test rows." in drawn
+    result = read.read(tmp_path / "alone").result
+    levels = [percent(result[key]) for key in ("global_accuracy", "local_accuracy")]
+    assert [f"<title>local, 2: {level}</title>" in drawn for level in levels] == [True, False]
+    lines = re.findall(r'<path class="line s2" d="M[0-9.]+ ([0-9.]+)L[0-9.]+ ([0-9.]+)"', drawn)
+    assert lines
+    assert all(start == end for start, end in lines)  # a level, to be compared with each round of the others
 
 
 def test_only_keys_that_differ_are_in_the_table():

@@ -261,12 +261,27 @@ def test_calling_again_goes_on_and_a_finished_run_gives_its_weights(tmp_path, ca
     assert again == resumed
     torch.testing.assert_close(last.state_dict(), first.state_dict())
     with pytest.raises(InputError, match="another experiment"):
-        federate(rounds=5, method="scaffold", out=tmp_path / "broken")
+        federate(rounds=3, method="scaffold", out=tmp_path / "broken")
     with pytest.raises(_Stopped):
         federate(rounds=4, out=tmp_path / "open", progress=_Stop())
     with pytest.raises(InputError, match="data changed"):
         federate(rounds=4, train=data(91), out=tmp_path / "open")
     assert main(["predict", str(tmp_path / "straight"), "x.csv"]) == 2
+
+
+def test_a_finished_run_goes_on_with_more_rounds(tmp_path):
+    federate(first := network(), rounds=4, method="scaffold", out=tmp_path / "straight")
+    federate(network(), rounds=2, method="scaffold", out=tmp_path / "more")
+    before = (tmp_path / "more/manifest.json").read_bytes()
+    for refused in ({"rounds": 4}, {"changes": {"run.workers": 1}}):
+        with pytest.raises(InputError, match="same out, and with more rounds"):
+            fedfm.resume(tmp_path / "more", **refused)
+    with pytest.raises(InputError, match="another experiment"):
+        federate(rounds=4, method="scaffold", seed=1, out=tmp_path / "more")
+    assert (tmp_path / "more/manifest.json").read_bytes() == before  # it is finished as it was
+    result = federate(last := network(seed=5), rounds=4, method="scaffold", out=tmp_path / "more")
+    assert result["rounds"] == 4
+    torch.testing.assert_close(last.state_dict(), first.state_dict(), rtol=0, atol=0)
 
 
 def test_frozen_parameters_stay_and_peft_sends_its_adapter_only(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fedfm
+from fedfm.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,10 @@ def test_the_commands_are_functions(runs, tmp_path):
     table = fedfm.compare(path, runs / "fedprox", out=tmp_path / "c.html")
     assert table.splitlines()[2].split()[:2] == ["fedavg", "fedavg"]
     assert (tmp_path / "c.html").exists()
+    assert fedfm.compare([path, str(runs / "fedprox")]) == table
+    assert [f.name for f in fedfm.audit(path, "head_rows", progress=fedfm.Progress())] == ["head_rows"]
+    with pytest.raises(InputError, match='--attack nothing: expected "head_rows"'):
+        fedfm.audit(path, "nothing")
     (path / "report.html").unlink()
     assert fedfm.report(path) == path / "report.html"
     assert (path / "report.html").exists()

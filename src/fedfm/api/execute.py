@@ -14,6 +14,7 @@ from typing import Any
 from fedfm.config.experiment import Experiment
 from fedfm.config.own_code import filled
 from fedfm.core import storage
+from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.start import start
 from fedfm.errors import FedfmError, InputError, RunError
 from fedfm.models import devices
@@ -81,6 +82,11 @@ def resume(
             :class:`~fedfm.errors.Lost`, a file that it needs is damaged or missing.
     """
     run = load_run(path)
+    if (rounds is not None or changes) and run.experiment.data.name == IN_MEMORY:  # before the run is changed
+        raise InputError(
+            f"{run.path}: data and model of this run were given from Python: call fedfm.federate(...) again with the "
+            "same out, and with more rounds if it is to go on"
+        )
     if rounds is not None:
         with run.lock():
             run = extend(run, rounds)

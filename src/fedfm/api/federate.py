@@ -23,6 +23,7 @@ from fedfm.engines.local.engine import processes
 from fedfm.errors import InputError
 from fedfm.models.own.brought import brought
 from fedfm.models.own.given import Given, Loss, Objective
+from fedfm.runtime.extend import extend
 from fedfm.runtime.own_population import START, of_brought
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.progress import Progress
@@ -84,7 +85,8 @@ def federate(
         val_fraction: share of each client's rows for validation.
         aggregation: the rule's name, or as ``[aggregation]``, e.g. ``{"name": "trimmed_mean", "trim": 0.2}``.
         seed: every random stream derives from it [0, or the Trainer's].
-        out: the run directory [``runs/<name>-<time>``]; a run of the same experiment in it continues.
+        out: the run directory [``runs/<name>-<time>``]; a run of the same experiment in it continues,
+            also with more ``rounds`` than it had.
         run: further keys of ``[run]``, e.g. ``{"workers": 2, "evaluate_every": 5}``.
         name: of the run.
         progress: receives the run's events; by default a bar on stderr, ``fedfm.Progress()`` is silent.
@@ -187,7 +189,12 @@ def _run_at(out: str | Path | None, experiment: Experiment) -> tuple[Run, bool]:
     if out is None or not (Path(out) / "manifest.json").exists():
         return Run.create(experiment, Path(out) if out else None), True
     run = Run.open(out)
-    if run.experiment.to_dict() != experiment.to_dict():  # with the defaults of keys that an old run lacks
+    old, new = run.experiment.to_dict(), experiment.to_dict()  # with the defaults of keys that an old run lacks
+    more = experiment.method.rounds > run.experiment.method.rounds
+    if more and old | {"method": old["method"] | {"rounds": experiment.method.rounds}} == new:
+        with run.lock():
+            return extend(run, experiment.method.rounds), False
+    if old != new:
         raise InputError(f"{out} holds a run of another experiment; give another out")
     return run, False
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def audit(
-    run: str | Path, attacks: Sequence[str] = (), *, progress: Progress | None = None, given: Any = None
+    run: str | Path, attacks: str | Sequence[str] = (), *, progress: Progress | None = None, given: Any = None
 ) -> list[Finding]:
     """Attack a finished run; its ``audit.json``, manifest and report get the findings, too.
 
     Args:
-        attacks: names of attacks [all cheap ones that apply].
+        attacks: a name, or names, of attacks [all cheap ones that apply].
         given: the module, rows and loss of a run of ``fedfm.federate``, as its arguments by name.
         progress: its ``notice`` gets texts; by default they are on stderr.
 
@@ -29,20 +29,25 @@ def audit(
     from fedfm.audits.audit import perform
     from fedfm.report import html
 
-    found = perform(run, attacks, (progress or Bar()).notice, given=given)
+    named = [attacks] if isinstance(attacks, str) else attacks
+    found = perform(run, named, (progress or Bar()).notice, given=given)
     html.write(Path(run))
     return found
 
 
-def compare(*runs: str | Path, out: str | Path | None = None) -> str:
+def compare(*runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> str:
     """Runs side by side as a text table; with ``out`` also as a page.
+
+    Args:
+        runs: their directories; a list of them counts as its members.
 
     Raises:
         InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written.
     """
     from fedfm.report import compare as pages
 
-    paths = [Path(run) for run in runs]
+    given = ([run] if isinstance(run, str | Path) else run for run in runs)
+    paths = [Path(run) for several in given for run in several]
     if out is not None:
         pages.write(paths, Path(out))
     return pages.table(paths)

@@ -38,7 +38,7 @@ def check(args: Any) -> int:
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()
-        from fedfm.runtime.description import of_rows
+        from fedfm.runtime.description import of_model, of_rows
         from fedfm.runtime.forecast import forecast
         from fedfm.runtime.population import populate
 
@@ -50,7 +50,10 @@ def check(args: Any) -> int:
         expected = forecast(experiment, population) if population.clients else None  # the silos have the rows
         result |= {"clients": list(population.clients), "classes": classes, "trainable": trainable}
         result["fingerprint"] = population.model.fingerprint
-        result["notices"] = of_rows(experiment.method, population)
+        result["notices"] = [
+            *of_rows(experiment.method, population),
+            *of_model(experiment.run, population.model),
+        ]
         if expected is not None:
             result["forecast"] = asdict(expected)
         lines = [

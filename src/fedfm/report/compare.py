@@ -240,7 +240,8 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
     series = []
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         points = [(float(r.number), r.values.get(key)) for r in run.rounds]
-        if run.done_rounds <= 1 < last and points:  # a line, to be compared with the others at each of their rounds
+        once = sum(value is not None for _, value in points) == 1 and points[-1][1] is not None
+        if (run.done_rounds <= 1 or once) and last > 1 and points:  # a line, to be compared at each round of the others
             points = [(0.0, points[-1][1]), (last, points[-1][1])]
         if points:
             series.append(Series(name, points, i % COLOURS + 1))
@@ -270,6 +271,9 @@ def _curve_key(runs: Sequence[RunFiles]) -> str:
     keys = [by.key, LOCAL, GLOBAL] if by.mixed else [HEADLINE]
     if found := next(filter(known, keys), None):
         return found
+    # One run was evaluated only at its end: its level is a line, as long as all lines are of the same rows.
+    if by.mixed and all(run.rounds and run.rounds[-1].values.get(by.key) is not None for run in runs):
+        return by.key
     rounds = [r for run in runs for r in run.rounds]
     some = (k for k in (HEADLINE, "local_loss") if any(r.values.get(k) is not None for r in rounds))
     return next(some, "perplexity")

@@ -38,8 +38,8 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     for name, value in prints.items():
         if name in before and before[name] != value:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
-    notices = [*of_rows(run.experiment.method, population), *_idle(run.experiment.run, population.model)]
-    notices += [*_elsewhere(run, population.model), *_too_wide(population.model)]
+    notices = [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
+    notices += _elsewhere(run, population.model)
     for notice in (*notices, *_on_disk(population)):
         progress.notice(notice)
     run.manifest |= {
@@ -150,6 +150,11 @@ def _unjudged(method: Method[Any], population: Partitioned) -> list[str]:
         return []
     rest, total = len(population.pieces[REST]), len(population.federated.test)
     return [f"{rest} of {total} global test rows are with no client: the accuracy is over the others"]
+
+
+def of_model(spec: RunSpec, model: Model) -> list[str]:
+    """Notices about the model: settings that do nothing for it, or ask for more than it can learn."""
+    return [*_idle(spec, model), *_too_wide(model)]
 
 
 def _idle(spec: RunSpec, model: Model) -> list[str]:
