@@ -16,7 +16,8 @@ from fedfm.models.row_batches import FIXED, fixed_batches
         (48, True, [32, 16]),
         (64, True, [32, 32]),
         (37, True, [32, 8]),
-        (1, True, [1]),
+        (24, True, [24]),
+        (1, True, [8]),
     ],
 )
 def test_the_last_batch_is_filled_with_copies(n, large, sizes):

@@ -17,12 +17,12 @@ LARGE = 100_000_000  # numbers of a model; from here on copies of a row cost mor
 def fixed_batches(rows: Rows, *, large: bool = False) -> Iterator[tuple[Batch, int]]:
     """(batch of FIXED rows, number of valid ones); copies of the last row fill the last batch.
 
-    So a row has the same bits whatever rows come with it. Of a ``large`` model the last batch has as many rows as the
-    next power of two.
+    So a row has the same bits whatever rows come with it. Of a ``large`` model the last batch is filled to the next
+    multiple of 8 only.
     """
     starts = range(0, len(rows), FIXED)
     valid = [min(FIXED, len(rows) - start) for start in starts]
-    sizes = [1 << (n - 1).bit_length() if large else FIXED for n in valid]
+    sizes = [-(-n // 8) * 8 if large else FIXED for n in valid]
     orders = [np.minimum(np.arange(at, at + size), len(rows) - 1) for at, size in zip(starts, sizes, strict=True)]
     return zip(rows.each(orders), valid, strict=True)
 
