@@ -35,7 +35,7 @@ def outside(module: nn.Module) -> list[str]:
     if not (far := sum(n for n, _ in counts)):
         return []
     return [
-        f"{far / sum(total for _, total in counts):.2%} of the arguments of the model's polynomials were outside their "
+        f"{far:,} of {sum(total for _, total in counts):,} arguments of the model's polynomials were outside their "
         "intervals: of a row far outside there are no numbers, and a head takes it as a row of which nothing is known; "
         "distil the model on rows like these"
     ]
