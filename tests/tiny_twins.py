@@ -14,6 +14,7 @@ from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training.distil import OUTPUTS, STATES, TAME, Distiller, Recipe, save
+from fedfm.training.twin_table import finish
 
 SHAPE = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 CLASSES = ("a", "b", "c")
@@ -65,7 +66,7 @@ def make_twin(kind: str, folder: Path, size: tuple[int, int] = (8, 8), polynomia
             distiller.loss(stage, batch).backward()
             rule.step()
     student.eval_mode()
-    distiller.finish(lambda: [batch], 0.0)
+    finish(distiller, lambda: [batch], 0.0)
     save(student, folder, new_head=True)
     for path in start.iterdir():
         path.unlink()

@@ -12,6 +12,7 @@ from fedfm.models import fhe_friendly
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training.distil import OUTPUTS, STATES, TAME, Distiller, Recipe, nearness
+from fedfm.training.twin_table import finish
 from fedfm.training.widen import widened
 from tiny_text import save_bert
 from tiny_twins import full, make_twin, tiny
@@ -268,7 +269,7 @@ def test_a_bert_is_distilled_and_loads(tmp_path):
         torch.testing.assert_close(d.student(rows), want, rtol=0.02, atol=0.02)
     assert sum(outside for outside, _ in fhe_friendly.violations(d.student.model.module).values()) == 0
     d.put(good)
-    d.finish(lambda: [rows], 0.0)
+    finish(d, lambda: [rows], 0.0)
     save(d.student.model, tmp_path / "twin", new_head=True)
     again = load(tmp_path / "twin")
     assert fhe_friendly.is_twin(again.module)

@@ -70,6 +70,9 @@ A twin has polynomials in place of softmax, LayerNorm and GELU. Scores, variance
 where a polynomial of low degree is near enough: the first stage sees to it, and too wide an interval is refused. The
 folder holds config.json with the polynomials and their intervals, model.safetensors, the image processor or tokenizer,
 and distil.json, which says how it was made. A head that is new for these classes is not kept.
+
+Of a model.name that is a twin already, epochs = [0, 0, 0] measures the intervals again on the rows of [data], and
+trains nothing: for rows of another kind than the twin was made of.
 """,
     "resume": """examples:
   fedfm resume runs/mine                               after a kill, a full disk or Ctrl-C: from the last round

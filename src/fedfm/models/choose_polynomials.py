@@ -89,8 +89,8 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
     """
     a, b, c = (0.125, 0.25, 0.5) if kind == "paper" else measured.quadratic()
     try:
-        inverse = _inverse(measured, kind)
-        norms = [_norm(measured, kind, name) for name in _NORMS]
+        inverse = _inverse(measured.positive("sums"), kind)
+        norms = [_norm(measured.positive(name), kind, name) for name in _NORMS]
         exponential = dataclasses.replace(exponential, interval=measured.around("scores"))
         quadratic = Quadratic(a, b, c, measured.around("hidden"))
     except ValueError as error:
@@ -109,7 +109,9 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
     }
 
 
-def renewed(entry: Mapping[str, Any], measured: Measured, kind: str, name: str) -> dict[str, Any] | None:
+def renewed(
+    entry: Mapping[str, Any], measured: Measured, kind: str, name: str, *, keep: bool = False
+) -> dict[str, Any] | None:
     """A block's entry with one argument's polynomials chosen again; None where its interval still has room.
 
     exp and GELU keep their coefficients, which were trained; only their intervals are those of the new measurement.
@@ -117,6 +119,8 @@ def renewed(entry: Mapping[str, Any], measured: Measured, kind: str, name: str) 
     Args:
         measured: the arguments of these polynomials.
         name: ``sums``, ``first``, ``second``, ``scores`` or ``hidden``, as in :class:`Measured`.
+        keep: the new interval holds the old one too. Where 1 / x or 1 / sqrt(x) allow no such ratio, it ends at the
+            largest argument: beyond that end the iterations diverge, below the other they only fall short.
 
     Raises:
         ValueError: the arguments spread too far.
@@ -124,32 +128,44 @@ def renewed(entry: Mapping[str, Any], measured: Measured, kind: str, name: str) 
     low, high = measured.extremes[name]
     if name in _NORMS:
         place = list(_NORMS).index(name)
-        old = entry["norms"][place]["interval"]
+        old = torch.tensor(entry["norms"][place]["interval"], dtype=torch.float64)
         if _inside(low, high, old):
             return None
         norms = list(entry["norms"])
-        norms[place] = _norm(measured, kind, name)
+        norms[place] = _norm(_joined(measured.positive(name), old if keep else None), kind, name)
         return {**entry, "norms": norms}
     if name == "sums":
         scales = torch.tensor(entry["inverse"]["scales"], dtype=torch.float64)
-        if _inside(low * scales, high * scales, entry["inverse"]["interval"]):
+        old = torch.tensor(entry["inverse"]["interval"], dtype=torch.float64)
+        if _inside(low * scales, high * scales, old):
             return None
-        return {**entry, "inverse": _inverse(measured, kind)}
+        found = _joined(measured.positive(name), old[:, None] / scales if keep else None)
+        return {**entry, "inverse": _inverse(found, kind)}
     part = {"scores": "exp", "hidden": "gelu"}[name]
     first, last = entry[part]["interval"]
     if first <= low and high <= last:
         return None
-    return {**entry, part: {**entry[part], "interval": list(measured.around(name))}}
+    low, high = measured.around(name)
+    interval = [min(low, first), max(high, last)] if keep else [low, high]
+    return {**entry, part: {**entry[part], "interval": interval}}
 
 
-def _inside(low: Tensor, high: Tensor, interval: list[float]) -> bool:
+def _joined(found: Tensor, old: Tensor | None) -> Tensor:
+    """Both ranges of positive arguments (2, ...), as far as the ratio allows from the upper end."""
+    if old is None:
+        return found
+    low, high = torch.minimum(found[0], old[0]), torch.maximum(found[1], old[1])
+    return torch.stack([torch.maximum(low, high / (WIDEST * (1 - _ROUNDING))), high])
+
+
+def _inside(low: Tensor, high: Tensor, interval: Tensor) -> bool:
     """Whether positive arguments are in an interval, with room for rows that were not seen."""
     return bool(interval[0] * ROOM <= low.min()) and bool(high.max() * ROOM <= interval[1])
 
 
-def _inverse(measured: Measured, kind: str) -> dict[str, Any]:
-    """1 / x of the row sums of exp: a scale for each head brings all into one interval."""
-    lows, highs = measured.positive("sums")
+def _inverse(found: Tensor, kind: str) -> dict[str, Any]:
+    """1 / x of the row sums of exp, from ``found`` (2, heads): a scale for each head brings all into one interval."""
+    lows, highs = found
     scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
     interval = (float((lows * scales).min()), float((highs * scales).max()))
     check_ratio(interval, "row sums of exp")
@@ -157,8 +173,8 @@ def _inverse(measured: Measured, kind: str) -> dict[str, Any]:
     return {"steps": steps, "interval": list(interval), "scales": scales.tolist()}
 
 
-def _norm(measured: Measured, kind: str, name: str) -> dict[str, Any]:
-    low, high = measured.positive(name).tolist()
+def _norm(found: Tensor, kind: str, name: str) -> dict[str, Any]:
+    low, high = found.tolist()
     interval = (low, high)
     check_ratio(interval, _NORMS[name])
     if kind == "paper":

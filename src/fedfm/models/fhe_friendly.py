@@ -78,6 +78,8 @@ def install(module: nn.Module, config: Any) -> None:
 def prepare(module: nn.Module) -> tuple[Functions, ...]:
     """Replace the functions of every block by modules that are exact until they get a polynomial.
 
+    Those of a twin stay as they are.
+
     Raises:
         InputError: a block has other functions than a softmax, two LayerNorms and a GELU.
     """
@@ -92,6 +94,8 @@ def prepare(module: nn.Module) -> tuple[Functions, ...]:
 
 
 def _prepared(block: nn.Module, model_type: str) -> Functions:
+    if any(isinstance(m, Replaced) for m in block.modules()):
+        return Functions.of(block)
     attentions: list[Any] = [m for m in block.modules() if hasattr(m, "is_causal") and hasattr(m, "scaling")]
     places = [(parent, name, m) for parent in block.modules() for name, m in parent.named_children()]
     norms = [(parent, name, m) for parent, name, m in places if isinstance(m, nn.LayerNorm)]

@@ -29,12 +29,14 @@ from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 from fedfm.runtime.distil_rows import AT_ONCE, Lessons
 from fedfm.runtime.distil_spec import Distillation
+from fedfm.runtime.measured_again import measure_again
 from fedfm.runtime.model_folder import ModelFolder, claim, held_out
 from fedfm.runtime.progress import EpochProgress
 from fedfm.training import Adam
 from fedfm.training.distil import OUTPUTS, STAGES, STATES, TAME, Distiller, save
 from fedfm.training.distil_scores import PROBED, Outputs, compare, outputs, quick
 from fedfm.training.loop import flat_of
+from fedfm.training.twin_table import finish
 from fedfm.training.update_rules import Rule
 from fedfm.training.widen import widened
 
@@ -56,7 +58,7 @@ def distil(
         ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``; on held-out rows (the source's val rows
         if it has some, else test rows) ``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside``;
         ``blocks`` with depth, polynomials and violations. A head that is new for these classes is fitted on the frozen
-        features of teacher and twin.
+        features of teacher and twin. Of a model that is a twin already: :func:`measured_again.measure_again`.
 
     Raises:
         InputError: tables, data or model are wrong, the folder holds something else, or the arguments of some function
@@ -89,10 +91,12 @@ class _DistilWork:
             teacher = self._model(table)
             self.place.same("data", fingerprint(table))
             self.place.same("model", teacher.fingerprint)
-            student = self._student(table)
             index, held = table.rows("train"), held_out(table)
             if not len(index) or not len(held):
                 raise InputError(f"{table.source}: distillation needs rows to train on and rows to judge by")
+            if fhe_friendly.is_twin(teacher.module):
+                return measure_again(self.place, self.what.spec, table, teacher, watcher)
+            student = self._student(table)
             if self.what.spec.views > 1 and table.kind != "image":
                 raise InputError(f"distil.views = {self.what.spec.views}: {table.source} holds no pictures")
             spec = self.what.spec
@@ -230,7 +234,7 @@ class _DistilWork:
         rows = lessons.view(0)
         logits, features, labels = (x[:PROBED] for x in rows.known)
         figures = compare(distiller, rows, judged, theirs, (logits, features, labels))
-        distiller.finish(lessons.measured, figures["outside"])
+        finish(distiller, lessons.measured, figures["outside"])
         save(student, self.place.half(), new_head=distiller.new_head)
         result = {
             "folder": str(self.place.folder),

@@ -34,7 +34,7 @@ from torch import Tensor
 from fedfm.core.fields import setting
 from fedfm.core.rows import Batch
 from fedfm.errors import InputError
-from fedfm.models import choose_polynomials, fhe_friendly, folding
+from fedfm.models import choose_polynomials, fhe_friendly
 from fedfm.models.model import Model
 from fedfm.models.polynomial_modules import Replaced, hinge, penalties
 from fedfm.models.quiet import quiet
@@ -320,46 +320,6 @@ class Distiller:
         self.entries = entries
         for block, entry in zip(self.student.functions, entries, strict=True):
             choose_polynomials.apply(block, entry)
-
-    @torch.no_grad()
-    def finish(self, batches: Callable[[], Iterable[Batch]], outside: float) -> dict[str, Any]:
-        """The table for ``config.json``, with the magnitudes of the states on these rows.
-
-        Args:
-            outside: the share of arguments outside their intervals on held-out rows.
-        """
-        model = self.student.model
-        fhe_friendly.centre(model.module)
-        n, squares = 0, [0.0] * len(self.entries)
-        highest, largest = [0.0] * len(self.entries), [0.0] * len(self.entries)
-        blocks = [block for _, block in model.parts.blocks]
-        folds = [folding.folded_block(b) for b in blocks] if fhe_friendly.pre_norm(model.module) else None
-        inputs: list[Tensor] = []
-        hook = blocks[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-        try:
-            with model.evaluating():
-                for batch in batches():
-                    inputs.clear()
-                    self.student(batch)
-                    n += 1
-                    before = inputs[0]
-                    for i, state in enumerate(self.student.states):
-                        squares[i] += float(state.double().square().mean())
-                        highest[i] = max(highest[i], float(state.abs().max()))
-                        if folds is not None:
-                            x = before.double()
-                            x = x - x.mean(-1, keepdim=True)
-                            largest[i] = max(largest[i], folding.largest_between(folds[i], x))
-                        before = state
-        finally:
-            hook.remove()
-        table: dict[str, Any] = {"version": fhe_friendly.VERSION, "kind": self.recipe.polynomials}
-        table |= {"outside": outside, "blocks": []}
-        for entry, square, high, most in zip(self.entries, squares, highest, largest, strict=True):
-            sizes = {"scale": (square / n) ** 0.5, "range": high * choose_polynomials.WIDER}
-            table["blocks"].append({**entry, **sizes, "largest": most * choose_polynomials.WIDER})
-        setattr(model.module.config, fhe_friendly.KEY, table)
-        return table
 
 
 def nearness(student: Tensor, teacher: Tensor, each: bool = False) -> Tensor:

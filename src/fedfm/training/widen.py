@@ -29,7 +29,13 @@ _UNCHANGED = ("scores", "hidden")  # their polynomials stay as they are
 
 @torch.no_grad()
 def widened(
-    taps: Taps, entries: list[dict[str, Any]], kind: str, batches: Callable[[], Iterable[Batch]]
+    taps: Taps,
+    entries: list[dict[str, Any]],
+    kind: str,
+    batches: Callable[[], Iterable[Batch]],
+    *,
+    keep: bool = False,
+    tick: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Measure a twin's arguments without clamps and renew the polynomials that have no room for them.
 
@@ -37,6 +43,8 @@ def widened(
         taps: the twin, with the polynomials of ``entries``; it gets the new ones.
         kind: of the polynomials, as in :data:`choose_polynomials.KINDS`.
         batches: the rows, or so many of the first ones that their states before a block take a gigabyte.
+        keep: intervals only grow, and as far as they can, as in :func:`choose_polynomials.renewed`.
+        tick: called after each block.
 
     Returns:
         The entries of all blocks.
@@ -54,7 +62,7 @@ def widened(
             while True:
                 measured, states = _pass(taps, block, functions, calls)
                 try:
-                    entry, left = _renewed(entry, measured, kind, left)
+                    entry, left = _renewed(entry, measured, kind, left, keep)
                 except ValueError as error:
                     raise InputError(f"block {i}, measured again: {error}; train longer") from None
                 choose_polynomials.apply(functions, entry)
@@ -62,17 +70,18 @@ def widened(
                     break
             found.append(entry)
             calls = [((x, *args[1:]), kwargs) for x, (args, kwargs) in zip(states, calls, strict=True)]
+            tick()
     for module in taps.modules():
         module.forget()
     return found
 
 
 def _renewed(
-    entry: dict[str, Any], measured: Measured, kind: str, names: tuple[str, ...]
+    entry: dict[str, Any], measured: Measured, kind: str, names: tuple[str, ...], keep: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The entry with the first polynomial renewed that changes what follows, and the names that follow."""
     for k, name in enumerate(names, 1):
-        new = renewed(entry, measured, kind, name)
+        new = renewed(entry, measured, kind, name, keep=keep)
         if new is not None:
             entry = new
             if name not in _UNCHANGED:
