@@ -298,6 +298,7 @@ def test_another_result_is_an_error_not_a_finding(copy):
 def test_every_audit_is_found_by_its_file():
     blindfed = {"block_order", "ciphertext_weights", "encrypted_error"} | {
         "loss_labels",
+        "other_clients",
         "server_view",
         "substitute_model",
     }

@@ -97,10 +97,16 @@ def test_rows_in_the_clear_refute_an_encrypted_run(masked):
 @pytest.mark.proof
 def test_encryption_is_close_to_the_clear_and_bad_messages_are_refused(tmp_path):
     pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
-    findings = by_name(run(tmp_path, "masked", encryption="ckks", limit=24), "encrypted_error", "server_view")
+    done = run(tmp_path, "masked", encryption="ckks", limit=24)
+    findings = by_name(done, "encrypted_error", "server_view", "other_clients")
     assert 0 < findings["encryption.error"].estimate < 1e-2
     assert len(findings["encryption.error"].detail["largest_by_block"]) == 2
+    assert 0 < findings["encryption.logits"].estimate < 1e-2
+    assert findings["encryption.logits"].detail["same_class"] == 1.0
     assert findings["encryption.refusals"].estimate == 1.0
+    others = findings["states.other_clients"]
+    assert 0 < others.estimate == Run.open(done).manifest["result"]["details"]["max_error"] < 1e-2
+    assert others.verdict == "holds"
     assert not findings["server.view"].contradicts
     assert "query.BlindFed" not in findings["server.view"].says  # rows crossed as ciphertexts alone
 
@@ -120,3 +126,5 @@ def test_the_permuted_protocol_is_audited_on_ciphertexts_as_in_the_clear(tmp_pat
 def test_a_simulation_encrypts_nothing(masked):
     with pytest.raises(InputError, match="encrypts nothing"):
         choose(Run.open(masked), ["encrypted_error"])
+    with pytest.raises(InputError, match="from each client's rows alone"):
+        choose(Run.open(masked), ["other_clients"])

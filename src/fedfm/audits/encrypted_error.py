@@ -1,4 +1,4 @@
-"""An encrypted run beside the clear: the error of each block, and what the two sides refuse."""
+"""An encrypted run beside the clear: the error of each block and of the logits, and what the two sides refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.block_states import largest_client, side_model
-from fedfm.audits.finding import Finding
+from fedfm.audits.finding import Finding, Verdict
 from fedfm.audits.replay import Replay
 from fedfm.errors import ClientFault
 from fedfm.models.fhe_friendly import folded
@@ -20,6 +20,7 @@ from fedfm.privacy.crypto.refresh import DistanceLedger
 from fedfm.runtime.run_directory import Run
 
 ERROR = "How far are released states under encryption from those in the clear?"
+LOGITS = "How far are the logits of encrypted rows from those in the clear, end to end?"
 REFUSED = "Are encrypted rows refused that were damaged, altered, repeated or made for another session or key?"
 ROWS = 16  # a batch takes as long with one row as with all it has room for
 MOST = 1e-2  # largest error that a run may have
@@ -45,8 +46,11 @@ class EncryptedError(Audit):
         index = population.federated.clients[largest_client(population)].train[:ROWS]
         rows = model.prepare(population.federated.table, index).computed()
         notice("one batch under encryption")
-        encrypted, clear = in_one_place(model, rows).tensors[STATES], model.states(rows)
-        return [_error(encrypted, clear), _refusals(model, rows.tensors["pixel_values"])]
+        seen = in_one_place(model, rows)
+        encrypted, clear = seen.tensors[STATES], model.states(rows)
+        model.load(method.params_for(replay.run.state(method.state_type), largest_client(population)))
+        said = model.predict(seen), model.predict(model.encode(rows))
+        return [_error(encrypted, clear), _logits(*said), _refusals(model, rows.tensors["pixel_values"])]
 
 
 def _error(encrypted: Tensor, clear: Tensor) -> Finding:
@@ -57,6 +61,18 @@ def _error(encrypted: Tensor, clear: Tensor) -> Finding:
     return Finding(
         "encryption.error", ERROR, worst, None, None, MOST, "holds" if worst <= MOST else "leaks", says, False, detail
     )
+
+
+def _logits(encrypted: Tensor, clear: Tensor) -> Finding:
+    worst = float((encrypted - clear).abs().max())
+    same = float((encrypted.argmax(1) == clear.argmax(1)).double().mean())
+    says = (
+        f"The logits of the trained adapters differ by at most {worst:.1e}, where those in the clear have a standard "
+        f"deviation of {float(clear.std()):.2g}; {same:.0%} of the rows get the same class."
+    )
+    detail = {"same_class": round(same, 4)}
+    verdict: Verdict = "holds" if worst <= MOST else "leaks"
+    return Finding("encryption.logits", LOGITS, worst, None, None, MOST, verdict, says, False, detail)
 
 
 def _refusals(model: SideModel, pixels: Tensor) -> Finding:

@@ -107,8 +107,8 @@ attacks, and the runs that they fit; without --attack every one that fits and ta
   extraction           fedbaf
   task_vector          fedbip, fedamp, fedawa
   expert_membership    fedms, fedpgp
-  block_order, ciphertext_weights, encrypted_error, loss_labels, server_view,
-  substitute_model     blindfed
+  block_order, ciphertext_weights, encrypted_error, loss_labels, other_clients,
+  server_view, substitute_model       blindfed
   client_epsilon, canaries    noise for clients, unit = "client"
   row_canaries, row_norms     DP-SGD
 
