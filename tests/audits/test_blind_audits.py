@@ -62,7 +62,11 @@ def test_blocks_are_fitted_from_pairs_and_get_better_with_rows(permuted):
     finding = by_name(permuted, "substitute_model")["substitute.blocks"]
     assert 0 < finding.estimate < 1
     assert len(finding.detail["by_block"]) == 1  # two blocks: one pair
-    assert finding.detail["rows"] == 64
+    assert (finding.detail["fewer_rows"], finding.detail["rows"]) == (20, 64)
+    (few,), (all_rows,) = (finding.detail[name] for name in ("by_block_from_fewer_rows", "by_block"))
+    assert few > all_rows
+    told = float(finding.says.partition("From 20 rows it is ")[2].split()[0])
+    assert told == pytest.approx(few, abs=1e-3)
 
 
 def test_a_student_is_measured_in_and_out_of_the_clients_rows(masked):
@@ -70,6 +74,10 @@ def test_a_student_is_measured_in_and_out_of_the_clients_rows(masked):
     assert -1 <= finding.detail["cosine_outside"] <= 1
     assert finding.estimate == pytest.approx(finding.detail["cosine"], abs=1e-4)
     assert "does not promise otherwise" in finding.says
+    few = [finding.detail[f"cosine{where}_from_0.25_of_the_rows"] for where in ("", "_outside")]
+    assert all(-1 <= cosine <= 1 for cosine in few)
+    told = finding.says.partition("From 20 rows the cosines are ")[2].rstrip(".").split(" and ")
+    assert [float(cosine) for cosine in told] == pytest.approx(few, abs=1e-2)
 
 
 def test_the_encryption_of_zero_hides_the_weights(masked):

@@ -186,7 +186,7 @@ def test_the_papers_polynomials(place, tmp_path):
     ("changes", "says"),
     [
         ({"distil": {"degree": 3}}, "distil.degree = 3: expected an even number"),
-        ({"distil": {"epochs": [1, 1]}}, "distil.epochs"),
+        ({"distil": {"epochs": [1, 1]}}, r"distil.epochs = \[1, 1\]: expected three whole numbers"),
         ({"distil": {"epochs": [1, -1, 1]}}, "distil.epochs"),
         ({"distil": {"learning_rates": [0.0, 1.0, 1.0]}}, "distil.learning_rates"),
         ({"distil": {"polynomials": "chebyshev"}}, 'distil.polynomials = "?chebyshev'),
@@ -212,3 +212,5 @@ def test_a_twin_outside_its_intervals_says_so(whole):
     assert "refused on encrypted rows" not in table(whole[1] | {"outside": 0.001})
     assert "refused on encrypted rows" in table(whole[1] | {"outside": 0.0011})
     assert "refused on encrypted rows" in table(whole[1] | {"outside": float("nan")})
+    assert "gives no numbers" not in table(whole[1])
+    assert "gives no numbers" in table(whole[1] | {"distance": float("nan")})

@@ -1,10 +1,13 @@
 """BlindFed's orders by hand, its refusals, and what clients keep."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 import tiny_twin
+from fedfm.cli.entry import main
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import resolve
 from fedfm.core.client import Client, ClientData
@@ -221,3 +224,16 @@ def test_a_local_table_without_a_name_changes_the_methods_own_optimiser():
 
     assert local(epochs=3) == SGD(learning_rate=0.05, batch_size=16, epochs=3)
     assert local(name="sgd", epochs=3) == SGD(epochs=3)
+
+
+def test_a_simulation_is_checked_for_what_encryption_refuses(tmp_path, capsys):
+    tables = experiment(tmp_path)
+    config = tiny_twin.folder(tmp_path) / "config.json"
+    told = json.loads(config.read_text())
+    told["fedfm_polynomials"]["outside"] = 0.002
+    config.write_text(json.dumps(told))
+    (tmp_path / "exp.toml").write_text(Experiment.from_dict(tables).to_toml())
+    for command in ("check", "run"):
+        more = [] if command == "check" else ["--out", str(tmp_path / "run")]
+        assert main([command, str(tmp_path / "exp.toml"), *more]) == 2
+        assert 'tiny-twin": 0.20% of the arguments' in capsys.readouterr().err

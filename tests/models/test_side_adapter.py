@@ -118,6 +118,12 @@ def test_states_of_a_frozen_transformer(released, shape):
     assert torch.allclose(model.predict(rows), model.predict(model.encode(rows)), atol=1e-5)
 
 
+def test_tokens_are_not_projected_to_more_numbers_than_they_have():
+    assert side(released="tokens", projection=128).net.shape == (8, 16, 128)
+    with pytest.raises(InputError, match="projection = 129: 'nano-vit' has 128 numbers a token"):
+        side(released="tokens", projection=129)
+
+
 def test_a_row_beyond_a_twins_ranges_in_one_block_is_zeros_in_all():
     states = torch.tensor(
         [[[[1.0, -2.0]], [[3.0, 0.0]]], [[[2.5, 0.0]], [[1.0, 1.0]]], [[[math.nan, 0.0]], [[1.0, 1.0]]]]

@@ -66,22 +66,27 @@ class SubstituteModel(Audit):
             own.patches, own.blocks[:, :1].flatten(2, 3)[:, :, None], _Flat(), heads=heads, hidden=hidden,
             dim=own.blocks.shape[-1], seed=seed, steps=STEPS,
         )  # fmt: skip
-        inside: list[float] = []
-        outside: list[float] = []
-        fits = []
+        few, inside, outside = (list[float]() for _ in range(3))
+        fits, quarter = [], own.take(slice(_share_of(own)))
         for level in range(1, own.blocks.shape[1]):
             notice(f"block {level + 1} of {own.blocks.shape[1]}")
-            fit = substitute.fit_block(own.blocks[:, level - 1], own.blocks[:, level], heads, hidden, seed, STEPS)
+            less, fit = (
+                substitute.fit_block(s.blocks[:, level - 1], s.blocks[:, level], heads, hidden, seed, STEPS)
+                for s in (quarter, own)
+            )
             fits.append(fit)
-            for states, errors in ((held, inside), (others, outside)):
-                errors.append(substitute.update_error(fit, states.blocks[:, level - 1], states.blocks[:, level]))
+            for net, states, errors in ((less, held, few), (fit, held, inside), (fit, others, outside)):
+                errors.append(substitute.update_error(net, states.blocks[:, level - 1], states.blocks[:, level]))
         error, far = sum(inside) / len(inside), sum(outside) / len(outside)
+        before = sum(few) / len(few)
         says = (
             f"Blocks fitted from the pairs of one client's {len(own)} rows have a relative squared error of "
-            f"{error:.3f} on its other rows and of {far:.2f} on photographs (0 is a copy, 1 is no knowledge)."
+            f"{error:.3f} on its other rows and of {far:.2f} on photographs (0 is a copy, 1 is no knowledge). From "
+            f"{len(quarter)} rows it is {before:.3f} on the other rows."
         )
         verdict: Verdict = "leaks" if error < CLOSE else "holds" if error > UNLIKE else "inconclusive"
         detail = {"rows": len(own), "by_block": _rounded(inside), "by_block_outside": _rounded(outside)}
+        detail |= {"fewer_rows": len(quarter), "by_block_from_fewer_rows": _rounded(few)}
         found = Finding(
             "substitute.blocks", BLOCKS, error, min(inside), max(inside), CLOSE, verdict, says, False, detail
         )
@@ -106,7 +111,7 @@ class SubstituteModel(Audit):
         read = _Released(side_model(replay.population))
         made: dict[float, nn.Module] = {}
         for share in SHARES:
-            rows = own.take(slice(max(int(share * len(own)), FEW // 2)))
+            rows = own.take(slice(_share_of(own, share)))
             notice(f"a student from {len(rows)} rows")
             made[share] = substitute.fit_student(
                 rows.patches, rows.released, read, heads=heads, hidden=hidden, dim=own.blocks.shape[-1], seed=seed,
@@ -123,8 +128,10 @@ class SubstituteModel(Audit):
 
         finding = self._likeness(replay, "substitute.student", STUDENT, own, held, others, features(made[1.0]))
         few = features(made[SHARES[0]])
-        more = {f"cosine_from_{SHARES[0]:g}_of_the_rows": round(substitute.likeness(_feature(held), few(held)), 4)}
-        return Finding(**{**vars(finding), "detail": {**finding.detail, **more}})
+        near, far = (round(substitute.likeness(_feature(s), few(s)), 4) for s in (held, others))
+        more = {f"cosine{where}_from_{SHARES[0]:g}_of_the_rows": c for where, c in (("", near), ("_outside", far))}
+        says = f"{finding.says} From {_share_of(own)} rows the cosines are {near:.2f} and {far:.2f}."
+        return Finding(**{**vars(finding), "says": says, "detail": {**finding.detail, **more}})
 
     def _likeness(
         self, replay: Replay, name: str, question: str, own: States, held: States, others: States,
@@ -167,6 +174,11 @@ class _Flat(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """Flatten."""
         return states.flatten(2, 3)[:, :, None]
+
+
+def _share_of(own: States, share: float = SHARES[0]) -> int:
+    """A number of rows: a share of a client's."""
+    return max(int(share * len(own)), FEW // 2)
 
 
 def _shape(replay: Replay) -> tuple[int, int]:

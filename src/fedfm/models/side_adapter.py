@@ -271,7 +271,7 @@ def around(
     """Side adapters around a vision transformer, which is frozen.
 
     Raises:
-        InputError: the model is no transformer of pictures.
+        InputError: the model is no transformer of pictures, or has fewer features than its tokens are projected to.
     """
     adapt = spec.adaptation or AdaptationSpec("side_adapter")
     where = f'model.adaptation.name = "side_adapter": {spec.name!r}'
@@ -295,6 +295,11 @@ def around(
     tokens, width = levels[0].shape[1:]
     if tokens < grid[0] * grid[1] or any(b.shape[1:] != (tokens, width) for b in levels):
         raise InputError(f"{where} has blocks of unequal shapes; use lora or head")
+    if adapt.released == "tokens" and adapt.projection > width:
+        raise InputError(
+            f'released = "tokens", projection = {adapt.projection}: {spec.name!r} has {width} numbers a token; '
+            f"expected at most {width}"
+        )
     projection = projection_of(module, width, adapt.projection) if adapt.released == "tokens" else None
     released = release(adapt.released, tokens, grid, projection)
     scales, ranges = torch.stack([b.square().mean().sqrt() for b in levels]), None

@@ -52,7 +52,14 @@ _FAINT = 1e-3  # of the weight of penalties, where they begin to grow
 class Recipe:
     """How a model becomes its twin."""
 
-    epochs: tuple[int, ...] = setting((3, 15, 15), "epochs of the stages: tame, states, outputs", ge=0, least=3, most=3)
+    epochs: tuple[int, ...] = setting(
+        (3, 15, 15),
+        "epochs of the stages: tame, states, outputs",
+        ge=0,
+        least=3,
+        most=3,
+        words="three whole numbers of at least 0",
+    )
     learning_rates: tuple[float, ...] = setting(
         (2e-3, 1e-3, 1e-5),
         "Adam's learning rate in each stage; less for large models",
@@ -60,6 +67,7 @@ class Recipe:
         finite=True,
         least=3,
         most=3,
+        words="three finite numbers above 0",
     )
     batch_size: int = setting(16, "rows a step", ge=1)
     temperature: float = setting(5.0, "tau of the outputs stage", gt=0, finite=True)

@@ -264,12 +264,13 @@ class BlindFed(Method[Carried]):
             ckks.ring_of(Parameters())  # says so if the extra is missing
 
     def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> Any:
+        twin = foundation.check(model, self.foundation)  # a simulation refuses what encryption would
         if self.encryption == "clear":
             return None
         from fedfm.methods.blindfed import plan
         from fedfm.methods.blindfed.messages import parameters_of
 
-        matrices = folded(foundation.check(model, self.foundation).owned[0].module)
+        matrices = folded(twin.owned[0].module)
         parameters = parameters_of(self.ring)
         if self.protocol == "permuted":
             return plan.plan(matrices, rows, self.released, permuted=len(model.classes), parameters=parameters)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from fedfm.errors import InputError
-from fedfm.models.fhe_friendly import KEY, is_twin
+from fedfm.models.fhe_friendly import KEY, folded, is_twin
 from fedfm.models.model import Model
 from fedfm.models.names import locate
 from fedfm.models.side_adapter import SideModel
@@ -16,10 +16,14 @@ def check(model: Model, name: str) -> SideModel:
     """The server's model, if it is a twin with side adapters.
 
     Raises:
-        InputError: it is another one.
+        InputError: it is another one, or one that cannot compute on encrypted rows, with the reason.
     """
     if not isinstance(model, SideModel) or model.backbone is None or not is_twin(model.backbone.module):
         raise _refusal(name)
+    try:
+        folded(model.backbone.module)
+    except InputError as error:
+        raise InputError(f'method.foundation = "{name}": {error}') from None
     return model
 
 
