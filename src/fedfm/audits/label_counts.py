@@ -171,8 +171,8 @@ def _finding(replay: Replay, error: Array, guess: Array, present: float, watch: 
     says = (
         f"Each client's first update{source}, and {watch.tried} local passes on the attacker's own rows, give label "
         f"shares that are {mean:.3f} [{low:.3f}, {high:.3f}] from the true ones (total variation, mean of "
-        f"{len(error)} clients); the guess that a client is as the test rows errs by {baseline:.3f}. Whether a client has a class "
-        f"is right in {100 * present:.0f} % of cases."
+        f"{len(error)} clients); the guess that a client is as the test rows errs by {baseline:.3f}. Whether a client "
+        f"has a class is right in {100 * present:.0f} % of cases."
     )
     detail = {"guess": baseline, "gain_low": gain[0], "gain_high": gain[1], "clients": len(error), "present": present}
     return Finding("label_counts", QUESTION, mean, low, high, baseline, verdict, says, False, detail)

@@ -40,6 +40,7 @@ _NEIGHBOURS = {
     ("client", "replace"): " Neighbours: federations that differ in all rows of one client.",
 }
 _RATES = (1e5, 1e6, 1e7)  # bytes a second of a client's link
+_CLASSES = ("confusion", "class_counts")  # the section on classes shows them
 _FORMS = ("plain", "masked", "encrypted")
 
 
@@ -180,7 +181,7 @@ def result(run: RunFiles) -> str:
         return note("The run has no result line yet.")
     shown = ("balanced_accuracy", "macro_f1", "loss", "perplexity", "engine", "seed", "run", "params_sha256")
     rows = [[k, _plain(run.result[k])] for k in shown if k in run.result]
-    rows += [[f"details: {k}", _plain(v)] for k, v in mapping(run.result.get("details")).items() if k != "confusion"]
+    rows += [[f"details: {k}", _plain(v)] for k, v in mapping(run.result.get("details")).items() if k not in _CLASSES]
     known = {*shown, "details", "client_accuracy", "excluded", "method", "rounds", "seconds", "epsilon", "accuracy"}
     known |= {"global_accuracy", "local_accuracy", "bytes_up", "bytes_down"}
     rows += [[k, _plain(v)] for k, v in run.result.items() if k not in known]
