@@ -114,7 +114,10 @@ def _in_words(names: Sequence[str], scored: list[_Scored], pairs: Sequence[tuple
     said += f"{count(len(names) ** 2)} cells, and more than {_MOST} in a line cannot be read."
     worst = sorted(((s.f1, i) for i, s in enumerate(scored) if s.rows and s.f1 is not None))[:_WORST]
     if worst:
-        said += f" Lowest F1: {', '.join(f'{names[i]} ({percent(f1)})' for f1, i in worst)}."
+        said += f" Lowest F1: {', '.join(f'{names[i]} ({percent(f1)})' for f1, i in worst)}"
+        alike = [i for i, s in enumerate(scored) if s.rows and s.f1 == worst[-1][0]]
+        more = len({*alike} - {i for _, i in worst})
+        said += f", and {more} more with the last figure." if more else "."
     if pairs:
         mistakes = (
             f"{names[i]} taken for {names[j]} ({count(int(n))} of {count(int(scored[i].rows))})"
