@@ -1,6 +1,7 @@
 """`fedfm check` reads rows and model, and says what a run will take."""
 
 import json
+import tomllib
 
 import numpy as np
 import pytest
@@ -48,6 +49,24 @@ def test_rows_classes_bytes_time_and_memory_are_said(capsys, tmp_path):
     code, out, _ = checked(capsys, tmp_path, text)
     assert "client-00: " in out
     assert "of training for the largest client in a round" in out
+
+
+def test_of_silos_with_rows_of_their_own_no_partition_is_shown(capsys, tmp_path):
+    for name, seed in (("north", 0), ("south", 1)):
+        rng = np.random.default_rng(seed)
+        np.savez(tmp_path / f"{name}.npz", x=rng.normal(size=(40, 4)).astype(np.float32), y=np.arange(40) % 2)
+    rest = '[model]\nname = "features"\n[method]\nname = "fedavg"\nrounds = 1\n'
+    code, out, _ = checked(capsys, tmp_path, f'[data.clients]\nnorth = "north.npz"\nsouth = "south.npz"\n{rest}')
+    assert code == 0
+    assert "partition" not in out
+    assert tomllib.loads(out)["data"]["clients"].keys() == {"north", "south"}
+    at = '[run]\nengine = "deployment"\nsuperlink = "127.0.0.1:9"\n'
+    code, out, _ = checked(capsys, tmp_path, f'[data]\npath = "north.npz"\n{rest}{at}')
+    assert (code, "partition" in out) == (0, False)
+    dealt = '[data]\npath = "north.npz"\npartition = { name = "iid", clients = 2 }\n'
+    for text in (f"{dealt}{rest}{at}", f"{dealt}{rest}"):
+        code, out, _ = checked(capsys, tmp_path, text)
+        assert tomllib.loads(out)["data"]["partition"]["clients"] == 2
 
 
 def test_what_a_run_says_of_the_model_is_said(capsys, tmp_path):

@@ -18,7 +18,7 @@ from fedfm.config.toml import build, build_named, named, plain, read, refuse_unk
 from fedfm.core.capabilities import Modelled, Private
 from fedfm.core.fields import check
 from fedfm.core.method import Method
-from fedfm.data.spec import IN_MEMORY, WITHHELD, DataSpec
+from fedfm.data.spec import IN_MEMORY, WITHHELD, DataSpec, PartitionSpec
 from fedfm.data.spec import check as check_data
 from fedfm.errors import InputError
 from fedfm.models.adapters.adaptation import with_defaults
@@ -214,6 +214,20 @@ class Experiment:
         tables = {"name": self.name, "data": plain(self.data), **model, "method": method}
         others = {"privacy": self.privacy, "attack": self.attack, "aggregation": self.aggregation, "run": self.run}
         return tables | {key: named(value) for key, value in others.items() if value is not None}
+
+    @property
+    def silos_own_rows(self) -> bool:
+        """Whether silos have rows of their own, so that no partition deals any."""
+        silos = self.data.clients is not None or self.data.classes is not None or self.run.engine == "folder"
+        # Nodes of a SuperLink without a silo's file share one table; only an experiment that deals it names how.
+        return silos or (self.run.superlink is not None and self.data.partition == PartitionSpec())
+
+    def shown(self) -> dict[str, Any]:
+        """As :meth:`to_dict`, for a reader: without the partition where nothing is dealt."""
+        tables = self.to_dict()
+        if self.silos_own_rows:
+            tables["data"].pop("partition", None)
+        return tables
 
     def to_toml(self) -> str:
         """The experiment as a TOML file with every default filled in; keys without a value are left out."""

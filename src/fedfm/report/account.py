@@ -171,8 +171,11 @@ def manifest(run: RunFiles) -> str:
     if run.result.get("params_sha256"):
         facts.append(["params_sha256", _plain(run.result["params_sha256"])])
     text = note("The experiment with every default filled in, as <code>fedfm check</code> prints it.")
+    experiment = dict(run.experiment)
+    if run.silos_own_rows:
+        experiment["data"] = {k: v for k, v in mapping(experiment.get("data")).items() if k != "partition"}
     listing = table(["what", "value"], facts, "Versions and fingerprints", words=(1,))
-    return text + code(toml(run.experiment), "Experiment") + listing
+    return text + code(toml(experiment), "Experiment") + listing
 
 
 def result(run: RunFiles) -> str:
