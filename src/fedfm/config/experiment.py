@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any, TypeVar
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
 from fedfm.config import compatibility
+from fedfm.config.guesses import UnknownKey
 from fedfm.config.own_code import filled, is_function
 from fedfm.config.registry import admit_named, name_of
 from fedfm.config.run_spec import RunSpec
-from fedfm.config.toml import build, build_named, named, plain, read, refuse_unknown, to_toml
+from fedfm.config.toml import build, build_named, named, plain, put, read, refuse_unknown, to_toml
 from fedfm.core.capabilities import Modelled, Private
 from fedfm.core.fields import check
 from fedfm.core.method import Method
@@ -157,7 +159,10 @@ class Experiment:
             InputError: with the key, what it is, and what would be right.
         """
         known = {"name", "data", "model", "method", "privacy", "attack", "aggregation", "run"}
-        refuse_unknown(table, known, "")
+        try:
+            refuse_unknown(table, known, "")
+        except UnknownKey as error:
+            raise _hinted(error, table) from None
         for section in ("data", "method"):
             if section not in table:
                 raise InputError(_MISSING.format(section))
@@ -166,7 +171,10 @@ class Experiment:
                 raise InputError(f"{section} = {table[section]!r}: expected a table [{section}]")
         if imports:
             admit_named(table)
-        return cls(**{"model": None, **table})
+        try:
+            return cls(**{"model": None, **table})
+        except UnknownKey as error:
+            raise _hinted(error, table) from None
 
     def server_only(self) -> dict[str, Any]:
         """Values that only the server may know, by key."""
@@ -232,6 +240,40 @@ class Experiment:
     def to_toml(self) -> str:
         """The experiment as a TOML file with every default filled in; keys without a value are left out."""
         return to_toml(self.to_dict())
+
+
+def _hinted(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
+    """The error with a hint that the other tables do not refuse."""
+    method = tables.get("method")
+    name = str(method.get("name", "")) if isinstance(method, Mapping) else ""
+    value: Any = tables
+    for key in error.where.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+
+    def refused(changes: Mapping[str, Any]) -> str | None:
+        trial = _copied(tables)
+        *path, last = error.where.split(".")
+        inner = trial
+        for key in path:
+            inner = inner.get(key, {})
+        inner.pop(last, None)
+        try:
+            for key, value in changes.items():
+                put(trial, key, value)
+            Experiment(**{"data": {}, "model": None, "method": {}, **trial})
+        except InputError as refusal:
+            begins = re.match(r"\[?([\w.]+)\]?(?=:| belongs| does not| = .*: expected a table)", str(refusal))
+            at = f"{begins[1]}." if begins else "\0"
+            return str(refusal) if any(f"{key}.".startswith(at) for key in changes) else None
+        except TypeError:  # another table that no experiment has
+            return None
+        return None
+
+    return error.among(value, name, refused)
+
+
+def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in table.items()}
 
 
 def _built(cls: type[T], value: T | Mapping[str, Any], section: str) -> T:
