@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from fedfm.attacks.attack import Attack
 from fedfm.config import compatibility
 from fedfm.config.guesses import UnknownKey
 from fedfm.config.own_code import filled, is_function
-from fedfm.config.registry import admit_named, name_of
+from fedfm.config.registry import admit_named, name_of, resolve
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import build, build_named, named, plain, put, read, refuse_unknown, to_toml
 from fedfm.core.capabilities import Modelled, Private
@@ -269,7 +270,13 @@ def _hinted(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
             return None
         return None
 
-    return error.among(value, name, refused)
+    found = error.among(value, name, refused)
+    run = tables.get("run")
+    if error.where.startswith("method.") and isinstance(run, Mapping) and run.get("asynchronous"):
+        with contextlib.suppress(InputError):  # a name that is none is refused before its keys
+            if why := compatibility.not_late(resolve("methods", name), name):
+                return InputError(f"{why}; and {found}")
+    return found
 
 
 def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
