@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from html import unescape
 
 import numpy as np
 import pytest
@@ -78,6 +79,30 @@ def test_only_files_that_are_there_are_named(tmp_path):
     assert said[1].startswith("audit.json names")
     assert "dossier.html" not in " ".join(said)
     assert present(run, "Something else.") == "Something else."
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("fedavg", "private/ holds a lock and no clients' memories or keys."),
+        ("ditto", "private/ holds clients' memories: never share it."),
+    ],
+)
+def test_what_the_private_folder_holds_is_said(tmp_path, method, said):
+    tables = small.experiment(tmp_path, method={"name": method, "rounds": 1})
+    tables["method"].pop("local")
+    fedfm.run(tables, tmp_path / "run", progress=Progress())
+    assert (tmp_path / "run/private/memory").exists() == (method == "ditto")
+    assert said in unescape(words(tmp_path / "run"))
+
+
+def test_under_privacy_keys_and_counts_are_said(tmp_path):
+    privacy = {"mechanism": "dp_sgd", "unit": "record", "target_epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0}
+    tables = small.experiment(tmp_path, privacy=privacy, method={"rounds": 1, "fraction": 1.0})
+    fedfm.run(tables, tmp_path / "run", progress=Progress())
+    kept = [path.name for path in (tmp_path / "run/private").rglob("*.secret")]
+    assert kept
+    assert "keys, and in private/data.json the exact numbers of rows" in words(tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
