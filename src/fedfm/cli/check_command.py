@@ -39,7 +39,7 @@ def check(args: Any) -> int:
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()
-        from fedfm.runtime.description import of_model, of_rows
+        from fedfm.runtime.description import of_method, of_model, of_rows
         from fedfm.runtime.forecast import forecast
         from fedfm.runtime.population import populate
 
@@ -53,6 +53,7 @@ def check(args: Any) -> int:
         result["fingerprint"] = population.model.fingerprint
         result["notices"] = [
             *of_rows(experiment.method, population),
+            *of_method(experiment.method),
             *of_model(experiment.run, population.model),
         ]
         if expected is not None:
