@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 import fedfm
+import tiny_text
 from fedfm.audits.audit import audits, choose, perform
 from fedfm.audits.crossed import crossings
 from fedfm.audits.inference import rates
@@ -118,6 +120,26 @@ def test_clients_of_many_rows_do_not_and_their_label_counts_are_read(tmp_path):
     found = by_name(perform(run(tmp_path, data=data), ["head_rows", "label_counts"]))
     assert found["head_rows"].verdict == "holds"
     counts = found["label_counts"]
+    assert counts.verdict == "leaks"
+    assert counts.estimate < counts.bound / 2
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_a_head_without_a_bias_gives_label_counts_and_says_why_it_gives_no_rows(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("fedfm.audits.label_counts.MOST", 40)
+    tiny_text.texts(tmp_path / "rows.jsonl", 200)
+    getattr(tiny_text, f"save_{model}")(tmp_path / model)
+    data = {"path": str(tmp_path / "rows.jsonl"), "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 4}}
+    local = {"name": "adamw", "learning_rate": 0.02, "batch_size": 16}
+    lora = {"name": str(tmp_path / model), "task": "classification", "adaptation": {"name": "lora", "rank": 2}}
+    path = run(tmp_path, data=data, model=lora, method={"rounds": 1, "fraction": 1.0, "local": local})
+    assert sum("bias" in name for name in load_file(path / "adapter/adapter_model.safetensors")) == 0
+    found = by_name(perform(path, ["head_rows", "label_counts"]))
+    assert found["head_rows"].estimate is None
+    assert "a head without a bias" in found["head_rows"].says
+    counts = found["label_counts"]
+    assert counts.detail["clients"] == 4
+    assert "the change of its weights" in counts.says
     assert counts.verdict == "leaks"
     assert counts.estimate < counts.bound / 2
 

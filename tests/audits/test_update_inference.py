@@ -44,12 +44,12 @@ def test_a_model_that_saw_none_of_the_rows_gives_one_half():
     assert not log_ratio(hard, phi, np.zeros_like(inside)).any()  # no shadow had any row: nothing is known
 
 
-def head_gradient(x, y, classes):
+def head_gradient(x, y, classes, bias=True):
     """(weight, bias) of one step of rate 1 down the mean cross-entropy, by autograd."""
     torch.manual_seed(0)
-    head = torch.nn.Linear(x.shape[1], classes).double()
+    head = torch.nn.Linear(x.shape[1], classes, bias=bias).double()
     F.cross_entropy(head(x), y).backward()
-    return -head.weight.grad.numpy(), -head.bias.grad.numpy(), head
+    return -head.weight.grad.numpy(), -head.bias.grad.numpy() if bias else None, head
 
 
 def test_one_row_is_read_from_its_gradient_and_a_mean_of_rows_is_no_row():
@@ -63,18 +63,24 @@ def test_one_row_is_read_from_its_gradient_and_a_mean_of_rows_is_no_row():
     assert len(features(np.zeros((3, 4)), np.zeros(3))[0]) == 0
 
 
-def test_label_shares_are_read_from_gradients():
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("features", ["of any sign", "at least 0"])
+def test_label_shares_are_read_from_gradients(bias, features):
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(4, 6)) * 2
     own = np.arange(80) % 4
-    x = centres[own] + rng.normal(size=(80, 6))
+
+    def drawn(y):
+        x = centres[y] + rng.normal(size=(len(y), 6))
+        return torch.from_numpy(x if features == "of any sign" else np.abs(x))
+
+    x = drawn(own)
 
     def seen(counts):
         y = np.repeat(np.arange(4), counts)
-        rows = torch.from_numpy(centres[y] + rng.normal(size=(len(y), 6)))
-        weight, bias, head = head_gradient(rows, torch.from_numpy(y), 4)
-        said = torch.softmax(head(torch.from_numpy(x)), 1).detach().numpy()
-        return traces(weight, bias, x, own, said)
+        weight, shift, head = head_gradient(drawn(y), torch.from_numpy(y), 4, bias)
+        said = torch.softmax(head(x), 1).detach().numpy()
+        return traces(weight, shift, x.numpy(), own, said)
 
     tried = guesses(4, 60, 80, rng)
     assert (tried.sum(1) == 60).all()

@@ -1,6 +1,7 @@
 """`fedfm check` reads rows and model, and says what a run will take."""
 
 import json
+import tomllib
 
 import numpy as np
 import pytest
@@ -48,6 +49,24 @@ def test_rows_classes_bytes_time_and_memory_are_said(capsys, tmp_path):
     code, out, _ = checked(capsys, tmp_path, text)
     assert "client-00: " in out
     assert "of training for the largest client in a round" in out
+
+
+def test_of_silos_with_rows_of_their_own_no_partition_is_shown(capsys, tmp_path):
+    for name, seed in (("north", 0), ("south", 1)):
+        rng = np.random.default_rng(seed)
+        np.savez(tmp_path / f"{name}.npz", x=rng.normal(size=(40, 4)).astype(np.float32), y=np.arange(40) % 2)
+    rest = '[model]\nname = "features"\n[method]\nname = "fedavg"\nrounds = 1\n'
+    code, out, _ = checked(capsys, tmp_path, f'[data.clients]\nnorth = "north.npz"\nsouth = "south.npz"\n{rest}')
+    assert code == 0
+    assert "partition" not in out
+    assert tomllib.loads(out)["data"]["clients"].keys() == {"north", "south"}
+    at = '[run]\nengine = "deployment"\nsuperlink = "127.0.0.1:9"\n'
+    code, out, _ = checked(capsys, tmp_path, f'[data]\npath = "north.npz"\n{rest}{at}')
+    assert (code, "partition" in out) == (0, False)
+    dealt = '[data]\npath = "north.npz"\npartition = { name = "iid", clients = 2 }\n'
+    for text in (f"{dealt}{rest}{at}", f"{dealt}{rest}"):
+        code, out, _ = checked(capsys, tmp_path, text)
+        assert tomllib.loads(out)["data"]["partition"]["clients"] == 2
 
 
 def test_what_a_run_says_of_the_model_is_said(capsys, tmp_path):
@@ -104,6 +123,50 @@ def test_labels_that_are_spelled_in_two_ways_are_noticed(capsys, tmp_path):
     capsys.readouterr()
     code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, ["sports", "world"] * 30))
     assert "differ by case" not in out
+
+
+def test_labels_that_differ_by_form_or_by_a_mark_are_noticed(capsys, tmp_path):
+    labels = ["Caf\u00e9", "Cafe\u0301", "sci-tech", "sci_tech", "Sci Tech", "world"] * 10
+    code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, labels))
+    assert code == 0
+    assert '"Cafe\u0301" and "Caf\u00e9" differ by the form of their Unicode characters alone' in out
+    assert '"Sci Tech" and "sci-tech" and "sci_tech" differ by -, _, spaces or case alone' in out
+    assert "differ by case or spaces" not in out
+    code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, ["top-1", "top-10", "nan-o"] * 20))
+    assert (code, "differ by" in out, "without a label" in out) == (0, False, False)
+
+
+@pytest.mark.parametrize("word", ["nan", "NaN", "N/A", "None"])
+def test_a_label_that_says_that_there_is_none_is_noticed(capsys, tmp_path, word):
+    rows = "".join(f"row {i},{[word, 'sport', 'world'][i % 3]}\n" for i in range(60))
+    (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
+    x = labelled(tmp_path, [word, "sport", "world"] * 20)
+    code, out, _ = checked(capsys, tmp_path, x)
+    assert code == 0
+    assert f'# the class "{word}" is trained like any other; if it marks rows without a label' in out
+
+
+def test_noise_of_many_components_is_said_before_the_run(capsys, tmp_path):
+    text = labelled(tmp_path, ["a", "b"] * 30).replace('"fedavg"\nrounds = 1', '"fedpft"\ncomponents = {}')
+    text += '[privacy]\nunit = "record"\ntarget_epsilon = 50.0\ndelta = 1e-5\n'
+    said = "private EM with up to 10 components has"
+    code, out, _ = checked(capsys, tmp_path, text.format('10\ncovariance = "spherical"'))
+    assert code == 0
+    assert f"# {said}" in out
+    seen = []
+
+    class Notes(fedfm.Progress):
+        def notice(self, text):
+            seen.append(text)
+
+        def round(self, *args, **kwargs):
+            seen.append("a round")
+
+    result = fedfm.run(tmp_path / "exp.toml", tmp_path / "run", progress=Notes())
+    assert [said in note for note in seen].index(True) < seen.index("a round")
+    assert sum(said in note for note in seen) == sum(said in note for note in result["warnings"]) == 1
+    code, out, _ = checked(capsys, tmp_path, text.format('1\ncovariance = "spherical"'))
+    assert (code, "private EM" in out) == (0, False)
 
 
 def test_classes_that_nobody_trains_are_noticed(capsys, tmp_path):

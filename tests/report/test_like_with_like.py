@@ -87,6 +87,17 @@ def test_a_run_of_one_round_is_a_line(pair, tmp_path):
     assert y_0 == y_1
 
 
+def test_rounds_without_an_evaluation_do_not_break_a_line(pair, tmp_path):
+    sparse = tables(name="centralised", rounds=6) | {"run": {"workers": 1, "evaluate_every": 3}}
+    fedfm.run(sparse, tmp_path / "centralised")
+    known = [m.get("accuracy") for m in fedfm.load_run(tmp_path / "centralised").metrics()]
+    assert None in known[: max(i for i, v in enumerate(known) if v is not None)]  # a gap between points
+    page = compare.write([pair[0], tmp_path / "centralised"], tmp_path / "c.html").read_text()
+    drawn = page[page.index("by round</h3>") :].partition("</svg>")[0]
+    paths = re.findall(r'class="line s2" d="M([^"]*)"', drawn)
+    assert [len(path.split("L")) for path in paths] == [sum(v is not None for v in known)]
+
+
 def test_lines_are_of_the_same_rows_where_a_run_is_evaluated_at_its_end_only(pair, tmp_path):
     """As `fedfm demo` does with each client alone: its own rows are no measure beside all test rows."""
     alone = tables(name="local") | {"run": {"workers": 1, "evaluate_every": 0}}

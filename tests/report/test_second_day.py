@@ -3,10 +3,11 @@
 import json
 import math
 import re
+from html import unescape
 
 import numpy as np
 import pytest
-from sklearn.metrics import precision_recall_fscore_support
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 import fedfm
 import small
@@ -32,6 +33,10 @@ def test_own_data_are_not_called_iid(tmp_path):
     text = words(runs.make(tmp_path / "sites", experiment=sites, split=None))
     assert "with the silos’ own data at 6" in text
     assert "(dirichlet 0.1)" in words(path)
+    assert "[data.partition]" in words(path)
+    for own in ("own", "sites"):
+        assert "partition" not in words(tmp_path / own)
+        assert "partition" in json.loads((tmp_path / own / "manifest.json").read_text())["experiment"]["data"]
 
 
 def private(path, epsilon, delta, unit):
@@ -76,6 +81,30 @@ def test_only_files_that_are_there_are_named(tmp_path):
     assert present(run, "Something else.") == "Something else."
 
 
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("fedavg", "private/ holds a lock and no clients' memories or keys."),
+        ("ditto", "private/ holds clients' memories: never share it."),
+    ],
+)
+def test_what_the_private_folder_holds_is_said(tmp_path, method, said):
+    tables = small.experiment(tmp_path, method={"name": method, "rounds": 1})
+    tables["method"].pop("local")
+    fedfm.run(tables, tmp_path / "run", progress=Progress())
+    assert (tmp_path / "run/private/memory").exists() == (method == "ditto")
+    assert said in unescape(words(tmp_path / "run"))
+
+
+def test_under_privacy_keys_and_counts_are_said(tmp_path):
+    privacy = {"mechanism": "dp_sgd", "unit": "record", "target_epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0}
+    tables = small.experiment(tmp_path, privacy=privacy, method={"rounds": 1, "fraction": 1.0})
+    fedfm.run(tables, tmp_path / "run", progress=Progress())
+    kept = [path.name for path in (tmp_path / "run/private").rglob("*.secret")]
+    assert kept
+    assert "keys, and in private/data.json the exact numbers of rows" in words(tmp_path / "run")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classes")
@@ -102,6 +131,71 @@ def test_scores_of_classes_are_those_of_the_predictions(finished):
         assert int(row[1]) == support[i]
         numbers = [float(cell.split("\u00a0")[0]) for cell in row[2:5]]
         assert numbers == [pytest.approx(100 * v, abs=0.051) for v in (recall[i], precision[i], f1[i])]
+
+
+def many(folder, classes, rows=1200):
+    """An npz of so many classes, of which neighbours overlap."""
+    folder.mkdir()
+    rng = np.random.default_rng(1)
+    y = rng.integers(0, classes, rows)
+    x = np.stack([np.cos(y / 9), np.sin(y / 9), y / classes, np.ones(rows)], 1) * 4 + rng.normal(0, 0.2, (rows, 4))
+    split = np.where(np.arange(rows) % 3 == 0, "test", "train")
+    names = np.array([f"intent {i:03d}" for i in range(classes)])
+    np.savez(folder / "rows.npz", x=x.astype(np.float32), y=y, split=split, classes=names)
+    return folder
+
+
+def test_of_many_classes_the_scores_are_kept_and_no_matrix_is_drawn(tmp_path):
+    """Against scikit-learn, on what ``fedfm predict`` says of the test rows."""
+    folder = many(tmp_path / "many", 60)
+    local = {"learning_rate": 0.3, "epochs": 5, "batch_size": 32}
+    result = fedfm.run(small.experiment(folder, method={"local": local}), folder / "run", progress=Progress())
+    rows = np.load(folder / "rows.npz")
+    tested, names = rows["split"] == "test", list(rows["classes"])
+    predicted = [names.index(p) for p in fedfm.predict(folder / "run", folder / "rows.npz")["predictions"]]
+    true, said = rows["y"][tested], np.array(predicted)[tested]
+    matrix = confusion_matrix(true, said, labels=range(60))
+    counts = result["details"]["class_counts"]
+    assert "confusion" not in result["details"]
+    assert counts["rows"] == matrix.sum(1).tolist()
+    assert counts["predicted"] == matrix.sum(0).tolist()
+    assert counts["right"] == matrix.diagonal().tolist()
+    wrong = matrix - np.diag(matrix.diagonal())
+    assert [0 if t is None else t[1] for t in counts["taken_for"]] == wrong.max(1).tolist()
+    assert [n for *_, n in counts["confused"]] == sorted(wrong.ravel().tolist(), reverse=True)[:20]
+    page = html.write(folder / "run").read_text()
+    section = page[page.index('id="classes"') :].partition("</section>")[0]
+    assert "No confusion matrix is drawn: with 60 classes it would have" in section
+    assert "<svg" not in section
+    *_, f1, _ = precision_recall_fscore_support(true, said, labels=range(60), zero_division=0)
+    worst = min((v, i) for i, v in enumerate(f1) if matrix.sum(1)[i])
+    assert f"Lowest F1: {names[worst[1]]} ({100 * worst[0]:.1f}" in section
+    a, b, n = counts["confused"][0]
+    assert f"Most frequent mistakes: {names[a]} taken for {names[b]} ({n} of {matrix.sum(1)[a]})" in section
+    table = section[section.index("Scores of each class") :]
+    shown = [re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)][1:]
+    assert [row[0] for row in shown] == names
+    for row, value in zip(shown, f1, strict=True):
+        if row[4][:1].isdigit():
+            assert float(row[4].split("\u00a0")[0]) == pytest.approx(100 * value, abs=0.051)
+
+
+def test_of_the_models_of_clients_the_counts_of_many_classes_are_added_up(tmp_path):
+    folder = many(tmp_path / "many", 60)
+    tables = small.experiment(folder, method={"name": "local", "rounds": 1})
+    result = fedfm.run(tables, folder / "run", progress=Progress())
+    counts = result["details"]["class_counts"]
+    assert sum(counts["rows"]) == sum(counts["predicted"]) == 5 * 400
+    assert sum(counts["right"]) / sum(counts["rows"]) == pytest.approx(result["global_accuracy"])
+
+
+def test_a_report_says_that_too_many_classes_have_no_scores(tmp_path):
+    folder = many(tmp_path / "many", 1001)
+    result = fedfm.run(small.experiment(folder, method={"rounds": 1}), folder / "run", progress=Progress())
+    assert "class_counts" not in result["details"]
+    assert re.search(
+        r"Scores of single classes are kept for up to 1\D000 classes; these are 1\D001\.", words(folder / "run")
+    )
 
 
 def test_models_of_clients_are_added_up(finished):

@@ -1,8 +1,11 @@
 """Paths in an experiment's file are relative to it, else to the working directory, and never silently either."""
 
+import re
+
 import numpy as np
 import pytest
 
+from fedfm.cli import main
 from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
 
@@ -37,6 +40,28 @@ def test_what_is_not_there_is_relative_to_the_working_directory(study):
     (study.parent / "elsewhere/rows.npz").write_bytes(b"")
     (study / "rows.npz").unlink()
     assert Experiment.load(written(study)).data.path == "rows.npz"
+
+
+@pytest.mark.parametrize("how", ["check", "run"])
+def test_a_missing_file_is_looked_for_next_to_the_experiment(study, capsys, how):
+    """The message lists the folder of the experiment's file, with what is near, and not the working directory."""
+    (study.parent / "elsewhere/notes.txt").write_text("")
+    (study / "more").mkdir()
+    (study / "more/north.npz").write_bytes(b"")
+    for data, said in (
+        (
+            'path = "row.npz"',
+            f'there is no "row.npz", relative to .*; "{study}" holds .*"rows.npz".*did you mean "rows.npz"',
+        ),
+        ('clients = { a = "more/nord.npz" }', f'data.clients.a: .*"{study}/more" holds "north.npz".*mean "north.npz"'),
+    ):
+        assert main([how, str(written(study, data))]) == 2
+        error = capsys.readouterr().err
+        assert re.search(said, error)
+        assert "notes.txt" not in error
+    # A path of the command line is relative to the working directory.
+    assert main([how, str(written(study)), "--set", 'data.path="none.npz"']) == 2
+    assert '"." holds "notes.txt"' in capsys.readouterr().err
 
 
 def test_two_files_of_that_name_are_refused(study):

@@ -24,6 +24,11 @@ from fedfm.runtime.run_directory import Run
 QUESTION = "Do a client's updates of the head disclose the features of single rows?"
 SHARE = 0.05  # of the typical distance between neighbours; what is nearer to a row than that is the row
 NAMED = 1000  # rows named in the detail
+NO_BIAS = (
+    "clients train a head without a bias. Of one row with features x the weights of class c change by (y_c - p_c) x, "
+    "the bias by y_c - p_c, and their quotient is x; without the bias x is known up to an unknown factor only, and of "
+    "several rows any mixture of their features explains the change as well"
+)
 
 
 class Rebuilt(Watch):
@@ -43,11 +48,15 @@ class Rebuilt(Watch):
         self.by_chance: set[int] = set()
         self.ratios: list[float] = []
         self.compared, self.rows, self.updates = 0, 0, 0
+        self.why = "no update of a client is a change of the whole model"  # there is no figure
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method: Any = self._run.experiment.method
         model, names = population.model, head_names(population.model)
-        if names is None or turn.round == 0:
+        if names is None or names.bias is None:
+            self.why = NO_BIAS if names is not None else "no client trains a linear head of the model"
+            return
+        if turn.round == 0:
             return
         pool = self._pool = self._pool or RowPool(population, self._run.experiment.run.seed)
         self.rows = sum(len(pool.members[c]) for c in pool.honest)
@@ -93,7 +102,7 @@ class HeadRows(Audit):
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         found: Any = replay.watched["head_rows"]
         if not found.ratios:
-            return [nothing("head_rows", QUESTION, "No update has a head with a bias.")]
+            return [nothing("head_rows", QUESTION, f"Not measured: {found.why}.")]
         hits, rows = len(found.hits), max(found.rows, 1)
         low, high = rates.clopper_pearson(hits, rows)
         chance = len(found.by_chance) / found.compared if found.compared else 0.0

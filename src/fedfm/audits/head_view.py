@@ -16,17 +16,17 @@ class Names(NamedTuple):
     """Names of the head's tensors among those that travel."""
 
     weight: str
-    bias: str
+    bias: str | None
 
 
 def head_names(model: Model) -> Names | None:
-    """None if the model has no trained head with a bias."""
+    """None if the model has no trained head; without a bias of the head, or where that is frozen, its name is None."""
     head = model.head
-    if head is None or head.bias is None:
+    if head is None:
         return None
     found = {id(tensor): name for name, tensor in model.live().items()}
-    weight, bias = found.get(id(head.weight)), found.get(id(head.bias))
-    return None if weight is None or bias is None else Names(weight, bias)
+    weight = found.get(id(head.weight))
+    return None if weight is None else Names(weight, None if head.bias is None else found.get(id(head.bias)))
 
 
 def reads_heads(run: Run) -> bool:
@@ -43,7 +43,7 @@ def sums_only(run: Run) -> str | None:
 
 
 def changes(crossing: CrossedUpdate, names: Names) -> tuple[Array, Array] | None:
-    """(weight (C, d), bias (C,)) of an update of one client."""
-    if crossing.delta is None or names.bias not in crossing.delta:
+    """(weight (C, d), bias (C,)) of an update of one client; None if it has not both."""
+    if crossing.delta is None or names.bias is None or names.bias not in crossing.delta:
         return None
-    return tuple(crossing.delta[name].double().numpy() for name in names)  # type: ignore[return-value]
+    return crossing.delta[names.weight].double().numpy(), crossing.delta[names.bias].double().numpy()

@@ -37,20 +37,21 @@ class Shares(Watch):
         found: by client, (C,).
         public: (C,) shares of the attacker's own rows; None without them.
         tried: local passes for each client.
+        bias: whether the head that clients train has one.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.found: dict[ClientId, Array] = {}
         self.public: Array | None = None
-        self.tried = 0
+        self.tried, self.bias = 0, True
         self.why = "no update of a client is a change of the whole model"  # there is no figure
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method: Any = self._run.experiment.method
         model, federated, names = population.model, population.federated, head_names(population.model)
         if names is None:
-            self.why = "the model has no trained head with a bias"
+            self.why = "no client trains a linear head of the model"
             return
         if not len(federated.test):
             self.why = "the server has no rows of its own to compare with"
@@ -66,6 +67,7 @@ class Shares(Watch):
             return
         rounds = max(int(self._run.manifest["result"]["rounds"]), 1)
         one = cost(self._run, population) / rounds / max(len(population.clients), 1)  # seconds of a local pass
+        self.bias = names.bias is not None
         self.tried = min(MOST, int(BUDGET / (one * len(population.clients)))) if one else MOST
         own = federated.test[:: -(-len(federated.test) // OWN)]
         labels = np.asarray(federated.table.labels)[own]
@@ -120,8 +122,8 @@ class _Attacker:
 
     def _traces(self, delta: Params, end: Params, x: Array) -> Array:
         said = torch.softmax(logits(self._method, self._model, end, self._rows).double(), -1).numpy()
-        weight, bias = (delta[name].double().numpy() for name in self._names)
-        return traces(weight, bias, x, self._labels, said)
+        weight, bias = (None if name is None else delta[name].double().numpy() for name in self._names)
+        return traces(weight, bias, x, self._labels, said)  # type: ignore[arg-type]
 
 
 class LabelCounts(Audit):
@@ -165,11 +167,12 @@ def _finding(replay: Replay, error: Array, guess: Array, present: float, watch: 
     verdict: Verdict = (
         "inconclusive" if few else "leaks" if gain[0] > 0 else "holds" if gain[1] <= 0 else "inconclusive"
     )
+    source = "" if watch.bias else " (of a head without a bias: the change of its weights, and the probabilities)"
     says = (
-        f"Each client's first update, and {watch.tried} local passes on the attacker's own rows, give label shares "
-        f"that are {mean:.3f} [{low:.3f}, {high:.3f}] from the true ones (total variation, mean of {len(error)} "
-        f"clients); the guess that a client is as the test rows errs by {baseline:.3f}. Whether a client has a class "
-        f"is right in {100 * present:.0f} % of cases."
+        f"Each client's first update{source}, and {watch.tried} local passes on the attacker's own rows, give label "
+        f"shares that are {mean:.3f} [{low:.3f}, {high:.3f}] from the true ones (total variation, mean of "
+        f"{len(error)} clients); the guess that a client is as the test rows errs by {baseline:.3f}. Whether a client "
+        f"has a class is right in {100 * present:.0f} % of cases."
     )
     detail = {"guess": baseline, "gain_low": gain[0], "gain_high": gain[1], "clients": len(error), "present": present}
     return Finding("label_counts", QUESTION, mean, low, high, baseline, verdict, says, False, detail)

@@ -19,13 +19,14 @@ def check(args: Any) -> int:
     """``fedfm check``."""
     from dataclasses import asdict
 
+    from fedfm.config.toml import to_toml
     from fedfm.core.capabilities import Founded, Modelled, Planned
     from fedfm.data.load import check_files
 
     experiment = experiment_of(args)
     check_files(experiment.data)
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
-    text = experiment.to_toml().rstrip()
+    text = to_toml(experiment.shown()).rstrip()
     population = None
     # With a SuperLink, data and model lie on its machine: this one if it has the kit.
     if not experiment.run.superlink or Path(experiment.run.superlink).is_dir():
@@ -38,7 +39,7 @@ def check(args: Any) -> int:
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()
-        from fedfm.runtime.description import of_model, of_rows
+        from fedfm.runtime.description import of_method, of_model, of_rows
         from fedfm.runtime.forecast import forecast
         from fedfm.runtime.population import populate
 
@@ -52,6 +53,7 @@ def check(args: Any) -> int:
         result["fingerprint"] = population.model.fingerprint
         result["notices"] = [
             *of_rows(experiment.method, population),
+            *of_method(experiment.method),
             *of_model(experiment.run, population.model),
         ]
         if expected is not None:

@@ -65,17 +65,26 @@ def _known(speeds: Mapping[str, float], names: Collection[str]) -> None:
         raise InputError(f"run.asynchronous.speeds: no client is called {', '.join(unknown)}{hint}")
 
 
+def not_late(method: type, name: str) -> str:
+    """Why no run of this method is asynchronous; "" if it may be."""
+    if "takes_late" in vars(method):
+        return ""
+    names = [name for name in ours("methods") if "takes_late" in vars(resolve("methods", name))]
+    return (
+        f'run.asynchronous: method "{name}" needs the answers of a whole cohort to one state; expected {listed(names)}'
+    )
+
+
 def asynchronous(e: Any) -> Any:
     """The aggregation of an experiment with ``run.asynchronous``.
 
     Raises:
         InputError: something needs whole cohorts.
     """
-    late, method, where = e.run.asynchronous, f'method "{e.method_name}"', "run.asynchronous:"
+    late, where = e.run.asynchronous, "run.asynchronous:"
     fraction = e.method.fraction if isinstance(e.method, Sampling) else 1.0
-    if not isinstance(e.method, TakesLate) or "takes_late" not in vars(type(e.method)):
-        names = [name for name in ours("methods") if "takes_late" in vars(resolve("methods", name))]
-        raise InputError(f"{where} {method} needs the answers of a whole cohort to one state; expected {listed(names)}")
+    if (why := not_late(type(e.method), e.method_name)) or not isinstance(e.method, TakesLate):
+        raise InputError(why)
     if any(local.personal for local in locals_of(e.method)):
         raise InputError(
             f"{where} with this [method.local] every client ends with a model of its own; drop one of the two"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +13,15 @@ from typing import Any, TypeVar
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
 from fedfm.config import compatibility
+from fedfm.config.guesses import UnknownKey
 from fedfm.config.own_code import filled, is_function
-from fedfm.config.registry import admit_named, name_of
+from fedfm.config.registry import admit_named, name_of, resolve
 from fedfm.config.run_spec import RunSpec
-from fedfm.config.toml import build, build_named, named, plain, read, refuse_unknown, to_toml
+from fedfm.config.toml import build, build_named, named, plain, put, read, refuse_unknown, to_toml
 from fedfm.core.capabilities import Modelled, Private
 from fedfm.core.fields import check
 from fedfm.core.method import Method
-from fedfm.data.spec import IN_MEMORY, WITHHELD, DataSpec
+from fedfm.data.spec import IN_MEMORY, WITHHELD, DataSpec, PartitionSpec
 from fedfm.data.spec import check as check_data
 from fedfm.errors import InputError
 from fedfm.models.adapters.adaptation import with_defaults
@@ -157,7 +160,10 @@ class Experiment:
             InputError: with the key, what it is, and what would be right.
         """
         known = {"name", "data", "model", "method", "privacy", "attack", "aggregation", "run"}
-        refuse_unknown(table, known, "")
+        try:
+            refuse_unknown(table, known, "")
+        except UnknownKey as error:
+            raise _hinted(error, table) from None
         for section in ("data", "method"):
             if section not in table:
                 raise InputError(_MISSING.format(section))
@@ -166,7 +172,10 @@ class Experiment:
                 raise InputError(f"{section} = {table[section]!r}: expected a table [{section}]")
         if imports:
             admit_named(table)
-        return cls(**{"model": None, **table})
+        try:
+            return cls(**{"model": None, **table})
+        except UnknownKey as error:
+            raise _hinted(error, table) from None
 
     def server_only(self) -> dict[str, Any]:
         """Values that only the server may know, by key."""
@@ -215,9 +224,63 @@ class Experiment:
         others = {"privacy": self.privacy, "attack": self.attack, "aggregation": self.aggregation, "run": self.run}
         return tables | {key: named(value) for key, value in others.items() if value is not None}
 
+    @property
+    def silos_own_rows(self) -> bool:
+        """Whether silos have rows of their own, so that no partition deals any."""
+        silos = self.data.clients is not None or self.data.classes is not None or self.run.engine == "folder"
+        # Nodes of a SuperLink without a silo's file share one table; only an experiment that deals it names how.
+        return silos or (self.run.superlink is not None and self.data.partition == PartitionSpec())
+
+    def shown(self) -> dict[str, Any]:
+        """As :meth:`to_dict`, for a reader: without the partition where nothing is dealt."""
+        tables = self.to_dict()
+        if self.silos_own_rows:
+            tables["data"].pop("partition", None)
+        return tables
+
     def to_toml(self) -> str:
         """The experiment as a TOML file with every default filled in; keys without a value are left out."""
         return to_toml(self.to_dict())
+
+
+def _hinted(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
+    """The error with a hint that the other tables do not refuse."""
+    method = tables.get("method")
+    name = str(method.get("name", "")) if isinstance(method, Mapping) else ""
+    value: Any = tables
+    for key in error.where.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+
+    def refused(changes: Mapping[str, Any]) -> str | None:
+        trial = _copied(tables)
+        *path, last = error.where.split(".")
+        inner = trial
+        for key in path:
+            inner = inner.get(key, {})
+        inner.pop(last, None)
+        try:
+            for key, value in changes.items():
+                put(trial, key, value)
+            Experiment(**{"data": {}, "model": None, "method": {}, **trial})
+        except InputError as refusal:
+            begins = re.match(r"\[?([\w.]+)\]?(?=:| belongs| does not| = .*: expected a table)", str(refusal))
+            at = f"{begins[1]}." if begins else "\0"
+            return str(refusal) if any(f"{key}.".startswith(at) for key in changes) else None
+        except TypeError:  # another table that no experiment has
+            return None
+        return None
+
+    found = error.among(value, name, refused)
+    run = tables.get("run")
+    if error.where.startswith("method.") and isinstance(run, Mapping) and run.get("asynchronous"):
+        with contextlib.suppress(InputError):  # a name that is none is refused before its keys
+            if why := compatibility.not_late(resolve("methods", name), name):
+                return InputError(f"{why}; and {found}")
+    return found
+
+
+def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in table.items()}
 
 
 def _built(cls: type[T], value: T | Mapping[str, Any], section: str) -> T:

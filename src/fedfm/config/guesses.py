@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
 
-from fedfm.errors import close
+from fedfm.config.registry import ours, resolve
+from fedfm.core.fields import key_of
+from fedfm.errors import InputError, close, listed
 
 _SAME = {
     "lr": ("learning_rate",),
@@ -27,7 +33,9 @@ _SAME = {
     "sample_rate": ("fraction",),
     "r": ("rank",),
     "lora_rank": ("rank",),
+    "lora_alpha": ("alpha",),
     "lora_dropout": ("dropout",),
+    "path": ("name",),  # of a model
     "target_modules": ("targets",),
     "epsilon": ("target_epsilon",),
     "eps": ("target_epsilon",),
@@ -37,16 +45,48 @@ _SAME = {
     "label_column": ("label",),
     "text_column": ("text",),
 }
-_OPTIMISER = ("optimizer", "optimiser", "optim")
+_OPTIMISER = ("optimizer", "optimiser", "optim", "opt")
+_NAME = "method.local.name"
+_FEW = 6  # owners of a key in a hint
 _PLACES = {
     "method.local": ("learning_rate", "epochs", "batch_size", "momentum", "weight_decay", "lambda", "micro_batch"),
-    "method": ("rounds", "fraction"),
-    "data.partition": ("clients",),
-    "model.adaptation": ("rank", "dropout", "targets"),
+    "method": ("rounds", "fraction", "local"),
+    "data.partition": ("clients", "alpha"),
+    "model.adaptation": ("rank", "alpha", "dropout", "targets"),
     "model": ("max_length", "device", "dtype", "task"),
     "privacy": ("target_epsilon", "noise_multiplier", "delta", "clip_norm"),
     "run": ("seed", "engine", "workers", "min_clients", "timeout"),
 }
+
+
+Refusal = Callable[[Mapping[str, Any]], str | None]  # keys and values in place of the wrong key -> why one is refused
+
+
+class UnknownKey(InputError):
+    """A key that its table does not have.
+
+    Attributes:
+        where: the key with its tables, ``a.b.c``.
+    """
+
+    def __init__(self, key: str, known: Collection[str], path: str) -> None:
+        self._key, self._known, self._path = key, list(known), path
+        self.where = f"{path}.{key}" if path else key
+        super().__init__(self._text(meant(key, known, path)))
+
+    def among(self, value: Any, method: str, refused: Refusal) -> InputError:
+        """The same with a hint that fits the other tables of the experiment: none names a key that is refused next.
+
+        Args:
+            value: what stands at the key.
+            method: the experiment's method.
+            refused: why the experiment would be refused for one of these keys.
+        """
+        return InputError(self._text(_meant_among(self._key, self._known, self._path, value, method, refused)))
+
+    def _text(self, hint: str) -> str:
+        table_of = f"[{self._path}]" if self._path else "the file"
+        return f"{self.where}: unknown key{hint}; {table_of} takes {listed(self._known)}"
 
 
 def meant(key: str, known: Collection[str], path: str) -> str:
@@ -61,14 +101,60 @@ def meant(key: str, known: Collection[str], path: str) -> str:
         >>> meant("lr", ["rounds"], "method")
         ' (did you mean method.local.learning_rate?)'
     """
-    word = key.lower()
+    found = next(_guesses(key, known, path), None)
+    return close(key, known) if found is None else _asked(found, path)
+
+
+def _guesses(key: str, known: Collection[str], path: str) -> Iterator[str]:
+    """Keys of this and of other tables that may be meant, the best first."""
+    word, inside = key.lower(), f"{path}." if path else ""
     if word in _OPTIMISER:
-        here = "optimiser" in known
-        return ' (did you mean "optimiser"?)' if here else ' (did you mean method.local.name, e.g. "adam"?)'
-    if near := [name for name in _SAME.get(word, ()) if name in known]:
-        return f' (did you mean "{near[0]}"?)'
+        yield f"{inside}optimiser" if "optimiser" in known else _NAME
+        return
+    yield from (f"{inside}{name}" for name in _SAME.get(word, ()) if name in known)
     for name in (word, *_SAME.get(word, ())):
-        place = next((place for place, names in _PLACES.items() if name in names and place != path), None)
-        if place is not None and name not in known:
-            return f" (did you mean {place}.{name}?)"
-    return close(key, known)
+        places = [place for place, names in _PLACES.items() if name in names and place != path]
+        yield from (f"{place}.{name}" for place in sorted(places, key=lambda p: not (path and p.startswith(inside))))
+
+
+def _asked(key: str, path: str, rest: str = "") -> str:
+    inside = f"{path}." if path else ""
+    name = key.removeprefix(inside)
+    shown = f'"{name}"' if path and key.startswith(inside) and "." not in name and key != _NAME else key
+    return f" (did you mean {shown}{', e.g. ' + chr(34) + 'adam' + chr(34) if key == _NAME else ''}{rest}?)"
+
+
+def _meant_among(key: str, known: Collection[str], path: str, value: Any, method: str, refused: Refusal) -> str:
+    without = False  # a client optimiser
+    for guess in _guesses(key, known, path):
+        why = refused({guess: "adam" if guess == _NAME else value})
+        if why is None:
+            return _asked(guess, path)
+        if owners := re.search(r'belongs to "([^"]+)"', why):  # another kind of the same table takes it
+            rest = f', with {guess.rpartition(".")[0]}.name = "{owners[1]}"'
+            return _asked(guess, "", rest)
+        without |= why.startswith("method.local:")
+    if without:
+        return f" ({method} has no client optimiser, hence no [method.local])"
+    if owned := _owners(key.lower(), value, refused):
+        return f" ({owned})"
+    inside = f"{path}." if path else ""
+    return hint if (hint := close(key, known)) and refused({inside + hint.split('"')[1]: value}) is None else ""
+
+
+def _owners(word: str, value: Any, refused: Refusal) -> str:
+    """Which methods, and which optimisers of this method, have such a key."""
+    found = []
+    for name in (word, *_SAME.get(word, ())):
+        methods = [m for m in ours("methods") if name in _keys("methods", m)]
+        if 0 < len(methods) <= _FEW:
+            found.append(f"method.{name} is a key of {', '.join(methods)}")
+        having, at = [o for o in ours("optimisers") if name in _keys("optimisers", o)], f"method.local.{name}"
+        taken = [o for o in having if refused({"method.local.name": o, at: value}) is None]
+        if 0 < len(taken) < _FEW:
+            found.append(f"with method.local.name = {' or '.join(json.dumps(o) for o in taken)} there is {at}")
+    return "; ".join(found)
+
+
+def _keys(kind: str, name: str) -> set[str]:
+    return {key_of(f.name) for f in fields(resolve(kind, name)) if f.init}

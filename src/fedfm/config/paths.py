@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedfm.data.sources._files import missed
 from fedfm.errors import InputError
 from fedfm.models.names import BUILT_IN
 
@@ -49,6 +50,8 @@ def _found(folder: Path, value: Any, key: str) -> Any:
     if path.is_absolute():
         return value
     if not (there := folder / path).exists():
+        if key.startswith("data.") and not path.exists():
+            missed(value, folder)
         return str(there) if key in _MADE and not path.exists() else value
     if path.exists() and not path.samefile(there):
         raise InputError(

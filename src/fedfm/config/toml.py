@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
-from fedfm.config.guesses import meant
+from fedfm.config.guesses import UnknownKey
 from fedfm.config.paths import beside
 from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, key_of, plain_type
@@ -58,9 +58,7 @@ def refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
     """Refuse the first unknown key; ``path`` is the table's name, "" for the file."""
     for key in table:
         if key not in known:
-            where = f"{path}.{key}" if path else f"{key}"
-            table_of = f"[{path}]" if path else "the file"
-            raise InputError(f"{where}: unknown key{meant(key, known, path)}; {table_of} takes {listed(known)}")
+            raise UnknownKey(key, known, path)
 
 
 def build(cls: type, table: Any, path: str) -> Any:

@@ -369,10 +369,10 @@ class Detailed(Protocol):
 
 @runtime_checkable
 class Noticing(Protocol):
-    """A finished run has something to tell its owner. Caller: the result."""
+    """A run has something to tell its owner. Caller: the result, and before the first round the description."""
 
     def notices(self, state: Any) -> list[str]:
-        """One line each."""
+        """One line each; with state None what is known before the first round."""
 
 
 @runtime_checkable

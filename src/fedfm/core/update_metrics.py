@@ -19,8 +19,8 @@ PASSES = "passes_beside"  # forward passes over the client's rows besides the op
 # A client's "loss" is written there as "train_loss".
 # fmt: off
 SERVERS = frozenset({
-    "accuracy", "attack_success", "attackers", "balanced_accuracy", "bytes_down", "bytes_up", "client_accuracy",
-    "client_accuracy_before_aggregation", "client_loss_before_aggregation",
+    "accuracy", "attack_success", "attackers", "balanced_accuracy", "bytes_down", "bytes_up", "class_counts",
+    "client_accuracy", "client_accuracy_before_aggregation", "client_loss_before_aggregation",
     "client_loss", "clock", "cohort", "confusion", "details", "engine", "epsilon", "excluded", "global_accuracy",
     "largest_staleness", "local_accuracy",
     "local_loss", "local_rouge_1", "macro_f1", "method", "params_sha256", "perplexity", "rouge_1", "round", "rounds",

@@ -40,6 +40,7 @@ _NEIGHBOURS = {
     ("client", "replace"): " Neighbours: federations that differ in all rows of one client.",
 }
 _RATES = (1e5, 1e6, 1e7)  # bytes a second of a client's link
+_CLASSES = ("confusion", "class_counts")  # the section on classes shows them
 _FORMS = ("plain", "masked", "encrypted")
 
 
@@ -170,8 +171,11 @@ def manifest(run: RunFiles) -> str:
     if run.result.get("params_sha256"):
         facts.append(["params_sha256", _plain(run.result["params_sha256"])])
     text = note("The experiment with every default filled in, as <code>fedfm check</code> prints it.")
+    experiment = dict(run.experiment)
+    if run.silos_own_rows:
+        experiment["data"] = {k: v for k, v in mapping(experiment.get("data")).items() if k != "partition"}
     listing = table(["what", "value"], facts, "Versions and fingerprints", words=(1,))
-    return text + code(toml(run.experiment), "Experiment") + listing
+    return text + code(toml(experiment), "Experiment") + listing
 
 
 def result(run: RunFiles) -> str:
@@ -180,7 +184,7 @@ def result(run: RunFiles) -> str:
         return note("The run has no result line yet.")
     shown = ("balanced_accuracy", "macro_f1", "loss", "perplexity", "engine", "seed", "run", "params_sha256")
     rows = [[k, _plain(run.result[k])] for k in shown if k in run.result]
-    rows += [[f"details: {k}", _plain(v)] for k, v in mapping(run.result.get("details")).items() if k != "confusion"]
+    rows += [[f"details: {k}", _plain(v)] for k, v in mapping(run.result.get("details")).items() if k not in _CLASSES]
     known = {*shown, "details", "client_accuracy", "excluded", "method", "rounds", "seconds", "epsilon", "accuracy"}
     known |= {"global_accuracy", "local_accuracy", "bytes_up", "bytes_down"}
     rows += [[k, _plain(v)] for k, v in run.result.items() if k not in known]

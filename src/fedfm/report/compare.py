@@ -243,6 +243,8 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
         once = sum(value is not None for _, value in points) == 1 and points[-1][1] is not None
         if (run.done_rounds <= 1 or once) and last > 1 and points:  # a line, to be compared at each round of the others
             points = [(0.0, points[-1][1]), (last, points[-1][1])]
+        # A run that was evaluated in some rounds only is a line, too.
+        points = [(x, y) for x, y in points if y is not None] or points
         if points:
             series.append(Series(name, points, i % COLOURS + 1))
     if not series:

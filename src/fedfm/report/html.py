@@ -79,8 +79,7 @@ def data_of(run: RunFiles) -> str:
     """The data's name and how they were split."""
     data = mapping(run.experiment.get("data"))
     named = next((data[k] for k in ("name", "hub", "path") if data.get(k)), None)
-    kept = run.manifest.get("clients") and run.manifest.get("split", "") is None  # at the sites of a deployment
-    if data.get("clients") or kept:  # nothing was split
+    if run.silos_own_rows:  # nothing was split
         return "the silos’ own data"
     partition = mapping(data.get("partition"))
     how = str(partition.get("name", ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 from fedfm.report.read import RunFiles, mapping, numeric
 from fedfm.report.text import number
@@ -11,7 +12,23 @@ from fedfm.runtime.disclosure import guarantee
 
 _NAME = r"(?:[\w-]+/(?:[\w.-]+)?|[\w-]+\.(?:jsonl|json|npz|html))"
 _SUBJECT = re.compile(rf"{_NAME}(?:(?:, | and ){_NAME})*")
+_MEMORIES = re.compile(r" holds clients' memories and keys(, if the run has any)?")
 _LARGEST = 700.0  # epsilon whose e^epsilon is a finite number
+
+
+def _held(private: Path) -> list[str]:
+    """What a run's private folder holds, in words; nothing of a lock or of ``data.json``."""
+    files = [path.relative_to(private) for path in private.rglob("*") if path.is_file()]
+    kinds = {
+        "clients' memories": lambda p: p.parts[0] == "memory" and "+kept" not in p.parts and p.suffix != ".secret",
+        "the server's memory": lambda p: p.parts[0] == "server" and p.suffix != ".secret",
+        "keys": lambda p: p.suffix in (".secret", ".pem", ".key") or p.name.endswith("_key"),
+        "checkpoints": lambda p: p.parts[0] == "checkpoint",
+        "the programs and silos of a deployment": lambda p: p.parts[0] == "deployment",
+        "messages": lambda p: p.parts[0] in ("folder", "answered", "underway"),
+        "logs": lambda p: p.suffix == ".log",
+    }
+    return [words for words, of in kinds.items() if any(map(of, files))]
 
 
 def reading(run: RunFiles) -> str:
@@ -52,8 +69,18 @@ def present(run: RunFiles, sentence: str) -> str:
     if not there:
         return ""
     rest = sentence[subject.end() :]
+    if there[0] == "private/" and (claim := _MEMORIES.match(rest)):
+        held = _held(run.path / "private")
+        if not held and "private/data.json" not in rest:
+            return "private/ holds a lock and no clients' memories or keys."
+        rest = " holds " + (_joined(held) if held else "no memories or keys") + rest[claim.end() :]
     if not (run.path / "dossier.html").exists():
         rest = rest.replace("report.html and dossier.html tell", "report.html tells")
     *first, last = there
     glue = ", " if rest.startswith(" and ") else " and "
     return (glue.join([", ".join(first), last]) if first else last) + rest
+
+
+def _joined(words: list[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

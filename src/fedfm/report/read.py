@@ -115,6 +115,12 @@ class RunFiles:
         return final or next((r.losses for r in reversed(self.rounds) if r.losses), {})
 
     @property
+    def silos_own_rows(self) -> bool:
+        """Whether clients brought rows of their own, so that no partition dealt any."""
+        at_sites = self.manifest.get("clients") and self.manifest.get("split", "") is None  # of a deployment
+        return bool(mapping(self.experiment.get("data")).get("clients") or at_sites)
+
+    @property
     def measured(self) -> list[float]:
         """The clients' finite accuracies."""
         return numbers(self.client_accuracy.values())

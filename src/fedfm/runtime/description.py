@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedfm.core.capabilities import Viewing
+from fedfm.core.capabilities import Noticing, Viewing
 from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.models import devices, inputs
@@ -28,6 +29,23 @@ LORA_ALONE = ("lora",)
 _NAMED = 10  # classes in a notice
 
 
+def _folded(name: str) -> str:
+    return " ".join(name.casefold().split())
+
+
+def _composed(name: str) -> str:
+    return _folded(unicodedata.normalize("NFKC", name))
+
+
+# How names of classes that are probably one differ -> what they then have in common; each tells what those before do not.
+_ALIKE: dict[str, Callable[[str], str]] = {
+    "case or spaces": _folded,
+    "the form of their Unicode characters": _composed,
+    "-, _, spaces or case": lambda name: _composed(name.replace("-", " ").replace("_", " ")),
+}
+_NO_LABEL = ("nan", "none", "null", "na", "n/a", "<na>", "#n/a", "?", "-")  # what tables write for an empty label
+
+
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     """Write clients, split, fingerprints and notices into the manifest; refuse to resume on other data."""
     from fedfm.data.partition import summary
@@ -40,8 +58,10 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
     notices = [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
     notices += _elsewhere(run, population.model)
-    for notice in (*notices, *_on_disk(population)):
+    told = of_method(run.experiment.method)
+    for notice in (*notices, *told, *_on_disk(population)):
         progress.notice(notice)
+    run.manifest["notices"] += [text for text in told if text not in run.manifest["notices"]]
     run.manifest |= {
         "clients": run.manifest["clients"] if run.metrics() else list(population.clients),
         "attackers": list(population.attackers.names) if population.attackers else [],
@@ -62,6 +82,11 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:
         run.manifest["ledger"]["operations"] = costs
     run.write_manifest()
+
+
+def of_method(method: Method[Any]) -> list[str]:
+    """What the method says before its first round."""
+    return method.notices(None) if isinstance(method, Noticing) else []
 
 
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
@@ -115,19 +140,27 @@ def _no_task(population: Partitioned) -> list[str]:
 
 
 def spellings(classes: Sequence[str]) -> list[str]:
-    """A notice if names of classes differ by case or spaces alone: they are probably one class.
+    """Notices if names of classes differ by case, spaces, - or _ or Unicode form alone, or say that there is no label.
 
     Example:
         >>> spellings(["sports", "Sports ", "world"])
         ['the classes "Sports " and "sports" differ by case or spaces alone; if they are one class, spell them alike']
     """
-    alike: dict[str, list[str]] = {}
-    for name in sorted(classes):
-        alike.setdefault(" ".join(name.casefold().split()), []).append(name)
-    groups = [" and ".join(f'"{name}"' for name in names) for names in alike.values() if len(names) > 1]
-    if not groups:
-        return []
-    return [f"the classes {'; '.join(groups)} differ by case or spaces alone; if they are one class, spell them alike"]
+    found, said = [], set[tuple[str, ...]]()
+    for how, key in _ALIKE.items():
+        alike: dict[str, list[str]] = {}
+        for name in sorted(classes):
+            alike.setdefault(key(name), []).append(name)
+        groups = [tuple(names) for names in alike.values() if len(names) > 1 and tuple(names) not in said]
+        said.update(groups)
+        if groups:
+            listed = "; ".join(" and ".join(f'"{name}"' for name in names) for names in groups)
+            found.append(f"the classes {listed} differ by {how} alone; if they are one class, spell them alike")
+    empty = [f'"{name}"' for name in sorted(classes) if name.strip().casefold() in _NO_LABEL]
+    if empty and len(classes) > len(empty):
+        what = f"the class {empty[0]} is" if len(empty) == 1 else f"the classes {' and '.join(empty)} are"
+        found.append(f"{what} trained like any other; if it marks rows without a label, remove these rows")
+    return found
 
 
 def _untrained(population: Partitioned) -> list[str]:

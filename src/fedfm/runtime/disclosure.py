@@ -26,7 +26,7 @@ FILE = "private/data.json"
 _KEY = ("data", "fingerprint")  # party and name of the secret under private/
 _PUBLIC = ("kind", "source", "classes")  # keys of a split that no single row determines
 _WITHOUT_PRIVACY = (
-    "private/ holds clients' memories and keys: never share it.",
+    "private/ holds clients' memories and keys, if the run has any: never share it.",
     "clients/ holds one model per client: each was fitted to that client's rows and tells about them.",
     "checkpoint/, adapter/ and metrics.jsonl tell about the clients' data as far as the trained model and the "
     "per-client accuracies do; the split in this manifest counts the rows of every client and class, and its "

@@ -17,13 +17,14 @@ from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import RunError
 from fedfm.linalg.params import Params
-from fedfm.models import metrics
+from fedfm.models import class_counts, metrics
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import check_own, kept, logits, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run
 from fedfm.training import packed
 
 CONFUSION, _TABLED = "confusion", 50  # rows by true and predicted class, and most classes for which they are kept
+CLASS_COUNTS, _COUNTED = "class_counts", 1000  # of more classes: a few counts of each
 ANSWERS = ("rouge_1", "answers_cut", "reward_margin")  # metrics of models of instructions and of preferences only
 
 
@@ -125,6 +126,8 @@ class Evaluator:
                     line[key] = _mean(key, judged)
             if thorough and judged and all(CONFUSION in m for m in judged):
                 line[CONFUSION] = np.sum([m[CONFUSION] for m in judged], axis=0).tolist()
+            if thorough and judged and all(CLASS_COUNTS in m for m in judged):
+                line[CLASS_COUNTS] = class_counts.summary([m[CLASS_COUNTS] for m in judged])
             if personal(self._method) and self._run.experiment.data.base_classes is not None:
                 line["client_base_and_new"] = {c: {k: m[k] for k in metrics.BASE_AND_NEW} for c, m in by_model.items()}
         if thorough and has(self._method, Starting):
@@ -217,14 +220,19 @@ def judge(
 
     classes = len(population.federated.table.classes)
     plain = not population.model.is_language_model and population.federated.table.labels is not None
-    tabled = plain and 1 < classes <= _TABLED and getattr(population.model, "scores_function", None) is None
+    tabled = plain and 1 < classes <= _COUNTED and getattr(population.model, "scores_function", None) is None
+
+    def counts(said: Tensor, labels: Tensor) -> dict[str, Any]:
+        if classes <= _TABLED:
+            return {CONFUSION: metrics.confusion(said, labels)}
+        return {CLASS_COUNTS: class_counts.count(said, labels)}
 
     def whole(w: Params) -> dict[str, Any]:
         if not tabled:
             return scores(method, population.model, w, population.test)
         said, labels = logits(method, population.model, w, population.test), population.test.labels
         assert labels is not None  # noqa: S101 - for mypy: tabled
-        return metrics.scores(said, labels) | {CONFUSION: metrics.confusion(said, labels)}
+        return metrics.scores(said, labels) | counts(said, labels)
 
     def assembled(w: Params) -> dict[str, Any]:
         known = ask(w) if ask is not None else {}
@@ -232,7 +240,7 @@ def judge(
         parts = [known[c] if c in known else logits(method, population.model, w, population.piece(c)) for c in pieces]
         index = np.concatenate([population.federated.test[:0], *pieces.values()])
         said, labels = torch.cat(parts), population.labels(index)
-        return metrics.scores(said, labels) | ({CONFUSION: metrics.confusion(said, labels)} if tabled else {})
+        return metrics.scores(said, labels) | (counts(said, labels) if tabled else {})
 
     def with_new(w: Params, base: int = base or 0) -> dict[str, Any]:
         said = logits(method, population.model, w, population.test)

@@ -21,7 +21,7 @@ from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, logs
 from fedfm.runtime.disclosure import guarantee, rows_of
-from fedfm.runtime.evaluation import ANSWERS, CONFUSION, Evaluator
+from fedfm.runtime.evaluation import ANSWERS, CLASS_COUNTS, CONFUSION, Evaluator
 from fedfm.runtime.hindsight import outside, overtrained
 from fedfm.runtime.predictions import feature_transform, kept
 from fedfm.runtime.run_directory import Run
@@ -76,7 +76,8 @@ def finish(
     if kept(method):
         result["server_sha256"] = sha256_of(evaluator.models(state))
     more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
-    more += [CONFUSION, *ANSWERS, *(f"local_{key}" for key in ANSWERS), "client_loss", "server_client_loss", "val_loss"]
+    more += [CONFUSION, CLASS_COUNTS, *ANSWERS, *(f"local_{key}" for key in ANSWERS)]
+    more += ["client_loss", "server_client_loss", "val_loss"]
     result["details"] |= {key: last[key] for key in more if key in last}
     if cut := max(last.get(key) or 0.0 for key in ("answers_cut", "local_answers_cut")):
         notice(

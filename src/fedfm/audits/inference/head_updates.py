@@ -15,18 +15,24 @@ RIDGE = 1.0  # in units of the standardised traces
 ALPHAS = (0.1, 0.3, 1.0, 5.0)  # of the attacker's Dirichlet guesses: from one class to nearly all
 
 
-def traces(weight: Array, bias: Array, x: Array, labels: Array, said: Array) -> Array:
-    """Figures (5 C,) of an update of the head that depend on its label counts.
+def traces(weight: Array, bias: Array | None, x: Array, labels: Array, said: Array) -> Array:
+    """Figures (5 C,) of an update of the head that depend on its label counts; (4 C,) of a head without a bias.
+
+    Without a bias W m, m the mean of the attacker's rows, stands in its place: a row of features z changes it by
+    (y - p) z . m, so it counts labels as far as rows have a part in common. What they have not in common, of any sign,
+    shows alike in the updates that the attacker makes itself, from which :func:`label_shares` learns.
 
     Args:
-        weight, bias: (C, d), (C,) changes of the head.
+        weight, bias: (C, d), (C,) changes of the head; None if it has no bias.
         x, labels: (m, d), (m,) the attacker's own rows, as the head sees them.
         said: (m, C) their probabilities under the updated model.
     """
-    classes = len(bias)
+    classes = len(weight)
     own = np.stack([x[labels == c].mean(0) if (labels == c).any() else x.mean(0) for c in range(classes)])  # (C, d)
     right = np.array([said[labels == c, c].mean() if (labels == c).any() else 0.0 for c in range(classes)])
-    return np.concatenate([bias, weight @ x.mean(0) + bias, (weight * own).sum(1), said.mean(0), right])
+    shift = () if bias is None else (bias,)
+    moved = weight @ x.mean(0) + (0.0 if bias is None else bias)
+    return np.concatenate([*shift, moved, (weight * own).sum(1), said.mean(0), right])
 
 
 def guesses(classes: int, n: int, number: int, rng: np.random.Generator) -> Array:

@@ -41,14 +41,29 @@ def content_of(data: bytes) -> str:
     return next((words for start, words in _SIGNATURES if data.startswith(start)), "something else")
 
 
+# Relative paths of an experiment's file that were not found in its folder, with that folder: for messages alone.
+_missed: dict[str, Path] = {}
+
+
+def missed(path: str, folder: Path) -> None:
+    """Remember that a relative path was looked up in the folder of an experiment's file, and is not there."""
+    _missed[path] = folder
+
+
 def existing(path: str | Path, key: str = "data.path") -> Path:
-    """The path if it exists; else an InputError with the names in its folder."""
-    path = Path(path).expanduser()
+    """The path if it exists; else an InputError with the names in its folder.
+
+    The folder of a relative path of an experiment's file is that of the file, and else the working directory.
+    """
+    given, path = str(path), Path(path).expanduser()
     try:
         if path.exists():
             return path
     except OSError as error:
         raise InputError(f'{key}: "{str(path)[:200]}" cannot be opened: {error.strerror}') from None
+    where, of = "", _missed.get(given)
+    if of is not None:
+        where, path = ", relative to the experiment's file or to the working directory", of / path
     parent = path.parent
     while not parent.is_dir() and parent != parent.parent:
         parent = parent.parent
@@ -59,9 +74,9 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
     # The first missing part of the path: b of a/b/c.csv if only a exists.
     wanted = path.parts[len(parent.parts)] if len(path.parts) > len(parent.parts) else path.name
     beside = f'"{parent}" holds {listing(names) or "nothing"}{close(wanted, names)}'
-    if str(path) in BUILT_IN:
-        beside = f'the built-in set is data.name = "{path}"'
-    raise InputError(f'{key}: there is no "{path}"; {beside}')
+    if given in BUILT_IN:
+        beside = f'the built-in set is data.name = "{given}"'
+    raise InputError(f'{key}: there is no "{given}"{where}; {beside}')
 
 
 def read_bytes(path: Path, holds: str) -> bytes:

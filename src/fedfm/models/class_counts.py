@@ -1,0 +1,58 @@
+"""What a model takes for what, of more classes than a confusion matrix is kept for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+LISTED = 20  # pairs of classes that are most often taken for each other
+
+
+class ClassCounts(NamedTuple):
+    """Rows by true class and predicted class, without the empty cells.
+
+    Attributes:
+        classes: their number C.
+        cells: (true class, predicted class) -> rows.
+    """
+
+    classes: int
+    cells: Counter[tuple[int, int]]
+
+
+def count(logits: Tensor, labels: Tensor) -> ClassCounts:
+    """The counts of logits (n, C) and labels (n,).
+
+    Example:
+        >>> import torch
+        >>> count(torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 0, 1])).cells[0, 1]
+        1
+    """
+    pairs = zip(labels.tolist(), logits.argmax(-1).tolist(), strict=True)
+    return ClassCounts(logits.shape[-1], Counter(pairs))
+
+
+def summary(counted: Sequence[ClassCounts]) -> dict[str, list[object]]:
+    """Counts of one or more models, added up, as plain values of a length that grows with C alone.
+
+    Returns:
+        ``rows``, ``predicted`` and ``right``: (C,) rows of each class, that the models take for it, and of both;
+        ``taken_for``: (C,) the class that its rows are most often taken for with their number, or None; ``confused``:
+        the :data:`LISTED` most frequent mistakes, each as true class, predicted class, rows.
+    """
+    classes = counted[0].classes
+    cells = sum((c.cells for c in counted), Counter[tuple[int, int]]())
+    rows, said, right = ([0] * classes for _ in range(3))
+    taken: list[list[int] | None] = [None] * classes
+    wrong = sorted(((a, b, n) for (a, b), n in cells.items() if a != b), key=lambda cell: (-cell[2], *cell[:2]))
+    for (a, b), n in cells.items():
+        rows[a] += n
+        said[b] += n
+        right[a] += n * (a == b)
+    for a, b, n in wrong:
+        taken[a] = taken[a] or [b, n]
+    confused = [list(cell) for cell in wrong[:LISTED]]
+    return {"rows": [*rows], "predicted": [*said], "right": [*right], "taken_for": [*taken], "confused": [*confused]}
