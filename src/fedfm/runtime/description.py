@@ -37,7 +37,7 @@ def _composed(name: str) -> str:
     return _folded(unicodedata.normalize("NFKC", name))
 
 
-# How names of classes that are probably one differ -> what they then have in common; each tells what those before do not.
+# How names of classes that are probably one differ -> what they have in common; each tells what those before do not.
 _ALIKE: dict[str, Callable[[str], str]] = {
     "case or spaces": _folded,
     "the form of their Unicode characters": _composed,
