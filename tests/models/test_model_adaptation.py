@@ -1,5 +1,7 @@
 """What is trainable under each adaptation: names and numbers."""
 
+import dataclasses
+
 import pytest
 import torch
 from tiny_models import images, load, prose, real, sentences
@@ -7,6 +9,7 @@ from tiny_models import images, load, prose, real, sentences
 from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
 from fedfm.models.adapters.lora import need
+from fedfm.models.export import export
 from fedfm.models.spec import AdaptationSpec
 
 L, D, C, R, F = 3, 16, 3, 2, 24  # blocks, width, classes, rank, width of the feed-forward layers
@@ -154,9 +157,85 @@ def test_a_rank_for_each_kind_of_map(folder):
             load(folder("vit"), images(), spec)
 
 
-@pytest.mark.parametrize("options", [{"dora": True}, {"rslora": True}, {"rank_pattern": {"q_proj": 3}}])
+def test_alphas_exclusions_and_the_start_are_pefts(folder, tmp_path):
+    """The exported adapter, which PEFT loads onto the folder, gives the model's logits."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    from fedfm.models.quiet import quiet
+
+    spec = AdaptationSpec(
+        "lora",
+        rank=R,
+        alpha=4.0,
+        targets=("all-linear",),
+        rank_pattern={"key": 3},
+        alpha_pattern={"value": 9.0, "layer.1.attention.self.query": 1.5},
+        exclude_modules=("intermediate.dense", "layer.0.output.dense"),
+        init_lora_weights="gaussian",
+    )
+    model = load(folder("roberta"), sentences(), spec)
+    plain = load(folder("roberta"), sentences(), dataclasses.replace(spec, init_lora_weights="default"))
+    a = [n for n in model.names if "lora_A" in n]
+    assert len(a) == 6 * L - L - 1
+    assert not any("intermediate" in n for n in a)
+    assert not any(torch.equal(model.params()[n], plain.params()[n]) for n in a)
+    scales = {
+        n: m.scaling["default"] for n, m in model.module.named_modules() if hasattr(m, "scaling") and "query" in n
+    }
+    assert sorted(set(scales.values())) == pytest.approx(sorted({1.5 / R, 4.0 / R}))
+    with torch.no_grad():
+        torch.manual_seed(3)
+        for p in model.live().values():
+            p.add_(0.3 * torch.randn(p.shape))
+    rows = model.prepare(sentences(), range(5))
+    expected = model.predict(rows)
+    export(model, model.params(), "peft", tmp_path / "peft")
+    base = AutoModelForSequenceClassification.from_pretrained(folder("roberta"), num_labels=len(model.classes))
+    with quiet():
+        theirs = PeftModel.from_pretrained(base, str(tmp_path / "peft")).eval()
+    batch = rows.padded().batch(range(5))
+    with torch.no_grad():
+        found = theirs(**{k: v for k, v in batch.items() if k != "labels"}).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"alpha_pattern": {"nosuch": 2.0}}, "alpha_pattern: no adapted module's name ends with 'nosuch'"),
+        ({"exclude_modules": ("fc1",)}, "exclude_modules: no target's name ends with 'fc1'"),
+        ({"exclude_modules": ("q_proj", "v_proj")}, "leaves no module to adapt"),
+        (
+            {"exclude_modules": ("layers.0.attention.q_proj",), "alpha_pattern": {"layers.0.attention.q_proj": 2.0}},
+            "alpha_pattern: no adapted",
+        ),
+        ({"bias": "all"}, "it trains biases of the frozen base"),
+        ({"bias": "lora_only"}, "it trains biases of the frozen base"),
+        ({"init_lora_weights": "pissa"}, "takes a part of the base's weights"),
+        ({"init_lora_weights": "olora"}, "takes a part of the base's weights"),
+        ({"init_lora_weights": "eva"}, "reads the rows before the start"),
+        ({"init_lora_weights": "random"}, "B starts at random"),
+    ],
+)
+def test_what_fits_no_module_or_changes_the_base_is_refused(folder, options, words):
+    with pytest.raises(InputError, match=words):
+        load(folder("vit"), images(), AdaptationSpec("lora", rank=R, **options))
+
+
+def test_the_starts_of_peft_in_a_file():
+    tables = {"model": {"name": "nano-vit", "adaptation": {"name": "lora"}}}
+    tables |= {"data": {"name": "digits"}, "method": {"name": "fedavg"}}
+    for value, text in ((True, "default"), ("gaussian", "gaussian"), (False, "random")):
+        tables["model"]["adaptation"]["init_lora_weights"] = value
+        assert Experiment.from_dict(tables).model.adaptation.init_lora_weights == text
+
+
+@pytest.mark.parametrize(
+    "options", [{"dora": True}, {"rslora": True}, {"rank_pattern": {"q_proj": 3}}, {"alpha_pattern": {"q_proj": 3.0}}]
+)
 def test_methods_that_multiply_factors_refuse_variants(folder, options):
-    with pytest.raises(InputError, match="drop dora, rslora and rank_pattern"):
+    with pytest.raises(InputError, match="drop dora, rslora, rank_pattern and alpha_pattern"):
         need(load(folder("vit"), images(), AdaptationSpec("lora", rank=R, **options)))
 
 

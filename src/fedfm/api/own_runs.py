@@ -15,6 +15,7 @@ from fedfm.data.spec import IN_MEMORY
 from fedfm.data.user_datasets import checked
 from fedfm.errors import InputError
 from fedfm.models import export
+from fedfm.models.own import language
 from fedfm.models.own.brought import Brought, brought, call
 from fedfm.models.quiet import quiet
 from fedfm.runtime.own_population import brought_by
@@ -69,8 +70,9 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
         rows: a data set, or the name ``module:function`` of a function that returns one.
 
     Returns:
-        ``classes``, ``predictions`` and ``probabilities`` of a classifier; of other modules ``outputs``, a list for
-        each row, and no predictions.
+        ``classes``, ``predictions`` and ``probabilities`` of a classifier; of a language model what
+        :func:`fedfm.models.own.language.told` returns; of other modules ``outputs``, a list for each row, and no
+        predictions.
 
     Raises:
         InputError: rows or module are wrong.
@@ -83,6 +85,9 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
     rows = checked(rows, "rows")
     found: list[torch.Tensor] = []
     with model.evaluating():
+        first = brings.given.predicted([rows[0]]) if len(rows) else None
+        if first is not None and language.gives_tokens(model.module, brings.given.batch([rows[0]]), first):
+            return language.told(brings.given, [rows[i] for i in range(len(rows))])
         for start in range(0, len(rows), BATCH):
             part = [rows[i] for i in range(start, min(start + BATCH, len(rows)))]
             found.append(brings.given.predicted(part).float().cpu())

@@ -15,6 +15,7 @@ from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters.experts import is_pair, weighed_by
+from fedfm.models.own import language
 from fedfm.runtime import predictions
 from fedfm.runtime.run_directory import Run
 
@@ -123,7 +124,10 @@ def predict(
           indexes of those that reach the limit of tokens. Over the rows with an output, null where there is none:
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
         - running text: its ``loss`` and ``perplexity``;
-        - an own module that is no classifier: ``outputs``, a list for each row.
+        - an own module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own loss,
+          with their mean ``loss`` and its ``perplexity``, and ``answers`` where rows mark a prompt and the module can
+          write, else ``warnings`` says why not;
+        - another own module that is no classifier: ``outputs``, a list for each row.
 
     Raises:
         InputError: the run is not finished, or the rows are of another kind than the model's.
@@ -235,6 +239,8 @@ def write(result: Mapping[str, Any], out: Path) -> None:
 def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Records by row: its place in the file from 0, its id or file if it has one, and its prediction."""
     names: Any = [{"id": name} for name in result["ids"]] if "ids" in result else repeat({})
+    if "losses" in result:
+        return [{"row": i, **line} for i, line in enumerate(language.lines(result))]
     if "answers" in result:
         cut, rows = set(result["cut"]), enumerate(zip(names, result["answers"], strict=False))
         return [{"row": i, **name, "answer": answer, "cut": i in cut} for i, (name, answer) in rows]

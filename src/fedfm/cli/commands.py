@@ -260,6 +260,8 @@ def predict(args: Any) -> int:
         for label, p in zip(result["predictions"], result["probabilities"], strict=True)
     ]
     lines += ["\t".join(f"{number:.6g}" for number in row) for row in result.get("outputs", ())]
+    if "losses" in result and "answers" not in result:
+        lines += ["" if loss is None else f"loss {loss:.6g}" for loss in result["losses"]]
     if "files" in result:
         lines = [f"{visible(name)}\t{line}" for name, line in zip(result["files"], lines, strict=True)]
     if args.out is not None:
@@ -272,7 +274,7 @@ def predict(args: Any) -> int:
     if cut := len(result.get("cut", ())):
         tell(
             f"fedfm: {cut} of {len(result['answers'])} answers stop at {result['answer_tokens']} tokens "
-            "(model.answer_tokens of the run), unfinished",
+            f"({result.get('limited_by', 'model.answer_tokens of the run')}), unfinished",
             sys.stderr,
         )
     return say(args, result, "\n".join(lines))

@@ -82,9 +82,9 @@ def build(cls: type, table: Any, path: str) -> Any:
         if isinstance(value, str) and value == of.metadata.get("alone"):
             value = (value,)  # a word in place of a list
         if isinstance(value, bool) and (word := of.metadata.get("true")):
-            if not value:
+            if not value and "false" not in of.metadata:
                 continue
-            value = word
+            value = word if value else of.metadata["false"]
         found[of.name] = convert(value, hints[of.name], f"{at}{key}", of.metadata.get("help", ""))
     return cls(**found)
 

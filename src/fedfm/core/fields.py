@@ -115,7 +115,7 @@ def setting(
         metadata: further keys, such as ``server_only`` (withheld from clients), ``usual`` (the default that ``None``
             stands for), ``alone`` (a word that may stand in place of a list), ``names`` (what a misspelt text
             may have meant) and ``true`` (the text that true stands
-            for; false is as an absent key).
+            for; false is as an absent key, or for that of ``false``).
         bounds: arguments of :class:`Bounds`.
 
     Raises:

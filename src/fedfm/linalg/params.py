@@ -86,7 +86,7 @@ class Params(Mapping[str, Tensor]):
         [1.5, 3.0]
     """
 
-    __slots__ = ("_flats", "_views", "layout")
+    __slots__ = ("__weakref__", "_flats", "_views", "layout")
     __array_ufunc__ = None  # NumPy's numbers then use __rmul__
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

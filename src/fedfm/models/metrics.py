@@ -254,6 +254,35 @@ def rouge_1(answer: str, reference: str) -> float:
     return 2 * common / (sum(a.values()) + sum(b.values())) if common else float(a == b)
 
 
+def joined(parts: Sequence[Scores], task: str) -> Scores:
+    """Scores of a language model on the union of rows, from its scores on parts of them.
+
+    One part with rows is returned as it is. Of several, means over tokens are weighted by tokens, the others by rows.
+
+    Example:
+        >>> parts = [nothing(1) | {"loss": 1.0, "tokens": 30}, nothing(1) | {"loss": 2.0, "tokens": 10}]
+        >>> joined(parts, "language_modelling")["loss"]
+        1.25
+    """
+    held = [m for m in parts if m["n"]]
+    if len(held) < 2:
+        return (held or list(parts))[0]
+    found = nothing(sum(m["n"] for m in held))
+    told = [m for m in held if m.get("tokens")]  # not of instructions without outputs
+    if told:
+        found["tokens"] = sum(m["tokens"] for m in told)
+    over_tokens = {"preference": (), "instruction": ("loss",)}.get(task, ("loss", "accuracy"))
+    for key in held[0].keys() - {"n", "tokens", "perplexity"}:
+        of, by = (told, "tokens") if key in over_tokens else (held, "n")
+        if of and all(m[key] is not None for m in of):
+            found[key] = sum(m[by] * m[key] for m in of) / sum(m[by] for m in of)
+        else:
+            found[key] = None
+    if told and found["loss"] is not None:
+        found["perplexity"] = _finite(math.exp(min(found["loss"], 709.0)))
+    return found
+
+
 def nothing(n: int = 0) -> Scores:
     """Undefined scores of ``n`` rows."""
     keys = ("accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity", "tokens")

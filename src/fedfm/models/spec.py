@@ -13,6 +13,8 @@ LANGUAGE = ("language_modelling", "instruction", "preference")  # tasks of causa
 TASKS = ("classification", "zero_shot", *LANGUAGE)
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 ALL_LINEAR = "all-linear"
+BIASES = ("none", "all", "lora_only")
+STARTS = ("default", "gaussian", "random", "pissa", "olora", "eva", "corda", "loftq", "orthogonal", "lora_ga")
 _NUMBERS = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("nf4", "int8")
 COMPILES = ("default", "reduce-overhead", "max-autotune")
@@ -37,6 +39,21 @@ class AdaptationSpec:
     dora: bool = setting(False, "lora: also learn the norm of each output's weights (DoRA, arXiv 2402.09353)")
     rank_pattern: dict[str, int] | None = setting(
         None, "lora: other ranks, by the end of a module's name, e.g. { fc2 = 16 }", ge=1, le=65_536
+    )
+    alpha_pattern: dict[str, float] | None = setting(
+        None, "lora: other alphas, by the end of a module's name, e.g. { fc2 = 32 }", gt=0, finite=True
+    )
+    exclude_modules: tuple[str, ...] | None = setting(
+        None, 'lora: targets that are not adapted, by the end of a module\'s name, e.g. with targets = "all-linear"'
+    )
+    bias: str = setting(
+        "none", "lora: none; all and lora_only of PEFT, which train biases of the base, are refused", choices=BIASES
+    )
+    init_lora_weights: str = setting(
+        "default",
+        "lora: how A starts: default (true), PEFT's, or gaussian; B starts at zero. What changes the base is refused",
+        choices=STARTS,
+        metadata={"true": "default", "false": "random"},
     )
     rslora: bool = setting(False, "lora: scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)")
     layers: int | None = setting(None, "top_layers: how many; lora: only in so many last layers", ge=1)

@@ -116,7 +116,8 @@ class Evaluator:
         if self._by_clients:
             line |= {"global_accuracy": _pooled("accuracy", tested.values()), "loss": _pooled("loss", tested.values())}
         elif self.judge is not None and (thorough or not personal(self._method)):
-            by_model = {client: self.judge(w) for client, w in self.revealed(state).items()}
+            known = self.revealed(state) if kept(self._method) else models  # the objects that the clients were sent
+            by_model = {client: self.judge(w) for client, w in known.items()}
             judged = list(by_model.values())
             line["global_accuracy"] = _mean("accuracy", judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
@@ -205,14 +206,18 @@ def judge(
     method: Method[Any],
     ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None,
     base: int | None = None,
+    told: Callable[[Params], Mapping[ClientId, Mapping[str, Any]]] | None = None,
 ) -> Judge | None:
     """Metrics of a method's parameters on the global test rows; None if there are no such rows.
 
     If logits are cached (see :mod:`fedfm.training.packed.predictor`), the rows are evaluated in the clients' pieces: a
-    process that has evaluated its clients with the same parameters has the logits already, with the same bits.
+    process that has evaluated its clients with the same parameters has the logits already, with the same bits. So are
+    those of language models, whose scores are sums over rows or tokens: an engine that has the clients' scores of these
+    parameters gives them as ``told``, and no row is judged twice. All engines go by pieces, so that bits are the same.
 
     Args:
         ask: returns cached logits of pieces; pieces that it leaves out are computed here.
+        told: returns the clients' own scores under these very parameters, of those that were asked and answered.
         base: ``data.base_classes``; with it there are the metrics of :func:`fedfm.models.metrics.base_and_new`, too.
     """
     if not len(population.federated.test):
@@ -220,15 +225,24 @@ def judge(
 
     classes = len(population.federated.table.classes)
     plain = not population.model.is_language_model and population.federated.table.labels is not None
-    tabled = plain and 1 < classes <= _COUNTED and getattr(population.model, "scores_function", None) is None
+    own_scores = getattr(population.model, "scores_function", None) is not None  # they need not be means over rows
+    tabled = plain and 1 < classes <= _COUNTED and not own_scores
+    alike = _clients_score_alike(population, method)
 
     def counts(said: Tensor, labels: Tensor) -> dict[str, Any]:
         if classes <= _TABLED:
             return {CONFUSION: metrics.confusion(said, labels)}
         return {CLASS_COUNTS: class_counts.count(said, labels)}
 
+    def answered(w: Params) -> Mapping[ClientId, Mapping[str, Any]]:
+        honest = population.attackers is None  # what an attacker answers is not taken over
+        return told(w) if told is not None and alike and honest else {}
+
     def whole(w: Params) -> dict[str, Any]:
         if not tabled:
+            found = answered(w)
+            if len(population.pieces) == 1 and (sole := next(iter(population.pieces))) in found:
+                return dict(found[sole])  # one client has all of the rows
             return scores(method, population.model, w, population.test)
         said, labels = logits(method, population.model, w, population.test), population.test.labels
         assert labels is not None  # noqa: S101 - for mypy: tabled
@@ -242,12 +256,23 @@ def judge(
         said, labels = torch.cat(parts), population.labels(index)
         return metrics.scores(said, labels) | (counts(said, labels) if tabled else {})
 
+    def summed(w: Params) -> dict[str, Any]:
+        found, pieces = answered(w), population.pieces
+        parts = [found[c] if c in found else scores(method, population.model, w, population.piece(c)) for c in pieces]
+        return metrics.joined([dict(part) for part in parts], population.model.task)
+
     def with_new(w: Params, base: int = base or 0) -> dict[str, Any]:
         said = logits(method, population.model, w, population.test)
         labels = population.labels(population.federated.test)
         return metrics.scores(said, labels) | metrics.base_and_new(said, labels, base)
 
-    judged = with_new if base is not None else assembled if by_pieces(population, method) else whole
+    judged = whole
+    if base is not None:
+        judged = with_new
+    elif by_pieces(population, method):
+        judged = assembled
+    elif alike and not own_scores and population.model.is_language_model and not population.packed:
+        judged = summed  # texts that are joined and cut are other rows in each client's piece
 
     def with_attack(w: Params) -> dict[str, Any]:
         found = judged(w)
@@ -265,3 +290,9 @@ def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
     """Whether :func:`judge` works piece by piece: the model caches logits, and the method predicts from them alone."""
     plain = not (has(method, Predicting) or has(method, Applying)) and population.client_model is not None
     return plain and population.federated.table.labels is not None and packed.applies(population.model, "exact")
+
+
+def _clients_score_alike(population: Partitioned, method: Method[Any]) -> bool:
+    """Whether clients judge one model for all by the same computation as the server."""
+    other = has(method, Predicting) or has(method, Applying) or has(method, Viewing) or personal(method)
+    return not other and population.client_model is not None

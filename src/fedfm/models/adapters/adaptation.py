@@ -137,6 +137,7 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
 
     if spec.name == "ffa_lora" and spec.dora:
         raise InputError("model.adaptation.dora: ffa_lora trains B alone, DoRA a norm beside it; expected lora")
+    _refuse_changes_of_the_base(spec)
     if spec.targets == (ALL_LINEAR,):
         spec = dataclasses.replace(spec, targets=_all_linear(module, parts, new))
     _check_targets(module, spec, parts, new)
@@ -155,14 +156,20 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
                 f"model.adaptation.targets: none of {', '.join(spec.targets or ())} is in the last {spec.layers} of "
                 f"{_deepest(parts)} blocks; drop model.adaptation.layers, or raise it"
             )
-    hits = {n: m for n, m in module.named_modules() if any(n == t or n.endswith(f".{t}") for t in targets)}
-    _check_ranks(spec, hits)
+    hits = {n: m for n, m in module.named_modules() if _named(n, targets)}
+    _check_excluded(spec, hits)
+    hits = {n: m for n, m in hits.items() if not _named(n, spec.exclude_modules or ())}
+    for key in ("rank_pattern", "alpha_pattern"):
+        _check_pattern(key, getattr(spec, key) or {}, hits)
     transposed = any(type(m).__name__ == "Conv1D" for m in hits.values())
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha if spec.alpha is None or spec.alpha % 1 else int(spec.alpha),
         lora_dropout=spec.dropout,
         rank_pattern=dict(spec.rank_pattern or {}),
+        alpha_pattern=dict(spec.alpha_pattern or {}),
+        exclude_modules=list(spec.exclude_modules) if spec.exclude_modules else None,
+        init_lora_weights=True if spec.init_lora_weights == "default" else "gaussian",
         use_dora=spec.dora,
         use_rslora=spec.rslora,
         target_modules=targets,
@@ -216,12 +223,46 @@ def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: l
             )
 
 
-def _check_ranks(spec: AdaptationSpec, adapted: Iterable[str]) -> None:
-    """Refuse a rank for modules that are not adapted, which PEFT would pass over."""
-    for key in spec.rank_pattern or ():
+def _named(name: str, ends: Iterable[str]) -> bool:
+    """Whether a module's path is one of these, or ends with one: as PEFT compares lists of names."""
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
+    if spec.bias != "none":
+        raise InputError(
+            f'model.adaptation.bias = "{spec.bias}": it trains biases of the frozen base, which '
+            'stays as it was where the adapter is off, merged or exchanged; expected "none", or top_layers or full'
+        )
+    start = spec.init_lora_weights
+    if start not in ("default", "gaussian"):
+        why = {
+            "random": "B starts at random, so that the start model is not the base",
+            "orthogonal": "A and B start at values that are no zero, which averages of factors would not keep",
+            "eva": "it reads the rows before the start, and each client has other ones",
+            "corda": "it reads the rows before the start, and each client has other ones",
+            "lora_ga": "it reads the rows before the start, and each client has other ones",
+        }.get(start, "it takes a part of the base's weights out of them, so that the adapter fits no other copy of it")
+        raise InputError(f'model.adaptation.init_lora_weights = "{start}": {why}; expected "default" or "gaussian"')
+
+
+def _check_excluded(spec: AdaptationSpec, hits: Iterable[str]) -> None:
+    """Refuse exclusions that exclude nothing, and those that exclude all."""
+    names = list(hits)
+    has = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+    for key in spec.exclude_modules or ():
+        if not any(_named(name, (key,)) for name in names):
+            raise InputError(f"model.adaptation.exclude_modules: no target's name ends with {key!r}: there is {has}")
+    if all(_named(name, spec.exclude_modules or ()) for name in names):
+        raise InputError("model.adaptation.exclude_modules: it leaves no module to adapt; drop a name")
+
+
+def _check_pattern(of: str, keys: Iterable[str], adapted: Iterable[str]) -> None:
+    """Refuse a rank or an alpha for modules that are not adapted, which PEFT would pass over."""
+    for key in keys:
         if not any(re.match(rf"(.*\.)?({key})$", name) for name in adapted):  # as PEFT compares them
             has = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
-            raise InputError(f"model.adaptation.rank_pattern: no adapted module's name ends with {key!r}: it has {has}")
+            raise InputError(f"model.adaptation.{of}: no adapted module's name ends with {key!r}: it has {has}")
 
 
 def _takes_factors(module: nn.Module, spec: AdaptationSpec, parts: Parts) -> bool:

@@ -198,9 +198,10 @@ def need(model: Model) -> None:
     if getattr(model, "adaptation", None) != "lora" or not found:
         raise InputError('model.adaptation: the method multiplies LoRA\'s factors; expected { name = "lora" }')
     spec = model.adaptation_spec
-    if spec.dora or spec.rslora or spec.rank_pattern:
+    if spec.dora or spec.rslora or spec.rank_pattern or spec.alpha_pattern:
         raise InputError(
-            "model.adaptation: the method computes with (alpha / r) B A of one rank; drop dora, rslora and rank_pattern"
+            "model.adaptation: the method computes with (alpha / r) B A of one rank; drop dora, rslora, rank_pattern "
+            "and alpha_pattern"
         )
     shapes = {name: model.layout.slots[name][3] for pair in found.values() for name in pair}
     if bad := [name for name, shape in shapes.items() if len(shape) != 2]:

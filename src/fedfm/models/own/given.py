@@ -221,14 +221,18 @@ class Given:
         model.fingerprint = _fingerprint(module, model)
         return model
 
+    def batch(self, rows: list[Any]) -> Batch:
+        """Rows whose target may be absent, on the module's device."""
+        device = next(self.module.parameters()).device
+        return {k: x.to(device) for k, x in self.collated(rows, target=False).items()}
+
     def predicted(self, rows: list[Any]) -> Tensor:
         """The module's outputs (b, ...) for rows whose target is not used, and may be absent.
 
         Raises:
             InputError: the module fails on them, or gives no tensor.
         """
-        device = next(self.module.parameters()).device
-        batch = {k: x.to(device) for k, x in self.collated(rows, target=False).items()}
+        batch = self.batch(rows)
         try:
             if self._objective is not None:
                 if self._logits is None:

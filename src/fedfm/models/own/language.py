@@ -1,0 +1,166 @@
+"""Language models of the user's own: which they are, the loss of each row, and answers where rows mark a prompt.
+
+Their logits are a vocabulary's numbers for each token, which nobody reads: a row is told by its loss, and by what the
+model writes after the prompt. Rows mark a prompt as Hugging Face's collators do, by targets of -100.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.core.rows import Batch
+from fedfm.errors import InputError
+from fedfm.models.inputs import IGNORE
+from fedfm.models.quiet import quiet
+
+if TYPE_CHECKING:
+    from fedfm.models.own.given import Given
+
+_AT_ONCE = 16  # prompts of one length that are answered together
+_MOST = 256  # tokens of an answer, if neither the module nor the Trainer says
+
+
+def gives_tokens(module: nn.Module, batch: Batch, output: Tensor) -> bool:
+    """Whether the output (b, L, V) of this batch has a number for each entry of a vocabulary at each token."""
+    tokens = next((x for x in batch.values() if x.dim() == 2 and not x.is_floating_point()), None)
+    if tokens is None or output.dim() != 3 or output.shape[:2] != tokens.shape:
+        return False
+    sizes = {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)}
+    sizes.add(getattr(getattr(module, "config", None), "vocab_size", None) or 0)
+    return output.shape[2] in sizes
+
+
+def told(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
+    """What a language model says of rows.
+
+    Returns:
+        ``losses``, by the run's own loss of each row alone, and ``perplexities``, their exponentials, null for a row
+        without a target; ``loss``, the mean over rows, and ``perplexity``; if rows mark prompts, ``answers``, ``cut``
+        and ``answer_tokens``; ``warnings`` with the reason why there are no answers.
+
+    Raises:
+        InputError: the rows have no targets, and there is nothing to answer.
+    """
+    batches = [given.batch([row]) for row in rows]
+    losses = [_loss(given, batch) for batch in batches]
+    known = [loss for loss in losses if loss is not None]
+    found: dict[str, Any] = {"predictions": [], "probabilities": [], "losses": losses}
+    found["perplexities"] = [_exponential(loss) for loss in losses]
+    found["loss"] = sum(known) / len(known) if known else None
+    found["perplexity"] = _exponential(found["loss"])
+    prompts = [_prompt(batch) for batch in batches]
+    why = _unable(given, prompts)
+    if why and not known:
+        raise InputError(f"the rows have no target, so there is no loss, and no answers: {why}")
+    return found | ({"warnings": [f"no answers: {why}"]} if why else _answers(given, prompts))
+
+
+def _loss(given: Given, batch: Batch) -> float | None:
+    """The run's loss of one row; None without a target."""
+    labels = batch.get("labels")
+    if labels is not None and bool((labels == IGNORE).all()):
+        return None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            value = float(given.outcome(given.module, batch)[0])
+    except (TypeError, ValueError, RuntimeError, KeyError, InputError):
+        if labels is not None:
+            raise
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _exponential(loss: float | None) -> float | None:
+    return None if loss is None or loss > 700 else math.exp(loss)
+
+
+def _prompt(batch: Batch) -> Tensor | None:
+    """The tokens (p,) of the row before those that are to be predicted; None if the row marks no prompt."""
+    ids, labels, mask = (batch.get(name) for name in ("input_ids", "labels", "attention_mask"))
+    if ids is None or ids.dim() != 2:
+        return None
+    real = torch.ones_like(ids[0], dtype=torch.bool) if mask is None or mask.dim() != 2 else mask[0].bool()
+    if labels is None:
+        return ids[0][real]
+    if labels.shape != ids.shape:
+        return None
+    asked = (labels[0][real] == IGNORE).long().cumprod(0).sum()
+    return ids[0][real][: int(asked)] if asked else None
+
+
+def _unable(given: Given, prompts: Sequence[Tensor | None]) -> str:
+    """Why there are no answers; empty if there are."""
+    module: Any = given.module
+    can = getattr(
+        module.get_base_model() if hasattr(module, "get_base_model") else module, "can_generate", None
+    )  # PEFT
+    if can is None or not can():
+        return "the module has no generate(...) of transformers"
+    if any(prompt is None for prompt in prompts):
+        return "rows mark no prompt, by targets of -100 at its tokens"
+    if _tokenizer(given) is None:
+        return "there is no tokenizer; give a Trainer with processing_class"
+    return ""
+
+
+def _tokenizer(given: Given) -> Any:
+    """The Trainer's, also within a processor."""
+    found = getattr(given.trainer, "processing_class", None)
+    return getattr(found, "tokenizer", found)
+
+
+def _answers(given: Given, prompts: Sequence[Any]) -> dict[str, Any]:
+    """Greedy answers; prompts of one length share a batch, so that none is padded."""
+    module: Any = given.module
+    tokenizer, settings, arguments = _tokenizer(given), module.generation_config, getattr(given.trainer, "args", None)
+    places = getattr(module.config, "max_position_embeddings", None) or 2 * _MOST
+    longest = getattr(arguments, "max_length", None) or places
+    limit = settings.max_new_tokens or min(_MOST, longest, places // 2)
+    ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
+    stops = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0)
+    half = arguments is not None and arguments.bf16
+    answers, cut = [""] * len(prompts), []
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    while order:
+        length = len(prompts[order[0]])
+        some = [i for i in order[:_AT_ONCE] if len(prompts[i]) == length]
+        order = order[len(some) :]
+        asked = torch.stack([prompts[i][-max(places - limit, 1) :] for i in some])
+        with quiet(), torch.autocast(asked.device.type, torch.bfloat16) if half else nullcontext():
+            said = module.generate(
+                input_ids=asked,
+                attention_mask=torch.ones_like(asked),
+                max_new_tokens=limit,
+                do_sample=False,
+                num_beams=1,
+                eos_token_id=sorted(stops) or None,
+                pad_token_id=pad,
+            )
+        for i, ids in zip(some, said[:, asked.shape[1] :].tolist(), strict=True):
+            end = next((k for k, token in enumerate(ids) if token in stops), len(ids))
+            answers[i] = tokenizer.decode(ids[:end], skip_special_tokens=True)
+            cut += [i] if end == len(ids) else []
+    by = "max_new_tokens of the module's generation_config"
+    return {"answers": answers, "cut": sorted(cut), "answer_tokens": limit, "limited_by": by}
+
+
+def lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A record for each row of :func:`told`."""
+    found: list[dict[str, Any]] = [
+        {"loss": loss, "perplexity": perplexity}
+        for loss, perplexity in zip(result["losses"], result["perplexities"], strict=True)
+    ]
+    if "answers" in result:
+        cut = set(result["cut"])
+        found = [
+            {"answer": answer, "cut": i in cut} | line
+            for i, (answer, line) in enumerate(zip(result["answers"], found, strict=True))
+        ]
+    return found
