@@ -126,10 +126,10 @@ def test_labels_that_are_spelled_in_two_ways_are_noticed(capsys, tmp_path):
 
 
 def test_labels_that_differ_by_form_or_by_a_mark_are_noticed(capsys, tmp_path):
-    labels = ["Caf\u00e9", "Cafe\u0301", "sci-tech", "sci_tech", "Sci Tech", "world"] * 10
+    labels = ["na\u00efve", "nai\u0308ve", "sci-tech", "sci_tech", "Sci Tech", "world"] * 10
     code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, labels))
     assert code == 0
-    assert '"Cafe\u0301" and "Caf\u00e9" differ by the form of their Unicode characters alone' in out
+    assert '"nai\u0308ve" and "na\u00efve" differ by the form of their Unicode characters alone' in out
     assert '"Sci Tech" and "sci-tech" and "sci_tech" differ by -, _, spaces or case alone' in out
     assert "differ by case or spaces" not in out
     code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, ["top-1", "top-10", "nan-o"] * 20))
