@@ -126,10 +126,10 @@ def test_labels_that_are_spelled_in_two_ways_are_noticed(capsys, tmp_path):
 
 
 def test_labels_that_differ_by_form_or_by_a_mark_are_noticed(capsys, tmp_path):
-    labels = ["Caf\u00e9", "Cafe\u0301", "sci-tech", "sci_tech", "Sci Tech", "world"] * 10
+    labels = ["r\u00e9sum\u00e9", "re\u0301sume\u0301", "sci-tech", "sci_tech", "Sci Tech", "world"] * 10
     code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, labels))
     assert code == 0
-    assert '"Cafe\u0301" and "Caf\u00e9" differ by the form of their Unicode characters alone' in out
+    assert '"re\u0301sume\u0301" and "r\u00e9sum\u00e9" differ by the form of their Unicode characters alone' in out
     assert '"Sci Tech" and "sci-tech" and "sci_tech" differ by -, _, spaces or case alone' in out
     assert "differ by case or spaces" not in out
     code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, ["top-1", "top-10", "nan-o"] * 20))
@@ -138,10 +138,7 @@ def test_labels_that_differ_by_form_or_by_a_mark_are_noticed(capsys, tmp_path):
 
 @pytest.mark.parametrize("word", ["nan", "NaN", "N/A", "None"])
 def test_a_label_that_says_that_there_is_none_is_noticed(capsys, tmp_path, word):
-    rows = "".join(f"row {i},{[word, 'sport', 'world'][i % 3]}\n" for i in range(60))
-    (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
-    x = labelled(tmp_path, [word, "sport", "world"] * 20)
-    code, out, _ = checked(capsys, tmp_path, x)
+    code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, [word, "sport", "world"] * 20))
     assert code == 0
     assert f'# the class "{word}" is trained like any other; if it marks rows without a label' in out
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedfm.core.capabilities import Noticing, Viewing
+from fedfm.core.capabilities import Forewarning, Viewing
 from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.models import devices, inputs
@@ -37,7 +37,7 @@ def _composed(name: str) -> str:
     return _folded(unicodedata.normalize("NFKC", name))
 
 
-# How names of classes that are probably one differ -> what they then have in common; each tells what those before do not.
+# How names of classes that are probably one differ -> what they have in common; each tells what those before do not.
 _ALIKE: dict[str, Callable[[str], str]] = {
     "case or spaces": _folded,
     "the form of their Unicode characters": _composed,
@@ -86,7 +86,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
 
 def of_method(method: Method[Any]) -> list[str]:
     """What the method says before its first round."""
-    return method.notices(None) if isinstance(method, Noticing) else []
+    return method.forewarnings() if isinstance(method, Forewarning) else []
 
 
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
