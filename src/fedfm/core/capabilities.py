@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from fedfm.core.client import Client, ClientData, ClientId
+from fedfm.core.needs import Needs as Needs
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 
@@ -35,32 +35,6 @@ def has(method: object, capability: type[C]) -> TypeGuard[C]:
     if key not in _KNOWN:
         _KNOWN[key] = isinstance(method, capability)
     return _KNOWN[key]
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a method requires of the experiment.
-
-    Attributes:
-        adaptation, adaptations: the default, and those that it supports; empty: all.
-        ranks: LoRA ranks that it assigns to clients; the model's own rank must be at least the largest.
-        pooled: it trains on all rows in one place; only the local engine supports this.
-        model: who has the experiment's model. With "server" clients get rows as they were read, and send no scores.
-        local: the setting because of which all parties are in one place, on the local engine; empty: none.
-        task: the only task that it supports; empty: all.
-        bias: it fits a linear head with a bias; with adaptation "head" a head that has none gets one of zeros.
-        because: the setting that causes these needs; empty: the method.
-    """
-
-    adaptation: str = "lora"
-    adaptations: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
-    pooled: bool = False
-    model: Literal["everybody", "server"] = "everybody"
-    local: str = ""
-    task: str = ""
-    bias: bool = False
-    because: str = ""
 
 
 @runtime_checkable
@@ -369,10 +343,18 @@ class Detailed(Protocol):
 
 @runtime_checkable
 class Noticing(Protocol):
-    """A run has something to tell its owner. Caller: the result, and before the first round the description."""
+    """A finished run has something to tell its owner. Caller: the result."""
 
     def notices(self, state: Any) -> list[str]:
-        """One line each; with state None what is known before the first round."""
+        """One line each."""
+
+
+@runtime_checkable
+class Forewarning(Protocol):
+    """The settings have something to tell before the first round. Caller: what a run and ``fedfm check`` say first."""
+
+    def forewarnings(self) -> list[str]:
+        """One line each."""
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ _WORST = 5  # classes and mistakes in words
 _ALL = 60  # classes in a table that is not folded
 
 
-class _Scored(NamedTuple):
+class _ClassLine(NamedTuple):
     """A class: rows of it, that were taken for it, and of both; the class it is most often taken for, with its rows."""
 
     name: str
@@ -72,7 +72,7 @@ def _tabled(names: Sequence[str], cells: list[list[float]], text: str) -> str:
     scored = []
     for i, name in enumerate(names):
         n, j = max(((n, -j) for j, n in enumerate(cells[i]) if j != i), default=(0.0, 0))
-        scored.append(_Scored(name, sum(cells[i]), sum(row[i] for row in cells), cells[i][i], names[-j], n))
+        scored.append(_ClassLine(name, sum(cells[i]), sum(row[i] for row in cells), cells[i][i], names[-j], n))
     if len(cells) > _MOST:
         wrong = [(cells[i][j], i, j) for i in range(len(cells)) for j in range(len(cells)) if i != j and cells[i][j]]
         pairs = [(i, j, n) for n, i, j in sorted(wrong, key=lambda cell: (-cell[0], *cell[1:]))]
@@ -99,7 +99,7 @@ def _counted(names: Sequence[str], lists: list[list[float]], counts: Mapping[str
     for name, wrong, *numbers in zip(names, taken, *lists, strict=False):
         place, n = (numeric(v) for v in wrong) if len(wrong) == 2 else (None, None)
         known = place is not None and n is not None and 0 <= place < len(names)
-        scored.append(_Scored(name, *numbers, *((names[int(place or 0)], n or 0.0) if known else ())))
+        scored.append(_ClassLine(name, *numbers, *((names[int(place or 0)], n or 0.0) if known else ())))
     pairs = []
     for a, b, n in (cell for cell in map(sequence, sequence(counts.get("confused"))) if len(cell) == 3):
         i, j, rows = (int(numeric(v) or 0) for v in (a, b, n))
@@ -108,7 +108,9 @@ def _counted(names: Sequence[str], lists: list[list[float]], counts: Mapping[str
     return _in_words(names, scored, pairs, text)
 
 
-def _in_words(names: Sequence[str], scored: list[_Scored], pairs: Sequence[tuple[int, int, float]], text: str) -> str:
+def _in_words(
+    names: Sequence[str], scored: list[_ClassLine], pairs: Sequence[tuple[int, int, float]], text: str
+) -> str:
     """Why no matrix is drawn, the worst classes, the most frequent mistakes, and the scores."""
     said = f"Global test rows. {text}No confusion matrix is drawn: with {len(names)} classes it would have "
     said += f"{count(len(names) ** 2)} cells, and more than {_MOST} in a line cannot be read."
@@ -128,6 +130,6 @@ def _in_words(names: Sequence[str], scored: list[_Scored], pairs: Sequence[tuple
     return note(esc(said)) + (details(f"Scores of all {len(names)} classes", listing) if len(names) > _ALL else listing)
 
 
-def _listing(scored: Sequence[_Scored]) -> str:
+def _listing(scored: Sequence[_ClassLine]) -> str:
     head = ["class", "test rows", "recall", "precision", "F1", "most often taken for"]
     return table(head, [s.line() for s in scored], "Scores of each class", words=(5,))

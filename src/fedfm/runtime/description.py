@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedfm.core.capabilities import Noticing, Viewing
+from fedfm.core.capabilities import Forewarning, Viewing
 from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.models import devices, inputs
@@ -86,7 +86,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
 
 def of_method(method: Method[Any]) -> list[str]:
     """What the method says before its first round."""
-    return method.notices(None) if isinstance(method, Noticing) else []
+    return method.forewarnings() if isinstance(method, Forewarning) else []
 
 
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:

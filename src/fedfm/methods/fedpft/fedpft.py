@@ -289,12 +289,12 @@ class FedPFT(Method[State]):
     def hides_counts(self) -> bool:
         return self.counts != "exact"
 
-    def notices(self, state: State | None) -> list[str]:
-        if state is None:  # before the first round
-            mixed = self.privacy is not None and self.topology == "star" and self._most() > 1
-            return (
-                list(private.told_of_mixtures(self._plan, self._most(), self.iterations)["warnings"]) if mixed else []
-            )
+    def forewarnings(self) -> list[str]:
+        if self.privacy is None or self.topology != "star" or self._most() == 1:
+            return []
+        return list(private.told_of_mixtures(self.privacy, self._most(), self.iterations)["warnings"])
+
+    def notices(self, state: State) -> list[str]:
         warnings = [f"{text[:1].lower()}{text[1:]}" for text in state.told.get("warnings", ())]
         return [*left_out(state.told, self.min_count, self.privacy is not None), *warnings]
 
