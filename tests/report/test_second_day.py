@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from html import unescape
 
 import numpy as np
@@ -196,6 +197,18 @@ def test_a_report_says_that_too_many_classes_have_no_scores(tmp_path):
     assert re.search(
         r"Scores of single classes are kept for up to 1\D000 classes; these are 1\D001\.", words(folder / "run")
     )
+
+
+def test_a_report_says_that_silos_send_no_scores_of_classes(finished, tmp_path):
+    """As of a deployment whose server has no rows of its own."""
+    shutil.copytree(finished / "run", tmp_path / "run")
+    path = tmp_path / "run" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["result"]["details"]["confusion"]
+    manifest["result"]["global_accuracy"] = None
+    path.write_text(json.dumps(manifest))
+    assert "The server judged no test rows of its own" in words(tmp_path / "run")
+    assert "The server judged no test rows" not in words(finished / "run")
 
 
 def test_models_of_clients_are_added_up(finished):

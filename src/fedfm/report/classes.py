@@ -49,6 +49,10 @@ def section(run: RunFiles) -> str:
     if names and all(len(values) == len(names) for values in lists):
         return _counted(names, lists, counts, text)
     known = sequence(mapping(run.manifest.get("model")).get("classes"))
+    if known and run.value("global_accuracy") is None and run.value("local_accuracy") is not None:
+        return note(
+            "The server judged no test rows of its own, and silos send no counts: there are no scores of classes."
+        )
     if len(known) > _KEPT and run.value("global_accuracy") is not None:
         return note(
             f"Scores of single classes are kept for up to {count(_KEPT)} classes; these are {count(len(known))}."
