@@ -63,7 +63,7 @@ def section(found: dict[str, dict[str, Any]]) -> str:
         line = found[kind]
         cosines = [f"{line[key]:.2f}" for key in (whole, quarter, "cosine_outside")]
         agree = [f"{line[key]:.0%}" for key in ("agreement", "agreement_outside")]
-        out.append(f"| {' | '.join([words, str(line['accuracy']), *cosines, *agree])} |")
+        out.append(f"| {' | '.join([words, format(line['accuracy'], '.1f'), *cosines, *agree])} |")
     return "\n".join(out)
 
 
