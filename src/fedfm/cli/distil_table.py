@@ -24,7 +24,7 @@ def table(result: Mapping[str, Any]) -> str:
             f"{i:<6}{block['depth']:>5}{block['outside']:>9.2%}  {_ends(block['exp']):<16}{sums:<20}{norms:<38}"
             f"{_ends(block['gelu']):<16}"
         )
-    if not math.isfinite(result["distance"]):
+    if not again and not math.isfinite(result["distance"]):
         lines += ["", "some held-out rows are so far outside that the twin gives no numbers for them; train it longer"]
     if not result["outside"] <= MOST_OUTSIDE:
         lines += ["", f"over {MOST_OUTSIDE:.1%} are outside: this twin is refused on encrypted rows; "]
