@@ -5,6 +5,8 @@
 ``<set>.jsonl``                instructions and answers, as the folder of raw sets exports them
 ``<set>.test<N>.jsonl``        the same with the first N test rows of each client
 ``<set>.test<N>.npz``          pictures with the first N test rows of each class, or of each class and domain
+``<set>.aux<N>.npz``           the first N training rows of each class and domain, the last third of them as test rows
+``<set>.without<N>.npz``       pictures without those rows
 ``<set>.<model>.npz``          feature vectors: the raw folder has them, or ``.data/<model>`` computes them
 ``<...>.two_codings.npz``      the rows of ``<...>.npz`` twice: as they are, and every class called the third after it
 ``<model>``                    a folder: what ``<folder>/prepare/<model>.toml`` pretrains or distils, or the result of
@@ -80,6 +82,10 @@ class Sets:
             self.make(f"{fewer[1]}.npz")
             first_pictures(MADE / f"{fewer[1]}.npz", int(fewer[2]), target)
             return
+        if part := re.fullmatch(r"(.+)\.(aux|without)(\d+)\.npz", name):
+            self.make(f"{part[1]}.npz")
+            auxiliary(MADE / f"{part[1]}.npz", int(part[3]), target, rest=part[2] == "without")
+            return
         if target.suffix not in (".npz", ".csv", ".txt", ".jsonl"):
             self._model(name, target)
             return
@@ -151,6 +157,8 @@ def pretrained(result: Mapping[str, Any]) -> str:
     """How good a pretrained model is on rows that it was not trained on."""
     if result.get("perplexity") is not None:
         return f"perplexity {result['perplexity']:.1f}"
+    if result["accuracy"] is None:
+        return f"{result['without_numbers']} rows without numbers of {result['judged']}"
     return f"accuracy {result['accuracy']:.3f}"
 
 
@@ -195,6 +203,23 @@ def first_pictures(rows: Path, count: int, target: Path) -> None:
         if kind[0] != "test" or seen[kind] <= count:
             kept.append(i)
     np.savez(target, classes=classes, **{name: column[kept] for name, column in table.items()})
+
+
+def auxiliary(rows: Path, count: int, target: Path, *, rest: bool) -> None:
+    """The first ``count`` training rows of each class and domain, of which the last third are test rows; or the rest."""
+    with np.load(rows) as z:
+        table = {name: z[name] for name in z.files}
+    classes = table.pop("classes")
+    seen: Counter[tuple[Any, ...]] = Counter()
+    taken = np.zeros(len(table["y"]), bool)
+    split = table["split"].copy()
+    for i, kind in enumerate(zip(table["split"], table["y"], table.get("domain", table["y"]), strict=True)):
+        seen[kind] += 1
+        taken[i] = kind[0] == "train" and seen[kind] <= count
+        if taken[i] and seen[kind] > count - count // 3:
+            split[i] = "test"
+    table["split"] = table["split"] if rest else split
+    np.savez(target, classes=classes, **{name: column[taken != rest] for name, column in table.items()})
 
 
 def resampled(model: Path, side: int, target: Path) -> None:
