@@ -206,7 +206,7 @@ def first_pictures(rows: Path, count: int, target: Path) -> None:
 
 
 def auxiliary(rows: Path, count: int, target: Path, *, rest: bool) -> None:
-    """The first ``count`` training rows of each class and domain, of which the last third are test rows; or the rest."""
+    """The first ``count`` training rows of each class and domain, the last third of them as test rows; or the rest."""
     with np.load(rows) as z:
         table = {name: z[name] for name in z.files}
     classes = table.pop("classes")
