@@ -83,6 +83,7 @@ def test_other_rows_have_numbers_and_the_first_ones_keep_theirs(place, tmp_path,
     assert (result["measured"], result["judged"]) == (64, 32)
     assert result["without_numbers_before"] == lost
     assert result["without_numbers"] == 0
+    assert np.mean([block["outside"] for block in result["blocks"]]) == pytest.approx(result["outside"])  # same rows
     assert result["outside"] < 1e-3 < result["outside_before"]
     now, _ = features(tmp_path / "wide", place / "drawings.npz")
     assert now.isfinite().all()

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from fedfm.audits.audit import Audit
+from fedfm.audits.encrypted_error import MOST
 from fedfm.audits.finding import Finding, Verdict
 from fedfm.audits.replay import Replay
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the states that a client was sent depend on other clients' rows?"
-MOST = 1e-2  # largest error that a run may have, as of encrypted_error
 
 
 class OtherClients(Audit):

@@ -24,7 +24,7 @@ from fedfm.runtime.distil_spec import DistilSpec
 from fedfm.runtime.model_folder import ModelFolder, held_out
 from fedfm.runtime.progress import EpochProgress
 from fedfm.training.distil import Taps, save
-from fedfm.training.distil_scores import outputs
+from fedfm.training.distil_scores import outputs, outside
 from fedfm.training.twin_table import table_of
 from fedfm.training.widen import widened
 
@@ -63,6 +63,7 @@ def measure_again(
     before = _judged(taps, table, held)
     entries = widened(taps, entries, known["kind"], batches, keep=True, tick=watcher.step)
     after = _judged(taps, table, held)
+    shares = [outside([block]) for block in taps.functions]  # of the held-out rows
     new = table_of(taps, entries, known["kind"], batches, after["outside"])
     for block, old in zip(new["blocks"], known["blocks"], strict=True):
         block["scale"] = old["scale"]  # heads are trained on features over it
@@ -79,7 +80,7 @@ def measure_again(
         **{f"{name}_before": value for name, value in before.items()},
         "blocks": [
             {"depth": fhe_friendly.depth(block), "outside": share, **entry}
-            for block, share, entry in zip(taps.functions, _shares(taps), entries, strict=True)
+            for block, share, entry in zip(taps.functions, shares, entries, strict=True)
         ],
         "seconds": round(time.perf_counter() - began, 3),
         "params_sha256": sha256_of({"": twin.params()}),
@@ -105,15 +106,9 @@ def _judged(taps: Taps, table: Table, held: np.ndarray) -> dict[str, Any]:
     fhe_friendly.forget(taps.model.module)
     logits, features, labels = outputs(taps, taps.model.prepare(table, held), len(held))
     finite = torch.isfinite(features).all(1)
-    counts = fhe_friendly.violations(taps.model.module).values()
     right = finite & (logits.argmax(1) == labels)
     return {
         "accuracy": None if taps.model.new else float(right.double().mean()),
-        "outside": sum(n for n, _ in counts) / max(sum(n for _, n in counts), 1),
+        "outside": outside(taps.functions),
         "without_numbers": int((~finite).sum()),
     }
-
-
-def _shares(taps: Taps) -> list[float]:
-    """The share of arguments outside their intervals in each block, of the rows seen since they were forgotten."""
-    return [sum(m.outside for m in block) / max(sum(m.total for m in block), 1) for block in taps.functions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def quick(distiller: Distiller, theirs: Outputs, judged: Rows) -> dict[str, Any]
     return {
         "accuracy": None if distiller.new_head else _mean(logits.argmax(1) == y),
         "distance": float(nearness(features, theirs[1], each=True)),
-        "outside": _share([_outside(block) for block in distiller.student.functions]),
+        "outside": outside(distiller.student.functions),
     }
 
 
@@ -75,19 +76,16 @@ def compare(distiller: Distiller, rows: Any, judged: Rows, theirs: Outputs, know
         "accuracy": _mean(own.argmax(1) == theirs[2]),
         "agreement": _mean(said.argmax(1) == same.argmax(1)),
         "blocks": [
-            {"depth": fhe_friendly.depth(block), "outside": _share([_outside(block)]), **entry}
+            {"depth": fhe_friendly.depth(block), "outside": outside([block]), **entry}
             for block, entry in zip(student.functions, distiller.entries, strict=True)
         ],
     }
 
 
-def _outside(block: Functions) -> tuple[int, int]:
-    """Arguments outside their intervals, and all."""
-    return sum(m.outside for m in block), sum(m.total for m in block)
-
-
-def _share(counts: list[tuple[int, int]]) -> float:
-    return sum(outside for outside, _ in counts) / max(sum(total for _, total in counts), 1)
+def outside(blocks: Iterable[Functions]) -> float:
+    """The share of arguments outside their intervals, of all that these blocks' functions saw in evaluation."""
+    modules = [m for block in blocks for m in block]
+    return sum(m.outside for m in modules) / max(sum(m.total for m in modules), 1)
 
 
 def _mean(x: Tensor) -> float:
