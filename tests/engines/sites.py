@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import re
 import select
 import signal
@@ -133,13 +134,15 @@ def sites(folder: Path, more: str = "", rounds: int = 2, width: int = 5):
 class Relay:
     """A TCP relay on loopback, as a firewall: it cuts connections on which nothing was said for a while.
 
-    Only between two requests: what Flower has sent and a cut swallows, it does not send again.
+    Between two requests, or with ``rough`` also in the middle of an answer: what Flower has sent and a cut swallows, it
+    does not send again.
     """
 
     def __init__(self, port: int, to: int, idle: float) -> None:
         self._to, self._idle, self.cut = to, idle, 0
         self._listener = socket.create_server(("127.0.0.1", port))
-        self._closed = self._ended = False
+        self._closed = self._ended = self.rough = False
+        self._draw = random.Random(0)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -163,6 +166,9 @@ class Relay:
                 for end in select.select((here, there), [], [], 0.02)[0]:
                     block = end.recv(1 << 16)
                     if not block:
+                        raise OSError
+                    if self.rough and end is there and self._draw.random() < 0.2:
+                        self.cut += 1
                         raise OSError
                     (there if end is here else here).sendall(block)
                     answered, last = end is there, time.monotonic()

@@ -71,7 +71,7 @@ class World:
             site = Site(lambda: told, folder / name / "memory", lambda experiment, classes, t=toys: t, answers=file)
             self.apps[node] = App(site, name)
 
-    def serve(self, lost=(), after=None, stop=lambda: False, busy=()):
+    def serve(self, lost=(), after=None, stop=lambda: False, busy=(), **more):
         """A server, from the first round on or after a commit; replies of the ``lost`` to requests for training do not
         arrive, and those of the ``busy`` to any message when ``self.end()`` is called.
         """
@@ -86,7 +86,13 @@ class World:
         grid = InProcessGrid(self.apps, mischief)
         self.end = lambda: grid._replies.extend(later)
         link = FlowerStream(
-            grid, outstanding=Outstanding(self.folder), timeout=5.0, expected=sorted(ROWS), spare=True, stop=stop
+            grid,
+            outstanding=Outstanding(self.folder),
+            timeout=5.0,
+            expected=sorted(ROWS),
+            spare=True,
+            stop=stop,
+            **more,
         )
         hellos, model = len(grid.sent), Toys(ROWS).model
         fed = Federation(
@@ -114,6 +120,29 @@ def update(w, came):
 
 def value(w):
     return float(w["w"])
+
+
+class Next(set):
+    """Clients each of whose next answers is lost, and no other."""
+
+    def __contains__(self, client):
+        found = super().__contains__(client)
+        self.discard(client)
+        return found
+
+
+def test_an_answer_that_was_lost_on_the_way_is_found_at_its_site_while_the_server_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedfm.engines.flower.probes.FIRST", 0.2)
+    monkeypatch.setattr("fedfm.engines.flower.presence._LOOK", 0.0)
+    world, told = World(tmp_path), []
+    fed, step, sent = world.serve(lost=Next("abc"), returns=True, notice=told.append)
+    w = fed.initial
+    for t in (1, 2, 3):
+        w = step(w, t)
+    assert not fed.excluded
+    assert len(told) == 3
+    trained = [name for name in "abc" for _ in range(world.passes.count(name))]
+    assert sorted(sent()) == sorted([*trained, *"abc" * 2])  # and for each a hello, and the request for what it keeps
 
 
 @pytest.mark.parametrize("transport", ["float32", "bfloat16"])

@@ -1,6 +1,7 @@
 """Nodes that go and come back, and replies of a round that a stop cut off, over an in-process Grid."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -103,6 +104,80 @@ def test_a_reply_that_is_lost_on_the_way_is_asked_for_again(tmp_path):
     assert left == fed.excluded == []
     expected = run(METHOD, federation(METHOD, ROWS, tmp_path / "b", workers=1), 2)[-1]
     assert METHOD.params_for(state, "b").sha256() == METHOD.params_for(expected, "b").sha256()
+
+
+class Swallowed(InProcessGrid):
+    """A Grid that counts some messages to node ``b`` as delivered, and drops them or their answers.
+
+    Args:
+        drop: numbers of the messages to this node, from 1.
+        answers: drop the answers.
+    """
+
+    def __init__(self, apps, drop: set[int], answers: bool) -> None:
+        super().__init__(apps, self._swallow)
+        self._drop, self._answers, self.asked = drop, answers, list[str]()
+
+    def get_nodes(self):
+        return [SimpleNamespace(node_id=node, last_activated_at="first") for node in self.apps]
+
+    def _answer(self, message):
+        if message.metadata.dst_node_id == NODE:
+            self.asked.append(message.metadata.message_type)
+            if len(self.asked) in self._drop and not self._answers:
+                return Message(Error(1, "never pulled"), reply_to=message)
+        return super()._answer(message)
+
+    def _swallow(self, request, reply):
+        return [] if request.metadata.dst_node_id == NODE and len(self.asked) in self._drop else [reply]
+
+
+HELLO, TRAIN = "query.hello", "train.Scaffold_train"
+
+
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize(
+    ("drop", "asked"),
+    [
+        ({1}, [HELLO] * 3 + [TRAIN] * 2),  # the hello
+        ({3}, [HELLO] + [TRAIN] * 2 + [HELLO] + [TRAIN]),  # round 2
+        ({3, 4}, [HELLO] + [TRAIN] * 2 + [HELLO] * 2 + [TRAIN]),  # round 2, and the hello that is to tell
+    ],
+)
+def test_what_is_swallowed_on_the_way_is_noticed_by_a_hello_and_sent_again(tmp_path, monkeypatch, drop, asked, answers):
+    monkeypatch.setattr("fedfm.engines.flower.probes.FIRST", 0.2)
+    told = []
+    fed = over(grid := Swallowed(sites(METHOD, tmp_path / "a"), drop, answers), notice=told.append)
+    state = run(METHOD, fed, 2)[-1]
+    assert fed.excluded == []
+    assert grid.asked == asked
+    assert [line.endswith("was lost on the way") for line in told] == [True]
+    alone = federation(METHOD, ROWS, tmp_path / "b", workers=1)
+    expected = run(METHOD, alone, 2)[-1]
+    assert METHOD.params_for(state, "b").sha256() == METHOD.params_for(expected, "b").sha256()
+    assert fed.transcript.bytes_down == alone.transcript.bytes_down
+
+
+def test_a_node_that_is_only_slow_is_asked_once(tmp_path, monkeypatch):
+    """The answer to the hello comes in the same pull as the one that was waited for, as at a node that works."""
+    monkeypatch.setattr("fedfm.engines.flower.probes.FIRST", 0.2)
+
+    class Slow(Swallowed):
+        held: ClassVar = []
+
+        def _swallow(self, request, reply):
+            if request.metadata.dst_node_id != NODE:
+                return [reply]
+            self.held.append(reply)
+            if len(self.asked) == 2:  # round 1: it comes with the answer to the next hello
+                return []
+            out, self.held[:] = list(self.held), []
+            return out
+
+    fed = over(grid := Slow(sites(METHOD, tmp_path), set(), True))
+    run(METHOD, fed, 2)
+    assert fed.excluded == []
+    assert grid.asked == [HELLO, TRAIN, HELLO, TRAIN]
 
 
 class Cut(InProcessGrid):

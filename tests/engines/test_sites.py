@@ -116,6 +116,27 @@ def test_a_relay_that_cuts_connections_and_a_new_certificate_change_no_bit(tmp_p
 
 
 @pytest.mark.outage
+def test_a_relay_that_cuts_in_the_middle_of_messages_changes_no_bit(tmp_path):
+    """Flower counts what was swallowed as delivered: the server notices, and sends it again."""
+    with sites(tmp_path, "proxy = true\n", rounds=8) as at:
+        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        kit = at.server()
+        relay = Relay(int(kit.server.rpartition(":")[2]), kit.port, idle=60.0)
+        try:
+            at.start()
+            running = at.begin()
+            passed(at, running, 1)
+            relay.rough = True
+            passed(at, running, 6)
+            relay.rough = False
+            assert bits(at.result(running)) == bits(alone)
+            assert relay.cut > 10
+            assert "is asked again: a message or its answer was lost on the way" in at.told()
+        finally:
+            relay.close()
+
+
+@pytest.mark.outage
 def test_a_server_that_is_gone_for_long_comes_back_into_the_same_run(tmp_path):
     """For one minute, or for as many as FEDFM_OUTAGE_MINUTES says."""
     with sites(tmp_path, rounds=4) as at:

@@ -18,6 +18,7 @@ from fedfm.engines.flower import held
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.presence import Presence
 from fedfm.engines.flower.private_api import SUPERLINK, died, lost, push, restarting
+from fedfm.engines.flower.probes import Probes
 from fedfm.engines.flower.sending import EncodedPayload, Underway, failed, reply_of
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
@@ -100,6 +101,7 @@ class FlowerLink:
         if spare:
             self._greeting[held.NAMES] = True
         self._presence, self._returns = Presence(grid, returns), returns
+        self._probes = Probes()
         self._answered, self._waits = answered, waits
         self._nodes: dict[ClientId, int] = {}
         self._held: dict[int, frozenset[str]] = {}  # by node: hashes of the parameters that are there
@@ -228,13 +230,15 @@ class FlowerLink:
         asked = {one.request.client: one.node for one in waiting.values()}
         while waiting or away:
             begun = time.monotonic()
-            came = list(self._grid.pull_messages([*waiting, *self._late])) if waiting or self._late else []
+            suspects, names = self._probes.suspects, [*waiting, *self._late, *self._probes.names]
+            came = list(self._grid.pull_messages(names)) if names else []
             if (took := time.monotonic() - begun) > _PAUSED:  # the SuperLink was away
                 deadline += took
             for message in came:
                 name = message.metadata.reply_to_message_id
                 self._late.discard(name)
                 known = waiting.get(name) or done.get(name)
+                self._probed(message)
                 if known is None or message.metadata.src_node_id not in (known.node, SUPERLINK):
                     continue  # an unknown reply, or one from another node
                 if self._returns and name in waiting and message.has_error() and lost(message.error):
@@ -263,28 +267,52 @@ class FlowerLink:
                     told = f"its node went and did not come back within {self._timeout:g} s"
                     yield failed(gone.request, ClientFault(E_DIED, told))
                 break
-            if self._returns and (again_now := self._lost(waiting, away)):
+            if self._returns:
+                again_now = self._lost(waiting, away, suspects)
                 yield from self._push(again_now, waiting, max(deadline - time.monotonic(), 1.0))
+                self._probe(waiting)
             self._waits(asked, {one.request.client for one in (*waiting.values(), *away)})
             if waiting or away:
                 time.sleep(pause)
                 pause = POLL[0] if came else min(pause * 1.5, POLL[1])
         self._waits(asked, ())
 
-    def _lost(self, waiting: dict[str, Underway], away: list[Underway]) -> list[tuple[int, Request]]:
-        """Take out what has to be sent again: its node is back, and began anew without the message.
+    def _lost(
+        self, waiting: dict[str, Underway], away: list[Underway], suspects: Collection[str]
+    ) -> list[tuple[int, Request]]:
+        """Take out what has to be sent again: lost on the way, or its node is back and began anew without it.
 
         The client's memory is versioned by (round, call), so a second answer equals the first.
         """
-        if (online := self._presence.look()) is None:
-            return []
-        begun_anew = [n for n, one in waiting.items() if one.since and online.get(one.node, one.since) != one.since]
-        back = [one for one in away if one.node in online]
-        away[:] = [one for one in away if one.node not in online]
-        found = [waiting.pop(name) for name in begun_anew] + back
+        found = [waiting.pop(name) for name in self._vanished(waiting, suspects)]
+        if (online := self._presence.look()) is not None:
+            anew = [n for n, one in waiting.items() if one.since and online.get(one.node, one.since) != one.since]
+            found += [waiting.pop(name) for name in anew] + [one for one in away if one.node in online]
+            away[:] = [one for one in away if one.node not in online]
         for one in found:
             self._held.pop(one.node, None)
         return [one[:2] for one in found]
+
+    def _vanished(self, waiting: Mapping[str, Underway], suspects: Collection[str]) -> list[str]:
+        """Suspects that the last pull did not clear; the operator is told."""
+        found = [name for name in suspects if name in waiting]
+        for name in found:
+            self._notice(f"{waiting[name].request.client} is asked again: a message or its answer was lost on the way")
+        return found
+
+    def _probe(self, waiting: Mapping[str, Underway]) -> None:
+        """Say hello to nodes that have been silent for long."""
+        hellos: dict[str, Underway] = {}
+        due = self._probes.due(waiting, self._presence.connected)
+        for _ in self._push([self._hello(node) for node in due], hellos, self._timeout):
+            pass  # the SuperLink did not take it: the next one is due in a while
+        self._probes.sent(hellos)
+
+    def _probed(self, message: Message) -> None:
+        """Take in the answer to such a hello, if it is one."""
+        if (hello := self._probes.answered(message)) is not None:
+            clients = [client for client, node in self._nodes.items() if node == hello.node]
+            self._enter_hello(clients[0] if clients else hello.request.client, reply_of(message, hello, self._most)[0])
 
     # --- hello --------------------------------------------------------------------------------------------------------
 
@@ -346,14 +374,17 @@ class FlowerLink:
         node = int(reply.client.removeprefix("node "))
         if name in self._nodes or name in self._barred:
             raise InputError(f'two nodes say that they are "{name}": give each silo a name of its own')
-        for sender, receiver, nbytes in (("server", name, reply.nbytes_down), (name, "server", reply.nbytes_up)):
-            self.hellos.append(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
-            self._crossed(self.hellos[-1])
+        self._enter_hello(name, reply)
         if fault is None:
             self._nodes[name] = node
         else:
             self._barred[name] = fault
             self._notice(f"{name} does not take part: {fault}")
+
+    def _enter_hello(self, name: ClientId, reply: Reply) -> None:
+        for sender, receiver, nbytes in (("server", name, reply.nbytes_down), (name, "server", reply.nbytes_up)):
+            self.hellos.append(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
+            self._crossed(self.hellos[-1])
 
     def _introduce(self, value: Any) -> tuple[ClientId, ClientFault | None]:
         """(name, reason not to take part or None) from a reply to hello."""

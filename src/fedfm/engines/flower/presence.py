@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from flwr.serverapp import Grid
 
@@ -38,6 +38,11 @@ class Presence:
     def look(self) -> Mapping[int, str] | None:
         """As :meth:`online`; None if the last look was a moment ago."""
         return None if time.monotonic() - self._looked < _LOOK else self.online()
+
+    @property
+    def connected(self) -> Collection[int]:
+        """The nodes that were connected at the last look."""
+        return self._online.keys()
 
     def since(self, node: int) -> str:
         """When a node connected, as it was at the last look."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flwr.app import Message
@@ -76,11 +76,14 @@ class FlowerStream(FlowerLink):
             while self._ready:
                 self._progress()
                 yield self._ready.popleft()
-            came = list(self._grid.pull_messages([*self._underway, *self._late, *self._unmet]))
+            suspects = self._probes.suspects
+            came = list(self._grid.pull_messages([*self._underway, *self._late, *self._unmet, *self._probes.names]))
             for message in came:
                 self._arrived(message)
             if self._stop():
                 raise Interrupted
+            if self._returns:
+                self._find_lost(suspects)
             now = time.monotonic()
             for name in [name for name, (_, deadline) in self._underway.items() if now > deadline]:
                 late, _ = self._underway.pop(name)
@@ -97,6 +100,7 @@ class FlowerStream(FlowerLink):
         """Take in what was pulled."""
         name = message.metadata.reply_to_message_id
         self._late.discard(name)
+        self._probed(message)
         if name in self._unmet:
             self._met_late(message, *self._unmet.pop(name))
         if name not in self._underway:
@@ -112,6 +116,16 @@ class FlowerStream(FlowerLink):
             return
         self._outstanding.keep(reply.client, reply)
         self._ready.append(reply)
+
+    def _find_lost(self, suspects: Collection[str]) -> None:
+        """Send again what was lost on the way, and ask nodes that have been silent for long."""
+        waiting = {name: one for name, (one, _) in self._underway.items()}
+        for name in self._vanished(waiting, suspects):
+            one, _ = self._underway.pop(name)
+            self._held.pop(one.node, None)
+            self._ready.extend(self._launch([(one.node, self._anew.pop(name, one.request))]))
+        self._presence.look()
+        self._probe({name: one for name, (one, _) in self._underway.items()})
 
     def _launch(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
         """Send requests of :meth:`stream`; yields those that the SuperLink did not take."""

@@ -1,0 +1,89 @@
+"""Finds requests that were lost on the way, or whose answers were. Flower does not tell: it counts them as delivered.
+
+A SuperNode takes one message at a time, and the next one when it has sent the answer to the one before. So a node that
+answers a hello has not got an earlier request that it has left unanswered, or its answer was lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from flwr.app import Message
+
+from fedfm.engines.flower.sending import Underway
+
+FIRST = 30.0  # seconds of silence before the first hello, or twice the longest time of an answer to this handler
+_FACTOR = 3  # by which the pause before the next one grows: the hellos of a long pass wait at the node for its end
+
+
+@dataclass
+class _Silence:
+    """A request that is not answered yet.
+
+    Attributes:
+        since: when it was sent.
+        until: when its node gets the next hello.
+        pause: seconds between the last hello and that one.
+        suspected: its node has answered a hello that was sent after it.
+    """
+
+    one: Underway
+    since: float
+    until: float
+    pause: float
+    suspected: bool = False
+
+
+class Probes:
+    """The hellos to nodes that are silent."""
+
+    def __init__(self) -> None:
+        self._silent: dict[str, _Silence] = {}  # by request
+        self._slowest: dict[str, float] = {}  # by handler: seconds of the slowest answer
+        self._sent: dict[str, tuple[Underway, list[str]]] = {}  # by hello: it, and what was sent to its node before
+
+    @property
+    def names(self) -> Collection[str]:
+        """The hellos whose answers are awaited."""
+        return list(self._sent)
+
+    @property
+    def suspects(self) -> set[str]:
+        """Requests that are lost if the next pull does not bring their answers."""
+        return {name for name, silence in self._silent.items() if silence.suspected}
+
+    def answered(self, message: Message) -> Underway | None:
+        """Take in the answer to a hello; returns the hello, or None if the message answers none."""
+        name = message.metadata.reply_to_message_id
+        if name not in self._sent:
+            return None
+        hello, before = self._sent.pop(name)
+        if not message.has_error() and message.metadata.src_node_id == hello.node:
+            for request in self._silent.keys() & before:
+                self._silent[request].suspected = True
+        return hello
+
+    def due(self, waiting: Mapping[str, Underway], online: Collection[int]) -> list[int]:
+        """Connected nodes that have been silent for long. To be called with all requests that are underway."""
+        now = time.monotonic()
+        for name in self._silent.keys() - waiting.keys():
+            over = self._silent.pop(name)
+            if not over.suspected:
+                handler = over.one.request.handler
+                self._slowest[handler] = max(self._slowest.get(handler, 0.0), now - over.since)
+        due = set[int]()
+        for name, one in waiting.items():
+            pause = max(FIRST, 2 * self._slowest.get(one.request.handler, 0.0))
+            silence = self._silent.setdefault(name, _Silence(one, now, now + pause, pause))
+            if now > silence.until and one.node in online:
+                silence.pause *= _FACTOR
+                silence.until = now + silence.pause
+                due.add(one.node)
+        return sorted(due)
+
+    def sent(self, hellos: Mapping[str, Underway]) -> None:
+        """Enter hellos that are on their way, after all requests that :meth:`due` has seen last."""
+        for name, hello in hellos.items():
+            self._sent[name] = hello, [n for n, silence in self._silent.items() if silence.one.node == hello.node]
