@@ -29,7 +29,7 @@ from threadpoolctl import threadpool_limits
 from fedfm.methods.blindfed.encrypted import Holder
 from fedfm.methods.blindfed.processes import EncryptedBatch, run_all
 from fedfm.models.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
-from fedfm.privacy.crypto import ckks, limbs
+from fedfm.privacy.crypto import ckks, matrices
 from fedfm.privacy.crypto.ciphertext_wire import Channel
 from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Packing
 from fedfm.privacy.crypto.limbs import Ciphertexts
@@ -188,12 +188,12 @@ def seal_products(rounded: np.ndarray, x: np.ndarray, server: ckks.ServerKeys) -
 @contextmanager
 def by_loop(server: ckks.ServerKeys) -> Iterator[None]:
     """Linear layers by SEAL's loop."""
-    ours = limbs.matrix_product
-    limbs.matrix_product = lambda rounded, x, ring: seal_products(rounded, x, server)
+    ours = matrices.matrix_product
+    matrices.matrix_product = lambda rounded, x, ring: seal_products(rounded, x, server)
     try:
         yield
     finally:
-        limbs.matrix_product = ours
+        matrices.matrix_product = ours
 
 
 def linear_layers(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -218,10 +218,10 @@ def linear_layers(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any
     found: dict[str, Any] = {}
     times = common.interleave(
         {
-            "residues": lambda: found.update(ours=limbs.matrix_product(rounded, x.residues, server.ring)),
+            "residues": lambda: found.update(ours=matrices.matrix_product(rounded, x.residues, server.ring)),
             "loop": lambda: found.update(loop=seal_products(rounded[:rows], x.residues, server)),
             "tensor": lambda: found.update(tensor=tensor.mm(few)),
-            "layer": lambda: found.update(layer=limbs.linear(weight, x)),
+            "layer": lambda: found.update(layer=matrices.linear(weight, x)),
         },
         1 if quick else 5,
     )

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from fedfm.privacy.crypto import ckks
 from fedfm.privacy.crypto.ciphertext_wire import Channel
-from fedfm.privacy.crypto.limbs import Ciphertexts, linear
+from fedfm.privacy.crypto.limbs import Ciphertexts
+from fedfm.privacy.crypto.matrices import linear
 from fedfm.privacy.crypto.refresh import DistanceLedger, Masking, least_limbs
 from fedfm.privacy.crypto.refresh_link import RemoteRefresh, answered, sealed
 from fedfm.privacy.crypto.ring import Parameters

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from fedfm.errors import InputError
 from fedfm.privacy.crypto import encoding
-from fedfm.privacy.crypto.limbs import Ciphertexts, finished, inner, joined, linear, matrix_product, products
+from fedfm.privacy.crypto.limbs import Ciphertexts, finished, inner, joined, products
+from fedfm.privacy.crypto.matrices import linear, matrix_product
 from fedfm.privacy.crypto.ring import SECURE_BITS, SLOW_LINK, Parameters
 
 seal = pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')

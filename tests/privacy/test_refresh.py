@@ -137,3 +137,52 @@ def test_masks_serve_once_and_fit():
     with pytest.raises(InputError, match="no room"):
         mask_bits(PARAMETERS, 2, 2.0**36, 2.0**50)
     assert repr(mask.key) not in repr(mask)
+
+
+class Asked:
+    """A server that keeps three primes and refreshes through a client, and what the client was asked."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.ledger = DistanceLedger()
+        self.server = ckks.ServerKeys(PARAMETERS, CLIENT.public(), floor=3, refresh=self._refresh)
+
+    def _refresh(self, x):
+        self.counts.append(len(x))
+        masking = Masking(8.0, self.ledger)
+        hidden, mask = masking.hide(x)
+        return masking.reveal(Ciphertexts(renewed(CLIENT, hidden.residues).view(np.uint64), x.scale, SERVER), mask)
+
+    def holds(self, values, limbs, scale=1.0):
+        fresh = CLIENT.encrypt(np.asarray(values)).view(np.uint64)
+        return Ciphertexts(fresh, PARAMETERS.scale * scale, self.server).at(limbs)
+
+
+def test_arrays_that_are_multiplied_next_are_renewed_in_one_message_and_keep_their_scales():
+    asked = Asked()
+    a, b, c = asked.holds(X, 3), asked.holds(X[:1], 4, 1 + 2.0**-12), asked.holds(X[:2], 5)
+    a.renew_with(b, c, a)
+    assert asked.counts == [4]  # c has all its levels
+    assert [x.level for x in (a, b, c)] == [4, 4, 4]
+    assert b.scale == PARAMETERS.scale * (1 + 2.0**-12)
+    for got, want in ((a, X), (b, X[:1] / (1 + 2.0**-12)), (c, X[:2])):
+        np.testing.assert_allclose(CLIENT.decrypt(got.residues, got.scale), want, atol=1e-5)
+    c.at(5).renew_with(asked.holds(X, 5))
+    assert asked.counts == [4]  # nothing was spent
+
+
+@pytest.mark.parametrize("limbs", [4, 5])
+def test_a_division_by_the_scale_costs_no_level_and_no_more_distance(limbs):
+    asked = Asked()
+    x = asked.holds(X, limbs).over(128.0)
+    assert x.level == limbs - 1
+    np.testing.assert_allclose(CLIENT.decrypt(x.residues, x.scale), X / 128, atol=1e-7)
+    more = x * 2.5  # as many bits are left as a factor needs
+    assert more.scale == pytest.approx(PARAMETERS.scale, rel=2.0**-10)
+    np.testing.assert_allclose(CLIENT.decrypt(more.residues, more.scale), X / 128 * 2.5, atol=1e-5)
+    assert asked.counts == []
+    small = x * 0.01  # not here: refreshed first, at the usual scale, which the masks were planned for
+    np.testing.assert_allclose(CLIENT.decrypt(small.residues, small.scale), X / 12800, atol=1e-5)
+    if limbs == 4:
+        assert asked.counts == [3]
+        assert asked.ledger.spent == pytest.approx(3 * distance(PARAMETERS, 3, PARAMETERS.scale, 8.0), rel=1e-3)

@@ -14,7 +14,7 @@ from fedfm.audits.inference.second_polynomials import weights_of
 from fedfm.audits.replay import Replay
 from fedfm.errors import MissingExtra
 from fedfm.models.fhe_friendly import folded
-from fedfm.privacy.crypto.limbs import matrix_product
+from fedfm.privacy.crypto.matrices import matrix_product
 from fedfm.privacy.crypto.ring import Parameters
 
 QUESTION = "Does an encrypted answer of the server show the weights of a linear layer to the owner of the key?"

@@ -140,10 +140,12 @@ class Inverse(Polynomial):
 
     def folded(self, u: X) -> X:
         """1 / u, of the scaled argument: the caller multiplies by the scale, or folds it too."""
+        _renew(u)
         minus = u * -1
         a, b = minus + 2.0, minus + 1.0
         for _ in range(self.steps):
             b = b.square()
+            _renew(a, b)
             a = a * (b + 1.0)
         return a
 
@@ -204,8 +206,12 @@ class InverseSquareRoot(Polynomial):
         y, half = u * (-q / m) + p, u * (-0.5 / m)
         for step in range(self.steps):
             c = last if step == self.steps - 1 else 1.0
+            h = half * c if c != 1.0 else half
+            _renew(y, h)
             # y (3 - z y^2) / 2 = 1.5 y - (z / 2) y y^2: two levels
-            y = y * (1.5 * c) + (half * c if c != 1.0 else half) * y * y.square()
+            left, right = h * y, y.square()
+            _renew(left, right)
+            y = y * (1.5 * c) + left * right
         return y
 
     def error(self) -> float:
@@ -276,6 +282,12 @@ def power_series(coefficients: list[float], u: X) -> X:
         return powers[half] * part(c[half:]) + part(c[:half])
 
     return part(coefficients)  # type: ignore[no-any-return]
+
+
+def _renew(first: X, *others: X) -> None:
+    """What products take next: ciphertexts without a level are renewed in one message; numbers stay as they are."""
+    if (renew := getattr(first, "renew_with", None)) is not None:
+        renew(*others)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class BlindFed(Method[Carried]):
     )
     link: str = setting(
         "fast",
-        "the network to the clients: slow takes a larger ring, with a quarter of the messages, more bytes and more "
+        "the network to the clients: slow takes a larger ring, with a third of the messages, more bytes and more "
         "computation a message",
         choices=("fast", "slow"),
     )

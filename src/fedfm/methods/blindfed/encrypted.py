@@ -31,7 +31,8 @@ from fedfm.privacy.crypto import encoding, keys
 from fedfm.privacy.crypto.ciphertext_wire import Channel
 from fedfm.privacy.crypto.ckks import ServerKeys
 from fedfm.privacy.crypto.encrypted_block import Packing
-from fedfm.privacy.crypto.limbs import Ciphertexts, linear, matrix_product
+from fedfm.privacy.crypto.limbs import Ciphertexts
+from fedfm.privacy.crypto.matrices import linear, matrix_product
 from fedfm.privacy.crypto.refresh import Masking, Spending
 from fedfm.privacy.crypto.refresh_link import RemoteRefresh
 from fedfm.privacy.crypto.slots import encoded, plus_slots, weighted_sum

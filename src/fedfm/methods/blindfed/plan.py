@@ -19,7 +19,8 @@ from fedfm.methods.blindfed.releases import Released
 from fedfm.privacy.crypto import ckks, slot_orders
 from fedfm.privacy.crypto.ciphertext_wire import Channel, Sender
 from fedfm.privacy.crypto.encrypted_block import Packing
-from fedfm.privacy.crypto.limbs import Ciphertexts, linear, products
+from fedfm.privacy.crypto.limbs import Ciphertexts, products
+from fedfm.privacy.crypto.matrices import linear
 from fedfm.privacy.crypto.refresh import MOST, Masking, distance
 from fedfm.privacy.crypto.refresh_link import answered, sealed
 from fedfm.privacy.crypto.ring import SECURE_BITS, Parameters

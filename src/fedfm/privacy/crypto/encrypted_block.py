@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedfm.errors import InputError
-from fedfm.privacy.crypto.limbs import Ciphertexts, finished, inner, joined, linear
+from fedfm.privacy.crypto.limbs import Ciphertexts, finished, inner, joined
+from fedfm.privacy.crypto.matrices import linear
 from fedfm.privacy.crypto.ring import Parameters
 
 Matrix = NDArray[np.floating[Any]]
@@ -139,7 +140,7 @@ class EncryptedBlock:
     def norm(self, x: Ciphertexts, which: int) -> Ciphertexts:
         """X over its standard deviation, of centred x."""
         a, b = self.norms[which].fold
-        variance = finished(inner(x, x)) * (a / len(x))
+        variance = finished(inner(x, x)).over(len(x) / a)
         inverse: Ciphertexts = self.norms[which].folded(variance + b if b else variance)
         return x * inverse
 

@@ -20,7 +20,6 @@ from fedfm.privacy.crypto.ring import Residues, Ring
 SCALE_TOLERANCE = 2.0**-10  # of sums: the relative error that two scales in one sum may add
 _EXACT_FACTOR = 16  # whole numbers up to here multiply without a level
 _LEAST_BITS = 16  # a factor keeps at least so many bits at the scale of a narrow prime
-_COLUMNS = 2048  # of a matrix product at a time: the pieces stay in the cache
 
 Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
 
@@ -159,8 +158,8 @@ class Ciphertexts:
             raise InputError(f"{numbers.shape} numbers for {len(self)} ciphertexts")
         if not (np.isfinite(numbers).all() and numbers.all()):
             raise InputError("a product with zero or infinity would show its result to everyone")
-        x = self._for_plain(float(np.abs(numbers).min()))
-        scale = x._plain_scale()
+        x = self.for_plain(float(np.abs(numbers).min()))
+        scale = x.plain_scale()
         factors = np.array([round(float(v) * scale) for v in numbers], object)
         if not factors.all():
             raise InputError(f"a product with {np.abs(numbers).min():g} vanishes at scale 2^{math.log2(scale):.0f}")
@@ -196,7 +195,56 @@ class Ciphertexts:
         """
         if self.evaluator.refresh is None:
             raise InputError(f"level {self.level} is too low for the next product, and nobody refreshes")
-        return self.evaluator.refresh(self.at(self.evaluator.floor))
+        return self.evaluator.refresh(self._usual().at(self.evaluator.floor))
+
+    def for_plain(self, smallest: float = 1.0) -> Ciphertexts:
+        """At the highest level where a plaintext fits, a narrow prime if it keeps enough bits; refreshed if needed."""
+        parameters, least = self.evaluator.ring.parameters, max(self.evaluator.floor, 1)
+        for attempt in range(2):
+            able = range(self.level + 1, least, -1)
+            narrow = [n for n in able if not parameters.wide(n)]
+            fits = (
+                narrow and smallest * parameters.scale * parameters.primes[narrow[0] - 1] >= self.scale * 2**_LEAST_BITS
+            )
+            if fits:
+                return self.at(narrow[0])
+            if wide := self._able():
+                return self.at(wide[0])
+            if attempt == 0 and self.evaluator.refresh is not None:
+                self._become(self.refreshed())
+            elif able:
+                return self.at(able[0])
+        raise InputError("the parameters have no level for a product with numbers")
+
+    def plain_scale(self) -> float:
+        """Of a plaintext, such that the product has the parameters' scale once it is rescaled."""
+        parameters = self.evaluator.ring.parameters
+        return parameters.scale * parameters.primes[self.level] / self.scale
+
+    def renew_with(self, *others: Ciphertexts) -> None:
+        """Refresh these and others in one message, in place, if one of them has no level for a product of two.
+
+        Those that have all levels stay out of it. The client keeps the whole numbers of a polynomial as they are, so
+        each array keeps its own scale.
+        """
+        parts = list({id(part): part for part in (self, *others)}.values())
+        if all(part._able() for part in parts):
+            return
+        spent = [part for part in parts if part.level + 1 < part.evaluator.ring.parameters.limbs]
+        usual = [part._usual().at(self.evaluator.floor) for part in spent]
+        together = np.concatenate([part.limbs for part in usual])
+        fresh = Ciphertexts(together, max(part.scale for part in usual), self.evaluator).refreshed()
+        start = 0
+        for part, told in zip(spent, usual, strict=True):
+            part.limbs, part.scale = np.ascontiguousarray(fresh.limbs[start : start + len(part)]), told.scale
+            start += len(part)
+
+    def over(self, number: float) -> Ciphertexts:
+        """Divided by a positive number, without a level: the scale takes it up.
+
+        The next factor by numbers is rounded at a scale that is as much smaller, and brings the usual scale back.
+        """
+        return self._like(self.residues, self.scale * number)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -222,35 +270,28 @@ class Ciphertexts:
         rows = np.repeat(rows, self.limbs.shape[1], axis=0)
         return self._like(ring.affine(self.residues, rows, np.zeros((), np.int64)), self.scale * scale)
 
-    def _plain_scale(self) -> float:
-        """Of a plaintext, such that the product has the parameters' scale once it is rescaled."""
-        parameters = self.evaluator.ring.parameters
-        return parameters.scale * parameters.primes[self.level] / self.scale
-
-    def _for_plain(self, smallest: float = 1.0) -> Ciphertexts:
-        """At the highest level where a plaintext fits, a narrow prime if it keeps enough bits; refreshed if needed."""
-        parameters = self.evaluator.ring.parameters
-        for attempt in range(2):
-            able = range(self.level + 1, max(self.evaluator.floor, 1), -1)
-            narrow = [n for n in able if not parameters.wide(n)]
-            if narrow and smallest * parameters.primes[narrow[0] - 1] >= 2**_LEAST_BITS:
-                return self.at(narrow[0])
-            if able:
-                return self.at(able[0])
-            if attempt == 0:
-                self._become(self.refreshed())
-        raise InputError("the parameters have no level for a product with numbers")
+    def _usual(self) -> Ciphertexts:
+        """At the parameters' scale, if a narrow prime is left to bring it there: a mask covers as much as its bound."""
+        parameters, limbs = self.evaluator.ring.parameters, self.level + 1
+        if abs(self.scale / parameters.scale - 1) <= SCALE_TOLERANCE or limbs <= self.evaluator.floor:
+            return self
+        if parameters.wide(limbs):
+            return self.at(limbs - 1)._usual()
+        scale = self.plain_scale()
+        return self.evaluator.rescale(self._scaled(np.full(len(self), round(scale), object), round(scale)))
 
     def _for_product(self) -> int:
         """The most primes with which this can be multiplied by ciphertexts; refreshed if there are none."""
-        parameters = self.evaluator.ring.parameters
-        for attempt in range(2):
-            able = [n for n in range(self.level + 1, max(self.evaluator.floor, 1), -1) if parameters.wide(n)]
-            if able:
-                return able[0]
-            if attempt == 0:
-                self._become(self.refreshed())
-        raise InputError("the parameters have no level for a product of ciphertexts")
+        if not self._able():
+            self._become(self.refreshed())
+        if not (able := self._able()):
+            raise InputError("the parameters have no level for a product of ciphertexts")
+        return able[0]
+
+    def _able(self) -> list[int]:
+        """The numbers of primes, the most first, with which this can be multiplied by ciphertexts."""
+        parameters, least = self.evaluator.ring.parameters, max(self.evaluator.floor, 1)
+        return [n for n in range(self.level + 1, least, -1) if parameters.wide(n)]
 
     def _become(self, fresh: Ciphertexts) -> None:
         """Hold fresh ciphertexts of the same numbers: whoever uses this array again needs no second refresh."""
@@ -300,59 +341,6 @@ def joined(parts: Sequence[Ciphertexts]) -> Ciphertexts:
     if any(abs(part.scale / parts[0].scale - 1) > SCALE_TOLERANCE for part in parts):
         raise InputError("arrays of several scales")
     return parts[0]._like(np.concatenate([part.at(limbs).residues for part in parts]))
-
-
-def linear(
-    weight: NDArray[np.floating[Any]], x: Ciphertexts, bias: NDArray[np.floating[Any]] | None = None
-) -> Ciphertexts:
-    """W x + b over an array of n ciphertexts: (m, n), (n,), (m,) -> (m,), rescaled.
-
-    The entries of W are rounded at the scale of a narrow prime. The residues, cut into pieces of so many bits that a
-    float64 product of matrices is exact, are multiplied by W. A row that is zero gets an encryption of zero: without,
-    anyone could read that ciphertext.
-
-    Raises:
-        InputError: shapes that do not fit, or an entry that is not finite.
-    """
-    if weight.ndim != 2 or weight.shape[1] != len(x) or (bias is not None and bias.shape != weight.shape[:1]):
-        raise InputError(f"a matrix {weight.shape} for {len(x)} ciphertexts")
-    if not np.isfinite(weight).all():
-        raise InputError("the matrix has entries that are not finite")
-    x = x._for_plain()
-    scale = x._plain_scale()
-    rounded = np.rint(weight.astype(np.float64) * scale)
-    out = matrix_product(rounded, x.residues, x.evaluator.ring)
-    if len(empty := np.flatnonzero(~rounded.any(axis=1))):
-        out[empty] = x.evaluator.zeros(len(empty), x.level + 1)
-    y = x._like(out, x.scale * scale)
-    return x.evaluator.rescale(y if bias is None else y.plus(np.asarray(bias, np.float64)))
-
-
-def matrix_product(rounded: NDArray[np.float64], x: Residues, ring: Ring) -> Residues:
-    """An integer matrix times residues: (m, n), (n, polynomials, primes, N) -> (m, polynomials, primes, N). Exact.
-
-    Raises:
-        InputError: the sum of a row's magnitudes is too large for exact pieces.
-    """
-    count, polynomials, limbs, degree = x.shape
-    out = np.empty((len(rounded), polynomials, limbs, degree), np.int64)
-    room = 53 - math.ceil(math.log2(np.abs(rounded).sum(axis=1).max(initial=1.0) + 1))
-    if room < 8:
-        raise InputError("the entries of a matrix are too large for an exact product")
-    width = min(_COLUMNS, degree)
-    for limb in range(limbs):
-        q = int(ring.primes[limb])
-        pieces = -(-q.bit_length() // room)
-        shift = -(-q.bit_length() // pieces)
-        cut, product = np.empty((pieces, count, width)), np.empty((pieces, len(rounded), width))
-        for polynomial in range(polynomials):
-            source, target = x[:, polynomial, limb], out[:, polynomial, limb]
-            for start in range(0, degree, width):
-                modular.split(source, start, shift, cut)
-                for piece in range(pieces):
-                    np.matmul(rounded, cut[piece], out=product[piece])
-                modular.join(product, start, shift, q, target)
-    return out
 
 
 def _factors(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
