@@ -124,7 +124,7 @@ class FlowerStream(FlowerLink):
             one, _ = self._underway.pop(name)
             self._held.pop(one.node, None)
             self._ready.extend(self._launch([(one.node, self._anew.pop(name, one.request))]))
-        self._presence.look()
+        self._presence.look()  # who is connected, for the hellos
         self._probe({name: one for name, (one, _) in self._underway.items()})
 
     def _launch(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
