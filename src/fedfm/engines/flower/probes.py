@@ -15,7 +15,7 @@ from flwr.app import Message
 from fedfm.engines.flower.sending import Underway
 
 FIRST = 30.0  # seconds of silence before the first hello, or twice the longest time of an answer to this handler
-_FACTOR = 3  # by which the pause before the next one grows: the hellos of a long pass wait at the node for its end
+_FACTOR = 2  # by which the pause before the next one grows: the hellos of a long pass wait at the node for its end
 
 
 @dataclass
