@@ -167,7 +167,7 @@ class Relay:
                     block = end.recv(1 << 16)
                     if not block:
                         raise OSError
-                    if self.rough and end is there and self._draw.random() < 0.01:
+                    if self.rough and end is there and self._draw.random() < 0.02:
                         self.cut += 1
                         raise OSError
                     (there if end is here else here).sendall(block)

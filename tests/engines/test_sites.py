@@ -128,7 +128,7 @@ def test_a_relay_that_cuts_in_the_middle_of_messages_changes_no_bit(tmp_path):
             passed(at, running, 1)
             relay.rough = True
             assert bits(at.result(running)) == bits(alone)
-            assert "is asked again: a message or its answer was lost on the way" in at.told()
+            assert relay.cut > 3
         finally:
             relay.close()
 
