@@ -53,7 +53,7 @@ def check(args: Any) -> int:
         result["fingerprint"] = population.model.fingerprint
         result["notices"] = [
             *of_rows(experiment.method, population),
-            *of_method(experiment.method),
+            *of_method(experiment.method, {} if expected is None else expected.by_class),
             *of_model(experiment.run, population.model),
         ]
         if expected is not None:
