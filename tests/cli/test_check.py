@@ -1,6 +1,7 @@
 """`fedfm check` reads rows and model, and says what a run will take."""
 
 import json
+import sys
 import tomllib
 
 import numpy as np
@@ -200,3 +201,13 @@ def test_rows_that_fedpft_would_withhold_are_counted_before_the_run(capsys, tmp_
     for key, more in (("min_count=2", False), ("min_count=3", True), ("topology=chain", False)):
         code, out, _ = checked(capsys, tmp_path, text, "--set", f"method.{key}")
         assert (code, "withheld: each" in out) == (0, more), key
+
+
+def test_a_tracker_whose_library_is_missing_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # its import fails
+    monkeypatch.delitem(sys.modules, "fedfm.runtime.trackers.to_wandb", raising=False)
+    text = labelled(tmp_path, ["a", "b"] * 30)
+    code, _, error = checked(capsys, tmp_path, f'{text}[run]\ntrack = ["wandb"]\n')
+    assert code == 2
+    assert "run.track: wandb is not installed" in error
+    assert 'pip install "fedfm[wandb]"' in error

@@ -23,8 +23,12 @@ def check(args: Any) -> int:
     from fedfm.core.capabilities import Founded, Modelled, Planned
     from fedfm.data.load import check_files
 
+    from fedfm.runtime.trackers.tracker import opened
+
     experiment = experiment_of(args)
     check_files(experiment.data)
+    for name in experiment.run.track:
+        opened(name)  # refuses one whose library is missing
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = to_toml(experiment.shown()).rstrip()
     population = None
