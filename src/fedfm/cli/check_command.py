@@ -22,7 +22,6 @@ def check(args: Any) -> int:
     from fedfm.config.toml import to_toml
     from fedfm.core.capabilities import Founded, Modelled, Planned
     from fedfm.data.load import check_files
-
     from fedfm.runtime.trackers.tracker import opened
 
     experiment = experiment_of(args)
