@@ -1,6 +1,7 @@
 """`fedfm check` reads rows and model, and says what a run will take."""
 
 import json
+import sys
 import tomllib
 
 import numpy as np
@@ -136,6 +137,16 @@ def test_labels_that_differ_by_form_or_by_a_mark_are_noticed(capsys, tmp_path):
     assert (code, "differ by" in out, "without a label" in out) == (0, False, False)
 
 
+def test_labels_that_are_one_number_are_noticed(capsys, tmp_path):
+    code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, ["1", "1.0", "01", "2", "-2", "1e999999999"] * 10))
+    assert code == 0
+    assert '# the classes "01" and "1" and "1.0" differ by how they write a number alone' in out
+    assert '"-2"' not in out.split("differ by")[0].split("# the classes")[1]
+    different = ["1", "-1", "10", "1_0", "1.01", "12345678901234567890123456789012", "12345678901234567890123456789013"]
+    code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, (different * 10)[:60]))
+    assert (code, "differ by" in out) == (0, False)
+
+
 @pytest.mark.parametrize("word", ["nan", "NaN", "N/A", "None"])
 def test_a_label_that_says_that_there_is_none_is_noticed(capsys, tmp_path, word):
     rows = "".join(f"row {i},{[word, 'sport', 'world'][i % 3]}\n" for i in range(60))
@@ -175,3 +186,28 @@ def test_classes_that_nobody_trains_are_noticed(capsys, tmp_path):
     code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, labels, split))
     assert code == 0
     assert '# no client has a training row of "c"' in out
+
+
+def test_rows_that_fedpft_would_withhold_are_counted_before_the_run(capsys, tmp_path):
+    labels, split = ["a"] * 20 + ["b"] * 20 + ["c"] * 3 + ["d"] * 2, ["train"] * 45
+    text = labelled(tmp_path, [*labels, "a", "b"], [*split, "test", "test"]).replace('"fedavg"', '"fedpft"')
+    text = text.replace('rows.npz"\n', 'rows.npz"\npartition = { name = "iid", clients = 1 }\n')
+    said = "5 rows of 2 classes withheld: each of these classes has fewer than method.min_count = 5 rows at its client"
+    code, out, _ = checked(capsys, tmp_path, text)
+    assert code == 0
+    assert f"# {said}" in out
+    assert said in fedfm.run(tmp_path / "exp.toml", tmp_path / "run")["warnings"]
+    capsys.readouterr()
+    for key, more in (("min_count=2", False), ("min_count=3", True), ("topology=chain", False)):
+        code, out, _ = checked(capsys, tmp_path, text, "--set", f"method.{key}")
+        assert (code, "withheld: each" in out) == (0, more), key
+
+
+def test_a_tracker_whose_library_is_missing_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # its import fails
+    monkeypatch.delitem(sys.modules, "fedfm.runtime.trackers.to_wandb", raising=False)
+    text = labelled(tmp_path, ["a", "b"] * 30)
+    code, _, error = checked(capsys, tmp_path, f'{text}[run]\ntrack = ["wandb"]\n')
+    assert code == 2
+    assert "run.track: wandb is not installed" in error
+    assert 'pip install "fedfm[wandb]"' in error

@@ -971,3 +971,31 @@ def test_names_of_clients_and_classes_do_nothing_to_a_terminal(tmp_path, capsys)
     _, out, _ = call(capsys, "predict", run, data, "--client", "client-00", "--format", "json")
     assert json.loads(out)["classes"][0] == ESCAPE
     assert "\x1b" not in out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+@pytest.mark.parametrize("columns", [0, 100])
+def test_a_terminal_shows_the_bar_even_if_it_says_that_it_has_no_columns(tmp_path, columns):
+    """As in a container with a terminal that nobody gave a size."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
+    shown = """
+from types import SimpleNamespace
+from fedfm.runtime.progress_bar import Bar
+bar = Bar()
+bar.started(SimpleNamespace(path=None, experiment=SimpleNamespace(name="mine")), 2, 0)
+bar.round({"round": 2, "accuracy": 0.5, "seconds": 1.0})
+bar.finished()
+"""
+    subprocess.run([sys.executable, "-c", shown], stderr=theirs, check=True)
+    os.close(theirs)
+    text = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "mine: 100%" in text
+    assert "2/2" in text
+    assert "accuracy=0.500" in text

@@ -40,6 +40,12 @@ from fedfm.errors import InputError
         ("seed=3", "did you mean run.seed?"),
         ("run.rounds=3", "did you mean method.rounds?"),
         ("model.rank=4", "did you mean model.adaptation.rank?"),
+        ("method.batchsize=4", "did you mean method.local.batch_size?"),
+        ("run.n_jobs=2", 'did you mean "workers"?'),
+        ("data.file=rows.npz", 'did you mean "path"?'),
+        ("aggregation.rule=median", 'did you mean "name"?); [aggregation] takes a "name" alone'),
+        ("data.partition.type=iid", 'did you mean "name"?'),
+        ("model.adaptation.method=lora", 'did you mean "name"?'),
         ("method.fractoin=0.5", 'did you mean "fraction"?'),
     ],
 )

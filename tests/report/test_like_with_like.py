@@ -58,6 +58,17 @@ def test_the_page_compares_by_the_same_figure(pair, tmp_path):
     assert "data.limit" not in said
 
 
+def test_the_page_says_which_runs_have_no_place_by_what_was_sent(pair, tmp_path):
+    for name in ("centralised", "fedprox"):
+        fedfm.run(tables(name=name), tmp_path / name)
+    runs = [*pair, tmp_path / "centralised", tmp_path / "fedprox"]
+    said = " ".join(re.sub("<[^>]+>", " ", compare.write(runs, tmp_path / "c.html").read_text()).split())
+    assert "Not shown: centralised; all rows are in one place. Not shown: local; nothing is sent." in said
+    said = " ".join(re.sub("<[^>]+>", " ", compare.write(runs[::3], tmp_path / "c.html").read_text()).split())
+    assert "no other beats with fewer bytes" in said
+    assert "Not shown" not in said
+
+
 def test_runs_that_mean_the_same_keep_their_headline(pair):
     assert basis([read.read(pair[0])]) == (HEADLINE, "on all test rows", False)
     assert basis([read.read(pair[1])]).key == HEADLINE

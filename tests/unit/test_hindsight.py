@@ -20,15 +20,22 @@ def test_a_loss_that_rises_while_the_accuracy_falls():
     assert "fell from 0.800 to 0.700" in said
 
 
+def test_a_start_that_training_spoils_and_one_that_knows_nothing():
+    (said,) = overtrained(lines([0.5, 0.6, 0.7], [0.8, 0.7, 0.6]))
+    assert "rose from 0.5 in round 0 to 0.7, and the accuracy fell from 0.800 to 0.600" in said
+    (said,) = overtrained(lines([1.6, 33.0, 65.0], [0.3, 0.6, 0.5]))
+    assert "rose from 33 in round 1 to 65, and the accuracy fell from 0.600 to 0.500" in said
+    assert overtrained(lines([1.6, 65.0, 33.0], [0.3, 0.5, 0.6])) == []
+
+
 def test_nothing_is_said_of_a_loss_alone_or_of_noise():
     assert overtrained(lines([2.0, 0.5, 0.7], [0.1, 0.8, 0.8])) == []
     assert overtrained(lines([2.0, 0.5, 0.51], [0.1, 0.8, 0.7])) == []
     assert overtrained(lines([0.5, 0.7], [0.8, 0.7])) == []
-    assert overtrained(lines([0.5, 0.6, 0.7], [0.8, 0.7, 0.6])) == []  # it never was better than at the start
     assert overtrained(lines([2.0, math.nan, 0.7], [0.1, 0.8, 0.7])) == []
 
 
-def test_predictions_that_are_all_certain(tmp_path):
+def test_predictions_that_are_all_certain(tmp_path, capsys):
     """Weights of a hundred times the size give probabilities of 1; a usual model does not."""
     tables = small.experiment(tmp_path)
     run = fedfm.run(tables, tmp_path / "run", progress=Progress())
@@ -39,6 +46,9 @@ def test_predictions_that_are_all_certain(tmp_path):
     found = predict(run["run"], file)
     assert min(max(p) for p in found["probabilities"]) > 0.9995
     (said,) = found["warnings"]
+    assert capsys.readouterr().err == f"fedfm: {said}\n"  # from Python, too
+    predict(run["run"], file, progress=Progress())
+    assert capsys.readouterr().err == ""
     assert said.startswith("all 240 predictions have probability 1.000")
 
 

@@ -277,3 +277,17 @@ def test_a_run_in_memory_needs_its_module_again(ward, tmp_path, capsys):
     found = {f.name: f for f in perform(federated["run"], given=told)}
     assert found["model_membership"].detail["members"] == found["update_membership"].detail["members"] == 60
     assert found["row_coins"].detail["coins"] == 80  # training rows, and the test rows that play the strangers
+
+
+def test_an_audit_of_a_module_from_python_says_what_is_lacking(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(40, 3)
+    clients = {name: [(row, 0) for row in x[k::2]] for k, name in enumerate(("north", "south"))}
+    given = {"clients": clients, "loss": torch.nn.functional.cross_entropy}
+    names = {"classes": ("a", "b")}
+    keys = {"rounds": 1, "out": tmp_path / "run", "progress": fedfm.Progress()}
+    fedfm.federate(torch.nn.Linear(3, 2), **given, **names, **keys)
+    given["model"] = torch.nn.Linear(3, 2)
+    with pytest.raises(InputError, match="with test and classes as "):
+        fedfm.audit(tmp_path / "run", progress=fedfm.Progress(), given=given)
+    assert fedfm.audit(tmp_path / "run", "label_counts", progress=fedfm.Progress(), given=given | names)

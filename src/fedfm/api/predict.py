@@ -17,6 +17,8 @@ from fedfm.linalg.params import Params
 from fedfm.models.adapters.experts import is_pair, weighed_by
 from fedfm.models.own import language
 from fedfm.runtime import predictions
+from fedfm.runtime.progress import Progress
+from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 
 if TYPE_CHECKING:
@@ -104,7 +106,13 @@ def _another(run: Run, client: str | None) -> bool:
 
 
 def predict(
-    path: str | Path, file: Any, client: str | None = None, *, last: bool = False, given: Any = None
+    path: str | Path,
+    file: Any,
+    client: str | None = None,
+    *,
+    last: bool = False,
+    given: Any = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Predictions of the run's model for the rows of a file.
 
@@ -113,6 +121,7 @@ def predict(
             the user's own module: a data set, or the name ``module:function`` of a function that returns one.
         last: the model of the last round, where ``run.patience`` chose another round's.
         given: of a run of ``fedfm.federate``, its module or Trainer, or a dict of federate's arguments.
+        progress: its ``notice`` gets the warnings, too; by default they are on stderr.
 
     Returns:
         ``warnings``, and by task, in the order of the rows:
@@ -132,12 +141,21 @@ def predict(
     Raises:
         InputError: the run is not finished, or the rows are of another kind than the model's.
     """
+    result = _predicted(path, file, client, last, given)
+    for text in result["warnings"]:
+        (progress or Bar()).notice(text)
+    return result
+
+
+def _predicted(path: str | Path, file: Any, client: str | None, last: bool, given: Any) -> dict[str, Any]:
     from fedfm.data.load import read_inputs
     from fedfm.linalg.threads import torch_threads
 
     if own_runs.is_own(run := _finished(path, client)):
         with torch_threads(1):
-            return {"run": str(path)} | own_runs.predict(run, file, given, client, last=last and _another(run, client))
+            result = own_runs.predict(run, file, given, client, last=last and _another(run, client))
+        sure = _certain(result.get("probabilities", ()))
+        return {"run": str(path)} | result | {"warnings": [*result.get("warnings", ()), *sure]}
     run, model, w = load(path, client, last=last)
     with torch_threads(1):
         shape = run.manifest["model"]

@@ -24,6 +24,7 @@ from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Link, Reply, Request
 from fedfm.core.transport import linked
+from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import E_DUPLICATE, ClientFault, InputError, Lost, RunError
 from fedfm.linalg.params import sha256_of
@@ -382,4 +383,6 @@ def check_unchanged(run: Run, population: Partitioned) -> None:
     now = fingerprints(run, population.federated.table, population.model.fingerprint)
     for name, value in now.items():
         if run.manifest["fingerprints"].get(name) != value:
-            raise InputError(f"{run.path}: the {name} changed since this run: an audit needs the original")
+            own = run.experiment.data.name == IN_MEMORY
+            more = ", with test and classes as fedfm.federate got them" if own else ""
+            raise InputError(f"{run.path}: the {name} changed since this run: an audit needs the original{more}")

@@ -22,9 +22,12 @@ def check(args: Any) -> int:
     from fedfm.config.toml import to_toml
     from fedfm.core.capabilities import Founded, Modelled, Planned
     from fedfm.data.load import check_files
+    from fedfm.runtime.trackers.tracker import opened
 
     experiment = experiment_of(args)
     check_files(experiment.data)
+    for name in experiment.run.track:
+        opened(name)  # refuses one whose library is missing
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = to_toml(experiment.shown()).rstrip()
     population = None
@@ -53,7 +56,7 @@ def check(args: Any) -> int:
         result["fingerprint"] = population.model.fingerprint
         result["notices"] = [
             *of_rows(experiment.method, population),
-            *of_method(experiment.method),
+            *of_method(experiment.method, {} if expected is None else expected.by_class),
             *of_model(experiment.run, population.model),
         ]
         if expected is not None:
@@ -85,7 +88,7 @@ def check(args: Any) -> int:
 
 def _expected(forecast: Forecast | None, trainable: int, rounds: int) -> list[str]:
     """The forecast in lines."""
-    from fedfm.report.text import NBSP, duration, size
+    from fedfm.report.text import NBSP, duration, plural, size
 
     if forecast is None:
         return [f"{trainable:,} trainable numbers; the silos have the rows"]
@@ -100,9 +103,9 @@ def _expected(forecast: Forecast | None, trainable: int, rounds: int) -> list[st
         up, down = size(forecast.bytes_up), size(forecast.bytes_down)
         out.append(f"about {up} up and {down} down for a client and round, without evaluation")
     if forecast.client_seconds is not None:
-        one, every = duration(forecast.client_seconds), duration(forecast.run_seconds)
+        one, every = (max(seconds or 0.0, 0.01) for seconds in (forecast.client_seconds, forecast.run_seconds))
         out.append(
-            f"about {one} of training for the largest client in a round, {every} for all clients in {rounds} rounds, "
-            "one after the other on this machine"
+            f"about {duration(one)} of training for the largest client in a round, {duration(every)} for all clients "
+            f"in {plural(rounds, 'round')}, one after the other on this machine"
         )
     return [line.replace(NBSP, " ") for line in [*out, f"at least {size(forecast.memory)} of memory"]]

@@ -252,6 +252,8 @@ def predict(args: Any) -> int:
         if args.last:
             raise InputError("--last: --engine deployment predicts by the run's own model; leave one of them out")
         result = predict_remote(args.run, args.file, _watch())
+        for text in result.get("warnings", ()):
+            tell(f"fedfm: {visible(text)}", sys.stderr)
     else:
         result = predict(args.run, args.file, args.client, last=args.last)
     lines = [visible(answer) for answer in result.get("answers", ())]
@@ -269,8 +271,6 @@ def predict(args: Any) -> int:
         lines = [visible(args.out)]
     if result.get("perplexity") is not None:
         lines.append(f"perplexity {result['perplexity']:.6g}")
-    for text in result.get("warnings", ()):
-        tell(f"fedfm: {visible(text)}", sys.stderr)
     if cut := len(result.get("cut", ())):
         tell(
             f"fedfm: {cut} of {len(result['answers'])} answers stop at {result['answer_tokens']} tokens "

@@ -18,6 +18,9 @@ _SAME = {
     "step_size": ("learning_rate",),
     "batch": ("batch_size",),
     "bs": ("batch_size",),
+    "batchsize": ("batch_size",),
+    "file": ("path",),
+    "n_jobs": ("workers",),
     "local_epochs": ("epochs",),
     "num_epochs": ("epochs",),
     "num_train_epochs": ("epochs",),
@@ -45,6 +48,8 @@ _SAME = {
     "label_column": ("label",),
     "text_column": ("text",),
 }
+_KIND = ("rule", "method", "type", "kind", "strategy", "algorithm")
+_NAMED = ("aggregation", "attack", "method", "data.partition", "model.adaptation")  # tables whose name says the rest
 _OPTIMISER = ("optimizer", "optimiser", "optim", "opt")
 _NAME = "method.local.name"
 _FEW = 6  # owners of a key in a hint
@@ -86,7 +91,8 @@ class UnknownKey(InputError):
 
     def _text(self, hint: str) -> str:
         table_of = f"[{self._path}]" if self._path else "the file"
-        return f"{self.where}: unknown key{hint}; {table_of} takes {listed(self._known)}"
+        taken = listed(self._known) or 'a "name" alone'
+        return f"{self.where}: unknown key{hint}; {table_of} takes {taken}"
 
 
 def meant(key: str, known: Collection[str], path: str) -> str:
@@ -111,6 +117,8 @@ def _guesses(key: str, known: Collection[str], path: str) -> Iterator[str]:
     if word in _OPTIMISER:
         yield f"{inside}optimiser" if "optimiser" in known else _NAME
         return
+    if word in _KIND and path in _NAMED:
+        yield f"{path}.name"
     yield from (f"{inside}{name}" for name in _SAME.get(word, ()) if name in known)
     for name in (word, *_SAME.get(word, ())):
         places = [place for place, names in _PLACES.items() if name in names and place != path]

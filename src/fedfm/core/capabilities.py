@@ -353,8 +353,12 @@ class Noticing(Protocol):
 class Forewarning(Protocol):
     """The settings have something to tell before the first round. Caller: what a run and ``fedfm check`` say first."""
 
-    def forewarnings(self) -> list[str]:
-        """One line each."""
+    def forewarnings(self, counts: Mapping[ClientId, Sequence[int]]) -> list[str]:
+        """One line each.
+
+        Args:
+            counts: of each client, the training rows by class; empty in a run, which tells of rows when they are used.
+        """
 
 
 @runtime_checkable

@@ -18,12 +18,16 @@ Spot = tuple[str, float, float]  # name, bytes, accuracy
 def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """The plot; nothing unless at least two runs have an accuracy and sent bytes."""
     by, spots = basis(runs), []
+    alone, pooled = list[str](), list[str]()
     for run, name in zip(runs, short(names), strict=True):
         if run.method == "centralised":
-            continue  # all rows in one place: its bytes cost nothing
+            pooled.append(name)  # all rows in one place: its bytes cost nothing
+            continue
         sent, reached = (run.traffic_total("up") or 0) + (run.traffic_total("down") or 0), run.value(by.key)
         if finite(reached) and sent > 0:
             spots.append((name, float(sent), reached))
+        elif finite(reached):
+            alone.append(name)
     if len(spots) < 2:
         return ""
     best = frontier(spots)
@@ -31,6 +35,8 @@ def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     label = f"Accuracy by bytes sent in both directions, on a logarithmic scale. {points}."
     text = f"Accuracy {by.rows}. " if by.mixed else ""
     text += f"The line joins the runs that no other beats with fewer bytes: {esc(', '.join(n for n, _, _ in best))}."
+    left = [(pooled, "all rows are in one place"), (alone, "nothing is sent")]
+    text += "".join(f" Not shown: {esc(', '.join(which))}; {why}." for which, why in left if which)
     return "<h3>Accuracy for what was sent</h3>" + note(text) + figure(lambda w: _draw(w, spots, best, label))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedfm.core.capabilities import Forewarning, Viewing
+from fedfm.core.client import ClientId
 from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.models import devices, inputs
@@ -37,11 +39,25 @@ def _composed(name: str) -> str:
     return _folded(unicodedata.normalize("NFKC", name))
 
 
+def _number(name: str) -> Hashable:
+    """The number that the name is, else the name: tables with empty cells write 1 as 1.0."""
+    try:
+        found = Decimal(name.strip())
+    except InvalidOperation:
+        return name
+    return found if found.is_finite() and "_" not in name else name
+
+
+def _unmarked(name: str) -> Hashable:
+    return _composed(name.replace("-", " ").replace("_", " ")) if isinstance(_number(name), str) else name  # -1, not 1
+
+
 # How names of classes that are probably one differ -> what they have in common; each tells what those before do not.
-_ALIKE: dict[str, Callable[[str], str]] = {
+_ALIKE: dict[str, Callable[[str], Hashable]] = {
     "case or spaces": _folded,
     "the form of their Unicode characters": _composed,
-    "-, _, spaces or case": lambda name: _composed(name.replace("-", " ").replace("_", " ")),
+    "-, _, spaces or case": _unmarked,
+    "how they write a number": _number,
 }
 _NO_LABEL = ("nan", "none", "null", "na", "n/a", "<na>", "#n/a", "?", "-")  # what tables write for an empty label
 
@@ -84,9 +100,9 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     run.write_manifest()
 
 
-def of_method(method: Method[Any]) -> list[str]:
-    """What the method says before its first round."""
-    return method.forewarnings() if isinstance(method, Forewarning) else []
+def of_method(method: Method[Any], counts: Mapping[ClientId, Sequence[int]] | None = None) -> list[str]:
+    """What the method says before its first round; ``counts`` are each client's training rows by class, if known."""
+    return method.forewarnings(counts or {}) if isinstance(method, Forewarning) else []
 
 
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
@@ -140,7 +156,7 @@ def _no_task(population: Partitioned) -> list[str]:
 
 
 def spellings(classes: Sequence[str]) -> list[str]:
-    """Notices if names of classes differ by case, spaces, - or _ or Unicode form alone, or say that there is no label.
+    """Notices if names of classes differ by case, spaces, marks, Unicode form or a number's form alone, or say "none".
 
     Example:
         >>> spellings(["sports", "Sports ", "world"])
@@ -148,7 +164,7 @@ def spellings(classes: Sequence[str]) -> list[str]:
     """
     found, said = [], set[tuple[str, ...]]()
     for how, key in _ALIKE.items():
-        alike: dict[str, list[str]] = {}
+        alike: dict[Hashable, list[str]] = {}
         for name in sorted(classes):
             alike.setdefault(key(name), []).append(name)
         groups = [tuple(names) for names in alike.values() if len(names) > 1 and tuple(names) not in said]

@@ -47,6 +47,11 @@ class Forecast:
     run_seconds: float | None
     memory: int
 
+    @property
+    def by_class(self) -> dict[ClientId, list[int]]:
+        """Training rows of each client in the order of the classes; empty without labels."""
+        return {client: list(rows.values()) for client, rows in self.counts.items()}
+
 
 def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
     """Estimates for a run on this machine; trains a client's round, or one step of it where that would take long."""
@@ -122,7 +127,7 @@ def _client_seconds(experiment: Experiment, population: Partitioned) -> float | 
         began = time.perf_counter()
         method.local(client, w)
         spent = min(spent, time.perf_counter() - began)
-        if spent > 1:
+        if 1 < spent < 3 * seconds:  # else the first pass compiled what it needs
             break
     model.load(w)
     return spent * passes

@@ -19,9 +19,13 @@ def overtrained(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     known = [(line["round"], line["loss"], line["accuracy"]) for line in lines if _both(line)]
     if len(known) < 3:
         return []
-    last, (best, lowest, reached) = known[-1], min(known, key=lambda point: point[1])
-    if best in (last[0], known[0][0]) or last[1] < _RISE * lowest or last[2] > reached - _FALL:
+    last, trained = known[-1], known[1:]
+    # A start that knows nothing has a low loss, which says nothing of the rounds after it.
+    lows = [min(points, key=lambda point: point[1]) for points in (known, trained)]
+    worse = [low for low in lows if last[1] >= _RISE * low[1] and last[2] <= low[2] - _FALL]
+    if not worse:
         return []
+    best, lowest, reached = worse[0]
     return [
         f"the loss on the test rows rose from {lowest:.3g} in round {best} to {last[1]:.3g}, and the accuracy fell "
         f"from {reached:.3f} to {last[2]:.3f}: training goes too far; take fewer rounds, a smaller "

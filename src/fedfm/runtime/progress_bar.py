@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ class Bar(Progress):
             return
         from tqdm import tqdm
 
-        self._bar = tqdm(total=rounds, initial=done, desc=self._name, unit="round", file=sys.stderr, dynamic_ncols=True)
+        self._bar = tqdm(total=rounds, initial=done, desc=self._name, unit="round", file=sys.stderr, **_wide())
 
     def client(self) -> None:
         self._clients += 1
@@ -79,6 +80,15 @@ def _drawn() -> bool:
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
+def _wide() -> dict[str, Any]:
+    """The bar's size: the terminal's; some, in containers and over serial lines, say that they have no columns."""
+    try:
+        known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError):  # a notebook
+        known = True
+    return {"dynamic_ncols": True} if known else {"ncols": 80, "nrows": 24}
+
+
 class Epochs(EpochProgress):
     """Bar of a pretraining or a distillation: its steps, and one line an epoch."""
 
@@ -97,9 +107,9 @@ class Epochs(EpochProgress):
             desc=f"epoch {done + 1}/{epochs}",
             unit="step",
             file=sys.stderr,
-            dynamic_ncols=True,
             leave=False,
             disable=not sys.stderr.isatty(),
+            **_wide(),
         )
 
     def step(self) -> None:

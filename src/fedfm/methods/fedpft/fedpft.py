@@ -289,7 +289,10 @@ class FedPFT(Method[State]):
     def hides_counts(self) -> bool:
         return self.counts != "exact"
 
-    def forewarnings(self) -> list[str]:
+    def forewarnings(self, counts: Mapping[ClientId, Sequence[int]]) -> list[str]:
+        if self.privacy is None and self.topology == "star":  # along a chain a class may grow by what was drawn
+            small = [n for rows in counts.values() for n in rows if 0 < n < self.min_count]
+            return left_out({"withheld_rows": sum(small), "withheld_classes": len(small)}, self.min_count, False)
         if self.privacy is None or self.topology != "star" or self._most() == 1:
             return []
         return list(private.told_of_mixtures(self.privacy, self._most(), self.iterations)["warnings"])
