@@ -28,7 +28,7 @@ SCRIPTS: dict[str, list[str]] = {
     "lora_nano_vit": ["lora.py", "--model", "nano-vit", "--batch-size", "32", "--rounds", "5"],
     "lora_vit_tiny": ["lora.py", "--model", "vit-tiny", "--clients", "4", "--cohort", "4", "--rows", "16"],
     "real_models": ["real_models.py", "--turns", "1"],
-    "quantised_bases": ["quantised_bases.py"],
+    "quantised_bases": ["quantised_bases.py", "--bases", "bfloat16", "nf4"],
     "causal": ["causal.py"],
     "flower_lora": ["flower_lora.py"],
     "messages": ["messages.py"],
@@ -158,7 +158,7 @@ def main() -> None:
         __doc__,
         only={"nargs": "+", "choices": list(SCRIPTS), "default": list(SCRIPTS)},
         out={"type": Path, "default": common.ROOT / "docs" / "results" / "performance.md"},
-        limit={"type": float, "default": 1800.0, "help": "seconds that one benchmark may take"},
+        limit={"type": float, "default": 3600.0, "help": "seconds that one benchmark may take"},
     )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     kept = options.out.with_suffix(".json")

@@ -164,3 +164,45 @@ def test_an_own_module_with_one_client(tmp_path: Path) -> None:
     )
     assert result["local_accuracy"] == result["global_accuracy"]
     assert read.count(24) == 3
+
+
+@pytest.mark.parametrize("run", [{}, {"workers": 2}, {"wire": True}])
+def test_classes_without_cached_logits_with_one_client(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: dict[str, Any]
+) -> None:
+    """The scores are the client's; the last round's counts by class are of a pass over all rows, and fit them."""
+    passes: list[int] = []
+    predict = Model.predict
+
+    def counted(self: Model, rows: Any, *more: Any) -> torch.Tensor:
+        passes.append(len(rows))
+        return predict(self, rows, *more)
+
+    monkeypatch.setattr(Model, "predict", counted)
+    tables = tiny_text.tables(folder, "fedavg", clients=1, lora={"dropout": 0.1}, run=run)
+    result = fedfm.run(tables, tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert passes == ([18] if run.get("workers") else [18] * 4)  # rounds 0, 1 and twice 2; two workers are not counted
+    for line in lines:
+        assert line["loss"] == line["local_loss"]
+        assert line["global_accuracy"] == line["local_accuracy"]
+        assert line["balanced_accuracy"] is not None
+        assert line["macro_f1"] is not None
+    assert [line["round"] for line in lines if "confusion" in line] == [2]
+    table = torch.tensor(lines[-1]["confusion"]).double()
+    recall = table.diagonal() / table.sum(1)
+    f1 = 2 * table.diagonal() / (table.sum(0) + table.sum(1))
+    assert result["accuracy"] == pytest.approx(table.trace().item() / 18)
+    assert result["balanced_accuracy"] == pytest.approx(recall.mean().item())
+    assert result["macro_f1"] == pytest.approx(f1.mean().item())
+
+
+def test_running_text_of_several_clients_is_other_rows_for_each(folder: Path, tmp_path: Path) -> None:
+    """Why it is judged twice: no mean of the scores of the clients' blocks is the score of the blocks of all texts."""
+    found = {}
+    for clients in (1, 3):
+        fedfm.run(experiment(folder, "language_modelling", clients=clients, rounds=0), tmp_path / f"{clients}")
+        found[clients] = json.loads((tmp_path / f"{clients}" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found[3]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)  # whoever holds the texts
+    assert found[3]["global_accuracy"] == found[1]["global_accuracy"] > 0
+    assert set(found[3]["client_accuracy"].values()) == {0.0}  # the one token that it gets right follows others there

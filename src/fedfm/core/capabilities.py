@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 _KNOWN: dict[tuple[type, type], bool] = {}
 PREDICTIONS = "predictions.jsonl"  # in a client's store: its predictions, a line a row
-Judge = Callable[[Params], dict[str, Any]]  # metrics of parameters on the global test rows
+
+
+class Judge(Protocol):
+    """Metrics of parameters on the global test rows."""
+
+    def __call__(self, w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
+        """``by_class``: also the counts by class, which no client tells, so that they may need a pass of their own."""
 
 
 def has(method: object, capability: type[C]) -> TypeGuard[C]:

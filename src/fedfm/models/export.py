@@ -48,9 +48,12 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
             _about(model, folder)
             return folder
         w = one_adapter(model, w)
-    other = isinstance(model, DualModel) or lora.rank_of(w) != lora.rank_of(model.params())
+    other = lora.rank_of(w) != lora.rank_of(model.params())
     if _is_lora(model) and other and (rank := lora.rank_of(w)):
         _save_lora(model, w, rank, folder)
+    elif _is_lora(model) and isinstance(model, DualModel):
+        with holding(model, w):
+            _write_lora(model, _lora_state(model), None, folder)
     elif _is_lora(model):
         with holding(model, w), quiet():
             # Without this PEFT would ask the hub whether the base model's vocabulary has changed.
@@ -262,16 +265,41 @@ def _of_transformers(module: Any) -> Any:
 
 
 def _save_lora(model: Model, w: Params, rank: int, folder: Path) -> None:
-    """Write an adapter of any rank with the model's alpha; of two encoders, one for the model of transformers."""
+    """Write an adapter of another rank than the model's, with the model's alpha."""
     w.check_like(lora.layout_at(model.layout, rank))
+    _write_lora(model, w, rank, folder)
+
+
+def _lora_state(model: Model) -> dict[str, Tensor]:
+    """All tensors of the adapter, also those that are not trained, such as A of ffa_lora."""
+    return {name: t for name, t in model.module.state_dict().items() if ".lora_" in name or name in model.names}
+
+
+def _write_lora(model: Model, tensors: Mapping[str, Tensor], rank: int | None, folder: Path) -> None:
+    """PEFT's two files; of two encoders, those for the model of transformers. ``rank``: None is the model's."""
     peft: Any = model.module.peft_config
     config = copy.deepcopy(peft["default"])
-    config.r, config.inference_mode = rank, True
-    config.base_model_name_or_path = config.base_model_name_or_path or model.spec.name
     if isinstance(model, DualModel):
-        config.target_modules = sorted(path.removeprefix("clip.") for path in config.target_modules)
+        _name_paths(config, model.module)
+    config.r, config.inference_mode = rank or config.r, True
+    config.base_model_name_or_path = config.base_model_name_or_path or model.spec.name
     config.save_pretrained(str(folder))
-    _save({_peft_name(model, name): tensor for name, tensor in w.items()}, folder / ADAPTER)
+    _save({_peft_name(model, name): tensor for name, tensor in tensors.items()}, folder / ADAPTER)
+
+
+def _name_paths(config: Any, module: nn.Module) -> None:
+    """Name what is adapted by paths of the model of transformers, each with its own rank and alpha.
+
+    Here all paths begin with ``clip.``, there none does: a name or a pattern that begins so would fit nothing there.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    found = {name.partition(".clip.")[2]: m for name, m in module.named_modules() if isinstance(m, LoraLayer)}
+    ranks: dict[str, Any] = {name: m.r["default"] for name, m in found.items()}
+    alphas: dict[str, Any] = {name: m.lora_alpha["default"] for name, m in found.items()}
+    config.target_modules, config.exclude_modules = sorted(found), None
+    config.rank_pattern = {name: r for name, r in ranks.items() if r != config.r}
+    config.alpha_pattern = {name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha}
 
 
 def _folder(path: Path | str) -> Path:

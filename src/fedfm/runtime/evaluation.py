@@ -117,7 +117,7 @@ class Evaluator:
             line |= {"global_accuracy": _pooled("accuracy", tested.values()), "loss": _pooled("loss", tested.values())}
         elif self.judge is not None and (thorough or not personal(self._method)):
             known = self.revealed(state) if kept(self._method) else models  # the objects that the clients were sent
-            by_model = {client: self.judge(w) for client, w in known.items()}
+            by_model = {client: self.judge(w, by_class=thorough) for client, w in known.items()}
             judged = list(by_model.values())
             line["global_accuracy"] = _mean("accuracy", judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
@@ -215,6 +215,12 @@ def judge(
     those of language models, whose scores are sums over rows or tokens: an engine that has the clients' scores of these
     parameters gives them as ``told``, and no row is judged twice. All engines go by pieces, so that bits are the same.
 
+    Two kinds of rows are judged a second time, since their clients' scores do not determine the global ones. Running
+    text: each client's texts are joined and cut into blocks of their own, so that most tokens follow other ones than in
+    the blocks of all test texts. Classes by several clients without cached logits: ``balanced_accuracy`` and
+    ``macro_f1`` are no means over rows, and clients tell no logits. One client's scores are the global ones, but for
+    the counts by class.
+
     Args:
         ask: returns cached logits of pieces; pieces that it leaves out are computed here.
         told: returns the clients' own scores under these very parameters, of those that were asked and answered.
@@ -238,17 +244,18 @@ def judge(
         honest = population.attackers is None  # what an attacker answers is not taken over
         return told(w) if told is not None and alike and honest else {}
 
-    def whole(w: Params) -> dict[str, Any]:
-        if not tabled:
+    def whole(w: Params, by_class: bool) -> dict[str, Any]:
+        if not (tabled and by_class):
             found = answered(w)
             if len(population.pieces) == 1 and (sole := next(iter(population.pieces))) in found:
                 return dict(found[sole])  # one client has all of the rows
+        if not tabled:
             return scores(method, population.model, w, population.test)
         said, labels = logits(method, population.model, w, population.test), population.test.labels
         assert labels is not None  # noqa: S101 - for mypy: tabled
         return metrics.scores(said, labels) | counts(said, labels)
 
-    def assembled(w: Params) -> dict[str, Any]:
+    def assembled(w: Params, by_class: bool) -> dict[str, Any]:
         known = ask(w) if ask is not None else {}
         pieces = population.pieces
         parts = [known[c] if c in known else logits(method, population.model, w, population.piece(c)) for c in pieces]
@@ -256,12 +263,12 @@ def judge(
         said, labels = torch.cat(parts), population.labels(index)
         return metrics.scores(said, labels) | (counts(said, labels) if tabled else {})
 
-    def summed(w: Params) -> dict[str, Any]:
+    def summed(w: Params, by_class: bool) -> dict[str, Any]:
         found, pieces = answered(w), population.pieces
         parts = [found[c] if c in found else scores(method, population.model, w, population.piece(c)) for c in pieces]
         return metrics.joined([dict(part) for part in parts], population.model.task)
 
-    def with_new(w: Params, base: int = base or 0) -> dict[str, Any]:
+    def with_new(w: Params, by_class: bool, base: int = base or 0) -> dict[str, Any]:
         said = logits(method, population.model, w, population.test)
         labels = population.labels(population.federated.test)
         return metrics.scores(said, labels) | metrics.base_and_new(said, labels, base)
@@ -274,8 +281,8 @@ def judge(
     elif alike and not own_scores and population.model.is_language_model and not population.packed:
         judged = summed  # texts that are joined and cut are other rows in each client's piece
 
-    def with_attack(w: Params) -> dict[str, Any]:
-        found = judged(w)
+    def scored(w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
+        found = judged(w, by_class)
         attackers, triggered = population.attackers, population.triggered
         if attackers is not None and triggered is not None:
             target = attackers.attack.target_of(population.federated.table.classes)
@@ -283,7 +290,7 @@ def judge(
             found = {**found, "attack_success": float((said.argmax(-1) == target).float().mean())}
         return found
 
-    return judged if population.attackers is None else with_attack
+    return scored
 
 
 def by_pieces(population: Partitioned, method: Method[Any]) -> bool:

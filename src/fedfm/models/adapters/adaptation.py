@@ -159,6 +159,11 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     hits = {n: m for n, m in module.named_modules() if _named(n, targets)}
     _check_excluded(spec, hits)
     hits = {n: m for n, m in hits.items() if not _named(n, spec.exclude_modules or ())}
+    if idle := [n for n in hits if _is_read_alone(module, n)]:
+        raise InputError(
+            f"model.adaptation.targets: torch's MultiheadAttention reads the weight of {idle[0]} and does not call it, "
+            "so that LoRA would do nothing there: add it to exclude_modules"
+        )
     for key in ("rank_pattern", "alpha_pattern"):
         _check_pattern(key, getattr(spec, key) or {}, hits)
     transposed = any(type(m).__name__ == "Conv1D" for m in hits.values())
@@ -197,8 +202,14 @@ def _all_linear(module: nn.Module, parts: Parts, new: list[str]) -> tuple[str, .
         for name, m in module.named_modules()
         if (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D")
         and m is not out
+        and not _is_read_alone(module, name)
         and not any(name == path or name.startswith(f"{path}.") for path in own)
     )
+
+
+def _is_read_alone(module: nn.Module, name: str) -> bool:
+    """Whether the module of this path is a map whose weight its owner reads: what wraps it is never called."""
+    return isinstance(module.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
 
 
 def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> None:
