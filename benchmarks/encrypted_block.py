@@ -15,7 +15,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from threadpoolctl import threadpool_limits
 
 from fedfm.methods.blindfed.encrypted import Holder
 from fedfm.methods.blindfed.processes import EncryptedBatch, run_all
-from fedfm.models.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
+from fedfm.models.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
 from fedfm.privacy.crypto import ckks, matrices
 from fedfm.privacy.crypto.ciphertext_wire import Channel
 from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Packing
@@ -41,17 +41,6 @@ PARAMETERS, BOUND = Parameters(), 64.0
 PLANNED = 10**5  # refreshed ciphertexts of a run
 
 
-@dataclass
-class Recipe:
-    """A polynomial: its function of a x + b, for (a, b) = fold."""
-
-    folded: Callable[[Any], Any]
-    fold: tuple[float, float] = (1.0, 0.0)
-
-    def at(self, x: np.ndarray) -> np.ndarray:
-        return np.asarray(self.folded((self.fold[0] * x + self.fold[1]).view(Numbers)))
-
-
 class Numbers(np.ndarray):
     """An array with a square."""
 
@@ -59,49 +48,13 @@ class Numbers(np.ndarray):
         return self * self
 
 
-def inverse_root(low: float, high: float, steps: int = 2) -> Recipe:
-    """1/sqrt(v) on [low, high] by Newton's steps from a line (good to 4e-3 for a ratio of 8)."""
-    r = high / low
-    s = r + math.sqrt(r) + 1
-    rho = 2 / 3 * math.sqrt(s / 3) * s / (s - 1)
-    t = math.sqrt(3 / (1 + rho + rho**2))
-    p, q = t * s / (s - 1), t / (s - 1)
-
-    def folded(z: Any) -> Any:
-        y, half = z * -q + p, z * -0.5
-        for step in range(steps):
-            c = 1 / math.sqrt(low) if step == steps - 1 else 1.0
-            y = y * (1.5 * c) + (half * c) * y * y.square()
-        return y
-
-    return Recipe(folded, (1 / low, 0.0))
+def at(polynomial: Polynomial, x: np.ndarray) -> np.ndarray:
+    """The polynomial's values."""
+    return np.asarray(polynomial.evaluate(x.view(Numbers)))
 
 
-def goldschmidt(steps: int) -> Recipe:
-    """1/x on (0, 2)."""
-
-    def folded(u: Any) -> Any:
-        minus = u * -1
-        a, b = minus + 2.0, minus + 1.0
-        for _ in range(steps):
-            b = b.square()
-            a = a * (b + 1.0)
-        return a
-
-    return Recipe(folded)
-
-
-def exponential(u: Any) -> Any:
-    """T_2(x / 8)^8 of u = (x / 8 + 1) / sqrt 2."""
-    y = u.square() + 0.5
-    for _ in range(3):
-        y = y.square()
-    return y
-
-
-EXP = Recipe(exponential, (0.125 / math.sqrt(2), 1 / math.sqrt(2)))
-A, B, C = 0.2116, 0.5, 0.0705  # GELU for normal numbers
-GELU = Recipe(lambda u: u.square() + (C - B * B / (4 * A)), (math.sqrt(A), B / (2 * math.sqrt(A))))
+EXP, INVERSE = Exponential(2, 3), Inverse(4, scale=1.0)
+GELU = Quadratic(0.2116, 0.5, 0.0705)  # for normal numbers
 
 
 def random_block(d: int, m: int, heads: int, layout: Packing) -> tuple[EncryptedBlock, np.ndarray, np.ndarray]:
@@ -119,22 +72,22 @@ def random_block(d: int, m: int, heads: int, layout: Packing) -> tuple[Encrypted
     def split(v: np.ndarray) -> np.ndarray:
         return v.reshape(*v.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
-    def fitted(v: np.ndarray) -> tuple[np.ndarray, Recipe]:
+    def fitted(v: np.ndarray) -> tuple[np.ndarray, Polynomial]:
         variance = (v**2).mean(-1, keepdims=True)
-        recipe = inverse_root(variance.min() / 1.1, variance.max() * 1.1)
-        return v * recipe.at(variance), recipe
+        root = InverseSquareRoot(2, (variance.min() / 1.1, variance.max() * 1.1))
+        return v * at(root, variance), root
 
     y, first = fitted(x)
     q, k, v = (split(y @ w[name].T + w[f"{name}_bias"]) for name in ("query", "key", "value"))
-    e = EXP.at(q @ (k - k.mean(2, keepdims=True)).transpose(0, 1, 3, 2))
+    e = at(EXP, q @ (k - k.mean(2, keepdims=True)).transpose(0, 1, 3, 2))
     rows = e.sum(-1, keepdims=True)
     scales = 2 / (rows.min((0, 2, 3)) / 1.1 + rows.max((0, 2, 3)) * 1.1)
-    inverse, c = goldschmidt(4), scales[None, :, None, None]
-    p = e * inverse.at(rows * c) * c
+    c = scales[None, :, None, None]
+    p = e * at(INVERSE, rows * c) * c
     z = x + (p @ v).transpose(0, 2, 1, 3).reshape(x.shape) @ w["output"].T + w["output_bias"]
     y, second = fitted(z)
-    want = z + GELU.at(y @ w["up"].T + w["up_bias"]) @ w["down"].T + w["down_bias"]
-    return EncryptedBlock(layout, heads, w, (first, second), EXP, inverse, scales, GELU), x, want
+    want = z + at(GELU, y @ w["up"].T + w["up_bias"]) @ w["down"].T + w["down_bias"]
+    return EncryptedBlock(layout, heads, w, (first, second), EXP, INVERSE, scales, GELU), x, want
 
 
 class Session:
@@ -320,9 +273,9 @@ class Layer:
     heads: int = 4
     norms: Any = field(default_factory=lambda: (InverseSquareRoot(2, (0.3, 2.0)), InverseSquareRoot(2, (0.3, 2.0))))
     exponential: Any = field(default_factory=Exponential)
-    inverse: Any = field(default_factory=lambda: Inverse(4, scale=1.0))
+    inverse: Any = field(default_factory=lambda: INVERSE)
     inverse_scales: Any = field(default_factory=lambda: np.full(4, 1 / 16))
-    gelu: Any = field(default_factory=lambda: Quadratic(A, B, C))
+    gelu: Any = field(default_factory=lambda: GELU)
     centred_keys: bool = True
 
 
