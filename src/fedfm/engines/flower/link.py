@@ -295,7 +295,7 @@ class FlowerLink:
 
     def _vanished(self, waiting: Mapping[str, Underway], suspects: Collection[str]) -> list[str]:
         """Suspects that the last pull did not clear; the operator is told."""
-        found = [name for name in suspects if name in waiting]
+        found = [name for name in waiting if name in suspects]
         for name in found:
             self._notice(f"{waiting[name].request.client} is asked again: a message or its answer was lost on the way")
         return found
