@@ -87,7 +87,7 @@ def test_refreshes_of_several_batches_travel_together():
             together.append(len(asked))
             if len(together) == 20:  # one of them fails, the other goes on
                 return [ClientFault(E_DIED, "gone"), *(self.refresh(*pair) for pair in asked[1:])]
-            time.sleep(0.2 if len(together) < 20 else 0.0)  # as on a network
+            time.sleep(0.5 if len(together) < 20 else 0.0)  # as on a slow network
             return [self.refresh(*pair) for pair in asked]
 
     talk, ledger = Gathers(), DistanceLedger()
