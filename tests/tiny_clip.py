@@ -1,5 +1,6 @@
 """Tiny random models of two encoders: CLIP, SigLIP, and a vision-text dual encoder of a ViT and a BERT."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -66,3 +67,8 @@ def pictures(path: Path) -> Path:
     split = np.array(["train"] * 120 + ["test"] * 40)
     np.savez(path, x=x, y=y, split=split, classes=np.array(["fox", "small_dog", "bird"]))
     return path
+
+
+def places(folders):
+    """A function that saves a tiny model of a kind once, and returns its folder; of ``tmp_path_factory``."""
+    return functools.cache(lambda kind: save(kind, folders.mktemp(kind)))

@@ -191,6 +191,18 @@ class Relay:
         self._listener.close()
 
 
+@contextlib.contextmanager
+def relayed(folder: Path, rounds: int, idle: float):
+    """Kits whose silos reach the server through a relay."""
+    with sites(folder, "proxy = true\n", rounds=rounds) as at:
+        kit = at.server()
+        relay = Relay(int(kit.server.rpartition(":")[2]), kit.port, idle)
+        try:
+            yield at, relay
+        finally:
+            relay.close()
+
+
 def _reset(end: socket.socket) -> None:
     """Close a connection without a goodbye."""
     with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from processes import fedfm, rounds, until
-from sites import SILOS, Relay, bits, once, passed, sites
+from sites import SILOS, bits, once, passed, relayed, sites
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kit's processes are found in Linux's /proc")
 
@@ -98,40 +98,30 @@ def test_a_superlink_that_is_killed_comes_back_into_the_same_run(tmp_path):
 
 @pytest.mark.deployment
 def test_a_relay_that_cuts_connections_and_a_new_certificate_change_no_bit(tmp_path):
-    with sites(tmp_path, "proxy = true\n", rounds=3) as at:
+    with relayed(tmp_path, rounds=3, idle=0.15) as (at, relay):
         alone = fedfm("run", at.alone, "--out", tmp_path / "local")
-        kit = at.server()
-        relay = Relay(int(kit.server.rpartition(":")[2]), kit.port, idle=0.15)
-        try:
-            at.start()
-            running = at.begin()
-            passed(at, running, 1)
-            relay.interrupt(4.0)
-            at.provision("--renew")
-            until(lambda: "the certificate is new" in (tmp_path / "server.log").read_text(), 30)
-            assert bits(at.result(running)) == bits(alone)
-            assert relay.cut > 3
-        finally:
-            relay.close()
+        at.start()
+        running = at.begin()
+        passed(at, running, 1)
+        relay.interrupt(4.0)
+        at.provision("--renew")
+        until(lambda: "the certificate is new" in (tmp_path / "server.log").read_text(), 30)
+        assert bits(at.result(running)) == bits(alone)
+        assert relay.cut > 3
 
 
 @pytest.mark.outage
 def test_messages_that_a_relay_swallows_are_sent_again(tmp_path):
     """Flower counts them as delivered; the server notices, for the silos answer hellos that came later."""
-    with sites(tmp_path, "proxy = true\n", rounds=4) as at:
+    with relayed(tmp_path, rounds=4, idle=60.0) as (at, relay):
         alone = fedfm("run", at.alone, "--out", tmp_path / "local")
-        kit = at.server()
-        relay = Relay(int(kit.server.rpartition(":")[2]), kit.port, idle=60.0)
-        try:
-            at.start()
-            running = at.begin()
-            passed(at, running, 1)
-            relay.swallow = 2  # both silos' messages, or one and the hello that is to tell
-            assert bits(at.result(running)) == bits(alone)
-            assert relay.swallow == 0
-            assert "is asked again: a message or its answer was lost on the way" in at.told()
-        finally:
-            relay.close()
+        at.start()
+        running = at.begin()
+        passed(at, running, 1)
+        relay.swallow = 2  # both silos' messages, or one and the hello that is to tell
+        assert bits(at.result(running)) == bits(alone)
+        assert relay.swallow == 0
+        assert "is asked again: a message or its answer was lost on the way" in at.told()
 
 
 @pytest.mark.outage

@@ -26,7 +26,7 @@ from fedfm.models.model import PREDICTORS, Model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import packed
-from tiny_clip import save, tokenizer
+from tiny_clip import places, tokenizer
 
 KINDS = ("clip", "siglip", "vtde")
 CLASSES = ("fox", "small_dog", "bird")
@@ -36,14 +36,7 @@ TEMPLATES = ("a photo of a {}.", "the {}")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Folder of a tiny model whose weights are large enough for the classes to differ."""
-    made = {}
-
-    def get(kind):
-        if kind not in made:
-            made[kind] = save(kind, tmp_path_factory.mktemp(kind))
-        return made[kind]
-
-    return get
+    return places(tmp_path_factory)
 
 
 def table(n=5, classes=CLASSES):

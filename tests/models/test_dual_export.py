@@ -14,7 +14,7 @@ from fedfm.errors import InputError
 from fedfm.models.export import export, load_adapter
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
-from tiny_clip import pictures, save
+from tiny_clip import pictures, places
 
 FIRST = {"vtde": "text_model.encoder.layer.0.intermediate.dense"}  # a module that is adapted by default
 LAST = {"vtde": "vision_model.layers.2.mlp.fc2"}
@@ -33,14 +33,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    made = {}
-
-    def get(kind):
-        if kind not in made:
-            made[kind] = save(kind, tmp_path_factory.mktemp(kind))
-        return made[kind]
-
-    return get
+    return places(tmp_path_factory)
 
 
 def spec(kind: str, options: dict) -> AdaptationSpec:

@@ -228,9 +228,9 @@ class Ciphertexts:
         each array keeps its own scale.
         """
         parts = list({id(part): part for part in (self, *others)}.values())
-        if all(part._able() for part in parts):
-            return
         spent = [part for part in parts if part.level + 1 < part.evaluator.ring.parameters.limbs]
+        if not spent or all(part._able() for part in parts):
+            return
         usual = [part._usual().at(self.evaluator.floor) for part in spent]
         together = np.concatenate([part.limbs for part in usual])
         fresh = Ciphertexts(together, max(part.scale for part in usual), self.evaluator).refreshed()
