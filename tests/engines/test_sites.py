@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 
 import pytest
 from processes import fedfm, rounds, until
 from sites import SILOS, bits, once, passed, relayed, sites
+
+from fedfm.engines.flower import kits
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kit's processes are found in Linux's /proc")
 
@@ -31,11 +34,22 @@ def test_kits_start_and_give_the_bits_of_the_local_engine(tmp_path):
 
 
 @pytest.mark.deployment
+def test_a_silo_whose_port_another_program_has_says_so_and_starts_when_it_is_free(tmp_path):
+    with sites(tmp_path) as at:
+        port = kits.load(at.kits / "hospital-a").port
+        with socket.create_server(("127.0.0.1", port)):
+            at.start("hospital-a")
+            told = f"another program listens at port {port} of this machine: end it, or change port in kit.json"
+            until(lambda: told in at.logs(), 60)
+        until(lambda: not kits.free(port), 60)
+
+
+@pytest.mark.deployment
 def test_an_asynchronous_run_that_is_submitted_again_takes_what_a_silo_was_at(tmp_path):
     """One of two silos stands still in its pass; the ServerApp is killed, and the SuperLink stays."""
     with sites(tmp_path, rounds=14) as at:
         text = at.experiment.read_text().replace("scaffold", "fedavg")
-        at.experiment.write_text(text + "asynchronous = { buffer = 1 }\n")
+        at.experiment.write_text(text + "asynchronous = { buffer = 1 }\nevaluate_every = 14\n")  # it stops in a pass
         at.start()
         running = at.begin()
         passed(at, running, 1)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fedfm.engines.flower import client_stub, keys, loopback
-from fedfm.engines.flower.kits import NODES, Kit, load
+from fedfm.engines.flower.kits import NODES, Kit, free, load
 from fedfm.engines.flower.private_api import QUICK_EXECUTOR, Control
 from fedfm.engines.flower.processes import Children
 from fedfm.errors import InputError, RunError
@@ -128,8 +128,8 @@ class _Supervisor:
             if now - self._began[name] > _STEADY:
                 self._pause[name] = _PAUSES[0]
             self._due[name] = now + self._pause[name]
-            last = self._children.tail(name, 1)
-            self._tell(f"{name} ended with {how}{f' ({last})' if last else ''}; it starts again")
+            why = self._taken(name) or self._children.tail(name, 1)
+            self._tell(f"{name} ended with {how}{f' ({why})' if why else ''}; it starts again")
             self._pause[name] = min(self._pause[name] * 2, _PAUSES[1])
         for name, due in list(self._due.items()):
             if due <= now:
@@ -143,6 +143,13 @@ class _Supervisor:
                 self._children.stop("superlink")
                 self._begin("superlink", now)
             self._admit()
+
+    def _taken(self, name: str) -> str:
+        """What to do if another program has the port of this process; else nothing."""
+        port, remedy = self._kit.port, "end it" if self._kit.serves else "end it, or change port in kit.json"
+        if name not in ("superlink", "supernode") or free(port):
+            return ""
+        return f"another program listens at port {port} of this machine: {remedy}"
 
     def _begin(self, name: str, now: float) -> None:
         log = self._children.log(name)
