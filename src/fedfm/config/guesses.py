@@ -39,6 +39,7 @@ _SAME = {
     "lora_alpha": ("alpha",),
     "lora_dropout": ("dropout",),
     "path": ("name",),  # of a model
+    "dataset": ("name", "path"),
     "target_modules": ("targets",),
     "epsilon": ("target_epsilon",),
     "eps": ("target_epsilon",),
@@ -50,8 +51,12 @@ _SAME = {
 }
 _KIND = ("rule", "method", "type", "kind", "strategy", "algorithm")
 _NAMED = ("aggregation", "attack", "method", "data.partition", "model.adaptation")  # tables whose name says the rest
-_OPTIMISER = ("optimizer", "optimiser", "optim", "opt")
 _NAME = "method.local.name"
+_INSTEAD = {  # keys whose value means something else here, and a value
+    **dict.fromkeys(("optimizer", "optimiser", "optim", "opt"), (_NAME, "adam")),
+    **dict.fromkeys(("gpu", "gpus", "cuda", "use_gpu", "use_cuda"), ("model.device", "cuda")),
+    **dict.fromkeys(("clients_per_round", "num_clients_per_round", "min_fit_clients"), ("method.fraction", 0.2)),
+}
 _FEW = 6  # owners of a key in a hint
 _PLACES = {
     "method.local": ("learning_rate", "epochs", "batch_size", "momentum", "weight_decay", "lambda", "micro_batch"),
@@ -108,14 +113,14 @@ def meant(key: str, known: Collection[str], path: str) -> str:
         ' (did you mean method.local.learning_rate?)'
     """
     found = next(_guesses(key, known, path), None)
-    return close(key, known) if found is None else _asked(found, path)
+    return close(key, known) if found is None else _asked(found, path, _example(key, found))
 
 
 def _guesses(key: str, known: Collection[str], path: str) -> Iterator[str]:
     """Keys of this and of other tables that may be meant, the best first."""
     word, inside = key.lower(), f"{path}." if path else ""
-    if word in _OPTIMISER:
-        yield f"{inside}optimiser" if "optimiser" in known else _NAME
+    if word in _INSTEAD:
+        yield f"{inside}optimiser" if word.startswith("opt") and "optimiser" in known else _INSTEAD[word][0]
         return
     if word in _KIND and path in _NAMED:
         yield f"{path}.name"
@@ -129,15 +134,22 @@ def _asked(key: str, path: str, rest: str = "") -> str:
     inside = f"{path}." if path else ""
     name = key.removeprefix(inside)
     shown = f'"{name}"' if path and key.startswith(inside) and "." not in name and key != _NAME else key
-    return f" (did you mean {shown}{', e.g. ' + chr(34) + 'adam' + chr(34) if key == _NAME else ''}{rest}?)"
+    return f" (did you mean {shown}{rest}?)"
+
+
+def _example(key: str, guess: str) -> str:
+    """A value, where that of the wrong key means something else."""
+    found, value = _INSTEAD.get(key.lower(), ("", None))
+    return f", e.g. {json.dumps(value)}" if found == guess else ""
 
 
 def _meant_among(key: str, known: Collection[str], path: str, value: Any, method: str, refused: Refusal) -> str:
     without = False  # a client optimiser
     for guess in _guesses(key, known, path):
-        why = refused({guess: "adam" if guess == _NAME else value})
+        instead, other = _INSTEAD.get(key.lower(), ("", None))
+        why = refused({guess: other if guess == instead else value})
         if why is None:
-            return _asked(guess, path)
+            return _asked(guess, path, _example(key, guess))
         if owners := re.search(r'belongs to "([^"]+)"', why):  # another kind of the same table takes it
             rest = f', with {guess.rpartition(".")[0]}.name = "{owners[1]}"'
             return _asked(guess, "", rest)
