@@ -13,7 +13,8 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Naughty(FedAvg):
-    """FedAvg; ``orders``/<client> holds what that client does instead of training: raise, die, hang; wait: before.
+    """FedAvg; ``orders``/<client> holds what that client does instead of training: raise, die, hang; wait: before it
+    trains, until the file is gone.
 
     If there is a folder ``orders``/log, each pass leaves a line in a file of the client's name there.
     """
@@ -34,7 +35,9 @@ class Naughty(FedAvg):
                 order.unlink()
                 time.sleep(1000)
             case "wait":
-                time.sleep(20)
+                begun = time.monotonic()
+                while order.exists() and time.monotonic() - begun < 240:
+                    time.sleep(0.05)
         found = super().train(client, w)
         if (log := Path(self.orders, "log")).is_dir():
             with open(log / client.id, "a") as file:
