@@ -227,6 +227,29 @@ def test_a_site_that_is_still_at_it_holds_up_no_hello(tmp_path):
     assert world.passes.count("c") == 1 + ("c" in fed.underway)  # what it is at now, it was asked for in round 5
 
 
+def test_scores_between_rounds_are_those_of_sites_that_are_idle_and_keep_pace(tmp_path):
+    world = World(tmp_path)
+    busy = set()
+    fed, step, _ = world.serve(busy=busy)
+    busy.add("c")
+    w = fed.initial
+    for t in (1, 2, 3, 4):
+        w = step(w, t)
+        assert fed.in_step == ["a", "b"]  # the third is at work
+    busy.clear()
+    world.end()
+    while "c" not in fed.cohort:
+        t += 1
+        w = step(w, t)
+    assert fed.began["c"] == 1
+    assert "c" not in fed.underway
+    assert fed.in_step == [name for name in fed.cohort if name != "c"]  # idle, and slow
+    while t < 12:  # and as fast as the others from then on
+        t += 1
+        w = step(w, t)
+    assert fed.in_step == list(fed.cohort)
+
+
 def test_where_the_site_lost_its_answer_it_is_asked_anew(tmp_path):
     world = World(tmp_path)
     fed, step, _ = world.serve(lost="c")

@@ -98,6 +98,17 @@ class Federation:
         """Whether clients may answer in a later round than the one that asks them."""
         return isinstance(self._link, Streaming) and self._link.streams
 
+    @property
+    def in_step(self) -> list[ClientId]:
+        """Clients that hold up nobody: all, or on a link that streams those that are idle and whose last answer took
+        less than 2 n/K rounds. Of n equally fast clients, K a round, each takes n/K.
+        """
+        if not self.streams:
+            return list(self.clients)
+        most = 2 * len(self.clients) / max(len(self.cohort), 1)
+        took = {client: self.round - self.began.get(client, self.round) for client in self.clients}
+        return [client for client, rounds in took.items() if client not in self.underway and rounds < most]
+
     def begin(self, t: int) -> None:
         """Start round t: its random streams, its metrics."""
         self.round, self.call, self.cohort, self.notices = t, 0, (), []

@@ -179,10 +179,9 @@ class Evaluator:
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
         try:
             least = 1 if self._fed.min_clients is None else None  # whoever can be judged is
-            # A client that still trains would hold all others up; after the last round its pass has no use.
-            waiting = set(self._fed.underway) if not self._thorough else set()
-            idle = [client for client in self._fed.clients if client not in waiting]
-            replies = self._fed.ask(handler, of=idle, counted=False, least=least, **payload)
+            # A slow client would hold all others up; after the last round a pass has no use.
+            asked = self._fed.clients if self._thorough else self._fed.in_step
+            replies = self._fed.ask(handler, of=asked, counted=False, least=least, **payload)
         except RunError:  # no client answered; training continues
             replies = {}
         self._fed.excluded, self._fed.cohort = excluded, cohort

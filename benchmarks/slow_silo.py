@@ -1,0 +1,136 @@
+"""What a silo that is ten times slower costs a federation: seconds on the wall, on a SuperLink with eight SuperNodes.
+
+    python benchmarks/slow_silo.py            # a quarter of an hour on two idle cores
+    python benchmarks/slow_silo.py --quick    # three silos, a tenth of the work
+
+All runs train nano-vit with LoRA on digits. Each silo's process may compute in slices alone, one silo after the other,
+and is stopped between them: 50 ms of every 500, the slow one 5. So it is slow at evaluations too, of which there is one
+a round. The clock begins when round 1 is over, and ends before the last round, whose evaluation waits for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import common
+
+CYCLE, SLICE = 0.5, 0.05  # seconds: all silos have had their slice once; a slice
+SLOW, FACTOR = "client-00", 10
+TOML = """\
+[data]
+name = "digits"
+partition = {{ name = "iid", clients = {silos} }}
+
+[model]
+name = "nano-vit"
+adaptation = {{ name = "lora", rank = 4 }}
+
+[method]
+name = "fedavg"
+rounds = {rounds}
+local = {{ epochs = {epochs} }}
+
+[run]
+engine = "deployment"
+timeout = 3600
+{more}
+"""
+
+
+class Slices(threading.Thread):
+    """Lets the silos of a run compute in turn, from its first metrics on."""
+
+    def __init__(self, out: Path, slow: bool) -> None:
+        super().__init__(daemon=True)
+        self._out, self._slow, self.ended = out, slow, False
+
+    def run(self) -> None:
+        while not self.ended and not metrics(self._out):
+            time.sleep(0.05)
+        locks = sorted(self._out.glob("private/deployment/sites/*/*/worker.lock"))
+        workers = {lock.parent.name: int(lock.read_text()) for lock in locks}
+        for pid in workers.values():
+            tell(pid, signal.SIGSTOP)
+        while not self.ended:
+            begun = time.monotonic()
+            for name, pid in workers.items():
+                tell(pid, signal.SIGCONT)
+                time.sleep(SLICE / FACTOR if self._slow and name == SLOW else SLICE)
+                tell(pid, signal.SIGSTOP)
+            time.sleep(max(0.0, begun + CYCLE - time.monotonic()))
+        for pid in workers.values():
+            tell(pid, signal.SIGCONT)
+
+
+def tell(pid: int, number: int) -> None:
+    """A signal to a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    """The lines so far."""
+    path = out / "metrics.jsonl"
+    whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in whole]
+
+
+def seconds(out: Path, silos: int, rounds: int, epochs: int, buffer: int = 0, *, slow: bool = False) -> float:
+    """Of ``rounds`` rounds after the first, with another one after them; with a buffer, of asynchronous ones."""
+    out.mkdir()
+    more = f"asynchronous = {{ buffer = {buffer} }}" if buffer else ""
+    (out / "exp.toml").write_text(TOML.format(silos=silos, rounds=2 + rounds, epochs=epochs, more=more))
+    slices = Slices(out / "run", slow)
+    slices.start()
+    command = [sys.executable, "-m", "fedfm", "run", str(out / "exp.toml"), "--out", str(out / "run")]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while running.poll() is None and len(metrics(out / "run")) < rounds + 2:
+        time.sleep(0.5)
+    slices.ended = True
+    slices.join()
+    if running.wait():
+        raise SystemExit("the run failed")
+    found = metrics(out / "run")
+    return found[1 + rounds]["seconds"] - found[1]["seconds"]
+
+
+def main() -> None:
+    options = common.arguments(__doc__)
+    silos, rounds, epochs = (3, 1, 2) if options.quick else (8, 5, 20)
+    buffer = silos // 2
+    updates, folder = rounds * silos, common.scratch()
+    every, first = "all of them", f"the first {buffer}"
+    late = -(-updates // buffer)
+    found = [
+        ("nobody", every, rounds * silos, seconds(folder / "a", silos, rounds, epochs)),
+        ("nobody", first, late * buffer, seconds(folder / "b", silos, late, epochs, buffer)),
+        ("one", first, late * buffer, seconds(folder / "c", silos, late, epochs, buffer, slow=True)),
+        ("one", every, silos, seconds(folder / "d", silos, 1, epochs, slow=True)),
+    ]
+    base = found[0][3] / found[0][2]
+    rows = [
+        {
+            "slow silos": who,
+            "a round takes": takes,
+            "updates": count,
+            "seconds": round(spent, 1),
+            "seconds an update, times the first line": round(spent / count / base, 2),
+        }
+        for who, takes, count, spent in found
+    ]
+    cost = rows[2]["seconds an update, times the first line"]
+    goals = [common.goal("wall time of an update with a slow silo, times rounds of all without one", cost, most=1.2)]
+    title = f"{silos} silos, one {FACTOR} times slower or none, a pass of {epochs} epochs"
+    common.emit("A slow silo", [{"title": title, "rows": rows}], goals)
+
+
+if __name__ == "__main__":
+    main()
