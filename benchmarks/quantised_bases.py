@@ -1,7 +1,7 @@
 """LoRA on a base in 4 and 8 bits: accuracy, and the bytes that the frozen base takes, against bfloat16.
 
-    python benchmarks/quantised_bases.py --bases bfloat16 nf4  # half an hour of one core, shared with other work
-    python benchmarks/quantised_bases.py                       # and int8, which takes twice as long a run
+    python benchmarks/quantised_bases.py                       # half an hour of one core
+    python benchmarks/quantised_bases.py --bases bfloat16 nf4  # half of it: int8 takes twice as long a run
     python benchmarks/quantised_bases.py --quick               # four intents, one seed, one round
 
 MiniLM on the first intents of banking77, four clients dealt evenly, LoRA of rank 8 with the head, FedAvg. The same

@@ -28,7 +28,7 @@ SCRIPTS: dict[str, list[str]] = {
     "lora_nano_vit": ["lora.py", "--model", "nano-vit", "--batch-size", "32", "--rounds", "5"],
     "lora_vit_tiny": ["lora.py", "--model", "vit-tiny", "--clients", "4", "--cohort", "4", "--rows", "16"],
     "real_models": ["real_models.py", "--turns", "1"],
-    "quantised_bases": ["quantised_bases.py", "--bases", "bfloat16", "nf4"],
+    "quantised_bases": ["quantised_bases.py"],
     "causal": ["causal.py"],
     "flower_lora": ["flower_lora.py"],
     "messages": ["messages.py"],
