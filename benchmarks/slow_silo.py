@@ -1,6 +1,6 @@
 """What a silo that is ten times slower costs a federation: seconds on the wall, on a SuperLink with eight SuperNodes.
 
-    python benchmarks/slow_silo.py            # a quarter of an hour on two idle cores
+    python benchmarks/slow_silo.py            # half an hour, two cores with nothing else to do
     python benchmarks/slow_silo.py --quick    # three silos, a tenth of the work
 
 All runs train nano-vit with LoRA on digits. Each silo's process may compute in slices alone, one silo after the other,
@@ -105,16 +105,14 @@ def seconds(out: Path, silos: int, rounds: int, epochs: int, buffer: int = 0, *,
 def main() -> None:
     options = common.arguments(__doc__)
     silos, rounds, epochs = (3, 1, 2) if options.quick else (8, 5, 20)
-    buffer = silos // 2
     updates, folder = rounds * silos, common.scratch()
-    every, first = "all of them", f"the first {buffer}"
-    late = -(-updates // buffer)
-    found = [
-        ("nobody", every, rounds * silos, seconds(folder / "a", silos, rounds, epochs)),
-        ("nobody", first, late * buffer, seconds(folder / "b", silos, late, epochs, buffer)),
-        ("one", first, late * buffer, seconds(folder / "c", silos, late, epochs, buffer, slow=True)),
-        ("one", every, silos, seconds(folder / "d", silos, 1, epochs, slow=True)),
-    ]
+    found = []
+    for slow, buffer in ((False, silos), (True, silos // 2), (True, silos - 1)):
+        count = -(-updates // buffer)
+        late = buffer if buffer < silos else 0
+        spent = seconds(folder / f"{buffer}-{slow}", silos, count, epochs, late, slow=slow)
+        takes = f"the first {buffer}" if late else "all of them"
+        found.append(("one" if slow else "nobody", takes, count * buffer, spent))
     base = found[0][3] / found[0][2]
     rows = [
         {
@@ -122,12 +120,18 @@ def main() -> None:
             "a round takes": takes,
             "updates": count,
             "seconds": round(spent, 1),
-            "seconds an update, times the first line": round(spent / count / base, 2),
+            "an update, times the first line": round(spent / count / base, 2),
         }
         for who, takes, count, spent in found
     ]
-    cost = rows[2]["seconds an update, times the first line"]
-    goals = [common.goal("wall time of an update with a slow silo, times rounds of all without one", cost, most=1.2)]
+    goals = [
+        common.goal(
+            f"wall time of an update with a slow silo, {row['a round takes']}, times rounds of all without one",
+            row["an update, times the first line"],
+            most=1.2,
+        )
+        for row in rows[1:]
+    ]
     title = f"{silos} silos, one {FACTOR} times slower or none, a pass of {epochs} epochs"
     common.emit("A slow silo", [{"title": title, "rows": rows}], goals)
 
