@@ -105,32 +105,29 @@ def seconds(out: Path, silos: int, rounds: int, epochs: int, buffer: int = 0, *,
 def main() -> None:
     options = common.arguments(__doc__)
     silos, rounds, epochs = (3, 1, 2) if options.quick else (8, 5, 20)
-    updates, folder = rounds * silos, common.scratch()
-    found = []
+    answers, folder, rows = rounds * silos, common.scratch(), []
     for slow, buffer in ((False, silos), (True, silos // 2), (True, silos - 1)):
-        count = -(-updates // buffer)
+        count = -(-answers // buffer)
         late = buffer if buffer < silos else 0
         spent = seconds(folder / f"{buffer}-{slow}", silos, count, epochs, late, slow=slow)
-        takes = f"the first {buffer}" if late else "all of them"
-        found.append(("one" if slow else "nobody", takes, count * buffer, spent))
-    base = found[0][3] / found[0][2]
-    rows = [
-        {
-            "slow silos": who,
-            "a round takes": takes,
-            "updates": count,
-            "seconds": round(spent, 1),
-            "an update, times the first line": round(spent / count / base, 2),
-        }
-        for who, takes, count, spent in found
-    ]
+        rows.append(
+            {
+                "slow silos": "one" if slow else "nobody",
+                "a round takes": f"the first {buffer}" if late else f"all {silos}",
+                "answers": count * buffer,
+                "seconds": round(spent),
+                "seconds a round": round(spent / count),
+                "seconds an answer": round(spent / count / buffer, 2),
+            }
+        )
     goals = [
         common.goal(
-            f"wall time of an update with a slow silo, {row['a round takes']}, times rounds of all without one",
-            row["an update, times the first line"],
+            f"wall time of {what} with a slow silo, {row['a round takes']}, times rounds of all without one",
+            row[f"seconds {what}"] / rows[0][f"seconds {what}"],
             most=1.2,
         )
         for row in rows[1:]
+        for what in ("a round", "an answer")
     ]
     title = f"{silos} silos, one {FACTOR} times slower or none, a pass of {epochs} epochs"
     common.emit("A slow silo", [{"title": title, "rows": rows}], goals)
