@@ -1,8 +1,8 @@
 """Buffered asynchronous rounds (FedBuff): a server update takes the first updates that arrive.
 
 Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba. Federated Learning with Buffered Asynchronous Aggregation.
-AISTATS 2022, arXiv:2106.06639, Algorithm 1. All clients train all the time. A round is one server update, from a buffer
-of K updates Delta_i of clients that began tau_i server updates ago:
+AISTATS 2022, arXiv:2106.06639, Algorithm 1. A round is one server update, from a buffer of K updates Delta_i of clients
+that began tau_i server updates ago:
 
     w <- w + (1 / K) sum_i s(tau_i) Delta_i,   s(tau) = (1 + tau)^(-1/2),
 
