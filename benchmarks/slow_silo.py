@@ -92,10 +92,12 @@ def seconds(out: Path, silos: int, rounds: int, epochs: int, buffer: int = 0, *,
     slices.start()
     command = [sys.executable, "-m", "fedfm", "run", str(out / "exp.toml"), "--out", str(out / "run")]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while running.poll() is None and len(metrics(out / "run")) < rounds + 2:
-        time.sleep(0.5)
-    slices.ended = True
-    slices.join()
+    try:
+        while running.poll() is None and len(metrics(out / "run")) < rounds + 2:
+            time.sleep(0.5)
+    finally:  # after Ctrl-C too: a stopped silo would never end
+        slices.ended = True
+        slices.join()
     if running.wait():
         raise SystemExit("the run failed")
     found = metrics(out / "run")

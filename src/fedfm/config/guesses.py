@@ -120,7 +120,8 @@ def _guesses(key: str, known: Collection[str], path: str) -> Iterator[str]:
     """Keys of this and of other tables that may be meant, the best first."""
     word, inside = key.lower(), f"{path}." if path else ""
     if word in _INSTEAD:
-        yield f"{inside}optimiser" if word.startswith("opt") and "optimiser" in known else _INSTEAD[word][0]
+        found = _INSTEAD[word][0]
+        yield f"{inside}optimiser" if found == _NAME and "optimiser" in known else found
         return
     if word in _KIND and path in _NAMED:
         yield f"{path}.name"
@@ -145,8 +146,8 @@ def _example(key: str, guess: str) -> str:
 
 def _meant_among(key: str, known: Collection[str], path: str, value: Any, method: str, refused: Refusal) -> str:
     without = False  # a client optimiser
+    instead, other = _INSTEAD.get(key.lower(), ("", None))
     for guess in _guesses(key, known, path):
-        instead, other = _INSTEAD.get(key.lower(), ("", None))
         why = refused({guess: other if guess == instead else value})
         if why is None:
             return _asked(guess, path, _example(key, guess))
